@@ -31,6 +31,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -66,6 +67,7 @@ ROUNDS = 50
 ROWS = (1, 16)
 CONTEXT = 32
 STEP_TOKENS = 40
+PREFILL_TOKENS = 4096
 PROMPT_TOKENS = 400
 Say = Callable[[dict[str, Any]], None]
 
@@ -225,56 +227,88 @@ def _sums_here(store: str, rank: str, ranks: str) -> None:
 
 
 def steps(options: argparse.Namespace, say: Say) -> None:
-    """Decode steps of so many rows."""
+    """Decode steps of so many rows, all by one engine; on GPUs also the prefill of long prompts."""
     for ranks in options.ranks:
-        for rows in options.rows:
-            config = EngineConfig(
-                model=str(options.model),
-                load_format="dummy",
-                device=options.device,
-                tp=ranks,
-                num_pages=rows * (_tokens(rows, options.context) // 16 + 4) + 8,
-                max_sequences=max(options.rows),
-                prefix_cache=False,
-            )
-            engine = Engine.build(config)
-            try:
-                figures = _step_times(engine, rows, options.context)
-                say({"model": options.model.name, "ranks": ranks, "rows": rows, **figures})
-            finally:
-                engine.stop()
+        config = EngineConfig(
+            model=str(options.model),
+            load_format="dummy",
+            device=options.device,
+            tp=ranks,
+            num_pages=max(rows * _pages(rows, options.context) for rows in options.rows)
+            + PREFILL_TOKENS // 16
+            + 8,
+            max_sequences=max(options.rows),
+            prefix_cache=False,
+        )
+        engine = Engine.build(config)
+        line = {"model": options.model.name, "ranks": ranks}
+        try:
+            runs = _Runs(engine)
+            for rows in options.rows:
+                say({**line, "rows": rows, **_step_times(runs, rows, options.context)})
+            if options.device == "cuda":
+                say({**line, "prefill_tokens_per_s": _prefill_rate(runs)})
+        finally:
+            engine.stop()
 
 
 def _tokens(rows: int, context: int) -> int:
-    """The longest sequence: so long that all decode together, after the last prompt."""
-    return context + STEP_TOKENS + rows * context // 512
+    """Of each answer: so many that all decode together, after the last prompt."""
+    return STEP_TOKENS + rows * context // 1024
 
 
-def _step_times(engine: Engine, rows: int, context: int) -> dict[str, float]:
-    times: list[float] = []
-    ends: queue.SimpleQueue[SequenceEnded | RequestFailed] = queue.SimpleQueue()
-    engine.start(lambda seconds, decoded: times.append(seconds) if decoded == rows else None)
+def _pages(rows: int, context: int) -> int:
+    return (context + _tokens(rows, context)) // 16 + 4
 
-    def sink(events: Sequence[Event]) -> None:
-        for event in events:
-            if isinstance(event, SequenceEnded | RequestFailed):
-                ends.put(event)
 
-    for row in range(rows):
-        prompt = np.random.default_rng(row).integers(5, 4000, context).astype(np.int32)
-        stop = StopRules(max_tokens=_tokens(rows, context) - context, ignore_eos=True)
-        greedy = SamplingParams(temperature=0.0)
-        request = Request(row.to_bytes(16, "big"), prompt, greedy, stop)
-        engine.submit(request, sink)
-    for _ in range(rows):
-        if isinstance(ended := ends.get(), RequestFailed):
-            raise SystemExit(f"a request failed: {ended.reason}")
+class _Runs:
+    """An engine, and the seconds of its steps by the rows that they decode."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.times: defaultdict[int, list[float]] = defaultdict(list)
+        engine.start(lambda seconds, decoded: self.times[decoded].append(seconds))
+
+    def finish(self, rows: int, context: int, tokens: int) -> None:
+        """Runs so many requests at once."""
+        ends: queue.SimpleQueue[SequenceEnded | RequestFailed] = queue.SimpleQueue()
+
+        def sink(events: Sequence[Event]) -> None:
+            for event in events:
+                if isinstance(event, SequenceEnded | RequestFailed):
+                    ends.put(event)
+
+        for row in range(rows):
+            prompt = np.random.default_rng(row).integers(5, 4000, context).astype(np.int32)
+            stop = StopRules(max_tokens=tokens, ignore_eos=True)
+            greedy = SamplingParams(temperature=0.0)
+            self.engine.submit(Request(row.to_bytes(16, "big"), prompt, greedy, stop), sink)
+        for _ in range(rows):
+            if isinstance(ended := ends.get(), RequestFailed):
+                raise SystemExit(f"a request failed: {ended.reason}")
+
+
+def _step_times(runs: _Runs, rows: int, context: int) -> dict[str, float]:
+    runs.times.clear()
+    runs.finish(rows, context, _tokens(rows, context))
+    times = runs.times[rows]
     figures = {"step_ms": 1e3 * statistics.median(times), "steps": len(times)}
-    if loads := engine.ranks.loads():
-        figures["skew_ms"] = 1e3 * engine.ranks.skew_s / loads[0].steps
+    ranks = runs.engine.ranks
+    if loads := ranks.loads():
+        figures["skew_ms"] = 1e3 * ranks.skew_s / loads[0].steps
         seconds = loads[0].waited_s + loads[0].busy_s
         figures["waited_share"] = loads[0].waited_s / seconds if seconds else float("nan")
     return figures
+
+
+def _prefill_rate(runs: _Runs) -> float:
+    """Of prompts that come one after the other, from the request to the first token."""
+    times = []
+    for _ in range(5):
+        began_s = time.perf_counter()
+        runs.finish(1, PREFILL_TOKENS, 1)
+        times.append(time.perf_counter() - began_s)
+    return PREFILL_TOKENS / statistics.median(times)
 
 
 # -- workers ------------------------------------------------------------------------------------

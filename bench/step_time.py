@@ -32,8 +32,8 @@ from bench.engine import SHAPE
 from engine.attention import choose_backend
 from engine.attention.paged import PagedAttention
 from engine.bounds import Bounds
-from engine.cuda import shapes
 from engine.cuda.executor import CudaExecutor
+from engine.cuda.steps import shapes
 from engine.model import load_model
 from engine.pages.pools import POOLS, pool_type
 from engine.sampling import Sampler

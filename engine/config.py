@@ -43,7 +43,7 @@ class EngineConfig(Bounds):
     """Share of the GPU's memory that this process may use, in all."""
     cuda_graphs: bool = True
     """Whether steps on a GPU replay graphs, which are made at the start. See
-    `engine.cuda.shapes`."""
+    `engine.cuda.steps.shapes`."""
     scheduling: str = "fcfs"
     """Order of admission, one of `engine.schedule.policies.POLICIES`."""
     eviction: str = "lru"

@@ -41,6 +41,7 @@ FLOORS = (
         "engine.cuda.products",
         "engine.cuda.experts",
         "engine.cuda.ranks",
+        "engine.cuda.steps",
     ),
     ("worker_base",),
     ("prefill_service", "decode_service", "fetch_service"),

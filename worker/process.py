@@ -68,7 +68,7 @@ def main(settings: WorkerSettings) -> int:
         keep_data_plane_local()
     try:
         with (
-            claimed_for(settings.device, settings.gpu_slots_dir, settings.name) as gpu,
+            claimed_for(settings.device, settings.gpu_slots_dir, settings.name, settings.tp) as gpu,
             RouterAddresses(settings.routers) as routers,
         ):
             if gpu:

@@ -114,11 +114,11 @@ class WorkerSettings(BaseModel):
     """Sets the device: `auto`, `cpu`, `cuda` or `cuda:N`. `auto`: the first GPU if there is one."""
     tp: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Divides the model among so many ranks (tensor parallelism), processes of this host that run
-    each step together. On GPUs each has one. It must divide the model's heads and
-    feed-forward width. It may differ between prefill and decode workers."""
+    each step together. On GPUs each has one. It must divide the model's heads and feed-forward
+    width. It may differ between prefill and decode workers."""
     gpu_slots_dir: str = ""
-    """Names a folder that all workers of this host share: each claims one GPU by a lock file in it.
-    Empty: `device` chooses the GPU."""
+    """Names a folder that all workers of this host share: each claims a GPU for each of its ranks,
+    by lock files in it. Empty: `device` chooses the GPU."""
     threads: int = Field(default=0, ge=0, le=1024)
     """Sets the number of torch's CPU threads, which the ranks of a worker divide. 0: one a core.
     Workers on one machine should divide the cores."""
@@ -248,9 +248,7 @@ class WorkerSettings(BaseModel):
         if self.transport == "nccl":
             raise ValueError("transport nccl cannot serve several ranks; use nixl, or tp 1")
         if self.device.startswith("cuda:"):
-            raise ValueError("device cuda:N names one GPU for several ranks; use cpu, or tp 1")
-        if self.gpu_slots_dir:
-            raise ValueError("gpu_slots_dir claims one GPU; leave it out, or tp 1")
+            raise ValueError("device cuda:N names one GPU for several ranks; use cuda, or tp 1")
         return self
 
     @model_validator(mode="after")

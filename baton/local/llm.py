@@ -281,7 +281,9 @@ def _build(settings: WorkerSettings, stack: ExitStack) -> Engine:
         torch.set_num_threads(settings.threads)
     with model_progress() as fetching:
         settings = with_model_found(settings, fetching)
-    stack.enter_context(claimed_for(settings.device, settings.gpu_slots_dir, settings.name))
+    stack.enter_context(
+        claimed_for(settings.device, settings.gpu_slots_dir, settings.name, settings.tp)
+    )
     with loading_progress(terminal(settings.log_format)) as loading:
         return Engine.build(engine_config(settings), loading)
 

@@ -1,4 +1,4 @@
-"""Gives each worker of a host a GPU of its own, by a lock for each GPU in a shared folder.
+"""Gives each worker of a host GPUs of its own, by a lock for each GPU in a shared folder.
 
 Life of a slot:
 
@@ -66,54 +66,62 @@ def shared_out(gpus: Sequence[str], ranks: Sequence[int]) -> list[tuple[str, ...
 
 
 @contextlib.contextmanager
-def claimed(folder: Path, gpus: Sequence[str], holder: str) -> Iterator[str]:
-    """Holds the first free GPU of `gpus` as long as the context is open, and yields its name.
+def claimed(folder: Path, gpus: Sequence[str], holder: str, count: int = 1) -> Iterator[str]:
+    """Holds the first free GPUs of `gpus` as long as the context is open: as many as a worker has
+    ranks, or none. Yields their names, with commas between them.
 
     Args:
         folder: all workers of the host share it; it is made if it is missing.
         gpus: names as in `visible_gpus`.
         holder: name of the worker, for the error that others get.
+        count: GPUs that it wants.
 
     Raises:
-        NoSlotError: every GPU is claimed, or the folder cannot be used.
+        NoSlotError: too many GPUs are claimed, or the folder cannot be used.
     """
-    taken: list[str] = []
-    for gpu in gpus:
-        file = _open(folder, gpu)
-        with file:
+    taken, own = list[str](), list[str]()
+    with contextlib.ExitStack() as files:
+        for gpu in gpus:
+            file = files.enter_context(_open(folder, gpu))
             if _lock(file):
                 _write(file, holder)
-                yield gpu
+                own.append(gpu)
+            else:
+                file.seek(0)
+                taken.append(f"{gpu} by {file.read().strip() or 'another worker'}")
+            if len(own) == count:
+                yield ",".join(own)
                 return
-            file.seek(0)
-            taken.append(f"{gpu} by {file.read().strip() or 'another worker'}")
-    raise NoSlotError(
-        f"no GPU is left here for {holder}: claimed are {', '.join(taken)}"
-        if taken
-        else f"no GPU is visible here for {holder}"
-    )
+    if not gpus:
+        raise NoSlotError(f"no GPU is visible here for {holder}")
+    left = f"no GPU is left here for {holder}"
+    if count > 1:
+        left = f"{len(own)} of {count} GPUs are left here for {holder}"
+    raise NoSlotError(f"{left}: claimed are {', '.join(taken) or 'none'}")
 
 
 @contextlib.contextmanager
-def claimed_for(device: str, folder: str, holder: str) -> Iterator[str]:
-    """Claims a GPU for a worker and hides all others from this process, before CUDA is touched.
+def claimed_for(device: str, folder: str, holder: str, ranks: int = 1) -> Iterator[str]:
+    """Claims a GPU for each of a worker's ranks and hides all others from this process, before CUDA
+    is touched.
 
     Args:
         device: the worker's setting; `cpu` claims nothing, and `auto` nothing if there is no GPU.
         folder: the worker's setting; "" claims nothing.
         holder: the worker's name.
+        ranks: number of its ranks.
 
     Yields:
-        The GPU's name, "" if nothing is claimed.
+        The GPUs' names, with commas between them; "" if nothing is claimed.
 
     Raises:
-        NoSlotError: every GPU is claimed, or the folder cannot be used.
+        NoSlotError: too many GPUs are claimed, or the folder cannot be used.
     """
     gpus = visible_gpus()
     if not folder or device == "cpu" or (device == "auto" and not gpus):
         yield ""
         return
-    with claimed(Path(folder), gpus, holder) as gpu:
+    with claimed(Path(folder), gpus, holder, ranks) as gpu:
         # All workers count GPUs in the order of the device files. CUDA's own order is by speed.
         os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
         os.environ[VISIBLE] = gpu

@@ -3,8 +3,9 @@
 A step's life:
 
 1. `launch` packs the plan's integers into pinned memory and queues one copy to the device.
-2. A step that fits a shape (`engine.cuda.shapes`) is padded to it and replays its graph. Any other
-   step runs its kernels one by one. Its prompts keep the device busy, so the launches cost no time.
+2. A step that fits a shape (`engine.cuda.steps.shapes`) is padded to it and replays its graph. Any
+   other step runs its kernels one by one. Its prompts keep the device busy, so the launches cost no
+   time.
    A step with rows of a hook whose calls no graph can contain fits none. Steps with rows that read
    only the pages that a hook chooses have graphs of their own.
 3. Tokens are drawn, put into the token table (which the next step reads, on the device) and
@@ -36,11 +37,11 @@ from engine.attention.parts import lengths_differ
 from engine.bounds import Bounds
 from engine.cuda.forward import FusedForward, RowEnds
 from engine.cuda.hooks.hooked import Hooked
-from engine.cuda.inputs import Inputs, attention_of, ends_of, narrowed_of
-from engine.cuda.packing import PackedStep, counts_of, pack, reads_of, rows_of, stores_of
 from engine.cuda.ranks.drawing import Draw, drawing_of, nothing_drawn, telling
-from engine.cuda.shapes import PROMPT_ROWS, Shape, Shapes
-from engine.cuda.staging import StepStaging
+from engine.cuda.steps.inputs import Inputs, attention_of, ends_of, narrowed_of
+from engine.cuda.steps.packing import PackedStep, counts_of, pack, reads_of, rows_of, stores_of
+from engine.cuda.steps.shapes import PROMPT_ROWS, Shape, Shapes
+from engine.cuda.steps.staging import StepStaging
 from engine.hooks.protocol import DecodeRows, Narrowed
 from engine.loop.executor import Launched
 from engine.loop.waiting import Read, StepWaiter

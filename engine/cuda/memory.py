@@ -7,7 +7,7 @@ import torch
 from engine.attention.paged import PagedAttention, PagedStep
 from engine.bounds import Bounds
 from engine.cuda.forward import FusedForward
-from engine.cuda.shapes import LONGEST_GRAPH
+from engine.cuda.steps.shapes import LONGEST_GRAPH
 from engine.model import Model
 from engine.pages.blocks import SCRATCH_PAGE
 from engine.pages.kv_pool import KvPool

@@ -105,6 +105,21 @@ def test_the_claimed_gpu_is_the_only_one_that_the_process_sees(
             assert (second, visible_gpus()) == ("GPU-5e8c", ["GPU-5e8c"])
 
 
+def test_a_worker_of_several_ranks_claims_a_gpu_for_each_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = ["0", "1", "2", "3"]
+    with claimed(tmp_path, gpus, "one", 2) as first, claimed(tmp_path, gpus, "two") as second:
+        assert (first, second) == ("0,1", "2")
+        with pytest.raises(NoSlotError, match=r"1 of 2 GPUs are left here for three: .* 2 by two"):
+            claimed(tmp_path, gpus, "three", 2).__enter__()
+        with claimed(tmp_path, gpus, "four") as left:
+            assert left == "3"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    with claimed_for("cuda", str(tmp_path), "one", 2) as both:
+        assert (both, visible_gpus()) == ("4,5", ["4", "5"])
+
+
 @pytest.mark.parametrize(
     ("device", "folder", "gpus"), [("cpu", "slots", "0"), ("auto", "slots", ""), ("cuda", "", "0")]
 )

@@ -106,7 +106,6 @@ def test_settings_are_frozen() -> None:
         ({"role": "cook", "seed": -1}, "`seed`"),
         ({"transport": "nccl", "tp": 2}, "nccl cannot serve several ranks"),
         ({"device": "cuda:1", "tp": 2}, "names one GPU for several ranks"),
-        ({"gpu_slots_dir": "slots", "tp": 2}, "claims one GPU"),
     ],
 )
 def test_wrong_values_are_named(flags: dict[str, object], complaint: str) -> None:

@@ -90,6 +90,20 @@ def check_sums(
     torch.testing.assert_close(parts[0], want, rtol=4 * step, atol=1e-6)
 
 
+def check_halves_take_turns(device: torch.device) -> None:
+    """So a rank that is ahead writes nothing that another one still reads."""
+    ranks = Ranks(2, device, half_bytes=1 << 10)
+    halves = [own[-2 << 10 :].view(2, -1) for own in ranks.memory]
+    written: list[list[bool]] = []
+    for shots in (1, 2, 1, 2):
+        for half in halves:
+            half.fill_(0xFF)
+        ranks.all_reduce(parts_of(2, 3, 8, torch.float32, device, shots), shots)
+        written += [[bool((one != 0xFF).any()) for one in half] for half in halves]
+    first, second = [[True, False]] * 2, [[False, True]] * 2
+    assert written == [*first, *second, *first, *second]
+
+
 def check_gather(ranks: Ranks, rows: int, columns: int) -> None:
     device = ranks.memory[0].device
     parts = parts_of(len(ranks.all), rows, columns, torch.float32, device, rows)

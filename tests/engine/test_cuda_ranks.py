@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 import torch
 from engine_kit import Run, build, check_baseline, finish, submit
-from ranks_kit import Ranks, check_best, check_gather, check_sums, parts_of
+from ranks_kit import (
+    Ranks,
+    check_best,
+    check_gather,
+    check_halves_take_turns,
+    check_sums,
+    parts_of,
+)
 from references import NOISE, references
 from test_engine_demo_model import first_difference
 from tiny_models import write_tiny_model
@@ -29,6 +36,8 @@ SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=11)
 PENALISED = SamplingParams(temperature=0.0, frequency_penalty=1.5, repetition_penalty=1.3)
 CLOSE = 0.15
 """Logits of bf16 differ by less between one rank and two: sums are rounded once more."""
+PROGRAMS = 16
+"""Of each rank: those of four ranks fit one device at once."""
 two_gpus = pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs")
 
 
@@ -46,6 +55,10 @@ def test_sums_of_ranks_on_one_device(count, size):
     check_gather(ranks, 256, 3)
 
 
+def test_halves_take_turns_on_one_device():
+    check_halves_take_turns(CUDA)
+
+
 @pytest.mark.parametrize("count", [2, 3])
 def test_the_best_token_of_parts(count):
     for vocab in (701, 9001, 151936):
@@ -55,43 +68,53 @@ def test_the_best_token_of_parts(count):
 @pytest.mark.parametrize("count", [2, 4])
 def test_programs_meet(count):
     """All phases in one launch, on a stream for each rank: here programs wait for each other."""
-    ranks = Ranks(count, CUDA, programs=16)
+    ranks = Ranks(count, CUDA, programs=PROGRAMS)
+    rescue = Rescue(ranks)
     streams = [torch.cuda.Stream() for _ in ranks.all]
     for rows in (1, 50, 3, 90):
         for shots in (1, 2):
             parts = parts_of(count, rows, 512, torch.bfloat16, CUDA, rows)
             want = [part.clone() for part in parts]
-            with_phases = Ranks(count, CUDA, programs=16)
+            with_phases = Ranks(count, CUDA, programs=PROGRAMS)
             with_phases.all_reduce(want, shots)
             torch.cuda.synchronize()
             for own, x, stream in zip(ranks.all, parts, streams, strict=True):
                 with torch.cuda.stream(stream):
                     own.all_reduce(x, two_shots=shots == 2)
-            wait(streams, ranks)
+            wait(streams, rescue)
             for x, sums in zip(parts, want, strict=True):
                 assert torch.equal(x, sums)
 
 
-def wait(streams: list[torch.cuda.Stream], ranks: Ranks) -> None:
+def wait(streams: list[torch.cuda.Stream], rescue: Rescue) -> None:
     until_s = time.monotonic() + 30
     while not all(stream.query() for stream in streams):
         if time.monotonic() > until_s:
-            let_go(ranks)
+            rescue.let_go()
             torch.cuda.synchronize()
             raise AssertionError("programs have not met")
         time.sleep(0.001)
 
 
-def let_go(ranks: Ranks) -> None:
-    host = torch.full((16 * len(ranks.all),), 1 << 62, dtype=torch.int64).pin_memory()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        for own in ranks.memory:
-            own[: host.nbytes].view(torch.int64).copy_(host, non_blocking=True)
+class Rescue:
+    """Ends all waits. What it needs is there before: allocating may wait for the device."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        count = PROGRAMS * len(ranks.all)
+        self._host = torch.full((count,), 1 << 62, dtype=torch.int64).pin_memory()
+        self._pads = [own[: self._host.nbytes].view(torch.int64) for own in ranks.memory]
+        self._stream = torch.cuda.Stream()
+
+    def let_go(self) -> None:
+        with torch.cuda.stream(self._stream):
+            for pad in self._pads:
+                pad.copy_(self._host, non_blocking=True)
 
 
 def test_a_rank_that_waits_can_be_let_go():
     """A rank whose peer never comes, as when it was killed."""
-    ranks = Ranks(2, CUDA, programs=16)
+    ranks = Ranks(2, CUDA, programs=PROGRAMS)
+    rescue = Rescue(ranks)
     x = parts_of(1, 8, 512, torch.bfloat16, CUDA, 0)[0]
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
@@ -99,7 +122,7 @@ def test_a_rank_that_waits_can_be_let_go():
         ranks.all[0].all_reduce(x, two_shots=True)
     time.sleep(0.2)
     assert not stream.query()
-    let_go(ranks)
+    rescue.let_go()
     until_s = time.monotonic() + 10
     while not stream.query():
         assert time.monotonic() < until_s

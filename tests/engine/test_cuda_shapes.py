@@ -10,8 +10,8 @@ import torch
 
 from engine.attention.fa3 import LONG_PIECE
 from engine.bounds import Bounds
-from engine.cuda.packing import PackedStep, pack
-from engine.cuda.shapes import (
+from engine.cuda.steps.packing import PackedStep, pack
+from engine.cuda.steps.shapes import (
     LONGEST_GRAPH,
     PIECES,
     PROMPT_ROWS,
@@ -20,7 +20,7 @@ from engine.cuda.shapes import (
     bucket_of,
     bucket_sizes,
 )
-from engine.cuda.staging import ALIGNMENT, StagingError, StepStaging
+from engine.cuda.steps.staging import ALIGNMENT, StagingError, StepStaging
 from engine.schedule.step import ScorePlan, StepPlan
 
 PAGE_SIZE = 4

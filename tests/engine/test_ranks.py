@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -376,6 +376,18 @@ def test_a_draw_that_waits_for_masks_ends_when_the_ranks_are_lost():
         executor.launch(plan).result()
     executor.sample(None)
     assert (masks, sent) == ([None], [plan])
+
+
+def test_a_step_that_ends_after_the_ranks_are_lost_fails():
+    """On a GPU it may: the device is let go, and what it computed has no meaning."""
+    own: Future[Any] = Future()
+    keeper = SimpleNamespace(lost="", reason=lambda _: "")
+    executor = RankedExecutor(SimpleNamespace(launch=lambda _: own), keeper, lambda _: None)
+    launched = executor.launch(SimpleNamespace())
+    keeper.lost = "rank 1 was killed by SIGKILL"
+    own.set_result("tokens")
+    with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
+        launched.result(1)
 
 
 @pytest.mark.matrix

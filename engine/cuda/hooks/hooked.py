@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from engine.attention.paged import PagedAttention
 from engine.cuda.hooks.choosing import ChosenAttention
-from engine.cuda.packing import reads_of
-from engine.cuda.shapes import Shape, Shapes
+from engine.cuda.steps.packing import reads_of
+from engine.cuda.steps.shapes import Shape, Shapes
 from engine.hooks.attention import Attend, CalledAttention
 from engine.hooks.calling import Failures
 from engine.hooks.protocol import DecodeRows, Narrowed

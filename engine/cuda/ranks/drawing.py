@@ -26,7 +26,7 @@ from torch import Tensor
 from engine.cuda.kernels import greedy
 from engine.cuda.ranks.best import best_of_ranks, told_of_part
 from engine.cuda.ranks.collective import CudaCollective
-from engine.cuda.staging import Int32s
+from engine.cuda.steps.staging import Int32s
 from engine.hooks.calling import Failures
 from engine.loop.running import SCORE_ROWS
 from engine.loop.waiting import Read

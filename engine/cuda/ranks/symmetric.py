@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("baton.engine")
 
-HALF_BYTES: Final = 32 << 20
+HALF_BYTES: Final = 64 << 20
 """Of each of the two halves of a buffer. Larger sums go by NCCL."""
 MEET_S: Final = 60.0
 """Ranks wait so long for each other's addresses, seconds."""

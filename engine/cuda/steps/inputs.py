@@ -9,8 +9,8 @@ from torch import Tensor
 from engine.attention.paged import PagedStep
 from engine.cuda.forward import RowEnds
 from engine.cuda.kernels import StepInputs, unpack_step
-from engine.cuda.packing import PackedStep
-from engine.cuda.shapes import Shape
+from engine.cuda.steps.packing import PackedStep
+from engine.cuda.steps.shapes import Shape
 from engine.hooks.protocol import DecodeRows
 
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from engine.cuda.shapes import Shape
-from engine.cuda.staging import Int32s, StepStaging
+from engine.cuda.steps.shapes import Shape
+from engine.cuda.steps.staging import Int32s, StepStaging
 from engine.hooks.protocol import Narrowed
 from engine.pages.blocks import SCRATCH_PAGE
 from engine.schedule.step import StepPlan

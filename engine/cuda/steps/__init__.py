@@ -1,0 +1,1 @@
+"""How a step gets to a GPU: its shape, its packed integers, and the inputs that they become."""
