@@ -265,7 +265,8 @@ class HostTiers:
         joined: list[Load],
     ) -> None:
         """Holds what is in the pool, and lets the rest come."""
-        pages = np.array(found, np.int32)
+        held = set(wait.pinned.tolist())  # A prompt is looked up again after a fetch.
+        pages = np.array([page for page in found if page not in held], np.int32)
         self._blocks.pin(pages)
         wait.pinned = np.concatenate([wait.pinned, pages])
         wait.coming_pages += len(missing) + len(joined)

@@ -92,6 +92,24 @@ def test_a_store_below_a_small_host_tier(path, want, tmp_path, secret, kind, ran
     again.stop()
 
 
+def test_a_page_that_is_found_before_and_after_a_fetch_is_let_go(path, tmp_path):
+    """The prompt's first page is in the pool, since another one began with it; the rest is not."""
+    options = {**SMALL, "kv_host_bytes": 640 << 10}
+    engine = build(path, **options, kv_stores=(f"disk:{tmp_path}/kv?gib=0.1",))
+    try:
+        prompts = conversations(COUNT)
+        for prompt in prompts:
+            finish(submit(engine, prompt, 5))
+        finish(submit(engine, prompts[0][:66], 2))
+        before = engine.load().tiers.loaded_tokens["disk"]
+        finish(submit(engine, prompts[0], 5))
+        assert engine.load().tiers.loaded_tokens["disk"] > before
+        wait_until(lambda: engine.load().tiers.held_slots == 0)
+        check_baseline(engine)
+    finally:
+        engine.stop()
+
+
 def test_two_ranks_over_a_disk(path, want, tmp_path):
     """Some conversations take one turn and then, after all of them, the next."""
     stores = (f"disk:{tmp_path}/kv?gib=0.1",)
