@@ -7,9 +7,10 @@ python -m bench.kv_tiers engine MODEL [--host-gib 16] [--kv-gib 16] [--dummy] [-
     beside saves of 4 GB/s
 python -m bench.kv_tiers disk FOLDER [--gib 8] [--page-kib 2048] [--seconds 30]
     a disk store's rates, by its child process; each direction ends after so many seconds
-python -m bench.kv_tiers steps [--runs 5]
+python -m bench.kv_tiers steps [--runs 5] [--fresh]
     steps of a loop that computes nothing, without tiers, with them, and over stores that hang or
-    are killed; runs in turns
+    are killed; runs in turns. Prompts share prefixes, which are loaded; `--fresh`: pages are only
+    saved
 
 On one GPU: `link`, then `engine` with an 8B model, then `disk` on a local NVMe. `steps` needs no
 GPU. All print medians of the runs that they name.
@@ -22,6 +23,7 @@ import argparse
 import os
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -44,6 +46,7 @@ from telemetry import failpoints
 
 KIB = 1 << 10
 RUNS = 5
+PROMPT_STEPS = 8
 
 
 # -- link -----------------------------------------------------------------------------------------
@@ -99,13 +102,13 @@ def _both(mover: PageMover, runs: np.ndarray) -> None:
 # -- steps ----------------------------------------------------------------------------------------
 
 
-def steps(runs: int) -> None:
+def steps(runs: int, fresh: bool) -> None:
     """Durations of steps that compute nothing, while prompts come and go."""
     kinds = ("off", "host", "disk", "disk hangs", "disk is killed")
     figures: dict[str, list[list[tuple[float, float]]]] = {kind: [] for kind in kinds}
     for _ in range(runs):
         for kind in kinds:
-            figures[kind].append(_null_steps(kind))
+            figures[kind].append(_null_steps(kind, fresh))
     for kind, measured in figures.items():
         words = []
         for column, name in enumerate(("by the clock", "of the loop's CPU time")):
@@ -115,21 +118,24 @@ def steps(runs: int) -> None:
                 for share in (0.5, 0.99)
             )
             words.append(f"p50 {p50:.3f} ms, p99 {p99:.3f} {name}")
-        print(f"{kind}: {'; '.join(words)}")
+        print(f"{kind}: {'; '.join(words)}", flush=True)
 
 
-def _null_steps(kind: str) -> list[tuple[float, float]]:
-    """For each step with all rows its seconds: by the clock, and of the loop's thread."""
+def _null_steps(kind: str, fresh: bool) -> list[tuple[float, float]]:
+    """For each step with all rows its seconds: by the clock, and of the loop's thread. A prompt
+    comes with every eighth step, so that all kinds have the same share of steps with prompts."""
     points = {"disk hangs": "store.store=hang@20", "disk is killed": "store.store=kill@20"}
     failpoints.arm(points.get(kind, ""))
     durations: list[tuple[float, float]] = []
-    used_s = 0.0
+    used_s, due = 0.0, threading.Semaphore(0)
 
     def on_step(seconds: float, rows: int) -> None:
         nonlocal used_s
         before, used_s = used_s, time.thread_time()
         if rows >= ROWS:
             durations.append((seconds, used_s - before))
+            if len(durations) % PROMPT_STEPS == 0:
+                due.release()
 
     with tempfile.TemporaryDirectory() as folder:
         loop = _null_loop(kind, folder)
@@ -141,9 +147,9 @@ def _null_steps(kind: str) -> list[tuple[float, float]]:
         number = 0
         while not rows[0].ended.is_set():
             number += 1
-            again = np.concatenate([shared[number * 7 % 40], clients.prompt(32)])
-            clients.run(again)
-            time.sleep(0.002)
+            before = clients.prompt(512) if fresh else shared[number * 7 % 40]
+            if due.acquire(timeout=0.1):
+                clients.run(np.concatenate([before, clients.prompt(32)]))
         loop.stop()
     return durations
 
@@ -215,6 +221,7 @@ def main() -> None:
     parser.add_argument("--kv-gib", type=float, default=16)
     parser.add_argument("--seconds", type=float, default=30)
     parser.add_argument("--runs", type=int, default=RUNS)
+    parser.add_argument("--fresh", action="store_true")
     parser.add_argument("--dummy", action="store_true")
     options = parser.parse_args()
     if options.what in ("engine", "disk") and not options.where:
@@ -227,7 +234,7 @@ def main() -> None:
     elif options.what == "disk":
         disk(options.where, options.gib, options.page_kib, options.seconds)
     else:
-        steps(options.runs)
+        steps(options.runs, options.fresh)
 
 
 if __name__ == "__main__":

@@ -225,22 +225,27 @@ class StepLoop:
 
     def _receive(self, wait_s: float | None) -> bool:
         """Runs the commands that are there or come within `wait_s` (None: without a limit), and
-        admits their requests. Returns whether there was a command."""
-        received = False
+        admits their requests. Returns whether there was a command. After a wake from the tiers it
+        admits only where no turn follows at once, which does so, too."""
+        received, woken, turns = False, False, wait_s == 0.0
         for command in self._pending(wait_s):
             if isinstance(command, _Flight):
-                command.ended = True
+                command.ended = turns = True
+                continue
+            if command is _nothing:
+                woken = True
                 continue
             received = True
             try:
                 command(self._scheduler)
             except Exception:
                 log.exception("a command failed")
-        if received:
+        if received or (woken and not turns):
             admit(self._scheduler)
+        if received:
             self._publish_load()
         self._flush()
-        return received
+        return received or woken
 
     def _pending(self, wait_s: float | None) -> Iterator[Command | _Flight]:
         try:

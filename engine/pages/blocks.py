@@ -158,6 +158,8 @@ class BlockManager:
             return np.empty(0, np.int32)
         self._check_available(count)
         self._evict(max(0, count - self._free))
+        if count == self._free:  # The usual case of a full pool has no gaps to compare.
+            return self._take(np.flatnonzero(self._is_free).astype(np.int32))
         return self._take(runs.scattered(self._is_free, count, longest=False))
 
     def _check_available(self, count: int) -> None:

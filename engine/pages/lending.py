@@ -94,13 +94,14 @@ class Lending:
         lent: list[int] = []
         rest: list[int] = []
         looked_at = max(count, len(self._order) // COLD_SHARE)
+        most_saved = min(count, self.ready)  # So a store that hangs makes nobody look at them all.
         for page in islice(self._order.coldest(), looked_at):
             if page in self._saved:
                 saved.append(page)
-                if len(saved) == count:
-                    break
             else:
                 (lent if page in self._loans else rest).append(page)
+            if len(saved) == most_saved and len(rest) >= count - most_saved:
+                break
         chosen = [*saved, *rest, *lent][:count]
         for page in chosen:
             self.in_use(page)

@@ -33,8 +33,8 @@ FETCHED_AT_ONCE: Final = 8
 """Most objects of one question."""
 STORED_AT_ONCE: Final = 4
 """Objects that are being stored at a time."""
-_LOOKS: Final = 16
-"""Slots that are looked at in a turn to find an object to store."""
+_LOOKS: Final = 4
+"""Slots that are looked at in a turn to find an object to store. The batch waits for a turn."""
 _REST_S: Final = 0.02
 """Time between looks if there was nothing to store, seconds."""
 

@@ -113,9 +113,9 @@ def test_a_page_that_is_found_before_and_after_a_fetch_is_let_go(path, tmp_path)
 def test_two_ranks_over_a_disk(path, want, tmp_path):
     """Some conversations take one turn and then, after all of them, the next."""
     stores = (f"disk:{tmp_path}/kv?gib=0.1",)
-    engine = build(path, **{**SMALL, "kv_host_bytes": 640 << 10}, tp=2, kv_stores=stores)
+    engine = build(path, **{**SMALL, "kv_host_bytes": 384 << 10}, tp=2, kv_stores=stores)
     try:
-        assert talk(engine, conversations(COUNT)[:14], ROUNDS) == want[:14]
+        assert talk(engine, conversations(COUNT)[:12], ROUNDS) == want[:12]
         assert engine.load().tiers.loaded_tokens["disk"] >= 256
         wait_until(lambda: engine.load().tiers.held_slots == 0)
         check_baseline(engine)
