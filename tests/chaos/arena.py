@@ -31,7 +31,7 @@ from chaos.plan import Topology
 TEND_S: Final = 0.05
 ADMIN_TIMEOUT_S: Final = 5.0
 READY_S: Final = 60.0
-HOST_GIB: Final = 0.0005
+HOST_GIB: Final = 0.001
 """Fewer slots than a tight pool has pages."""
 STORE_MODULE: Final = "engine.tiers.stores.child"
 FAILPOINTS: Final = "BATON_DEBUG_FAILPOINTS"

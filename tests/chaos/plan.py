@@ -117,7 +117,7 @@ STORE_POINTS: Final = ("store.lookup", "store.load", "store.loaded", "store.stor
 """Of the processes of a worker's stores."""
 RANK_POINTS: Final = {"prefill": ("rank.step", "rank.push"), "decode": ("rank.step", "rank.asked")}
 """Of a worker's other ranks, by its role; and `rank.copy`, if there are tiers."""
-BELOW_PROMPTS: Final = 16
+BELOW_PROMPTS: Final = 24
 BELOW_TOKENS: Final = 580
 BELOW_ENDINGS: Final = ("kill", "kill", "raise", "sleep:0.5", "sleep:4.5")
 """Nobody would wake what stops itself below a worker."""
@@ -337,7 +337,9 @@ def plan_below(seed: int, number: int, fault: Fault) -> RunPlan:
         for again in (False, True):
             start_s = 0.1 * turn + 3.0 * again
             asks.append(Ask(len(asks), prompt, max_tokens=8, timeout_s=90.0, start_s=start_s))
-    topology = replace(plan.topology, num_pages=TIGHT_PAGES, tiers=True)
+    both = fault.target.startswith("both")
+    topology = Topology(0, 0, 2, ranks=(2, 2)) if both else plan.topology
+    topology = replace(topology, num_pages=TIGHT_PAGES, tiers=True)
     return replace(plan, topology=topology, asks=tuple(asks))
 
 
