@@ -34,6 +34,7 @@ from torch import Tensor
 from bench.engine import Case, add_engine_options, build, free_memory, measure
 from engine.cuda import feed_forward
 from engine.cuda.experts import products
+from engine.cuda.experts.cutting import Tiles
 from engine.cuda.experts.routing import route
 from engine.model.config import ExpertsConfig
 from engine.model.decoder import Model
@@ -118,14 +119,14 @@ def even_routing(experts: int, step_tokens: int, device: str = "cuda") -> Iterat
 @contextmanager
 def tiles_from(path: Path | None, shape: str, precision: str) -> Iterator[None]:
     """Products are cut as was fastest for the next larger number of tokens that was measured."""
-    found: dict[tuple[int, int], tuple[float, products.Tiles]] = {}
+    found: dict[tuple[int, int], tuple[float, Tiles]] = {}
     for row in json.loads(path.read_text()) if path else ():
         if (row["shape"], row["precision"]) == (shape, precision):
-            key, each = (row["outputs"], row["tokens"]), products.Tiles(*row["tiles"])
+            key, each = (row["outputs"], row["tokens"]), Tiles(*row["tiles"])
             found[key] = min(found.get(key, (math.inf, each)), (row["us"], each))
     usual = products.tiles_of
 
-    def chosen(weights: Stacked, tokens: int, pairs: int) -> products.Tiles:
+    def chosen(weights: Stacked, tokens: int, pairs: int) -> Tiles:
         known = [count for outputs, count in found if outputs == weights.shape[1]]
         fits = [count for count in known if count >= tokens]
         return found[weights.shape[1], min(fits)][1] if fits else usual(weights, tokens, pairs)

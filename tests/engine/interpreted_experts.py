@@ -10,18 +10,23 @@ from typing import cast
 from unittest import mock
 
 import experts_kit as kit
+import interpreted_ptx
 import torch
+import triton
+import triton.language as tl
 from interpreted_kernels import convert_as_a_gpu_does
 from triton.runtime import interpreter
 
 from engine.cuda import feed_forward
 from engine.cuda.experts import routing as kernels
+from engine.cuda.experts.four_bits import numbers_of
 from engine.cuda.experts.mixing import mixed
 from engine.cuda.products import CudaProducts
 from engine.model.experts import routing
 from engine.model.experts.config import Gate, Routing, Scores
 from engine.model.experts.routing import Chosen
 from engine.model.experts.stacked import Stacked
+from engine.model.precision import mxfp4
 from engine.model.precision.choice import Precision
 
 OSS = Gate(sharpness=1.702, shift=1.0, limit=1.0)
@@ -73,6 +78,27 @@ def check_sort(tokens: int, experts: int, chosen: int, kind: str) -> None:
     assert torch.equal(order.starts.diff(), torch.bincount(found, minlength=experts).int())
 
 
+@triton.jit
+def _numbers(pairs, low, high, is_mxfp4: tl.constexpr, bf16: tl.constexpr):
+    at = tl.arange(0, 256)
+    lower, upper = numbers_of(tl.load(pairs + at), is_mxfp4, bf16)
+    tl.store(low + at, lower)
+    tl.store(high + at, upper)
+
+
+def check_numbers(dtype: torch.dtype) -> None:
+    """Of every byte, bit for bit."""
+    pairs = torch.arange(256, dtype=torch.uint8)
+    table = torch.tensor([*mxfp4.NUMBERS, *(-number for number in mxfp4.NUMBERS)])
+    offset = 128 if dtype == torch.bfloat16 else 1024
+    for is_mxfp4, numbers in ((True, table), (False, torch.arange(16) + offset)):
+        low, high = torch.empty(2, 256, dtype=dtype)
+        _numbers[(1,)](pairs, low, high, is_mxfp4, dtype == torch.bfloat16)
+        for got, code in ((low, pairs & 15), (high, pairs >> 4)):
+            want = numbers.to(dtype)[code.int()]
+            assert torch.equal(got.view(torch.int16), want.view(torch.int16)), (dtype, is_mxfp4)
+
+
 def check_mixed(
     precision: str,
     tokens: int,
@@ -82,9 +108,10 @@ def check_mixed(
     gate: Gate = Gate(),  # noqa: B008 (frozen)
     bias: bool = False,
     experts: int = 6,
+    sizes: tuple[int, int] | None = None,
 ) -> None:
     """The interpreter knows no products of bfloat16, so 16 bits are float16 here."""
-    hidden, width = (256, 128) if precision in kit.BLOCKED else (64, 192)
+    hidden, width = sizes or ((256, 128) if precision in kit.BLOCKED else (64, 192))
     parts = kit.parts_of(experts, ("gate", "up"), width, hidden)
     gate_up = kit.stacked(precision, parts, dtype, bias)
     down = kit.stacked(precision, kit.parts_of(experts, ("down",), hidden, width), dtype, bias)
@@ -119,6 +146,9 @@ def main() -> None:
     """One case of each kernel, or all cases."""
     torch.manual_seed(0)
     interpreter._convert_float = convert_as_a_gpu_does
+    interpreted_ptx.teach()
+    check_numbers(torch.bfloat16)
+    check_numbers(torch.float16)
     check_route(ROUTINGS["normalised"])
     check_sort(9, 6, 2, "few")
     check_layer(shared=True, tokens=3)
@@ -139,6 +169,12 @@ def main() -> None:
                 check_mixed(precision, tokens, kind=kind)
                 print(precision, tokens, kind, flush=True)
             check_mixed(precision, 5, dtype=torch.float16, gate=OSS, bias=True)
+        for precision, sizes in (
+            ("mxfp4", (288, 96)), ("int4", (96, 288)), ("int4-zeros", (320, 192)),
+            ("int4-channel", (80, 40)), ("int4-channel", (72, 296)),
+        ):  # fmt: skip
+            for tokens in (1, 30):
+                check_mixed(precision, tokens, gate=OSS, bias=True, sizes=sizes)
     print("all equal")
 
 

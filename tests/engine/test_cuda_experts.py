@@ -23,13 +23,27 @@ then."""
 @pytest.mark.parametrize("tokens", [1, 20, 250, 300, 1000])
 @pytest.mark.parametrize("precision", kit.PRECISIONS)
 def test_sums_of_any_number_of_rows(precision, tokens):
+    check(precision, tokens, 512, 256)
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 300])
+@pytest.mark.parametrize(
+    ("precision", "hidden", "width"),
+    [("mxfp4", 480, 288), ("int4", 288, 480), ("int4-zeros", 320, 192), ("int4-channel", 72, 296)],
+)
+def test_sizes_that_no_tile_divides(precision, hidden, width, tokens):
+    check(precision, tokens, hidden, width)
+
+
+def check(precision: str, tokens: int, hidden: int, width: int) -> None:
     from engine.cuda.experts.mixing import mixed
 
     torch.manual_seed(tokens)
-    parts = kit.parts_of(EXPERTS, ("gate", "up"), 256, 512)
+    parts = kit.parts_of(EXPERTS, ("gate", "up"), width, hidden)
     gate_up = kit.stacked(precision, parts, torch.bfloat16, bias=True)
-    down = kit.stacked(precision, kit.parts_of(EXPERTS, ("down",), 512, 256), torch.bfloat16, False)
-    x = torch.randn(tokens, 512).bfloat16()
+    parts = kit.parts_of(EXPERTS, ("down",), hidden, width)
+    down = kit.stacked(precision, parts, torch.bfloat16, False)
+    x = torch.randn(tokens, hidden).bfloat16()
     choice = kit.random_choice(tokens, EXPERTS, CHOSEN, "few")
     want = kit.exact(x, choice, gate_up, down, Gate(), torch.bfloat16)
     for known in (gate_up, down):

@@ -4,8 +4,8 @@
    time. So a tile of weights comes from memory once, and from the cache after that.
 2. Weights are the left operand of the tensor cores, rows the right one: few rows waste little.
 3. FP8 values are multiplied as they are, and sums of a step are added in float32, as in
-   `engine.cuda.products.few_rows`. INT4 and MXFP4 are widened to the model's dtype in registers,
-   scale included. A byte holds two inputs, so even and odd inputs are multiplied apart.
+   `engine.cuda.products.few_rows`. INT4 and MXFP4 have a kernel of their own
+   (`engine.cuda.experts.four_bits`).
 4. A sum has one program, which adds in the order of the inputs. So it is the same in every run.
 
 Where fewer pairs than experts come, a program belongs to a pair, and runs if its pair is the first
@@ -18,13 +18,15 @@ Shapes: R rows, P pairs, E experts, N output channels and K input channels of an
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.cuda.experts import four_bits
+from engine.cuda.experts.cutting import Tiles, expert_of, with_bias
 from engine.cuda.experts.routing import Order, gated, numbers
 from engine.cuda.kernels import launch
 from engine.model.experts.config import Gate
@@ -35,30 +37,10 @@ from engine.model.precision.rounding import Rounded
 _PLAIN: Final = tl.constexpr(0)
 _CHANNELS: Final = tl.constexpr(1)
 _BLOCKS: Final = tl.constexpr(2)
-_INT4: Final = tl.constexpr(3)
-_MXFP4: Final = tl.constexpr(4)
-_KINDS: Final = {
-    None: 0,
-    Kind.FP8_CHANNELS: 1,
-    Kind.FP8_BLOCKS: 2,
-    Kind.INT4: 3,
-    Kind.MXFP4: 4,
-}
+_KINDS: Final = {None: 0, Kind.FP8_CHANNELS: 1, Kind.FP8_BLOCKS: 2}
+_FOUR_BITS: Final = (Kind.INT4, Kind.MXFP4)
 _BLOCK: Final = tl.constexpr(128)
 _PROCESSORS: Final = 132
-
-
-class Tiles(NamedTuple):
-    """How a product is cut."""
-
-    outputs: int
-    """Of a program."""
-    inputs: int
-    """Of a step; of INT4 and MXFP4, bytes."""
-    rows: int
-    """At a time."""
-    warps: int = 4
-    stages: int = 3
 
 
 def tiles_of(weights: Stacked, tokens: int, pairs: int) -> Tiles:
@@ -67,9 +49,9 @@ def tiles_of(weights: Stacked, tokens: int, pairs: int) -> Tiles:
     Rows are for one and a half times the mean: experts with more read their weights twice."""
     experts, outputs, _ = weights.shape
     each = pairs / min(pairs, experts)
+    if weights.kind in _FOUR_BITS:
+        return four_bits.tiles_of(each)
     rows = min(64, max(16, triton.next_power_of_2(int(1.5 * each))))
-    if weights.kind in (Kind.INT4, Kind.MXFP4):
-        return Tiles(64, 64, rows, warps=4 if rows == 16 else 8)
     few = min(pairs, experts) * triton.cdiv(outputs, 64) < 2 * _PROCESSORS
     return Tiles(64, 128, rows, stages=5 if few and tokens <= 16 else 3)
 
@@ -85,113 +67,47 @@ def _block_scales(scales, x_scales, row, x_row, first, inside, seen, blocks, x_s
 
 
 @triton.jit
-def _bytes_sums(
-    values, x, row, x_row, first, inputs, scales, zeros, group, inside, seen,
-    kind: tl.constexpr, has_zeros: tl.constexpr, bk: tl.constexpr,
-):  # fmt: skip
-    """The sums of a step of values of four bits, [bn, bm]."""
-    dtype: tl.constexpr = x.dtype.element_ty
-    at = first + tl.arange(0, bk)
-    there = at * 2 < inputs
-    mask = inside[:, None] & there[None, :]
-    pair = tl.load(values + row[:, None] * (inputs // 2) + at[None, :], mask=mask, other=0)
-    place = row[:, None] * (inputs // group) + (2 * at // group)[None, :]
-    low, high = pair & 15, pair >> 4
-    if kind == _INT4:
-        scale = tl.load(scales + place, mask=mask, other=0.0).to(tl.float32)
-        zero = 8.0
-        if has_zeros:
-            zero = tl.load(zeros + place, mask=mask, other=0).to(tl.float32)
-        low = (low.to(tl.float32) - zero) * scale
-        high = (high.to(tl.float32) - zero) * scale
-    else:
-        exponent = tl.load(scales + place, mask=mask, other=0).to(tl.int32)
-        scale = (exponent << 23).to(tl.float32, bitcast=True)
-        low, high = _e2m1(low) * scale, _e2m1(high) * scale
-    other = there[:, None] & seen[None, :]
-    even = tl.load(x + x_row[None, :] + 2 * at[:, None], mask=other, other=0.0)
-    odd = tl.load(x + x_row[None, :] + 2 * at[:, None] + 1, mask=other, other=0.0)
-    return tl.dot(low.to(dtype), even, input_precision="ieee") + tl.dot(
-        high.to(dtype), odd, input_precision="ieee"
-    )
-
-
-@triton.jit
-def _e2m1(code):
-    """The number of four bits, in float32."""
-    code = code.to(tl.int32)
-    size = code & 7
-    normal = (((size >> 1) + 126) << 23) | ((size & 1) << 22)
-    number = tl.where(size < 2, size.to(tl.float32) * 0.5, normal.to(tl.float32, bitcast=True))
-    return tl.where(code & 8 != 0, -number, number)
-
-
-@triton.jit
 def _sums(
-    values, scales, zeros, x, x_scales, row, position, inputs, group, x_step, inside, seen,
-    kind: tl.constexpr, has_zeros: tl.constexpr,
-    bn: tl.constexpr, bm: tl.constexpr, bk: tl.constexpr,
+    values, scales, x, x_scales, row, position, inputs, x_step, inside, seen,
+    kind: tl.constexpr, bn: tl.constexpr, bm: tl.constexpr, bk: tl.constexpr,
 ):  # fmt: skip
     """Products of weight rows with input rows, [bn, bm], all scales in them."""
     acc = tl.zeros((bn, bm), tl.float32)
     x_row = position * inputs
-    if kind == _INT4 or kind == _MXFP4:  # noqa: SIM109 (Triton knows no tuples of these)
-        for first in range(0, inputs // 2, bk):
-            acc += _bytes_sums(
-                values, x, row, x_row, first, inputs, scales, zeros, group, inside, seen,
-                kind, has_zeros, bk,
-            )  # fmt: skip
-    else:
-        for first in range(0, inputs, bk):
-            at = first + tl.arange(0, bk)
-            there = at < inputs
-            own = tl.load(
-                values + row[:, None] * inputs + at[None, :],
-                mask=inside[:, None] & there[None, :],
-                other=0.0,
+    for first in range(0, inputs, bk):
+        at = first + tl.arange(0, bk)
+        there = at < inputs
+        own = tl.load(
+            values + row[:, None] * inputs + at[None, :],
+            mask=inside[:, None] & there[None, :],
+            other=0.0,
+        )
+        theirs = tl.load(
+            x + x_row[None, :] + at[:, None], mask=there[:, None] & seen[None, :], other=0.0
+        )
+        part = tl.dot(own, theirs, input_precision="ieee")
+        if kind == _BLOCKS:
+            part *= _block_scales(
+                scales, x_scales, row, position, first, inside, seen, inputs // _BLOCK, x_step
             )
-            theirs = tl.load(
-                x + x_row[None, :] + at[:, None], mask=there[:, None] & seen[None, :], other=0.0
-            )
-            part = tl.dot(own, theirs, input_precision="ieee")
-            if kind == _BLOCKS:
-                part *= _block_scales(
-                    scales, x_scales, row, position, first, inside, seen, inputs // _BLOCK, x_step
-                )
-            acc += part
+        acc += part
     if kind == _CHANNELS:
         acc *= tl.load(scales + row, mask=inside, other=0.0)[:, None]
         acc *= tl.load(x_scales + position, mask=seen, other=0.0)[None, :]
     return acc
 
 
-@triton.jit
-def _with_bias(acc, bias, row, inside, has_bias: tl.constexpr):
-    if has_bias:
-        acc += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)[:, None]
-    return acc
-
-
 @triton.jit(do_not_specialize=["x_step"])
 def _product(
-    values, scales, zeros, bias, x, x_scales, out, pairs, starts, experts,
-    width, inputs, group, x_step, sharpness, shift, limit,
+    values, scales, bias, x, x_scales, out, pairs, starts, experts,
+    width, inputs, x_step, sharpness, shift, limit,
     by_pair: tl.constexpr, places: tl.constexpr, gate: tl.constexpr, limited: tl.constexpr,
-    has_bias: tl.constexpr, kind: tl.constexpr, has_zeros: tl.constexpr,
+    has_bias: tl.constexpr, kind: tl.constexpr,
     bn: tl.constexpr, bm: tl.constexpr, bk: tl.constexpr,
 ):  # fmt: skip
     """`width`: columns of `out`. With `gate`, a weight has twice as many rows. `places`: pairs of a
     token, where `x` has a row for each token; 0: `x` has a row for each pair, in order."""
-    number = tl.program_id(0)
-    if by_pair:
-        expert = tl.load(experts + tl.load(pairs + number))
-        begin = tl.load(starts + expert)
-        if begin != number:
-            return
-    else:
-        expert = number
-        begin = tl.load(starts + expert)
-    end = tl.load(starts + expert + 1)
+    expert, begin, end = expert_of(pairs, starts, experts, by_pair)
     channel = tl.program_id(1) * bn + tl.arange(0, bn)
     inside = channel < width
     factor: tl.constexpr = 2 if gate else 1
@@ -204,16 +120,16 @@ def _product(
         if places > 0:
             position = (tl.load(pairs + place, mask=seen, other=0) // places).to(tl.int64)
         acc = _sums(
-            values, scales, zeros, x, x_scales, row, position, inputs, group, x_step, inside, seen,
-            kind, has_zeros, bn, bm, bk,
+            values, scales, x, x_scales, row, position, inputs, x_step, inside, seen,
+            kind, bn, bm, bk,
         )  # fmt: skip
-        acc = _with_bias(acc, bias, row, inside, has_bias)
+        acc = with_bias(acc, bias, row, inside, has_bias)
         if gate:
             up = _sums(
-                values, scales, zeros, x, x_scales, row + width, position, inputs, group, x_step,
-                inside, seen, kind, has_zeros, bn, bm, bk,
+                values, scales, x, x_scales, row + width, position, inputs, x_step, inside, seen,
+                kind, bn, bm, bk,
             )  # fmt: skip
-            up = _with_bias(up, bias, row + width, inside, has_bias)
+            up = with_bias(up, bias, row + width, inside, has_bias)
             acc = gated(acc, up, dtype, sharpness, shift, limit, limited)
         target = out + place[None, :].to(tl.int64) * width + channel[:, None]
         tl.store(target, acc, mask=inside[:, None] & seen[None, :])
@@ -247,13 +163,15 @@ def product(
     width = outputs // 2 if gate else outputs
     out = torch.empty(pairs, width, dtype=weights.dtype, device=rows.device)
     cut = tiles or tiles_of(weights, tokens, pairs)
+    if weights.kind in _FOUR_BITS:
+        four_bits.product(rows, weights, order, out, places if by_token else 0, gate, cut)
+        return out
     unused = order.starts
     launch(
         _product,
         (min(pairs, experts), triton.cdiv(width, cut.outputs)),
         weights.values,
         _or(weights.scales, unused),
-        _or(weights.zero_points, unused),
         _or(weights.bias, unused),
         rows,
         x_scales,
@@ -263,7 +181,6 @@ def product(
         order.experts,
         width,
         inputs,
-        weights.group or 1,
         x_scales.stride(1) if weights.kind is Kind.FP8_BLOCKS else 0,
         *numbers(gate or Gate())[:3],
         pairs <= experts,
@@ -272,7 +189,6 @@ def product(
         gate is not None and gate.limit is not None,
         weights.bias is not None,
         _KINDS[weights.kind],
-        weights.zero_points is not None,
         cut.outputs,
         cut.rows,
         _inputs(weights, cut),
