@@ -257,7 +257,7 @@ class Run:
         rest = request.tokens - second.leading(keys) * PAGE
         takes_over = not route.whole and rest <= min(route.takeover_tokens, request.tokens / 2)
         runs = second if takes_over else first
-        self.policy.routed(demand, [route.prefill, cast("WorkerLink", second)])
+        self.policy.routed(demand, cast("WorkerLink", runs))
         holder = cast("Machine", route.fetch.holder) if route.fetch and not takes_over else None
         pages = route.fetch.pages if route.fetch else 0
         way = "decode" if runs.is_decode else "fetched" if holder else "computed"
@@ -268,6 +268,9 @@ class Run:
         second.rows += 1
         second.most_rows = max(second.most_rows, second.rows)
         self.events.at(request.first_s, partial(self._first, request, runs, second, attempt))
+        if runs is not second:
+            handed_off = partial(self.policy.routed, demand, cast("WorkerLink", second))
+            self.events.at(request.first_s, handed_off)
 
     def _first(self, request: Asked, runs: Machine, decode: Machine, attempt: bytes) -> None:
         runs.estimate.release(attempt)
