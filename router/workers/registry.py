@@ -43,7 +43,8 @@ logger = logging.getLogger(__name__)
 
 PREFILLS: Final = frozenset({worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_BOTH})
 DECODES: Final = frozenset({worker_pb2.WORKER_ROLE_DECODE, worker_pb2.WORKER_ROLE_BOTH})
-_REFUSED_KEPT: Final = 256
+STARTS_KEPT: Final = 256
+"""Most starts of workers that are remembered after their end. The oldest go."""
 _PROBE_TIMEOUT_S: Final = 2.0
 _PROBE_AGAIN_S: Final = 0.01
 
@@ -87,7 +88,7 @@ class Registry:
         """Last counters of workers that were lost as frozen."""
         self._between = Between(lambda: self.members)
         self._closed = False
-        self._refused: deque[Key] = deque(maxlen=_REFUSED_KEPT)
+        self._refused: deque[Key] = deque(maxlen=STARTS_KEPT)
         """Workers of other releases whose refusal is logged."""
 
     @property
@@ -177,7 +178,10 @@ class Registry:
         """Forgets the link. If it was attached, tells the owner and the peers."""
         self._links.pop(_key(link.identity), None)
         if loss is Loss.FROZEN and link.progress >= 0:
+            self._stalled.pop(_key(link.identity), None)
             self._stalled[_key(link.identity)] = link.progress
+            if len(self._stalled) > STARTS_KEPT:
+                del self._stalled[next(iter(self._stalled))]
         details = _describe(link) | {"cause": loss.value}
         if loss is Loss.UNTRUSTED:
             why = "its port shows no valid certificate of that name"
