@@ -78,6 +78,38 @@ async def test_incomplete_announcements_are_refused(cluster: Cluster, field: str
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+@pytest.mark.parametrize("loading", [False, True])
+async def test_a_worker_of_an_unknown_role_is_refused_and_counted(
+    cluster: Cluster, loading: bool
+) -> None:
+    worker = ScriptedWorker("p0", 7)
+    await worker.start()
+    cluster.workers.append(worker)
+    request = worker_pb2.AnnounceRequest(worker=worker.identity, loading=loading)
+    async with registry_stub(cluster) as stub:
+        with pytest.raises(grpc.aio.AioRpcError, match="p0 refused: its role 7 is unknown") as told:
+            await stub.Announce(request)
+    assert told.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert cluster.registry.net.refusals.counts["role"] == 1
+    assert not cluster.registry._links
+
+
+async def test_a_worker_that_answers_with_another_role_is_refused(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "router.workers.registry")
+    worker = ScriptedWorker("p0", PREFILL)
+    await worker.start()
+    cluster.workers.append(worker)
+    announced = worker_pb2.WorkerIdentity()
+    announced.CopyFrom(worker.identity)
+    worker.identity.role = 7
+    cluster.registry.announce(announced)
+    await until(lambda: any(record.message == "worker did not attach" for record in caplog.records))
+    assert [record.cause for record in caplog.records] == ["refused"]
+    assert not cluster.registry.members
+
+
 async def test_of_starts_that_froze_the_last_are_remembered(cluster: Cluster) -> None:
     """Of each one a counter, until its worker is attached again. Most never are."""
     for epoch in range(STARTS_KEPT + 3):
