@@ -7,9 +7,10 @@ python -m bench.next_turn apart [--runs 5] [--num 60]
     prompts that share nothing, in turns: TTFT and throughput of each run
 python -m bench.next_turn gpus [--runs 3] [--busy 0.6]
     two GPUs: one P and one D under either policy, beside two workers that do both, in turns: 64
-    conversations of 8 turns up to 8,192 tokens. The rate is found first: at it P is busy for 60 %
-    of the time under `least_work`. To try it on a CPU: --device cpu --model bench/shapes/tiny
-    --kv-gib 1 --conversations 8 --turns 3 --context 2048 --vocabulary 4000
+    conversations of 8 turns up to 8,192 tokens. The time of thought is found first (or --think
+    gives it): at it P is busy for 60 % of the time under `least_work`. To try it on a CPU: --device
+    cpu --model bench/shapes/tiny --kv-gib 1 --conversations 8 --turns 3 --context 2048
+    --vocabulary 4000 --runs 1
 
 Each run starts its processes anew (`baton up`, KV over NIXL). The client knows which pages have
 been computed, from what it sent and got. So it checks that each page that was computed twice has a
@@ -219,10 +220,9 @@ def report(run: Run) -> dict[str, Any]:
     turns = list(zip(*run.conversations, strict=True))
     p50 = [1e3 * statistics.median(turn.ttft_s for turn in column) for column in turns]
     later = [turn.ttft_s for column in turns[1:] for turn in column]
-    cached = [
-        sum(t.cached_tokens for t in column) / sum(len(t.prompt) for t in column)
-        for column in turns
-    ]
+    p90 = 1e3 * float(np.percentile(later, 90)) if later else 0.0
+    hits = [sum(turn.cached_tokens for turn in column) for column in turns]
+    cached = [n / sum(len(turn.prompt) for turn in c) for n, c in zip(hits, turns, strict=True)]
     twice = sum(turn.computed_twice for one in run.conversations for turn in one)
     found = {
         "policy": run.policy,
@@ -231,9 +231,7 @@ def report(run: Run) -> dict[str, Any]:
         "ttft_p50_ms_by_turn": [round(value, 1) for value in p50],
         "cached_share_by_turn": [round(value, 3) for value in cached],
         "ttft_p50_ms_from_turn_2": round(1e3 * statistics.median(later), 1) if later else None,
-        "ttft_p90_ms_from_turn_2": round(1e3 * float(np.percentile(later, 90)), 1)
-        if later
-        else None,
+        "ttft_p90_ms_from_turn_2": round(p90, 1) if later else None,
         "pages_computed_twice": twice,
         "counted": run.again,
         "without_reason": max(0, twice - round(sum(run.again.values()))),
@@ -285,7 +283,8 @@ def apart(options: argparse.Namespace) -> bool:
 
 def gpus(options: argparse.Namespace) -> bool:
     """One P and one D under either policy, beside two workers that do both."""
-    rate = options.rate or _rate_at(options)
+    think_s, given = options.think, options.think is not None
+    think_s, period_s = (think_s, max(1.0, think_s)) if given else _think_at(options)
     arrangements = {
         "P and D, least_work": ("least_work", (1, 1, 0)),
         "P and D, cost": ("cost", (1, 1, 0)),
@@ -293,38 +292,40 @@ def gpus(options: argparse.Namespace) -> bool:
     }
     for number in range(options.runs):
         for name, (policy, counts) in arrangements.items():
-            found = bench(policy, counts, rate, options.conversations, options)
-            print(json.dumps({"run": number, "arrangement": name, "rate": rate, **found}))
-            sys.stdout.flush()
+            found = bench(policy, counts, think_s, period_s, options)
+            found = {"run": number, "arrangement": name, "think_s": think_s, **found}
+            print(json.dumps(found), flush=True)
     return True
 
 
-def _rate_at(options: argparse.Namespace) -> float:
-    """Conversations a second at which P is as busy as wanted under `least_work`, by three probes
-    of a quarter of the conversations each."""
-    rate = 1.0
-    for _ in range(3):
-        few = max(4, options.conversations // 4)
-        found = bench("least_work", (1, 1, 0), rate, few, options)
-        busy = found["busy"]["prefill-0"]
-        print(f"probe: {rate:.3f} conversations/s, P busy for {busy:.0%}", flush=True)
-        rate *= min(3.0, max(0.3, options.busy / max(busy, 0.01)))
-    return round(rate, 3)
+def _think_at(options: argparse.Namespace) -> tuple[float, float]:
+    """The mean time of thought, and that from turn to turn, at which P is as busy as wanted under
+    `least_work`. All conversations are open, so P's share falls as they think longer."""
+    think_s = period_s = 5.0
+    for confirms in (False, True):
+        found = bench("least_work", (1, 1, 0), think_s, period_s, options)
+        busy, answer_s = found["busy"]["prefill-0"], found["turn_mean_ms"] / 1e3
+        print(f"probe: think {think_s:.2f} s, turn {answer_s:.2f} s, P busy {busy:.0%}", flush=True)
+        if not confirms:
+            think_s = max(0.0, (think_s + answer_s) * busy / options.busy - answer_s)
+            period_s = think_s + answer_s
+    return think_s, period_s
 
 
 def bench(
     policy: str,
     counts: tuple[int, int, int],
-    rate: float,
-    conversations: int,
+    think_s: float,
+    period_s: float,
     options: argparse.Namespace,
 ) -> dict[str, Any]:
-    """One run of `baton bench` on processes of its own: its table by turn, and what workers did."""
+    """One run of `baton bench` on processes of its own. All conversations begin in one period."""
+    rate = options.conversations / period_s
     with Up(policy, options, counts) as up:
         argv = [sys.executable, "-m", "baton", "bench", "--url", up.address, "--json"]
         argv += ["--admin", up.admin, "--vocabulary", str(options.vocabulary)]
-        argv += ["--conversations", str(conversations), "--turns", str(options.turns)]
-        argv += ["--think", str(options.think), "--context", str(options.context)]
+        argv += ["--conversations", str(options.conversations), "--turns", str(options.turns)]
+        argv += ["--think", str(think_s), "--context", str(options.context)]
         argv += ["--output-tokens", str(options.output_tokens), "--rate", str(rate)]
         before, began_s = up.figures(), time.monotonic()
         done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=3600)
@@ -337,6 +338,7 @@ def bench(
         "valid": found["valid"],
         "output_tokens_per_s": round(found["runs"][0]["output_token_rate"], 1),
         "ttft_p50_ms": found["runs"][0]["ttft_ms"]["p50"],
+        "turn_mean_ms": found["runs"][0]["e2e_ms"]["mean"],
         "itl_p99_ms": found["runs"][0]["itl_ms"]["p99"],
         "turns": found["turns"][0],
         "busy": {name: round(share, 3) for name, share in busy.items()},
@@ -362,10 +364,8 @@ def _parsers() -> Iterator[argparse.ArgumentParser]:
         mode.add_argument("--device", default="cuda" if large else "cpu")
         mode.add_argument("--kv-gib", type=float, default=40.0 if large else 1.0)
         mode.add_argument("--max-sequences", type=int, default=128 if large else 32)
-        mode.add_argument(
-            "--rate", type=float, default=0.0 if large else 1.0,
-            help="conversations or prompts a second",
-        )  # fmt: skip
+        if not large:
+            mode.add_argument("--rate", type=float, default=1.0, help="begun in a second")
         mode.add_argument("--output-tokens", type=int, default=128 if large else 24)
         mode.add_argument("--seed", type=int, default=1)
         yield mode
@@ -388,7 +388,7 @@ def main() -> None:
     two.add_argument("--busy", type=float, default=0.6)
     two.add_argument("--conversations", type=int, default=64)
     two.add_argument("--turns", type=int, default=8)
-    two.add_argument("--think", type=float, default=5.0)
+    two.add_argument("--think", type=float, help="mean seconds; without it they are found")
     two.add_argument("--context", type=int, default=8192)
     two.add_argument("--vocabulary", type=int, default=49_000)
     options = parser.parse_args()

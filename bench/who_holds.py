@@ -1,22 +1,26 @@
 """What it brings that the router knows who holds what: the policies on a virtual clock.
 
-python -m bench.who_holds [--load mooncake talk] [--policies least_work cost] [--rate 3] [--seed 7]
+python -m bench.who_holds [--load mooncake talk burst] [--policies least_work cost] [--rate 3]
                           [--requests 2000] [--prefill 4] [--decode 4] [--pool-gib 96] [--gbps 50]
-                          [--hosts 1] [--far-gbps 5] [--slack 0.0625 ...]
+                          [--hosts 1] [--far-gbps 5] [--slack 0.0625 ...] [--seed 7]
 
 Nothing is computed. The router's own routing and load estimates place prompts (`router.placement`).
 Prefill workers compute them one after the other at 25 us a token, as one H200 with an 8B model does
 (`bench.step_time`). Decode workers hold a prompt's pages while its answer is generated, and compute
 prompts themselves in pieces of 192 tokens, 49 us a token. Each pool is an LRU cache of pages of 64
-tokens, 8 MB each. What a worker holds is known 50 ms later. A fetch takes its bytes at the rate
-given and 5 ms. Workers are dealt out to hosts; between hosts the rate is another one. 0 means that
-no path was measured. `--slack` replaces a constant of the policy `cost` (`router.placement.cost`).
+tokens, 8 MB each. What a worker holds is known 50 ms later. A prompt finds the pages of those that
+are computed before it. A hand-off takes no time: the decode worker has the pages with the first
+token. A fetch takes its bytes at the rate given and 5 ms. Workers are dealt out to hosts; between
+hosts the rate is another one. 0 means that no path was measured. `--slack` replaces a constant of
+the policy `cost` (`router.placement.cost`).
 
 Loads: `mooncake`, the head of Mooncake's conversation trace, its arrivals stretched to the rate;
-`talk`, conversations of six turns with log-normal messages (`baton bench --conversations`). A line
-for each: TTFT of all and of those that share most of their prompt with an earlier one, hits, where
-prompts were computed, the delay of streams by prompts beside them, a request, the most rows that a
-decode worker had at once, and the CPU time to choose a route, which is real.
+`talk`, conversations of six turns with log-normal messages (`baton bench --conversations`);
+`burst`, eight prompts within a second that share their first 4,000 tokens and go on with 100 of
+their own, then eight others. A line for each: TTFT of all and of those that share most of their
+prompt with an earlier one, hits, where prompts were computed, the delay of streams by prompts
+beside them, a request, the most rows that a decode worker had at once, and the CPU time to choose a
+route, which is real.
 """
 
 from __future__ import annotations
@@ -92,6 +96,8 @@ class Machine:
         self.told: set[int] = set()
         """Pages that routers know of."""
         self._pool: OrderedDict[int, None] = OrderedDict()
+        self._due_s: dict[int, float] = {}
+        """When pages of the prompts that it is to compute, or has computed, are there."""
         self._most = int(options.pool_gib * (1 << 30) / PAGE_BYTES)
         self._rate: float = 1e9 * options.gbps
         self._far_rate: float = 1e9 * options.far_gbps
@@ -136,7 +142,10 @@ class Machine:
     def compute(self, request: Asked, attempt: bytes, holder: Machine | None, pages: int) -> float:
         """Takes a prompt on. Returns when its first token is there."""
         now_s, keys = self._events.now_s, request.keys.tolist()
-        have, fetch_s = self.leading(keys), 0.0
+        due = itertools.takewhile(
+            lambda key: key in self._pool or self._due_s.get(key, 0.0) > now_s, keys
+        )
+        have, fetch_s = sum(1 for _ in due), 0.0
         if holder is not None and (got := min(pages, holder.leading(keys))) > have:
             fetch_s = FETCH_S + (got - have) * PAGE_BYTES / self.path_bytes_per_s(holder)
             self.put(keys[:got])
@@ -149,6 +158,7 @@ class Machine:
             self.delay_s += max(1, rest / PIECE) * self.rows * PIECE_DELAY_S
         self._waiting.append((self._free_s, rest))
         self._untold.append(attempt)
+        self._due_s.update(dict.fromkeys(keys, self._free_s))
         self._events.at(self._free_s, partial(self.put, keys))
         return self._free_s
 
@@ -247,7 +257,7 @@ class Run:
         rest = request.tokens - second.leading(keys) * PAGE
         takes_over = not route.whole and rest <= min(route.takeover_tokens, request.tokens / 2)
         runs = second if takes_over else first
-        self.policy.routed(demand, [route.prefill, cast("WorkerLink", second)])
+        self.policy.routed(demand, cast("WorkerLink", runs))
         holder = cast("Machine", route.fetch.holder) if route.fetch and not takes_over else None
         pages = route.fetch.pages if route.fetch else 0
         way = "decode" if runs.is_decode else "fetched" if holder else "computed"
@@ -258,6 +268,9 @@ class Run:
         second.rows += 1
         second.most_rows = max(second.most_rows, second.rows)
         self.events.at(request.first_s, partial(self._first, request, runs, second, attempt))
+        if runs is not second:
+            handed_off = partial(self.policy.routed, demand, cast("WorkerLink", second))
+            self.events.at(request.first_s, handed_off)
 
     def _first(self, request: Asked, runs: Machine, decode: Machine, attempt: bytes) -> None:
         runs.estimate.release(attempt)
@@ -322,10 +335,28 @@ def talk(options: argparse.Namespace) -> list[Asked]:
     return found
 
 
+def burst(options: argparse.Namespace) -> list[Asked]:
+    """Siblings: prompts within a second that begin alike."""
+    siblings, shared, own, answer_tokens = 8, 4000, 100, 256
+    rng = np.random.default_rng(options.seed)
+    found: list[Asked] = []
+    began_s = 0.0
+    for number in range(options.requests // siblings):
+        began_s += rng.exponential(siblings / options.rate)
+        first = (number + 1) << 32
+        for sibling, after_s in enumerate(rng.random(siblings).tolist()):
+            apart = (sibling + 1) << 16
+            pages = range((shared + own - 1) // PAGE)
+            keys = [first + page + (apart if (page + 1) * PAGE > shared else 0) for page in pages]
+            asked = np.array(keys, np.uint64)
+            found.append(Asked(began_s + after_s, asked, shared + own, (), answer_tokens))
+    return found
+
+
 def main() -> None:
     """Prints a line for each load and policy."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    loads = {"mooncake": mooncake, "talk": talk}
+    loads = {"mooncake": mooncake, "talk": talk, "burst": burst}
     parser.add_argument("--load", nargs="+", default=list(loads), choices=list(loads))
     parser.add_argument("--policies", nargs="+", default=["least_work", "cost"])
     parser.add_argument("--rate", type=float, default=3.0)

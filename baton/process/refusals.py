@@ -48,6 +48,8 @@ class Cause(StrEnum):
     """It connected and showed no valid certificate."""
     NAME = "name"
     """It announced a worker's name that its certificate does not have."""
+    ROLE = "role"
+    """It announced a worker of a role that is unknown here."""
     NOT_A_ROUTER = "not_a_router"
     """It asked for a router's rights, and its certificate is not a router's."""
     CERTIFICATE = "certificate"

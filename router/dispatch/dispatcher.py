@@ -204,6 +204,9 @@ class JobDispatcher:
                 attempt.receive(link, message)
                 if kind == "taken_over":
                     self._events.prefilled_locally(LocalReason.CACHED)
+                    self._policy.failed(attempt.group.demand, [attempt.route.prefill])
+                if kind in ("taken_over", "delivered"):
+                    self._policy.routed(attempt.group.demand, link)
                 elif kind == "first_token":
                     self._compare(attempt, link, message.first_token.cached_prompt_tokens)
                 self._settle(attempt)
@@ -294,7 +297,7 @@ class JobDispatcher:
         now_ns = time.time_ns()
         write_span(SpanName.ROUTE, group.run.job.context, now_ns, now_ns, chosen)
         attempt = Attempt(group, route, self._attempt_failed)
-        self._policy.routed(group.demand, [leg.worker for leg in attempt.legs])
+        self._policy.routed(group.demand, route.prefill)
         group.run.job.workers.extend(leg.worker.worker_id for leg in attempt.legs)
         self._attempts[attempt.id] = group.attempt = attempt
         group.run.begin_attempt(group)

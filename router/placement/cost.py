@@ -56,7 +56,7 @@ class Cost:
 
     Args:
         holdings: what workers have reported.
-        just_routed: what was sent to them lately.
+        just_routed: what they compute or have got since.
     """
 
     name = "cost"
@@ -79,10 +79,9 @@ class Cost:
         self._demand, self._holders, self._measured = demand, None, None
         self._held = self._holdings.held(demand) if len(demand.keys) else {}
 
-    def routed(self, demand: Demand, workers: Iterable[WorkerLink]) -> None:
-        """The prompt was sent to these workers. Their pages count as held from now on."""
-        for worker in workers:
-            self._just_routed.add(worker.worker_id, demand.keys)
+    def routed(self, demand: Demand, worker: WorkerLink) -> None:
+        """The worker computes the prompt, or has got it. Its pages count as held from now on."""
+        self._just_routed.add(worker.worker_id, demand.keys)
 
     def failed(self, demand: Demand, workers: Iterable[WorkerLink]) -> None:
         """What they hold of the prompt is what they have reported."""

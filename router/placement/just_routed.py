@@ -1,9 +1,11 @@
 """What was just routed, and so counts as held.
 
 A worker's events come up to 50 ms late, and a prompt's pages exist only when it is computed. So the
-pages of a prompt count as held by its workers for `JUST_ROUTED_S` after it was routed. Siblings of
-one prompt, such as samples of an agent, thus find each other. If the pages do not come, the worker
-computes them: a wrong guess costs time and never an answer.
+pages of a prompt count as held by the worker that computes it, for `JUST_ROUTED_S` after it was
+routed. Siblings of one prompt, such as samples of an agent, thus find each other. A decode worker
+that is handed the prompt has its pages when the hand-off is over, and they count from then on: a
+sibling that came before would be computed anew. If the pages do not come, the worker computes them:
+a wrong guess costs time and never an answer.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from prefixes.keys import ShortKeys
 
 JUST_ROUTED_S: Final = 2.0
-"""So long do pages count as held by a worker to which their prompt was sent."""
+"""So long do pages count as held by a worker that computes or got them."""
 
 
 class JustRouted:
@@ -34,7 +36,7 @@ class JustRouted:
         self._order: deque[tuple[float, str, list[int]]] = deque()
 
     def add(self, worker_id: str, keys: ShortKeys) -> None:
-        """A prompt was sent to a worker."""
+        """A worker computes a prompt from now on, or has got it."""
         self._expire()
         if not len(keys):
             return
@@ -43,8 +45,8 @@ class JustRouted:
         self._order.append((until_s, worker_id, listed))
 
     def forget(self, worker_id: str, keys: ShortKeys) -> None:
-        """An attempt at a prompt failed, so its pages may never come to the worker. Siblings that
-        share some of them are forgotten as far, too."""
+        """An attempt at a prompt failed, or another worker took it over, so its pages may never
+        come to the worker. Siblings that share some of them are forgotten as far, too."""
         if known := self._until_s.get(worker_id):
             for key in keys.tolist():
                 known.pop(key, None)

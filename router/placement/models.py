@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 REMEMBERED_S: Final = 600.0
 """Time for which a model without workers is expected back, seconds."""
+MOST_NAMES: Final = 1024
+"""Most names whose workers left that are remembered. The oldest go."""
 LOADING_S: Final = 3.5
 """Age at which an announcement of loading expires. They come every second, so three may be lost."""
 
@@ -119,9 +121,9 @@ class Models:
         name = worker.identity.model.name
         self._served.clear()
         if not in_order:
-            self._lost_s[name] = now_s
+            _remember(self._lost_s, name, now_s)
         if not self._named(name):
-            self._left_s[name] = now_s
+            _remember(self._left_s, name, now_s)
 
     def is_expected_back(self, name: str, now_s: float, within_s: float) -> bool:
         """Whether a worker of a name is likely to come: one was lost without a word not longer ago
@@ -160,3 +162,11 @@ class Models:
     def _can_run(self, model: ServedModel) -> bool:
         workers = [worker for worker in self._workers if routing.holds(worker, model)]
         return routing.can_run(workers, self._local)
+
+
+def _remember(times_s: dict[str, float], name: str, now_s: float) -> None:
+    """Notes the time of a name, behind all others."""
+    times_s.pop(name, None)
+    times_s[name] = now_s
+    if len(times_s) > MOST_NAMES:
+        del times_s[next(iter(times_s))]

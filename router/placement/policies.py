@@ -76,12 +76,12 @@ class Policy(Protocol):
         prefill worker on its way."""
         ...
 
-    def routed(self, demand: Demand, workers: Iterable[WorkerLink]) -> None:
-        """The prompt was sent to these workers."""
+    def routed(self, demand: Demand, worker: WorkerLink) -> None:
+        """The worker computes the prompt from now on, or has got its pages by a hand-off."""
         ...
 
     def failed(self, demand: Demand, workers: Iterable[WorkerLink]) -> None:
-        """The attempt at these workers failed."""
+        """The attempt at these workers failed, or another worker took the prompt over."""
         ...
 
     def held_elsewhere(self, demand: Demand, others: Sequence[WorkerLink], granted: int) -> int:
@@ -96,7 +96,7 @@ class _Unaware:
     def look(self, demand: Demand) -> None:
         """Knows nothing."""
 
-    def routed(self, demand: Demand, workers: Iterable[WorkerLink]) -> None:
+    def routed(self, demand: Demand, worker: WorkerLink) -> None:
         """Remembers nothing."""
 
     def failed(self, demand: Demand, workers: Iterable[WorkerLink]) -> None:

@@ -323,7 +323,7 @@ class WorkerLink:
 
     def _answer(self, answered: worker_pb2.WorkerIdentity) -> None:
         expected = self.identity
-        if _start_of(answered) != _start_of(expected):
+        if _start_of(answered) != _start_of(expected) or answered.role != expected.role:
             self.end(Loss.REFUSED)
             return
         self.identity = answered

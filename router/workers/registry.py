@@ -43,7 +43,9 @@ logger = logging.getLogger(__name__)
 
 PREFILLS: Final = frozenset({worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_BOTH})
 DECODES: Final = frozenset({worker_pb2.WORKER_ROLE_DECODE, worker_pb2.WORKER_ROLE_BOTH})
-_REFUSED_KEPT: Final = 256
+ROLES: Final = PREFILLS | DECODES
+STARTS_KEPT: Final = 256
+"""Most starts of workers that are remembered after their end. The oldest go."""
 _PROBE_TIMEOUT_S: Final = 2.0
 _PROBE_AGAIN_S: Final = 0.01
 
@@ -87,7 +89,7 @@ class Registry:
         """Last counters of workers that were lost as frozen."""
         self._between = Between(lambda: self.members)
         self._closed = False
-        self._refused: deque[Key] = deque(maxlen=_REFUSED_KEPT)
+        self._refused: deque[Key] = deque(maxlen=STARTS_KEPT)
         """Workers of other releases whose refusal is logged."""
 
     @property
@@ -177,7 +179,10 @@ class Registry:
         """Forgets the link. If it was attached, tells the owner and the peers."""
         self._links.pop(_key(link.identity), None)
         if loss is Loss.FROZEN and link.progress >= 0:
+            self._stalled.pop(_key(link.identity), None)
             self._stalled[_key(link.identity)] = link.progress
+            if len(self._stalled) > STARTS_KEPT:
+                del self._stalled[next(iter(self._stalled))]
         details = _describe(link) | {"cause": loss.value}
         if loss is Loss.UNTRUSTED:
             why = "its port shows no valid certificate of that name"
@@ -234,6 +239,11 @@ class RegistryServicer(worker_pb2_grpc.RegistryServiceServicer):
             self._registry.refused(worker, why)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, why)
         server_name = await self._admit(worker, context)
+        if worker.role and worker.role not in ROLES:
+            why = f"its role {worker.role} is unknown"
+            await self._refuse(
+                worker, Cause.ROLE, why, grpc.StatusCode.FAILED_PRECONDITION, context
+            )
         if request.loading and worker.worker_id and worker.model.name:
             self._registry.announce_loading(worker)
             return worker_pb2.AnnounceResponse(attached=False)
@@ -252,11 +262,21 @@ class RegistryServicer(worker_pb2_grpc.RegistryServiceServicer):
         if server_name and (other := [agent for agent in agents if agent.find(wanted) and agent]):
             refusal = f"its agent calls itself {other[0]}"
         if refusal:
-            details = {"worker": worker.worker_id, "peer": context.peer()}
-            self._registry.net.refusals.refuse(Cause.NAME, refusal, **details)
-            why = f"worker {worker.worker_id} refused: {refusal}"
-            await context.abort(grpc.StatusCode.PERMISSION_DENIED, why)
+            code = grpc.StatusCode.PERMISSION_DENIED
+            await self._refuse(worker, Cause.NAME, refusal, code, context)
         return server_name
+
+    async def _refuse(
+        self,
+        worker: worker_pb2.WorkerIdentity,
+        cause: Cause,
+        why: str,
+        code: grpc.StatusCode,
+        context: Any,
+    ) -> None:
+        details = {"worker": worker.worker_id, "peer": context.peer()}
+        self._registry.net.refusals.refuse(cause, why, **details)
+        await context.abort(code, f"worker {worker.worker_id} refused: {why}")
 
 
 def can_hand_off(prefill: WorkerLink, decode: WorkerLink) -> bool:

@@ -266,7 +266,7 @@ DECLARED: Final[Mapping[str, Declared]] = {
     # Every process.
     Metric.PEERS_REFUSED: Declared(
         "counter",
-        "Refused on internal ports, by cause: no valid certificate, or one of somebody else.",
+        "Refused on internal ports, by cause: no valid certificate, another's, or an unknown role.",
         ("cause",),
     ),
     Metric.DRAIN_SECONDS: Declared("gauge", "Time since the process began to drain; 0 before."),

@@ -318,7 +318,7 @@ def test_what_was_just_routed_counts_as_held_for_two_seconds() -> None:
     now = [0.0]
     policy = Cost(Reported(), JustRouted(lambda: now[0]))
     one, other, prompt = Worker("p0"), Worker("p1"), demand(8020)
-    policy.routed(prompt, [other])
+    policy.routed(prompt, other)
     sibling = Demand(MODEL, 8020, 64, 1, keys=prompt.keys.copy())
     assert policy.prefill(sibling, [one, other], [one, other]) == 1
     way = policy.way(sibling, other, [one, other])
@@ -329,16 +329,29 @@ def test_what_was_just_routed_counts_as_held_for_two_seconds() -> None:
     assert policy.prefill(sibling, [one, other], [one, other]) == 0
 
 
+def test_siblings_of_a_prompt_that_a_prefill_worker_computes_stay_there() -> None:
+    """The decode worker gets the pages by the hand-off. Until then it would compute all of them."""
+    policy = Cost(Reported(), JustRouted(lambda: 0.0))
+    prefill, decode, prompt = Worker("p0", queued=8020), Worker("d0"), demand(8020)
+    policy.routed(prompt, prefill)
+    those = [decode], [prefill], [prefill, decode]
+    assert policy.local(prompt, *those, "cached") is None
+    assert policy.way(prompt, prefill, those[2]).cached_tokens == 8016
+    assert policy.way(prompt, decode, those[2]).cached_tokens == 0
+    policy.routed(prompt, decode)
+    assert policy.local(prompt, *those, "cached") == (0, LocalReason.CACHED)
+
+
 def test_what_a_failed_attempt_was_to_bring_counts_no_more():
     now = [0.0]
     policy = Cost(Reported(), JustRouted(lambda: now[0]))
     one, other, prompt = Worker("p0"), Worker("p1"), demand(8020)
-    policy.routed(prompt, [other])
+    policy.routed(prompt, other)
     assert policy.way(prompt, other, [one, other]).just_routed
     policy.failed(prompt, [other])
     assert not policy.way(prompt, other, [one, other]).just_routed
     assert policy.prefill(prompt, [one, other], [one, other]) == 0
-    policy.routed(prompt, [one])
+    policy.routed(prompt, one)
     now[0] = 2 * JUST_ROUTED_S
     assert not policy.way(prompt, one, [one, other]).just_routed
 

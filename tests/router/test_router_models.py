@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 from scripted_worker import BOTH, DECODE, PREFILL, Cluster, ScriptedWorker, job, tokens_of, until
 
+from baton.worker.v1 import worker_pb2
 from router.errors import RouterError
 from router.placement import models
+from router.placement.models import MOST_NAMES, Models
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -151,3 +154,17 @@ async def test_a_job_keeps_to_the_revision_that_it_began_with(
     assert cluster.dispatcher.model("one").revision == "old"
     with pytest.raises(RouterError, match="NO_WORKERS"):
         await cluster.read(job(model="one", revision="new")).end()
+
+
+def test_of_names_without_workers_the_last_are_remembered() -> None:
+    """Fleets that give each revision a name of its own would fill the memory with them."""
+    known = Models([], "cached")
+    for second in range(MOST_NAMES + 3):
+        link = SimpleNamespace(identity=worker_pb2.WorkerIdentity())
+        link.identity.model.name = f"m{second}"
+        known.left(link, second, in_order=False)  # type: ignore[arg-type]
+    assert len(known._left_s) == len(known._lost_s) == MOST_NAMES
+    latest = float(MOST_NAMES + 2)
+    assert known.is_expected_back(f"m{MOST_NAMES + 2}", latest, within_s=60)
+    assert not known.is_expected_back("m2", latest, within_s=latest)
+    assert known.is_expected_back("m3", latest, within_s=latest)

@@ -13,7 +13,8 @@ from scripted_worker import BOTH, DECODE, PREFILL, Cluster, ScriptedWorker, unti
 
 from baton.grpc_options import channel_options, server_options
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
-from router.workers.registry import RegistryServicer
+from router.workers.link import Loss
+from router.workers.registry import STARTS_KEPT, RegistryServicer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -75,6 +76,51 @@ async def test_incomplete_announcements_are_refused(cluster: Cluster, field: str
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await stub.Announce(worker_pb2.AnnounceRequest(worker=identity))
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("loading", [False, True])
+async def test_a_worker_of_an_unknown_role_is_refused_and_counted(
+    cluster: Cluster, loading: bool
+) -> None:
+    worker = ScriptedWorker("p0", 7)
+    await worker.start()
+    cluster.workers.append(worker)
+    request = worker_pb2.AnnounceRequest(worker=worker.identity, loading=loading)
+    async with registry_stub(cluster) as stub:
+        with pytest.raises(grpc.aio.AioRpcError, match="p0 refused: its role 7 is unknown") as told:
+            await stub.Announce(request)
+    assert told.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert cluster.registry.net.refusals.counts["role"] == 1
+    assert not cluster.registry._links
+
+
+async def test_a_worker_that_answers_with_another_role_is_refused(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "router.workers.registry")
+    worker = ScriptedWorker("p0", PREFILL)
+    await worker.start()
+    cluster.workers.append(worker)
+    announced = worker_pb2.WorkerIdentity()
+    announced.CopyFrom(worker.identity)
+    worker.identity.role = 7
+    cluster.registry.announce(announced)
+    await until(lambda: any(record.message == "worker did not attach" for record in caplog.records))
+    assert [record.cause for record in caplog.records] == ["refused"]
+    assert not cluster.registry.members
+
+
+async def test_of_starts_that_froze_the_last_are_remembered(cluster: Cluster) -> None:
+    """Of each one a counter, until its worker is attached again. Most never are."""
+    for epoch in range(STARTS_KEPT + 3):
+        worker = worker_pb2.WorkerIdentity(worker_id=f"p{epoch}", epoch=epoch, role=PREFILL)
+        worker.address = "127.0.0.1:9"
+        cluster.registry.announce(worker)
+        link = cluster.registry._links[worker.worker_id, epoch]
+        link.progress = epoch
+        link.end(Loss.FROZEN)
+    kept = cluster.registry._stalled
+    assert list(kept.values()) == list(range(3, STARTS_KEPT + 3))
 
 
 async def test_pairs_that_may_exchange_pages_meet(cluster: Cluster) -> None:
