@@ -51,11 +51,18 @@ class Run:
         self.prefilled: Prefilled | None = None
         self.scored: PromptScored | None = None
         self.done = threading.Event()
-        """Ended, failed, prefilled or reserved."""
+        """Ended, failed, prefilled or reserved. `finish` clears it."""
+        self.is_over = False
+        """Ended or failed: it will not be done again."""
 
     @property
     def tokens(self) -> list[list[int]]:
         return [[record.token_id for record in records] for records in self.records]
+
+    def told_so_far(self) -> str:
+        """Why a test waits no longer."""
+        prompt, came = len(self.request.prompt_ids), [len(records) for records in self.records]
+        return f"a request with a prompt of {prompt} did not finish: {came} tokens came"
 
     def sink(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -68,9 +75,11 @@ class Run:
                     self.ends[event.choice] = event
                     if event.last:
                         self.done.set()
+                        self.is_over = True
                 case RequestFailed():
                     self.failed = event
                     self.done.set()
+                    self.is_over = True
                 case Reserved():
                     self.reserved = event
                     self.done.set()
@@ -122,8 +131,10 @@ def submit(
 
 
 def finish(*runs: Run, timeout_s: float = 60.0) -> None:
+    """Waits until the requests are done. One that is over is waited for once."""
     for run in runs:
-        assert run.done.wait(timeout_s), "the request did not finish"
+        assert run.done.is_set() or not run.is_over, "it was waited for before"
+        assert run.done.wait(timeout_s), run.told_so_far()
         assert run.failed is None, run.failed
         run.done.clear()
 

@@ -108,6 +108,14 @@ def test_sixteen_at_once_equal_their_solo_runs(engine, reference):
         assert run.tokens == [reference(prompt, 20)]
 
 
+def test_a_request_is_waited_for_once(engine):
+    """A test that waits again fails at once: it would wait for a minute."""
+    run = submit(engine, list(range(40, 60)), 4)
+    finish(run)
+    with pytest.raises(AssertionError, match="waited for before"):
+        finish(run)
+
+
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("choices", [1, 3])
 def test_handed_off(engine, other, reference, length, choices):
