@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
 import numpy as np
 import pytest
 import torch
-from engine_kit import build, check_baseline, finish, hand_off, submit
+from engine_kit import build, check_baseline, finish, hand_off, held, submit
 from hooks_kit import ALL, QUEST, installed
 from tiny_models import write_tiny_model
 
 from engine.attention import AttentionSpec
+from engine.engine import Engine
 from engine.hooks.protocol import DecodeRows, HookSite, StepRows
 from engine.pages.fp8_pool import Fp8Pool
 from engine.pages.kv_pool import PlainPool
-from engine.types import SamplingParams
+from engine.types import SamplingParams, TokenRecord
 
 pytestmark = pytest.mark.gpu
 SPARSE, COVERS = "quest?sparse_tokens=256", "quest?sparse_tokens=1024"
 SHAPE = {"hidden": 512, "heads": 8, "kv_heads": 2, "head_dim": 128, "layers": 5}
 LENGTHS = (500, 330, 90, 700)
+TOKENS = 24
+"""Of each request. Pages are completed on the way."""
 PAGE, HEADS, GROUP, DIM = 16, 2, 4, 128
 CUDA = torch.device("cuda")
+Records = dict[int, list[TokenRecord]]
+"""By the length of the prompt."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,78 +43,119 @@ def path(tmp_path_factory):
     return write_tiny_model(tmp_path_factory.mktemp("quest") / "model", tokenizer=False, **SHAPE)
 
 
-def engine_of(path, *hooks: str, **options):
+@contextmanager
+def running(path, *hooks: str, **options) -> Iterator[Engine]:
+    """An engine that stops also if the test fails: it would hold the device beside later ones."""
     defaults = {"device": "cuda", "max_step_tokens": 256, "max_sequences": 8, "num_pages": 600}
-    return build(path, **{**defaults, "hooks": hooks, "hook_limit_s": 60.0, **options})
+    engine = build(path, **{**defaults, "hooks": hooks, "hook_limit_s": 60.0, **options})
+    try:
+        yield engine
+        check_baseline(engine)
+    finally:
+        engine.stop()
 
 
 def prompt_of(length: int) -> list[int]:
     return np.random.default_rng(length).integers(1, 384, length).tolist()
 
 
-def records(engine, *lengths: int, together: bool = False, **options) -> list:
-    """Greedy, with log probabilities. One after the other, unless told."""
+def records(engine, *lengths: int, together: bool = False, **options) -> Records:
+    """Greedy, with log probabilities. One after the other, unless told: then all are there before
+    the first step, since how many rows a step has decides the last bits."""
     sampling = SamplingParams(temperature=0.0, top_logprobs=2)
     options = {"sampling": sampling, "ignore_eos": True, **options}
     runs = []
-    for length in lengths:
-        runs.append(submit(engine, prompt_of(length), 40, **options))
-        if not together:
-            finish(runs[-1])
-    finish(*runs)
+    with held(engine) if together else nullcontext():
+        for length in lengths:
+            runs.append(submit(engine, prompt_of(length), TOKENS, **options))
+            if not together:
+                finish(runs[-1])
+    if together:
+        finish(*runs)
     assert not engine.load().hook_failures
-    check_baseline(engine)
-    return [run.records[0] for run in runs]
+    uncut = engine._loop._scheduler.step_tokens == engine.max_step_tokens
+    assert uncut, "a step lacked memory, and came again in parts"
+    return {length: run.records[0] for length, run in zip(lengths, runs, strict=True)}
 
 
-@pytest.mark.parametrize("precision", ["auto", "fp8"])
-def test_graphs_give_what_the_kernels_give(path, precision):
-    found = []
-    for graphs in (True, False):
-        options = {"cuda_graphs": graphs, "kv_cache_dtype": precision, "prefix_cache": False}
-        engine = engine_of(path, SPARSE, **options)
-        found.append(records(engine, *LENGTHS))
-        if graphs:
-            shapes = engine._loop._executor._graphs
-            assert {shape.decodes for shape in shapes if shape.narrowed} == {1, 2, 4, 8}
-        engine.stop()
-    assert found[0] == found[1]
-    plain = engine_of(path, kv_cache_dtype=precision, prefix_cache=False)
-    dense = records(plain, *LENGTHS)
-    plain.stop()
-    assert found[0][2] == dense[2]
-    assert all(found[0][row] != dense[row] for row in (0, 1, 3))
+def differences(found: Records, wanted: Records) -> list[str]:
+    """Of each request that differs: the first token that does, and how many do."""
+    told = []
+    for length, got in found.items():
+        want = wanted[length]
+        assert len(got) == len(want) == TOKENS
+        if at := [token for token in range(TOKENS) if got[token] != want[token]]:
+            first = at[0]
+            told.append(
+                f"prompt of {length}: {len(at)} of {TOKENS} tokens differ, the first is {first}:"
+                f" {got[first]} for {want[first]}"
+            )
+    return told
+
+
+class OfGraphs(NamedTuple):
+    """What an engine with graphs says."""
+
+    options: dict[str, Any]
+    alone: Records
+    together: Records
+    narrowed: set[int]
+    """Decode rows of its graphs for narrowed rows."""
+
+
+@pytest.fixture(scope="module", params=["auto", "fp8"])
+def of_graphs(path, request) -> OfGraphs:
+    # No page is cached, so that requests get pages of others that were summarised.
+    options = {"kv_cache_dtype": request.param, "prefix_cache": False}
+    with running(path, SPARSE, **options) as engine:
+        shapes = engine._loop._executor._graphs
+        narrowed = {shape.decodes for shape in shapes if shape.narrowed}
+        alone = records(engine, *LENGTHS)
+        return OfGraphs(options, alone, records(engine, *LENGTHS, together=True), narrowed)
+
+
+def test_narrowed_rows_have_graphs_of_all_sizes(of_graphs):
+    """The first part of each precision: its engine compiles the kernels."""
+    assert of_graphs.narrowed == {1, 2, 4, 8}
+
+
+def test_graphs_give_what_the_kernels_give(path, of_graphs):
+    with running(path, SPARSE, cuda_graphs=False, **of_graphs.options) as engine:
+        assert not engine._loop._executor._graphs
+        assert not differences(of_graphs.alone, records(engine, *LENGTHS))
+        assert not differences(of_graphs.together, records(engine, *LENGTHS, together=True))
+
+
+def test_what_is_within_the_budget_alone_is_dense(path, of_graphs):
+    with running(path, **of_graphs.options) as engine:
+        told = differences(of_graphs.alone, records(engine, *LENGTHS))
+    assert [each.split(":")[0] for each in told] == [f"prompt of {n}" for n in (500, 330, 700)]
 
 
 def test_a_budget_that_covers_the_context_is_dense(path):
-    plain, covered = engine_of(path), engine_of(path, COVERS)
-    assert records(covered, *LENGTHS) == records(plain, *LENGTHS)
-    for engine in (plain, covered):
-        engine.stop()
+    with running(path, COVERS) as engine:
+        found = records(engine, *LENGTHS)
+    with running(path) as engine:
+        assert not differences(found, records(engine, *LENGTHS))
 
 
 def test_rows_that_read_more_than_a_graph_run_beside_it(path):
     """A request of its own number: fewer pages in the same graph, more without one."""
-    engine, other = engine_of(path, SPARSE), engine_of(path, "quest?sparse_tokens=512")
-    for tokens in (b"256", b"512"):
-        found = [records(one, 700, 90, extensions={"quest": tokens}) for one in (engine, other)]
-        assert found[0] == found[1]
-    for one in (engine, other):
-        one.stop()
+    with running(path, SPARSE) as engine, running(path, "quest?sparse_tokens=512") as other:
+        for tokens in (b"256", b"512"):
+            found, wanted = (
+                records(one, 700, 90, extensions={"quest": tokens}) for one in (engine, other)
+            )
+            assert not differences(found, wanted), tokens
 
 
 def test_sparse_rows_beside_dense_ones_and_prompts(path):
     """Whatever comes together, every request gets to its end. So do hand-offs."""
-    engine = engine_of(path, SPARSE)
-    for _ in range(3):
-        together = records(engine, *LENGTHS, together=True)
-        assert [len(each) for each in together] == [40] * len(LENGTHS)
-    prefill = engine_of(path, decodes=False)
-    handed = hand_off(prefill, engine, prompt_of(500), 40, ignore_eos=True)
-    assert len(handed.tokens[0]) == 40
-    for one in (engine, prefill):
-        check_baseline(one)
-        one.stop()
+    with running(path, SPARSE) as engine, running(path, decodes=False) as prefill:
+        for _ in range(3):
+            records(engine, *LENGTHS, together=True)
+        handed = hand_off(prefill, engine, prompt_of(500), TOKENS, ignore_eos=True)
+        assert len(handed.tokens[0]) == TOKENS
 
 
 @pytest.mark.parametrize("kind", [PlainPool, Fp8Pool])
