@@ -295,9 +295,10 @@ def _step_times(runs: _Runs, rows: int, context: int) -> dict[str, float]:
     figures = {"step_ms": 1e3 * statistics.median(times), "steps": len(times)}
     ranks = runs.engine.ranks
     if loads := ranks.loads():
-        figures["skew_ms"] = 1e3 * ranks.skew_s / loads[0].steps
         seconds = loads[0].waited_s + loads[0].busy_s
-        figures["waited_share"] = loads[0].waited_s / seconds if seconds else float("nan")
+        if seconds:  # Nobody measures it on GPUs.
+            figures["skew_ms"] = 1e3 * ranks.skew_s / loads[0].steps
+            figures["waited_share"] = loads[0].waited_s / seconds
     return figures
 
 

@@ -290,20 +290,18 @@ class HostRanks:
         reports = self._kept.wait_for(LOADED)
         for rank, report in enumerate(reports, 1):
             if report["revision"] != revision:
-                raise RankError(
-                    f"rank {rank} has read other weights than rank 0: have they changed?"
-                )
+                raise RankError(f"rank {rank} has read other weights than rank 0: did they change?")
         least = min(num_pages, *(int(report["num_pages"]) for report in reports))
         self._send([PAGES, json.dumps(least).encode()])
         return least
 
     def join(self) -> None:
         """See `Ranks`."""
-        folder, errors = self._folder, list[Exception]()
+        errors = list[Exception]()
 
         def meet() -> None:
             try:
-                self._group.join(folder / STORE)
+                self._group.join(self._folder / STORE)
             except Exception as error:
                 errors.append(error)
 
@@ -313,6 +311,7 @@ class HostRanks:
         while meeting.is_alive():
             self._kept.check()
             meeting.join(MEET_LOOK_S)
+        self._kept.check()  # A rank lost before could not be let go of: nothing was mapped yet.
         if errors:
             raise RankError(f"rank 0 cannot join the group: {errors[0]}")
 
@@ -361,8 +360,10 @@ class HostRanks:
         """See `Ranks`."""
 
         def lost(reason: str) -> None:
-            self._group.let_go()
-            on_lost(reason)
+            try:
+                self._group.let_go()
+            finally:
+                on_lost(reason)
 
         self._kept.call_when_lost(lost)
 

@@ -197,12 +197,14 @@ DECLARED: Final[Mapping[str, Declared]] = {
         "counter", "Failures of hooks, by hook and point.", ("hook", "point")
     ),
     # Worker: its ranks, if there are several.
-    Metric.RANK_BUSY: Declared("counter", "Seconds in which a rank computed.", ("rank",)),
+    Metric.RANK_BUSY: Declared(
+        "counter", "Seconds in which a rank computed. 0 on GPUs.", ("rank",)
+    ),
     Metric.RANK_WAITED: Declared(
-        "counter", "Seconds in which a rank was in a collective, adding up or waiting.", ("rank",)
+        "counter", "Seconds in which a rank added up or waited for others. 0 on GPUs.", ("rank",)
     ),
     Metric.RANK_SKEW: Declared(
-        "counter", "Seconds for which the fastest rank waited for the slowest, all steps."
+        "counter", "Seconds for which the fastest rank waited for the slowest. 0 on GPUs."
     ),
     # Worker: KV transfer.
     Metric.SECOND_TOKEN_GAP: Declared(

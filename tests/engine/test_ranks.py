@@ -32,6 +32,7 @@ from tiny_models import write_tiny_model
 from waiting import wait_until
 
 from baton import LLM
+from engine.config import EngineConfig
 from engine.engine import Engine, EngineError
 from engine.loop.executor import NullExecutor
 from engine.model.best import TOLD, best_of_parts
@@ -388,6 +389,25 @@ def test_a_step_that_ends_after_the_ranks_are_lost_fails():
     own.set_result("tokens")
     with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
         launched.result(1)
+
+
+def test_an_owner_is_told_of_lost_ranks_though_the_device_cannot_be(tmp_path):
+    """A device with an error takes no more copies."""
+    ranks = HostRanks(EngineConfig(model=str(tmp_path), device="cpu", tp=2))
+    told: list[str] = []
+    keeper = SimpleNamespace(call_when_lost=lambda on_lost: told.append(on_lost))
+
+    def let_go() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    ranks._keeper, ranks._group = keeper, SimpleNamespace(let_go=let_go, close=lambda: None)
+    lost: list[str] = []
+    ranks.call_when_lost(lost.append)
+    with pytest.raises(RuntimeError, match="illegal memory"):
+        told[0]("rank 1 was killed by SIGKILL")
+    assert lost == ["rank 1 was killed by SIGKILL"]
+    ranks._keeper = None
+    ranks.close()
 
 
 @pytest.mark.matrix

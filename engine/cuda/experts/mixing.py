@@ -1,9 +1,9 @@
 """The sum over a token's experts on a GPU: what `engine.model.experts.products.mixed` is elsewhere.
 
 Up to `FEW_ROWS` rows memory limits, and our kernels read the chosen experts. With more rows
-arithmetic limits: on Hopper, weights in bfloat16 and FP8 with scales by channel are PyTorch's
-`grouped_mm` and `scaled_grouped_mm`, where there are such. Others are our kernels'. Nothing waits
-for the device, so graphs can be captured.
+arithmetic limits: weights in bfloat16 are PyTorch's `grouped_mm` on Hopper and later, those in FP8
+with scales by channel its `scaled_grouped_mm` on Hopper alone. Others are our kernels'. Nothing
+waits for the device, so graphs can be captured.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ it. There is one communicator, and one stream that uses it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator
 from datetime import timedelta
@@ -29,6 +30,8 @@ from engine.ranks.collective import (
 
 if TYPE_CHECKING:
     from engine.cuda.ranks.shared import Shared
+
+log = logging.getLogger("baton.engine")
 
 _dist: Any = dist
 _ENVIRONMENT: Final = {
@@ -129,7 +132,10 @@ class CudaCollective(GroupCollective):
     def let_go(self) -> None:
         """See `GroupCollective`. What the device still computes has no meaning."""
         if self._memory is not None:
-            self._memory.let_go()
+            try:
+                self._memory.let_go()
+            except Exception:  # An error of the device stays, and ends all waits with it.
+                log.exception("the device of rank %d cannot be told to wait no more", self.rank)
         self.close()
 
     def close(self) -> None:
