@@ -148,10 +148,15 @@ class Cost:
         return chosen, reason
 
     def takeover_tokens(
-        self, demand: Demand, way: Way, prefill: WorkerLink, decode: WorkerLink
+        self,
+        demand: Demand,
+        way: Way,
+        prefill: WorkerLink,
+        decode: WorkerLink,
+        everyone: Sequence[WorkerLink],
     ) -> int:
         """The most tokens that the decode worker may compute and still be first."""
-        unmeasured = _unmeasured([prefill])
+        unmeasured = _unmeasured_beside(prefill, everyone)
         capacity, tokens = decode.capacity(), demand.prompt_tokens
         return break_even_tokens(capacity, way.seconds, tokens, unmeasured)
 
@@ -159,8 +164,8 @@ class Cost:
 
     def way(self, demand: Demand, worker: WorkerLink, everyone: Sequence[WorkerLink]) -> Way:
         """The way of the worker that was chosen, with what it computes again and why."""
-        prefills = [one for one in everyone if one.identity.role in PREFILLS]
-        way = self._fastest(demand, worker, everyone, _unmeasured([worker, *prefills]))
+        unmeasured = _unmeasured_beside(worker, everyone)
+        way = self._fastest(demand, worker, everyone, unmeasured)
         return way._replace(again=self._again(demand, worker, way, everyone))
 
     def _ways(
@@ -282,6 +287,13 @@ def policy_of(name: str, holdings: Holdings | None = None) -> Policy:
 
 def _unmeasured(workers: Sequence[WorkerLink]) -> float:
     return rate_of_unmeasured([worker.capacity() for worker in workers])
+
+
+def _unmeasured_beside(worker: WorkerLink, everyone: Sequence[WorkerLink]) -> float:
+    """The rate of a worker that was chosen, if it was not measured: that of the fastest worker that
+    computes prompts."""
+    prefills = [one for one in everyone if one.identity.role in PREFILLS]
+    return _unmeasured([worker, *prefills])
 
 
 def _is_reachable(worker: WorkerLink, peer: WorkerLink) -> bool:

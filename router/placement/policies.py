@@ -70,7 +70,12 @@ class Policy(Protocol):
         ...
 
     def takeover_tokens(
-        self, demand: Demand, way: Way, prefill: WorkerLink, decode: WorkerLink
+        self,
+        demand: Demand,
+        way: Way,
+        prefill: WorkerLink,
+        decode: WorkerLink,
+        everyone: Sequence[WorkerLink],
     ) -> int:
         """The most tokens of a prompt that a decode worker may compute and be as soon as the
         prefill worker on its way."""
@@ -113,7 +118,12 @@ class _Unaware:
         return Way(finish_s(capacity, demand.prompt_tokens, unmeasured))
 
     def takeover_tokens(
-        self, demand: Demand, way: Way, prefill: WorkerLink, decode: WorkerLink
+        self,
+        demand: Demand,
+        way: Way,
+        prefill: WorkerLink,
+        decode: WorkerLink,
+        everyone: Sequence[WorkerLink],
     ) -> int:
         """See `router.placement.placing`."""
         return takeover_tokens(prefill.capacity(), decode.capacity(), demand.prompt_tokens)

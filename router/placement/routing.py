@@ -142,12 +142,13 @@ def choose(
     route = _place(demand, workers, policy, failed, local)
     if route is None:
         return None
-    way = policy.way(demand, route.prefill, everyone(demand, workers))
+    those = everyone(demand, workers)
+    way = policy.way(demand, route.prefill, those)
     fetch = None if way.holder is None else Fetch(way.holder, way.fetched_pages)
     route = route._replace(way=way, fetch=fetch)
     if route.decode is None or route.whole or local == "never" or demand.prompt_logprobs:
         return route  # Log probabilities of a prompt need every token of it computed.
-    tokens = policy.takeover_tokens(demand, way, route.prefill, route.decode)
+    tokens = policy.takeover_tokens(demand, way, route.prefill, route.decode, those)
     return route._replace(takeover_tokens=tokens)
 
 

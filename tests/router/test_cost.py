@@ -234,7 +234,11 @@ def test_a_worker_that_was_not_measured_yet_counts_as_the_fastest_prefill_worker
     prompt, chooser = demand(8020), policy(d0=251)
     way = chooser.way(prompt, new, [new, old, decode])
     assert way.seconds == pytest.approx(8020 * 25e-6)
-    assert chooser.takeover_tokens(prompt, way, new, decode) == pytest.approx(4010, abs=1)
+    most = chooser.takeover_tokens(prompt, way, new, decode, [new, old, decode])
+    assert most == pytest.approx(4010, abs=1)
+    decode.token_s = 0.0
+    most = chooser.takeover_tokens(prompt, way, new, decode, [new, old, decode])
+    assert most == pytest.approx(8020, abs=1)
 
 
 def test_streams_that_wait_for_a_piece_count_each() -> None:
@@ -266,12 +270,13 @@ def test_the_most_that_a_decode_worker_may_take_over() -> None:
     """Of 22.5 ms: 900 tokens at 25 us each without streams; with 40 streams no piece fits."""
     prefill, decode = Worker("p0"), Worker("d0")
     way = Way(0.0225)
-    assert policy().takeover_tokens(demand(8100), way, prefill, decode) == pytest.approx(900, abs=1)
+    args = demand(8100), way, prefill, decode, [prefill, decode]
+    assert policy().takeover_tokens(*args) == pytest.approx(900, abs=1)
     decode.rows, decode.delay_ms = 3, 3
-    most = policy().takeover_tokens(demand(8100), way, prefill, decode)
+    most = policy().takeover_tokens(*args)
     assert most == int(0.0225 / (25e-6 + 0.009 / 192))
     decode.rows = 40
-    assert policy().takeover_tokens(demand(8100), way, prefill, decode) == 0
+    assert policy().takeover_tokens(*args) == 0
 
 
 def test_the_example_of_the_documentation() -> None:
