@@ -81,12 +81,12 @@ class Cost:
 
     def routed(self, demand: Demand, worker: WorkerLink) -> None:
         """The worker computes the prompt, or has got it. Its pages count as held from now on."""
-        self._just_routed.add(worker.worker_id, demand.keys)
+        self._just_routed.add(worker.worker_id, demand)
 
     def failed(self, demand: Demand, workers: Iterable[WorkerLink]) -> None:
-        """What they hold of the prompt is what they have reported."""
+        """What they hold of the prompt is what they have reported, or compute for others."""
         for worker in workers:
-            self._just_routed.forget(worker.worker_id, demand.keys)
+            self._just_routed.forget(worker.worker_id, demand)
 
     def held_elsewhere(self, demand: Demand, others: Sequence[WorkerLink], granted: int) -> int:
         """The most leading pages of a prompt that others have reported by now, or that its decode

@@ -6,20 +6,36 @@ routed. Siblings of one prompt, such as samples of an agent, thus find each othe
 that is handed the prompt has its pages when the hand-off is over, and they count from then on: a
 sibling that came before would be computed anew. If the pages do not come, the worker computes them:
 a wrong guess costs time and never an answer.
+
+Prompts share their beginnings, so each prompt at each worker is a *claim* of its own. A page counts
+as held as long as any claim covers it.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from prefixes.keys import ShortKeys
+    from router.jobs import Demand
 
 JUST_ROUTED_S: Final = 2.0
 """So long do pages count as held by a worker that computes or got them."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Claim:
+    """A prompt that was routed to a worker."""
+
+    worker_id: str
+    demand: Demand
+    """Kept, so that no other has its identity."""
+    keys: list[int]
+    until_s: float
 
 
 class JustRouted:
@@ -31,30 +47,42 @@ class JustRouted:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._until_s: dict[str, dict[int, float]] = {}
-        """For each worker the keys of its pages, and until when they count."""
-        self._order: deque[tuple[float, str, list[int]]] = deque()
+        self._claims: dict[tuple[str, int], _Claim] = {}
+        """Those that count, by worker and the demand's identity: siblings' demands are equal."""
+        self._counts: dict[str, Counter[int]] = {}
+        """For each worker the keys of its pages, and how many claims cover them."""
+        self._order: deque[_Claim] = deque()
+        """Until when claims count. Some may have been forgotten or renewed since."""
 
-    def add(self, worker_id: str, keys: ShortKeys) -> None:
+    def add(self, worker_id: str, demand: Demand) -> None:
         """A worker computes a prompt from now on, or has got it."""
         self._expire()
-        if not len(keys):
+        if not len(demand.keys):
             return
-        until_s, listed = self._clock() + JUST_ROUTED_S, keys.tolist()
-        self._until_s.setdefault(worker_id, {}).update(dict.fromkeys(listed, until_s))
-        self._order.append((until_s, worker_id, listed))
+        self.forget(worker_id, demand)
+        claim = _Claim(worker_id, demand, demand.keys.tolist(), self._clock() + JUST_ROUTED_S)
+        self._claims[worker_id, id(demand)] = claim
+        self._counts.setdefault(worker_id, Counter()).update(claim.keys)
+        self._order.append(claim)
 
-    def forget(self, worker_id: str, keys: ShortKeys) -> None:
-        """An attempt at a prompt failed, or another worker took it over, so its pages may never
-        come to the worker. Siblings that share some of them are forgotten as far, too."""
-        if known := self._until_s.get(worker_id):
-            for key in keys.tolist():
-                known.pop(key, None)
+    def forget(self, worker_id: str, demand: Demand) -> None:
+        """The pages of a prompt may never come to the worker: an attempt failed or was left, or
+        another worker took the prompt over. Those that a sibling computes count on."""
+        if (claim := self._claims.pop((worker_id, id(demand)), None)) is None:
+            return
+        counts = self._counts[worker_id]
+        for key in claim.keys:
+            if counts[key] > 1:
+                counts[key] -= 1
+            else:
+                del counts[key]
+        if not counts:
+            del self._counts[worker_id]
 
     def pages(self, worker_id: str, keys: ShortKeys) -> int:
         """The leading pages of a prompt that were just routed to a worker."""
         self._expire()
-        if not (found := self._until_s.get(worker_id)):
+        if not (found := self._counts.get(worker_id)):
             return 0
         low, high = 0, len(keys)
         while low < high:
@@ -67,11 +95,7 @@ class JustRouted:
 
     def _expire(self) -> None:
         now_s = self._clock()
-        while self._order and self._order[0][0] <= now_s:
-            until_s, worker_id, keys = self._order.popleft()
-            known = self._until_s.get(worker_id, {})
-            for key in keys:
-                if known.get(key, until_s + 1) <= until_s:
-                    del known[key]
-            if not known:
-                self._until_s.pop(worker_id, None)
+        while self._order and self._order[0].until_s <= now_s:
+            claim = self._order.popleft()
+            if self._claims.get((claim.worker_id, id(claim.demand))) is claim:
+                self.forget(claim.worker_id, claim.demand)

@@ -361,13 +361,41 @@ def test_what_a_failed_attempt_was_to_bring_counts_no_more():
     assert not policy.way(prompt, one, [one, other]).just_routed
 
 
+def test_what_a_sibling_computes_counts_on_where_another_is_forgotten() -> None:
+    """They share the first 30 pages, such as a system prompt. Whichever came first, nothing of the
+    other one is forgotten, and nothing twice."""
+    keys = np.arange(1, 101, dtype=np.uint64)
+    short, long = (
+        Demand(MODEL, 490, 64, 1, keys=keys[:30]),
+        Demand(MODEL, 970, 64, 1, keys=keys[:60]),
+    )
+    equal = Demand(MODEL, 970, 64, 1, keys=keys[:60])
+    now = [0.0]
+    for first, second in ((short, long), (long, short)):
+        routed = JustRouted(lambda: now[0])
+        routed.add("p0", first)
+        routed.add("p0", second)
+        routed.forget("p0", long)
+        routed.forget("p0", long)
+        assert routed.pages("p0", keys) == 30
+        routed.forget("p0", short)
+        assert routed.pages("p0", keys) == 0
+        routed.add("p0", long)
+        routed.forget("p0", equal)
+        assert routed.pages("p0", keys) == 60
+        now[0] += 1.0
+        routed.add("p0", long)  # another attempt at it
+        now[0] += 1.0
+        assert routed.pages("p0", keys) == 60
+
+
 def test_just_routed_prompts_share_their_beginnings_and_leave_nothing() -> None:
     now = [0.0]
     routed = JustRouted(lambda: now[0])
     keys = np.arange(1, 101, dtype=np.uint64)
-    routed.add("p0", keys[:60])
+    routed.add("p0", Demand(MODEL, 970, 64, 1, keys=keys[:60]))
     now[0] = 1.0
-    routed.add("p0", keys[:30])
+    routed.add("p0", Demand(MODEL, 490, 64, 1, keys=keys[:30]))
     forked = np.concatenate([keys[:20], keys[50:] + np.uint64(1000)])
     pages = [routed.pages("p0", one) for one in (keys, keys[:10], forked, keys[70:])]
     assert pages == [60, 10, 20, 0]
@@ -375,8 +403,7 @@ def test_just_routed_prompts_share_their_beginnings_and_leave_nothing() -> None:
     assert routed.pages("p0", keys) == 30
     now[0] = JUST_ROUTED_S + 1
     assert routed.pages("p0", keys) == 0
-    assert not routed._until_s
-    assert not routed._order
+    assert not any((routed._claims, routed._counts, routed._order))
 
 
 def route(way: Way) -> Route:
