@@ -73,7 +73,8 @@ class Attempt:
             group.choices
         )
         """Index of the first new token of each choice."""
-        self._is_computed = False
+        self.is_computed = False
+        """Whether a worker has computed the prompt."""
         self._dispatched_s = self._first_s = time.monotonic()
         self._on_over = on_over
         self._fault: Fault | None = None
@@ -85,6 +86,11 @@ class Attempt:
     def legs(self) -> list[Leg]:
         """The one or two legs."""
         return [leg for leg in (self.prefill, self.decode) if leg is not None]
+
+    @property
+    def workers(self) -> list[WorkerLink]:
+        """Those of its legs."""
+        return [leg.worker for leg in self.legs]
 
     @property
     def pair(self) -> tuple[WorkerLink, WorkerLink] | None:
@@ -110,11 +116,12 @@ class Attempt:
         for leg in self.legs:
             leg.submit()
 
-    def receive(self, worker: WorkerLink, message: worker_pb2.WorkResponse) -> None:
-        """Takes a message from one of its workers that concerns only this attempt."""
+    def receive(self, worker: WorkerLink, message: worker_pb2.WorkResponse) -> bool:
+        """Takes a message from one of its workers that concerns only this attempt. Returns whether
+        that worker still had a part in it; if not, the message is dropped."""
         leg = self._leg_of(worker)
         if self.phase is Phase.ENDED or leg is None or not leg.open:
-            return
+            return False
         match message.WhichOneof("message"):
             case "granted":
                 self._granted(message.granted)
@@ -136,6 +143,7 @@ class Attempt:
                 self._leg_failed(leg, Fault(worker, message.failed.reason, message.failed.hook))
             case "aborted":
                 self._aborted(leg, already_ready=message.aborted.already_ready)
+        return True
 
     def tokens(self, worker: WorkerLink, tokens: JobTokens) -> None:
         """Takes tokens of one choice from one of its workers. The choice's index is that in the
@@ -175,7 +183,7 @@ class Attempt:
     def tell_pace(self) -> None:
         """The group ended by itself: how long it took helps to foretell others. Those that were
         begun before say nothing of a whole request."""
-        if self._is_computed and not any(self._first_indexes):
+        if self.is_computed and not any(self._first_indexes):
             choices = [self.run.choices[choice] for choice in self.group.choices]
             self.run.pace.served(
                 self._first_s - self._dispatched_s,
@@ -264,8 +272,8 @@ class Attempt:
     def _prompt_computed(self, leg: Leg) -> None:
         """Notes at the first token that the prompt is computed. A resume on one worker gives no
         other sign."""
-        if not self._is_computed:
-            self._is_computed = True
+        if not self.is_computed:
+            self.is_computed = True
             self._first_s = time.monotonic()
             self.run.pace.done(self.group.demand.prompt_tokens)
             leg.worker.estimate.prefilled(self.id)

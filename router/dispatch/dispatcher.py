@@ -153,8 +153,7 @@ class JobDispatcher:
         if run is None or run.over or choice >= len(run.choices):
             return
         run.choices[choice].close()
-        group = run.group_of(choice)
-        if group is not None and group.complete:
+        if (group := run.group_of(choice)) is not None and group.complete:
             self._finish(group)
 
     # Calls of the server at its end.
@@ -201,7 +200,8 @@ class JobDispatcher:
         elif kind is not None and kind != "attached":
             attempt_id: bytes = getattr(message, kind).attempt_id
             if (attempt := self._attempts.get(attempt_id)) is not None:
-                attempt.receive(link, message)
+                if not attempt.receive(link, message):
+                    return
                 if kind == "taken_over":
                     self._events.prefilled_locally(LocalReason.CACHED)
                     self._policy.failed(attempt.group.demand, [attempt.route.prefill])
@@ -298,7 +298,7 @@ class JobDispatcher:
         write_span(SpanName.ROUTE, group.run.job.context, now_ns, now_ns, chosen)
         attempt = Attempt(group, route, self._attempt_failed)
         self._policy.routed(group.demand, route.prefill)
-        group.run.job.workers.extend(leg.worker.worker_id for leg in attempt.legs)
+        group.run.job.workers.extend(worker.worker_id for worker in attempt.workers)
         self._attempts[attempt.id] = group.attempt = attempt
         group.run.begin_attempt(group)
         attempt.start()
@@ -315,7 +315,7 @@ class JobDispatcher:
     def _attempt_failed(self, attempt: Attempt, fault: Fault) -> None:
         group, run = attempt.group, attempt.run
         del self._attempts[attempt.id]
-        self._policy.failed(group.demand, [leg.worker for leg in attempt.legs])
+        self._policy.failed(group.demand, attempt.workers)
         group.end_attempt(fault)
         if run.over:
             return
@@ -384,9 +384,11 @@ class JobDispatcher:
     def _release(self, group: ChoiceGroup, fault: str = "") -> None:
         """Frees everything that the group holds, at any worker. A second call does nothing."""
         self._waiting.end(group, fault)
-        if group.attempt is not None:
-            group.attempt.end(fault)
-            del self._attempts[group.attempt.id]
+        if (attempt := group.attempt) is not None:
+            attempt.end(fault)
+            if not attempt.is_computed:
+                self._policy.failed(group.demand, attempt.workers)
+            del self._attempts[attempt.id]
             group.attempt = None
             self._pump_soon()
 

@@ -41,6 +41,13 @@ class RunningAttempt(Protocol):
     """The part of an attempt that its group uses (`router.dispatch.attempt`)."""
 
     id: bytes
+    is_computed: bool
+    """Whether a worker has computed the prompt."""
+
+    @property
+    def workers(self) -> list[WorkerLink]:
+        """Those of its legs."""
+        ...
 
     @property
     def pair(self) -> tuple[WorkerLink, WorkerLink] | None:

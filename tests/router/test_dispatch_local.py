@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import pytest
 from scripted_worker import BOTH, DECODE, PREFILL, Cluster, job, tokens_of, until
 
 from baton.worker.v1 import worker_pb2
+from router.dispatch import dispatcher
 from router.dispatch.merge import unpack_ids
 from router.errors import RouterError
 from router.events import NoEvents
+from router.placement.cost import Cost
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterable
 
     from scripted_worker import ScriptedWorker
+
+    from router.jobs import Demand
+    from router.workers.link import WorkerLink
 
 WHOLE = worker_pb2.WORK_MODE_WHOLE
 HAND_OFF = worker_pb2.WORK_MODE_DECODE
@@ -224,6 +230,63 @@ async def test_taken_over_as_the_prefill_worker_died(cluster: Cluster) -> None:
     decode.tokens(attempt, 0, 10, 11)
     decode.finished(attempt, 2)
     assert tokens_of(await reader.end()) == [10, 11]
+
+
+@dataclass
+class Remembering(Cost):
+    """Remembers what the policy is told of workers: that they have a prompt, and that they have it
+    no more."""
+
+    told: list[tuple[str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def routed(self, demand: Demand, worker: WorkerLink) -> None:
+        self.told.append(("routed", worker.worker_id))
+
+    def failed(self, demand: Demand, workers: Iterable[WorkerLink]) -> None:
+        self.told += [("failed", worker.worker_id) for worker in workers]
+
+
+@pytest.mark.parametrize("when", ["computed", "not computed"])
+async def test_a_prompt_that_is_left_before_it_is_computed_counts_no_more(
+    cluster: Cluster, when: str
+) -> None:
+    policy = Remembering()
+    cluster.dispatcher.place_by(policy)
+    prefill, _ = await cluster.pair()
+    reader = cluster.read(job(max_tokens=2))
+    attempt = (await prefill.heard("submit")).attempt_id
+    if when == "computed":
+        prefill.first_token(attempt, 10)
+        await reader.until(2)
+    await reader.leave()
+    left = [] if when == "computed" else [("failed", "p0"), ("failed", "d0")]
+    assert policy.told == [("routed", "p0"), *left]
+
+
+async def test_a_take_over_by_a_worker_that_was_let_go_moves_nothing(
+    cluster: Cluster, counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first token ended the request. The decode worker's word crosses its cancellation, while
+    the prefill worker's last one is waited for."""
+    monkeypatch.setattr(dispatcher, "CLOSING_GRACE_S", 60.0)
+    policy = Remembering()
+    cluster.dispatcher.place_by(policy)
+    prefill, decode = await cluster.pair()
+    reader = cluster.read(job(max_tokens=2))
+    attempt = (await prefill.heard("submit")).attempt_id
+    prefill.first_token(attempt, 10)
+    prefill.finished(attempt, 1)
+    await decode.heard("cancel")
+    take_over(decode, attempt)
+    await cluster.caught_up(decode)
+    assert cluster.dispatcher.active_attempts == 1
+    prefill.prefill_done(attempt)
+    await reader.end()
+    assert policy.told == [("routed", "p0")]
+    assert counted.reasons == []
 
 
 async def test_both_first_tokens_agree(cluster: Cluster) -> None:
