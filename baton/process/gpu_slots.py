@@ -7,6 +7,9 @@ Life of a slot:
 3. The worker ends, by whatever cause. The kernel drops the lock with the process, and the slot is
    FREE. Nothing has to be cleaned up, not even after SIGKILL.
 
+A worker holds one more lock while it chooses. Else two workers of two ranks could hold one of the
+last two GPUs each, and both give up.
+
 Slots share out GPUs among Baton's workers. They keep no other program off a GPU. The folder must be
 on the host's own disk or in its memory, because locks over NFS are not reliable.
 """
@@ -17,6 +20,7 @@ import contextlib
 import fcntl
 import os
 import re
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -25,6 +29,9 @@ if TYPE_CHECKING:
     from typing import IO
 
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
+CHOOSING_S: Final = 10.0
+"""So long does a worker wait until others have chosen, which takes milliseconds."""
+_POLL_S: Final = 0.01
 
 
 class NoSlotError(Exception):
@@ -80,20 +87,25 @@ def claimed(folder: Path, gpus: Sequence[str], holder: str, count: int = 1) -> I
         NoSlotError: too many GPUs are claimed, or the folder cannot be used.
     """
     taken, own = list[str](), list[str]()
-    with contextlib.ExitStack() as files:
-        for gpu in gpus:
-            file = files.enter_context(_open(folder, gpu))
-            if _lock(file):
-                _write(file, holder)
-                own.append(gpu)
-            else:
-                file.seek(0)
-                taken.append(f"{gpu} by {file.read().strip() or 'another worker'}")
-            if len(own) == count:
-                yield ",".join(own)
-                return
     if not gpus:
         raise NoSlotError(f"no GPU is visible here for {holder}")
+    with contextlib.ExitStack() as files:
+        with _choosing(folder):
+            for gpu in gpus:
+                file = files.enter_context(_open(folder, f"gpu-{gpu.replace('/', '-')}.lock"))
+                if _lock(file):
+                    _write(file, holder)
+                    own.append(gpu)
+                else:
+                    file.seek(0)
+                    taken.append(f"{gpu} by {file.read().strip() or 'another worker'}")
+                if len(own) == count:
+                    break
+            else:
+                files.close()  # Before another one chooses.
+        if len(own) == count:
+            yield ",".join(own)
+            return
     left = f"no GPU is left here for {holder}"
     if count > 1:
         left = f"{len(own)} of {count} GPUs are left here for {holder}"
@@ -128,8 +140,20 @@ def claimed_for(device: str, folder: str, holder: str, ranks: int = 1) -> Iterat
         yield gpu
 
 
-def _open(folder: Path, gpu: str) -> IO[str]:
-    path = folder / f"gpu-{gpu.replace('/', '-')}.lock"
+@contextlib.contextmanager
+def _choosing(folder: Path) -> Iterator[None]:
+    """No other worker chooses meanwhile."""
+    until_s = time.monotonic() + CHOOSING_S
+    with _open(folder, "choosing.lock") as file:
+        while not _lock(file):
+            if time.monotonic() >= until_s:
+                raise NoSlotError(f"another worker has been choosing GPUs in {folder} for long")
+            time.sleep(_POLL_S)
+        yield
+
+
+def _open(folder: Path, name: str) -> IO[str]:
+    path = folder / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 
+from baton.process import gpu_slots
 from baton.process.gpu_slots import NoSlotError, claimed, claimed_for, visible_gpus
 
 HOLDER = """
@@ -118,6 +122,51 @@ def test_a_worker_of_several_ranks_claims_a_gpu_for_each_or_none(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     with claimed_for("cuda", str(tmp_path), "one", 2) as both:
         assert (both, visible_gpus()) == ("4,5", ["4", "5"])
+
+
+def test_of_two_workers_that_choose_at_once_one_gets_what_both_want(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They see the GPUs in different orders. Each stands still behind its first one, until the
+    other has one, too, or does not come."""
+    both, ended, locks = threading.Barrier(2), threading.Barrier(2), gpu_slots._lock
+    said: list[str] = []
+
+    def lock(file: IO[str]) -> bool:
+        found = locks(file)
+        if "gpu-" in os.readlink(f"/proc/self/fd/{file.fileno()}"):
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.3)
+        return found
+
+    def choose(holder: str, gpus: list[str]) -> None:
+        try:
+            with claimed(tmp_path, gpus, holder, 2) as own:
+                said.append(own)
+                ended.wait(30)
+        except NoSlotError:
+            said.append("none")
+            ended.wait(30)
+
+    monkeypatch.setattr(gpu_slots, "_lock", lock)
+    workers = [("one", ["0", "1"]), ("two", ["1", "0"])]
+    threads = [threading.Thread(target=choose, args=each) for each in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(said) in (["0,1", "none"], ["1,0", "none"])
+
+
+def test_a_worker_that_never_ends_choosing_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_slots, "CHOOSING_S", 0.05)
+    refused = pytest.raises(NoSlotError, match="another worker has been choosing")
+    with gpu_slots._choosing(tmp_path), refused:
+        claimed(tmp_path, ["0"], "late").__enter__()
+    with claimed(tmp_path, ["0"], "later") as gpu:
+        assert gpu == "0"
 
 
 @pytest.mark.parametrize(
