@@ -79,12 +79,17 @@ def agreeing(
         key: frozenset().union(*(against(one) for one in partners if one))
         for key, partners in lists.items()
     }
+    names = {key: {one.agent_name for one in partners if one} for key, partners in lists.items()}
     firsts = {first for first, _ in apart}
     found: dict[WorkerLink, Partners] = {}
     for first, partners in pairs.items():
         name, own = first.agent_name, against(first)
         kept = partners
-        if own or name in named[id(partners)] or first in firsts:
+        if (
+            not own.isdisjoint(names[id(partners)])
+            or name in named[id(partners)]
+            or first in firsts
+        ):
             kept = [
                 one
                 for one in partners

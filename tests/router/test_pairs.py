@@ -112,6 +112,16 @@ def test_pairs_are_those_that_a_look_at_each_finds(decodes: bool) -> None:
         assert all(found.values())
 
 
+def test_a_list_is_copied_only_where_somebody_complains_of_its_partners() -> None:
+    workers: list[Any] = [Worker(f"a{i}", ROLES[i % 2]) for i in range(6)]
+    found = pairs_of(workers, decodes=True)
+    first = next(iter(found))
+    first.complained_of = {"another model's worker"}
+    assert agreeing(found, lambda worker: worker.complained_of)[first] is found[first]
+    first.complained_of = {found[first][0].agent_name}
+    assert agreeing(found, lambda worker: worker.complained_of)[first] == found[first][1:]
+
+
 def test_a_search_for_a_route_looks_at_each_worker_a_few_times() -> None:
     """A search that looks at each pair of these looks at each worker hundreds of times."""
     workers: list[Any] = [Worker(f"a{i}", ROLES[i % 2]) for i in range(200)]
