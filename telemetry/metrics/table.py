@@ -268,7 +268,8 @@ DECLARED: Final[Mapping[str, Declared]] = {
     # Every process.
     Metric.PEERS_REFUSED: Declared(
         "counter",
-        "Refused on internal ports, by cause: no valid certificate, another's, or an unknown role.",
+        "Refused on internal ports, by cause: no valid certificate, the certificate of another"
+        " worker or of no router, or an unknown role.",
         ("cause",),
     ),
     Metric.DRAIN_SECONDS: Declared("gauge", "Time since the process began to drain; 0 before."),
