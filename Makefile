@@ -41,8 +41,8 @@ install: $(or $(wildcard $(DEV_STAMP)),$(RUN_STAMP)) ## What serving needs, into
 install-dev: $(DEV_STAMP) ## And what the tests need
 
 install-debian: ## And what some tests need of Debian, by apt-get, as root
-	@missing="$$($(PYTHON) tests/debian.py)"; test -z "$$missing" || { apt-get update \
-		&& DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends $$missing; }
+	@missing="$$($(PYTHON) tests/debian.py)" && { test -z "$$missing" || { apt-get update \
+		&& DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends $$missing; }; }
 
 test: lint ## Lint, then everything that runs without a GPU
 	@$(BIN)/python tests/debian.py --tell
