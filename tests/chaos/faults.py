@@ -28,8 +28,8 @@ async def inflicted(arena: Arena, faults: Sequence[Fault]) -> AsyncIterator[None
     }
     below = await _arm_below(arena, faults)
     for target in {fault.target for fault in faults}:
-        armed = [f.failpoint for f in faults if f.target == target and f.failpoint not in below]
-        armed = [specification for specification in armed if specification]
+        own = [fault for fault in faults if fault.target == target and fault.kind != "below"]
+        armed = [fault.failpoint for fault in own if fault.failpoint]
         if armed:
             await arena.arm(target, ",".join(armed))
     arena.cuts += sum(fault.kind == "cut_path" for fault in faults)
@@ -46,22 +46,23 @@ async def inflicted(arena: Arena, faults: Sequence[Fault]) -> AsyncIterator[None
     await _disarm_below(arena, below)  # Nobody tends them now.
 
 
-async def _arm_below(arena: Arena, faults: Sequence[Fault]) -> dict[str, tuple[str, int]]:
-    """Starts the workers anew below which failpoints are to be armed. Returns worker and process
-    by specification."""
-    below = {fault.failpoint: fault.target for fault in faults if fault.kind == "below"}
-    for target in set(below.values()):
-        wanted = [specification for specification, name in below.items() if name == target]
+async def _arm_below(arena: Arena, faults: Sequence[Fault]) -> dict[str, int]:
+    """Starts the workers anew below which failpoints are to be armed. Returns the process of
+    each."""
+    below = [fault for fault in faults if fault.kind == "below"]
+    targets = {fault.target for fault in below}
+    for target in targets:
+        wanted = [fault.failpoint for fault in below if fault.target == target]
         arena.fired_before[target] = arena.fired_below(target)
         await asyncio.to_thread(arena.start_armed, target, ",".join(wanted))
     if below:
         await arena.ready()
-    return {specification: (name, arena.pid(name)) for specification, name in below.items()}
+    return {name: arena.pid(name) for name in targets}
 
 
-async def _disarm_below(arena: Arena, below: Mapping[str, tuple[str, int]]) -> None:
+async def _disarm_below(arena: Arena, below: Mapping[str, int]) -> None:
     """A worker that has been started since has none any more."""
-    for name, pid in set(below.values()):
+    for name, pid in below.items():
         if arena.pid(name) == pid:
             await asyncio.to_thread(arena.start_armed, name, "")
     if below:
