@@ -123,7 +123,8 @@ class _Point:
         """Adds an action. An empty `key` fits every key; `nth` 0 means every hit."""
 
         def act(error: Callable[[str], Exception]) -> None:
-            logger.warning("failpoint fires", extra={"failpoint": self.name, "action": action})
+            extra = {"failpoint": self.name, "action": action}
+            logger.warning("failpoint fires: %s", self.name, extra=extra)
             _act(action, argument, self.name, error)
 
         self._armed.append((act, key, nth))

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +36,7 @@ HOST_GIB: Final = 0.001
 """Fewer slots than a tight pool has pages."""
 STORE_MODULE: Final = "engine.tiers.stores.child"
 FAILPOINTS: Final = "BATON_DEBUG_FAILPOINTS"
-FIRED_BELOW: Final = re.compile(r"WARNING (telemetry\.failpoints: )?failpoint fires")
+FIRED_BELOW: Final = re.compile(r"WARNING (?:telemetry\.failpoints: )?failpoint fires: (\S+)")
 """As ranks and stores log it; workers log JSON."""
 Sample = tuple[str, tuple[tuple[str, str], ...]]
 
@@ -73,8 +74,8 @@ class Arena:
     """Paths between workers that were cut."""
     restarts: int = 0
     """Starts of workers anew to arm or disarm what they start."""
-    fired_before: dict[str, int] = field(default_factory=dict)
-    """For workers below which failpoints are armed: how many had fired before."""
+    fired_before: dict[str, Counter[str]] = field(default_factory=dict)
+    """For workers below which failpoints are armed: how often each had fired before."""
     frozen_by_us: set[str] = field(default_factory=set)
     seen_ranks: dict[psutil.Process, int] = field(default_factory=dict)
     """Processes of ranks, with the process of their worker."""
@@ -149,10 +150,11 @@ class Arena:
         finally:
             self.cluster.own = usual
 
-    def fired_below(self, name: str) -> int:
-        """How often failpoints have fired in processes that a worker started, in all its lives."""
+    def fired_below(self, name: str) -> Counter[str]:
+        """How often each failpoint has fired in processes that a worker started, in all its
+        lives."""
         log = (self.cluster.logs / f"{name}.log").read_text(errors="replace")
-        return len(FIRED_BELOW.findall(log))
+        return Counter(FIRED_BELOW.findall(log))
 
     def freeze(self, name: str) -> None:
         """SIGSTOP."""

@@ -72,10 +72,8 @@ async def _disarm_below(arena: Arena, below: Mapping[str, int]) -> None:
 async def fired(arena: Arena, faults: Sequence[Fault]) -> Counter[str]:
     """How often failpoints have fired in the processes that outlived them; disarms them."""
     found: Counter[str] = Counter()
-    for fault in faults:
-        if fault.kind == "below":
-            times = arena.fired_below(fault.target) - arena.fired_before[fault.target]
-            found[fault.failpoint.partition("=")[0]] += times
+    for target in {fault.target for fault in faults if fault.kind == "below"}:
+        found += arena.fired_below(target) - arena.fired_before[target]
     for target in {fault.target for fault in faults if fault.failpoint}:
         with contextlib.suppress(OSError):
             for point, (_, times) in json.loads(await arena.failpoints(target)).items():
