@@ -75,7 +75,7 @@ class JustRouted:
             if counts[key] > 1:
                 counts[key] -= 1
             else:
-                del counts[key]
+                counts.pop(key)  # Faster than `del`, which a Counter has of its own.
         if not counts:
             del self._counts[worker_id]
 
