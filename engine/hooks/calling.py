@@ -80,13 +80,18 @@ class Caller:
 
     def fail(self, point: str, error: BaseException | None = None) -> None:
         """Notes a failure at `point`: an error, or its time is up."""
-        self.failure = HookFailure(self.index, self.hook.name, point)
+        self.failure = self.logged(point, error)
+
+    def logged(self, point: str, error: BaseException | None = None) -> HookFailure:
+        """Logs a failure. A step that is over is not noted here: the hook may be in the next one."""
+        failure = HookFailure(self.index, self.hook.name, point)
         now_s = time.monotonic()
         if now_s - self._logged_s.get(point, -LOG_AGAIN_S) < LOG_AGAIN_S:
-            return
+            return failure
         self._logged_s[point] = now_s
         if error is None:
             words = "hook %s is too slow: more than %g s, found in %s"
             log.error(words, self.hook.name, self._limit_s, point)
         else:
             log.error("hook %s raised in %s", self.hook.name, point, exc_info=error)
+        return failure

@@ -43,6 +43,10 @@ def _hears_layers(hook: AttentionHook) -> bool:
     )
 
 
+def _no_page() -> IndexError:
+    return IndexError("a row does not have the page")
+
+
 class StepHooks:
     """The hooks of a rank. Belongs to the device's thread."""
 
@@ -147,7 +151,7 @@ class StepHooks:
         """The forward pass is done."""
         self._step_ended()
         if self._choosing and self._beyond and bool(torch.stack(self._beyond).any()):
-            self._choosing[0].fail("pages_wanted", IndexError("a row does not have the page"))
+            self._choosing[0].fail("pages_wanted", _no_page())
         failed = [caller.failure is not None for caller in self._callers]
         anywhere = collective.all_reduce(torch.tensor(failed, dtype=torch.float32)).bool().tolist()
         self.failures = tuple(
@@ -166,8 +170,11 @@ class StepHooks:
         caller, beyond = self._choosing[0], torch.stack(self._beyond).any()
         host = torch.empty((), dtype=torch.bool, pin_memory=beyond.is_cuda)
         host.copy_(beyond, non_blocking=True)
-        late = HookFailure(caller.index, caller.hook.name, "pages_wanted")
-        return lambda: (*failed, late) if bool(host) else failed
+
+        def failures() -> tuple[HookFailure, ...]:
+            return (*failed, caller.logged("pages_wanted", _no_page())) if bool(host) else failed
+
+        return failures
 
     def _step_ended(self) -> None:
         for caller, step in zip(self._callers, self._steps, strict=True):

@@ -185,8 +185,9 @@ class Strict(SdpaBackend):
 
 
 @pytest.mark.parametrize("beyond", [False, True])
-def test_failures_are_told_when_the_device_is_done(pool, beyond):
-    """Rows beside narrowed ones read all their pages, and narrowed ones nobody else's."""
+def test_failures_are_told_when_the_device_is_done(pool, beyond, caplog):
+    """Rows beside narrowed ones read all their pages, and narrowed ones nobody else's. The next
+    step may have begun by then: the hook has not failed there."""
     hook = Choosing("chooses")
     hook.beyond = beyond
     steps, plan = steps_of(pool, hook), plan_of(0, 7)
@@ -213,4 +214,11 @@ def test_failures_are_told_when_the_device_is_done(pool, beyond):
         seen = (len(pages) - 1) * PAGE + 1
         weights = (q[row, :, None] @ keys[:, :seen].transpose(1, 2)).softmax(-1)
         assert torch.allclose(out[row], (weights @ values[:, :seen])[:, 0], atol=1e-5)
-    assert [each.point for each in steps.end_queued()()] == ["pages_wanted"] * beyond
+    tell = steps.end_queued()
+    assert not caplog.records
+    steps.narrow(plan)
+    assert [each.point for each in tell()] == ["pages_wanted"] * beyond
+    logged = [record.getMessage() for record in caplog.records]
+    assert logged == ["hook chooses raised in pages_wanted"] * beyond
+    steps.begin(plan)
+    assert steps.narrowed is not None
