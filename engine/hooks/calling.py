@@ -83,7 +83,7 @@ class Caller:
         self.failure = self.logged(point, error)
 
     def logged(self, point: str, error: BaseException | None = None) -> HookFailure:
-        """Logs a failure. A step that is over is not noted here: the hook may be in the next one."""
+        """Logs a failure. One of a step that is over is not noted: the hook may be in the next."""
         failure = HookFailure(self.index, self.hook.name, point)
         now_s = time.monotonic()
         if now_s - self._logged_s.get(point, -LOG_AGAIN_S) < LOG_AGAIN_S:
