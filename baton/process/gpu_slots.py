@@ -144,7 +144,7 @@ def claimed_for(device: str, folder: str, holder: str, ranks: int = 1) -> Iterat
 def _choosing(folder: Path) -> Iterator[None]:
     """No other worker chooses meanwhile."""
     until_s = time.monotonic() + CHOOSING_S
-    with _open(folder, "choosing.lock") as file:
+    with _open(folder, "choosing") as file:
         while not _lock(file):
             if time.monotonic() >= until_s:
                 raise NoSlotError(f"another worker has been choosing GPUs in {folder} for long")
