@@ -75,6 +75,8 @@ class Attempt:
         """Index of the first new token of each choice."""
         self.is_computed = False
         """Whether a worker has computed the prompt."""
+        self.is_delivered = False
+        """Whether its KV has come to the decode worker, whose word may overtake the other's."""
         self._dispatched_s = self._first_s = time.monotonic()
         self._on_over = on_over
         self._fault: Fault | None = None
@@ -135,7 +137,7 @@ class Attempt:
             case "prefill_done":
                 self._prefill_done(leg, message.prefill_done)
             case "delivered":
-                self.phase = Phase.DELIVERED
+                self.phase, self.is_delivered = Phase.DELIVERED, True
                 self._clocks.delivered_ns = message.delivered.delivered_unix_ns
             case "finished":
                 self._finished(leg, message.finished)

@@ -386,7 +386,7 @@ class JobDispatcher:
         self._waiting.end(group, fault)
         if (attempt := group.attempt) is not None:
             attempt.end(fault)
-            if not attempt.is_computed:
+            if not (attempt.is_computed or attempt.is_delivered):
                 self._policy.failed(group.demand, attempt.workers)
             del self._attempts[attempt.id]
             group.attempt = None
