@@ -43,6 +43,8 @@ class RunningAttempt(Protocol):
     id: bytes
     is_computed: bool
     """Whether a worker has computed the prompt."""
+    is_delivered: bool
+    """Whether its KV has come to the decode worker."""
 
     @property
     def workers(self) -> list[WorkerLink]:
