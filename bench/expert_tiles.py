@@ -111,14 +111,16 @@ def works_of(shape: str, precision: str, layers: int) -> tuple[list[Work], Exper
 
 
 def _draw(weights: Stacked) -> None:
-    for values in (
-        weights.values.data,
-        *(one.data for one in (weights.scales,) if one is not None),
-    ):
-        if values.is_floating_point() and values.element_size() > 1:
-            values.normal_(0, 0.02) if values is weights.values.data else values.fill_(0.01)
-        else:
-            values.view(torch.uint8).random_(0, 120)
+    if weights.kind is None:
+        weights.values.data.normal_(0, 0.02)
+        return
+    weights.values.data.view(torch.uint8).random_(0, 120)
+    assert weights.scales is not None
+    scales = weights.scales.data
+    if scales.is_floating_point():
+        scales.fill_(0.01)
+    else:
+        scales.random_(0, 120)
 
 
 def inputs_of(work: Work, own: ExpertsConfig, tokens: int) -> tuple[Any, Order, float]:

@@ -6,9 +6,9 @@ python -m bench.experts [--shapes NAME ...] [--precisions NAME ...] [--cases NAM
 
 As `bench.engine`: dummy weights, random token ids, greedy, lengths forced, no prefix cache. Rows
 and layers get experts that were drawn at random before the engine was built: dummy weights may send
-all rows to the same experts, and then few are read.
-The router's product is computed, too. `--tiles` is a file of `bench.expert_tiles`: products are cut
-by the fastest tiles in it, to see what they bring.
+all rows to the same experts, and then few are read. The router's product is computed, too.
+`--tiles` is a file of `bench.expert_tiles`: products are cut by the fastest tiles in it, to see
+what they bring.
 
 `experts` is how many of a layer's experts a step of that many rows takes, on average. `TB/s` is the
 weights of those in all layers by the median time of a step, in which attention, head and all else
