@@ -177,3 +177,16 @@ def free_gpu_bytes(gpu: str) -> int | None:
         return int(told.stdout.split()[0]) << 20
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None
+
+
+def gpus_apart(count: int) -> list[str]:
+    """Pairs of the first `count` GPUs, as `0-1`, of which the first cannot read the other's
+    memory."""
+    import torch
+
+    return [
+        f"{one}-{other}"
+        for one in range(count)
+        for other in range(count)
+        if one != other and not torch.cuda.can_device_access_peer(one, other)
+    ]

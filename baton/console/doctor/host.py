@@ -104,15 +104,9 @@ def _no_gpu() -> Iterator[Finding]:
 
 
 def _peer_access(count: int) -> Iterator[Finding]:
-    import torch
+    from engine.memory import gpus_apart
 
-    apart = [
-        f"{one}-{other}"
-        for one in range(count)
-        for other in range(count)
-        if one != other and not torch.cuda.can_device_access_peer(one, other)
-    ]
-    if apart:
+    if apart := gpus_apart(count):
         advice = (
             "KV between these goes through host memory, and sums of ranks by NCCL: put pairs, and "
             "the ranks of a worker, on GPUs of one NVLink island"

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engine.memory import gpus_apart
+
 if TYPE_CHECKING:
     from engine.cuda.ranks.shared import Shared
 
@@ -58,12 +60,7 @@ class SymmetricMemory:
 
 def reachable(ranks: int) -> str:
     """Why the GPUs of so many ranks cannot map each other's memory; empty: they can."""
-    apart = [
-        f"{one}-{other}"
-        for one in range(ranks)
-        for other in range(ranks)
-        if one != other and not torch.cuda.can_device_access_peer(one, other)
-    ]
+    apart = gpus_apart(ranks)
     return f"no direct access between GPUs {', '.join(apart)}" if apart else ""
 
 
