@@ -92,19 +92,22 @@ def test_rope_store_fills_pages_beyond_two_to_the_31_elements(heads, kv_heads, d
     assert not pool.elements.any(), "something was stored elsewhere"
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14336), (333, 512), (64, 96)])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(6144, 4096), (4096, 14336), (333, 512), (64, 96), (5120, 2880)]
+)
 def test_products_of_a_single_row(outputs, inputs):
     from engine.cuda.products.single_row import gated, linear
 
     x, weight = draw(1, inputs), draw(outputs, inputs, seed=1)
-    assert relative_error(linear(x, weight), x.double() @ weight.double().T) < 3e-3
+    want, bias = x.double() @ weight.double().T, draw(1, outputs, seed=3)[0]
+    assert relative_error(linear(x, weight), want) < 3e-3
+    assert relative_error(linear(x, weight, bias), want + bias.double()) < 3e-3
     both = draw(2 * outputs, inputs, seed=2) * inputs**-0.5
     gate, up = (x.double() @ both.double().T).chunk(2, -1)
     got = gated(x, both)
-    if inputs % 512:
-        assert got is None
-    else:
-        assert relative_error(got, F.silu(gate) * up) < 6e-3
+    assert got is not None
+    assert relative_error(got, F.silu(gate) * up) < 6e-3
+    assert gated(draw(2, inputs), both) is None
 
 
 @pytest.mark.parametrize("parts", [(1, 1), (2, 64), (5, 64), (32, 64), (8, 150), (32, 1024)])

@@ -20,32 +20,48 @@ from engine.cuda.kernels import launch
 
 _BLOCKS = (2048, 1024, 512)
 """Inputs that are loaded at once. The largest that divides a row is used."""
+_WHOLE = 4096
+"""Where none divides it: up to so many inputs are loaded at once, with the end of the row masked."""
 _WARPS = 4
 
 
 @triton.jit
-def _dot(x, weight, out, inputs: tl.constexpr, block: tl.constexpr):
+def _part(row, start, inputs: tl.constexpr, block: tl.constexpr):
+    """A block of a row in float32. Behind the row's end are zeros."""
+    at = start + tl.arange(0, block)
+    if inputs % block == 0:
+        values = tl.load(row + at)
+    else:
+        values = tl.load(row + at, mask=at < inputs, other=0.0)
+    return values.to(tl.float32)
+
+
+@triton.jit
+def _dot(
+    x, weight, bias, out, inputs: tl.constexpr, block: tl.constexpr, has_bias: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, block)
     acc = tl.zeros((block,), tl.float32)
     for start in range(0, inputs, block):
-        value = tl.load(x + start + at).to(tl.float32)
-        acc += value * tl.load(weight + row * inputs + start + at).to(tl.float32)
-    tl.store(out + row, tl.sum(acc))
+        weights = _part(weight + row * inputs, start, inputs, block)
+        acc += _part(x, start, inputs, block) * weights
+    total = tl.sum(acc)
+    if has_bias:
+        total += tl.load(bias + row).to(tl.float32)
+    tl.store(out + row, total)
 
 
 @triton.jit
 def _gated_dot(x, weight, out, outputs, inputs: tl.constexpr, block: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, block)
     gate_row = weight + row * inputs
     up_row = weight + (row + outputs) * inputs
     gate_acc = tl.zeros((block,), tl.float32)
     up_acc = tl.zeros((block,), tl.float32)
     for start in range(0, inputs, block):
-        value = tl.load(x + start + at).to(tl.float32)
-        gate_acc += value * tl.load(gate_row + start + at).to(tl.float32)
-        up_acc += value * tl.load(up_row + start + at).to(tl.float32)
+        value = _part(x, start, inputs, block)
+        gate_acc += value * _part(gate_row, start, inputs, block)
+        up_acc += value * _part(up_row, start, inputs, block)
     dtype: tl.constexpr = out.dtype.element_ty
     gate = tl.sum(gate_acc).to(dtype).to(tl.float32)
     up = tl.sum(up_acc).to(dtype).to(tl.float32)
@@ -55,27 +71,28 @@ def _gated_dot(x, weight, out, outputs, inputs: tl.constexpr, block: tl.constexp
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` of [T, inputs]. For T = 1 it uses its own kernel."""
-    block = _block(x)
-    if not block or bias is not None:
+    if len(x) != 1:
         return F.linear(x, weight, bias)
     out = x.new_empty(1, len(weight))
-    launch(_dot, (len(weight),), x, weight, out, x.shape[1], block, num_warps=_WARPS)
+    given = out if bias is None else bias
+    shape = (x.shape[1], _block(x.shape[1]), bias is not None)
+    launch(_dot, (len(weight),), x, weight, given, out, *shape, num_warps=_WARPS)
     return out
 
 
 def gated(x: Tensor, weight: Tensor) -> Tensor | None:
     """silu(gate) * up of [1, H] -> [1, I] in one kernel, gate and up stacked in the weight. None if
-    there is more than one row, or no size divides it."""
-    block = _block(x)
-    if not block:
+    there is more than one row."""
+    if len(x) != 1:
         return None
     outputs = len(weight) // 2
     out = x.new_empty(1, outputs)
-    arguments = (x, weight, out, outputs, x.shape[1], block)
+    arguments = (x, weight, out, outputs, x.shape[1], _block(x.shape[1]))
     launch(_gated_dot, (outputs,), *arguments, num_warps=_WARPS)
     return out
 
 
-def _block(x: Tensor) -> int:
-    """Inputs that are loaded at once. 0 if there is more than one row, or no size divides it."""
-    return 0 if len(x) != 1 else next((b for b in _BLOCKS if x.shape[1] % b == 0), 0)
+def _block(inputs: int) -> int:
+    """Inputs that are loaded at once."""
+    whole = min(_WHOLE, triton.next_power_of_2(inputs))
+    return next((block for block in _BLOCKS if inputs % block == 0), whole)
