@@ -31,7 +31,7 @@ part() { # part NAME=WORDS: one run of pd.sh
     LAST_ROW_S=$((limit - SECONDS + began - 30)) bash "$tree/bench/pd.sh" >"$folder/said" 2>&1
   sed '/^  *TTFT/,$d' "$folder/said" # all but the tables
   if [ -s "$folder/rows.jsonl" ]; then cat "$folder/rows.jsonl" >>"$out/$name.jsonl"
-  else tail -40 "$folder/said"; cp "$folder/up.log" "$out/up.log"; fi
+  else cp "$folder/up.log" "$out/up.log"; fi
   rm -r "$folder"
   [ $((SECONDS - from)) -le $longest ] || longest=$((SECONDS - from))
 }

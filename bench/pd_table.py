@@ -159,12 +159,13 @@ def medians(files: Mapping[str, list[dict[str, Any]]]) -> Iterator[list[str]]:
     for (load, name), rows in sorted(groups.items()):
         runs = [run for row in rows for run in row["runs"]]
         cells = [_median_pair([run[key] for run in runs]) for _, key in LATENCIES]
-        kept = [run["attainment"] for run in runs if run["attainment"] is not None]
+        kept = [run for run in runs if run["attainment"] is not None]
+        shares = [[run[key] for run in kept] for key in ("attainment", "good_rate")]
         spans = [row["spans"]["median_and_max"].get("kv.send", {}) for row in rows]
         exposed = [span["baton.kv.exposed_ms"][0] for span in spans if span]
         yield [
             load, name, str(len(runs)), *cells, "; ".join(map(_longest, runs)),
-            f"{statistics.median(kept):.1%}" if kept else "",
+            "{:.1%}, {:.2f}/s".format(*map(statistics.median, shares)) if kept else "",
             f"{statistics.median(exposed):.2f}" if exposed else "",
         ]  # fmt: skip
 
