@@ -2,6 +2,7 @@
 
 python -m bench.kv_wire [--page-mib 2 4 8 16] [--run-pages 1] [--total-mib 1024] [--ways ...]
                         [--repeats 8] [--device cuda] [--json FILE] [--stamps]
+                        [--ranks 2x2]
 
 `total-mib` of pages in one push, GB/s as the sender sees it from posting to the end. Pages are
 scattered, in runs of `run-pages` adjacent ones (1: none adjacent on purpose):
@@ -12,6 +13,8 @@ scattered, in runs of `run-pages` adjacent ones (1: none adjacent on purpose):
     nccl M [S]      the same in pieces of M MiB, over S staging buffers
     nccl, bare      one contiguous tensor of that size through send and recv
     nccl, bare M    the same tensor in pieces of M MiB
+
+`--ranks` has workers of several ranks instead (`bench/kv_wire_ranks.py`).
 
 `--stamps` adds where the time of NCCL's pushes goes (`bench/kv_stamps.py`).
 
@@ -353,7 +356,13 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--stamps", action="store_true", help="where a push's time goes, too")
+    parser.add_argument("--ranks", nargs="+", help="of the sender x of the receiver, such as 2x2")
     arguments = parser.parse_args()
+    if arguments.ranks:
+        from bench import kv_wire_ranks
+
+        kv_wire_ranks.main(arguments)
+        return
     if arguments.ways == ["explain-nccl"]:
         arguments.ways = list(EXPLAINED)
     rows = []

@@ -5,12 +5,8 @@ python -m bench.next_turn conversations [--policies least_work cost] [--rate 2]
     computed again and why, and whether the texts are equal
 python -m bench.next_turn apart [--runs 5] [--num 60]
     prompts that share nothing, in turns: TTFT and throughput of each run
-python -m bench.next_turn gpus [--runs 3] [--busy 0.6]
-    two GPUs: one P and one D under either policy, beside two workers that do both, in turns: 64
-    conversations of 8 turns up to 8,192 tokens. The time of thought is found first (or --think
-    gives it): at it P is busy for 60 % of the time under `least_work`. To try it on a CPU: --device
-    cpu --model bench/shapes/tiny --kv-gib 1 --conversations 8 --turns 3 --context 2048
-    --vocabulary 4000 --runs 1
+
+On two GPUs it is `bench.next_turn_gpus`.
 
 Each run starts its processes anew (`baton up`, KV over NIXL). The client knows which pages have
 been computed, from what it sent and got. So it checks that each page that was computed twice has a
@@ -24,8 +20,6 @@ import argparse
 import itertools
 import json
 import statistics
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -158,7 +152,7 @@ def run_conversations(policy: str, options: argparse.Namespace) -> Run:
         wall_s = time.monotonic() - began_s
         time.sleep(0.5)
         after = up.figures()
-    return Run(policy, conversations, wall_s, *_figures(before, after, wall_s))
+    return Run(policy, conversations, wall_s, *counted(before, after, wall_s))
 
 
 def warm_up(client: Client) -> None:
@@ -169,9 +163,10 @@ def warm_up(client: Client) -> None:
         list(pool.map(lambda ids: client.generate(token_ids=ids, max_tokens=16), prompts))
 
 
-def _figures(
+def counted(
     before: Figures, after: Figures, wall_s: float
 ) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+    """What grew: pages computed again by reason, busy share by process, and other counters."""
     grown = {key: value - before.get(key, 0.0) for key, value in after.items()}
     again = {
         labels: count for (_, name, labels), count in grown.items()
@@ -281,72 +276,6 @@ def apart(options: argparse.Namespace) -> bool:
     return True
 
 
-def gpus(options: argparse.Namespace) -> bool:
-    """One P and one D under either policy, beside two workers that do both."""
-    think_s, given = options.think, options.think is not None
-    think_s, period_s = (think_s, max(1.0, think_s)) if given else _think_at(options)
-    arrangements = {
-        "P and D, least_work": ("least_work", (1, 1, 0)),
-        "P and D, cost": ("cost", (1, 1, 0)),
-        "two that do both, cost": ("cost", (0, 0, 2)),
-    }
-    for number in range(options.runs):
-        for name, (policy, counts) in arrangements.items():
-            found = bench(policy, counts, think_s, period_s, options)
-            found = {"run": number, "arrangement": name, "think_s": think_s, **found}
-            print(json.dumps(found), flush=True)
-    return True
-
-
-def _think_at(options: argparse.Namespace) -> tuple[float, float]:
-    """The mean time of thought, and that from turn to turn, at which P is as busy as wanted under
-    `least_work`. All conversations are open, so P's share falls as they think longer."""
-    think_s = period_s = 5.0
-    for confirms in (False, True):
-        found = bench("least_work", (1, 1, 0), think_s, period_s, options)
-        busy, answer_s = found["busy"]["prefill-0"], found["turn_mean_ms"] / 1e3
-        print(f"probe: think {think_s:.2f} s, turn {answer_s:.2f} s, P busy {busy:.0%}", flush=True)
-        if not confirms:
-            think_s = max(0.0, (think_s + answer_s) * busy / options.busy - answer_s)
-            period_s = think_s + answer_s
-    return think_s, period_s
-
-
-def bench(
-    policy: str,
-    counts: tuple[int, int, int],
-    think_s: float,
-    period_s: float,
-    options: argparse.Namespace,
-) -> dict[str, Any]:
-    """One run of `baton bench` on processes of its own. All conversations begin in one period."""
-    rate = options.conversations / period_s
-    with Up(policy, options, counts) as up:
-        argv = [sys.executable, "-m", "baton", "bench", "--url", up.address, "--json"]
-        argv += ["--admin", up.admin, "--vocabulary", str(options.vocabulary)]
-        argv += ["--conversations", str(options.conversations), "--turns", str(options.turns)]
-        argv += ["--think", str(think_s), "--context", str(options.context)]
-        argv += ["--output-tokens", str(options.output_tokens), "--rate", str(rate)]
-        before, began_s = up.figures(), time.monotonic()
-        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=3600)
-        wall_s, after = time.monotonic() - began_s, up.figures()
-    if not done.stdout:
-        raise RuntimeError(done.stderr[-3000:])
-    found = json.loads(done.stdout)
-    again, busy, figures = _figures(before, after, wall_s)
-    return {
-        "valid": found["valid"],
-        "output_tokens_per_s": round(found["runs"][0]["output_token_rate"], 1),
-        "ttft_p50_ms": found["runs"][0]["ttft_ms"]["p50"],
-        "turn_mean_ms": found["runs"][0]["e2e_ms"]["mean"],
-        "itl_p99_ms": found["runs"][0]["itl_ms"]["p99"],
-        "turns": found["turns"][0],
-        "busy": {name: round(share, 3) for name, share in busy.items()},
-        "counted": again,
-        **figures,
-    }
-
-
 def _at(client: Client, due_s: float, ids: list[int], options: argparse.Namespace) -> Turn:
     time.sleep(max(0.0, due_s - time.monotonic()))
     return ask(client, ids, options.output_tokens, KnownPages())
@@ -356,24 +285,23 @@ def _parsers() -> Iterator[argparse.ArgumentParser]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     modes = parser.add_subparsers(dest="mode", required=True)
     yield parser
-    for name in ("conversations", "apart", "gpus"):
+    for name in ("conversations", "apart"):
         mode = modes.add_parser(name)
-        large = name == "gpus"
         mode.add_argument("--policies", nargs="+", default=["least_work", "cost"])
-        mode.add_argument("--model", default=f"bench/shapes/{'llama-8b' if large else 'tiny'}")
-        mode.add_argument("--device", default="cuda" if large else "cpu")
-        mode.add_argument("--kv-gib", type=float, default=40.0 if large else 1.0)
-        mode.add_argument("--max-sequences", type=int, default=128 if large else 32)
-        if not large:
-            mode.add_argument("--rate", type=float, default=1.0, help="begun in a second")
-        mode.add_argument("--output-tokens", type=int, default=128 if large else 24)
+        mode.add_argument("--model", default="bench/shapes/tiny")
+        mode.add_argument("--device", default="cpu")
+        mode.add_argument("--kv-gib", type=float, default=1.0)
+        mode.add_argument("--host-gib", type=float, default=0.0, help="of `cost`")
+        mode.add_argument("--max-sequences", type=int, default=32)
+        mode.add_argument("--rate", type=float, default=1.0, help="begun in a second")
+        mode.add_argument("--output-tokens", type=int, default=24)
         mode.add_argument("--seed", type=int, default=1)
         yield mode
 
 
 def main() -> None:
     """Runs one mode."""
-    parser, talk, alone, two = _parsers()
+    parser, talk, alone = _parsers()
     talk.add_argument("--conversations", type=int, default=200)
     talk.add_argument("--turns", type=int, default=4)
     talk.add_argument("--think", type=float, default=1.0)
@@ -384,15 +312,8 @@ def main() -> None:
     alone.add_argument("--runs", type=int, default=5)
     alone.add_argument("--num", type=int, default=60)
     alone.add_argument("--prompt-tokens", type=int, default=1024)
-    two.add_argument("--runs", type=int, default=3)
-    two.add_argument("--busy", type=float, default=0.6)
-    two.add_argument("--conversations", type=int, default=64)
-    two.add_argument("--turns", type=int, default=8)
-    two.add_argument("--think", type=float, help="mean seconds; without it they are found")
-    two.add_argument("--context", type=int, default=8192)
-    two.add_argument("--vocabulary", type=int, default=49_000)
     options = parser.parse_args()
-    mode = {"conversations": conversations, "apart": apart, "gpus": gpus}[options.mode]
+    mode = {"conversations": conversations, "apart": apart}[options.mode]
     raise SystemExit(not mode(options))
 
 

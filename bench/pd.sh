@@ -5,7 +5,10 @@
 #   RATE NUM PROMPT OUTPUT    requests a second (0: one by one), requests, tokens of each
 #   azure RATE SECONDS        lengths of Azure's conversation trace, judged by SLO_TTFT_MS (400) and
 #                             SLO_ITL_P99_MS (10) request by request
+#   lognormal RATE SECONDS    the same with log-normal lengths: 2,048 tokens in and 28 out on average
 #   waterfall PROMPT OUTPUT   one request, drawn: waterfall.txt
+#
+# `bench/pd_beside.sh` runs it in turns with another commit, or with other settings.
 #
 # $OUT gets rows.jsonl, which grows from run to run, up.log of the last one (every process), and the
 # table of all rows so far, which is printed last. Every wait is bounded: the default rows take about
@@ -62,6 +65,15 @@ bench() { # bench OPTION...: one result, into row.json
     --add "$out/row.json" "$out/rows.jsonl"
 }
 
+lognormal() { # as `bench.two_queues` draws them, in the form of Mooncake's trace
+  "$python" -c '
+import json, math, numpy
+draw = numpy.random.default_rng(0).lognormal
+columns = [draw(math.log(mean) - 0.32, 0.8, 6000).round().clip(1, 8192) for mean in (2048, 28)]
+for prompt, output in zip(*columns):
+    print(json.dumps({"timestamp": 0, "input_length": prompt, "output_length": output}))'
+}
+
 declare -A idle # TTFT p50 by prompt length, ms: what a queue is simulated with
 IFS=, read -ra list <<<"$rows"
 row_number=0
@@ -73,6 +85,10 @@ for row in "${list[@]}"; do
   case $kind in
     azure)
       bench --trace azure-conversation --rate "$first" --num 6000 --duration-s "$second" \
+        --slo-ttft-ms "${SLO_TTFT_MS:-400}" --slo-itl-p99-ms "${SLO_ITL_P99_MS:-10}" ;;
+    lognormal)
+      lognormal >"$out/lognormal.jsonl"
+      LENGTHS=lognormal bench --trace "$out/lognormal.jsonl" --rate "$first" --num 6000 --duration-s "$second" \
         --slo-ttft-ms "${SLO_TTFT_MS:-400}" --slo-itl-p99-ms "${SLO_ITL_P99_MS:-10}" ;;
     waterfall)
       bench --num 1 --prompt-tokens "$first" --output-tokens "$second" &&

@@ -1,6 +1,7 @@
 """What `bench/pd.sh` measured, as tables: latencies of each run, then the hand-off.
 
 python -m bench.pd_table ROWS.jsonl ...               prints the tables of one or more files
+python -m bench.pd_table --medians ROWS.jsonl ...     prints medians of each load, file by file
 python -m bench.pd_table --admin NAME=HOST:PORT ...   prints what these processes have counted so
                                                       far; routers are called `router-...`
 python -m bench.pd_table --admin NAME=HOST:PORT ... --before COUNTED --add ROW.json ROWS.jsonl
@@ -9,12 +10,12 @@ python -m bench.pd_table --admin NAME=HOST:PORT ... --before COUNTED --add ROW.j
 
 `xPyD` counts workers (B: `--role both`), xR routers if there is more than one. Times in ms. `kept`:
 share of the requests that kept the service levels. `queue`: TTFT of one server with one queue on
-the same arrivals, simulated. `router`: the CPU time of the busiest one over that of the runs, of
-one core; warm-ups count, so it is a little too high, and near 100 % the router is what was
-measured. `late`: which event loops woke up more than 25 ms late, and how often of ten times a
-second. The hand-off is of the last 48 requests of a row, median and largest: `exposed` from the end
-of the last chunk's compute to the last push seen done, `wire` from the first push to the end of the
-last.
+the same arrivals, simulated. `longest`: the longest time between two tokens. `router`: the CPU time
+of the busiest one over that of the runs, of one core; warm-ups count, so it is a little too high,
+and near 100 % the router is what was measured. `late`: which event loops woke up more than 25 ms
+late, and how often of ten times a second. The hand-off is of the last 48 requests of a row, median
+and largest: `GB` sent, `exposed` from the end of the last chunk's compute to the last push seen
+done, `wire` from the first push to the end of the last.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,7 @@ LATENCIES = (
     ("ITL", "itl_ms"), ("TPOT", "tpot_ms"),
 )  # fmt: skip
 HANDOFF = (
+    ("GB", "kv.send", "baton.kv.bytes"),
     ("exposed", "kv.send", "baton.kv.exposed_ms"),
     ("posting", "kv.send", "baton.kv.posting_ms"),
     ("wire", "kv.send", "baton.kv.wire_ms"),
@@ -59,7 +62,7 @@ def cluster() -> dict[str, Any]:
         for name, value in sorted(os.environ.items())
         if (name.startswith("BATON_") or name in SHOWN) and USUAL.get(name) != value
     }
-    return {**counts, "settings": set_here}
+    return {**counts, "settings": set_here, "lengths": os.environ.get("LENGTHS", "azure")}
 
 
 def counted(admins: Sequence[str]) -> Counted:
@@ -104,7 +107,7 @@ def named(row: dict[str, Any]) -> str:
         if counts.get(name, 0) > (name == "routers")
     )
     lengths = f"{load['prompt_tokens']}+{load['output_tokens']}"
-    lengths = lengths if load["prompt_tokens"] else "azure"
+    lengths = lengths if load["prompt_tokens"] else counts.get("lengths", "azure")
     rate = f"@{load['rate']:g}" if load["rate"] else "idle"
     settings = (f"{k.removeprefix('BATON_')}={v}" for k, v in counts["settings"].items())
     return " ".join([processes, lengths, rate, *settings])
@@ -112,8 +115,8 @@ def named(row: dict[str, Any]) -> str:
 
 def latencies(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
     """A line a run, p50 / p99."""
-    yield ["", *(title for title, _ in LATENCIES), "whole", "kept", "tok/s", "router", "late",
-           "client"]  # fmt: skip
+    yield ["", *(title for title, _ in LATENCIES), "longest", "whole", "kept", "tok/s", "router",
+           "late", "client"]  # fmt: skip
     for row in rows:
         processes = row["processes"]
         wall_s = sum(run["wall_s"] for run in row["runs"])
@@ -123,7 +126,7 @@ def latencies(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
             cells = [_pair(run[key], "p50", "p99") for _, key in LATENCIES]
             kept = run["attainment"]
             yield [
-                named(row), *cells, f"{run['ok']}/{run['requests']}",
+                named(row), *cells, _longest(run), f"{run['ok']}/{run['requests']}",
                 "" if kept is None else f"{kept:.1%}", f"{run['output_token_rate']:.0f}",
                 f"{busy:.0%}", late,
                 "late" if run["client"]["complaints"] else "in time",
@@ -137,8 +140,47 @@ def handoffs(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
         spans = row["spans"]["median_and_max"]
         if "kv.send" in spans:
             found = [spans.get(span, {}).get(key) for _, span, key in HANDOFF]
-            cells = [f"{pair[0]:.2f} ({pair[1]:.2f})" if pair else "" for pair in found]
+            scales = [1e-9 if title == "GB" else 1.0 for title, _, _ in HANDOFF]
+            cells = [
+                f"{scale * pair[0]:.2f} ({scale * pair[1]:.2f})" if pair else ""
+                for pair, scale in zip(found, scales, strict=True)
+            ]
             yield [named(row), *cells, ", ".join(row["spans"]["transports"])]
+
+
+def medians(files: Mapping[str, list[dict[str, Any]]]) -> Iterator[list[str]]:
+    """A line for each load and file: medians of the runs' p50 and p99, with the range of the p99
+    where there are several runs."""
+    yield ["", "", "runs", *(title for title, _ in LATENCIES), "longest", "kept", "exposed"]
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for name, rows in files.items():
+        for row in rows:
+            groups.setdefault((named(row), name), []).append(row)
+    for (load, name), rows in sorted(groups.items()):
+        runs = [run for row in rows for run in row["runs"]]
+        cells = [_median_pair([run[key] for run in runs]) for _, key in LATENCIES]
+        kept = [run for run in runs if run["attainment"] is not None]
+        shares = [[run[key] for run in kept] for key in ("attainment", "good_rate")]
+        spans = [row["spans"]["median_and_max"].get("kv.send", {}) for row in rows]
+        exposed = [span["baton.kv.exposed_ms"][0] for span in spans if span]
+        yield [
+            load, name, str(len(runs)), *cells, "; ".join(map(_longest, runs)),
+            "{:.1%}, {:.2f}/s".format(*map(statistics.median, shares)) if kept else "",
+            f"{statistics.median(exposed):.2f}" if exposed else "",
+        ]  # fmt: skip
+
+
+def _median_pair(found: Sequence[dict[str, float] | None]) -> str:
+    known = [one for one in found if one]
+    if not known:
+        return ""
+    p50, p99 = ([one[key] for one in known] for key in ("p50", "p99"))
+    spread = f" ({min(p99):.2f}-{max(p99):.2f})" if len(known) > 1 else ""
+    return f"{statistics.median(p50):.2f} / {statistics.median(p99):.2f}{spread}"
+
+
+def _longest(run: dict[str, Any]) -> str:
+    return f"{run['itl_ms']['max']:.1f}" if run["itl_ms"] else ""
 
 
 def _pair(found: dict[str, float] | None, one: str, other: str) -> str:
@@ -158,6 +200,7 @@ def main() -> None:
     """Adds, or prints."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("files", type=Path, nargs="*")
+    parser.add_argument("--medians", action="store_true")
     parser.add_argument("--admin", metavar="NAME=HOST:PORT", nargs="+")
     parser.add_argument("--before", type=json.loads)
     parser.add_argument("--add", type=Path, nargs=2, metavar=("ROW", "ROWS"))
@@ -170,7 +213,11 @@ def main() -> None:
         else:
             print(json.dumps(now))
         return
-    rows = [json.loads(line) for file in arguments.files for line in file.open()]
+    files = {file.stem: [json.loads(line) for line in file.open()] for file in arguments.files}
+    if arguments.medians:
+        print(table(list(medians(files))))
+        return
+    rows = [row for rows in files.values() for row in rows]
     print(table(list(latencies(rows))))
     print()
     print(table(list(handoffs(rows))))

@@ -16,14 +16,17 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-READY_S = 120.0
-"""The processes are ready within so many seconds."""
+READY_S = {"cpu": 120.0, "cuda": 240.0}
+"""The processes are ready within so many seconds, by device. Pinning host memory takes time."""
 Figures = dict[tuple[str, str, str], float]
 """Counters by process, name and labels."""
 
 
 class Up:
-    """`baton up` as a child process; a context manager."""
+    """`baton up` as a child process; a context manager.
+
+    Under the policy `cost` each worker has `options.host_gib` of host memory below its pool.
+    """
 
     def __init__(
         self, policy: str, options: argparse.Namespace, counts: tuple[int, int, int] = (2, 2, 0)
@@ -37,6 +40,8 @@ class Up:
             **os.environ,
             "BATON_DEBUG_POLICY": policy,
             "BATON_DEBUG_LOAD_FORMAT": "dummy",
+            "BATON_DEBUG_MAX_STORED_TRACES": "4096",
+            "BATON_KV_HOST_GIB": str(options.host_gib if policy == "cost" else 0),
             "BATON_MAX_SEQUENCES": str(options.max_sequences),
             "GRPC_VERBOSITY": "error",
         }
@@ -54,7 +59,7 @@ class Up:
             self._process = subprocess.Popen(
                 argv, env=self._environment, stdout=log, stderr=subprocess.STDOUT
             )
-        give_up_s = time.monotonic() + READY_S
+        give_up_s = time.monotonic() + READY_S[self._options.device]
         while "Baton is ready" not in self._log.read_text():
             if self._process.poll() is not None or time.monotonic() > give_up_s:
                 self.__exit__()

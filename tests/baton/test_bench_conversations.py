@@ -78,6 +78,7 @@ def test_the_next_prompt_goes_on_from_the_answers_own_tokens() -> None:
     found = json.loads(done.stdout)
     assert [turn["turn"] for turn in found["turns"][0]] == [1, 2, 3]
     assert [turn["requests"] for turn in found["turns"][0]] == [3, 3, 3]
+    assert found["ttft_ms_from_turn_2"][0]["count"] == 3 * 2
     assert found["workload"]["conversations"] == 3
 
 

@@ -328,7 +328,14 @@ def _turns_json(runs: Sequence[Run]) -> dict[str, Any]:
         [rounded(one._asdict() | {"ttft_ms": asdict(one.ttft_ms)}) for one in run.turns]
         for run in runs
     ]
-    return {"turns": turns}
+    later = (
+        percentiles([1e3 * one.ttft_s for one in run.outcomes if one.ok and one.turn > 0])
+        for run in runs
+    )
+    return {
+        "turns": turns,
+        "ttft_ms_from_turn_2": [rounded(asdict(one)) if one else None for one in later],
+    }
 
 
 def _goodput_json(found: Goodput) -> dict[str, Any]:

@@ -1,0 +1,366 @@
+"""The next turn of a conversation on two GPUs: P and D under two policies, beside two replicas.
+
+python -m bench.next_turn_gpus [--runs 2] [--limit-s 560] [--json FILE]
+    64 conversations of 8 turns up to 8,192 tokens, in turns on
+
+        least_work   one P and one D, no host memory below their pools
+        cost         one P and one D, each with --host-gib of host memory
+        both         two workers that do both legs, by `cost`, with as much
+
+python -m bench.next_turn_gpus --apart 200 [--conversations 0]
+    after each of these runs, with the same processes, prompts that share nothing: so many at
+    --apart-rate a second, then as many at once. With --conversations 0 nothing else runs
+
+All arrangements of a run get the same requests; each run has a seed of its own. The first run of
+`least_work` finds the mean time of thought at which P is busy for 60 % of the time (--busy): where
+it is not, one more run is made with another time, and that is the first. With --think nothing is
+searched. Processes start anew where the arrangement changes. So every second run begins with the
+one that ended the run before. No run begins that would, by the longest so far, last beyond
+--limit-s seconds. One that fails is told of, and the others go on.
+
+`busy` is the time of P's steps, by that of the run. `fetch` and `hand-off` are the bytes of all
+transfers of 32 MiB and more by their time: a fetch's from the wish for the pages to their arrival,
+a hand-off's from its first push to the end of the last. Those of one push are counted alone, since
+others wait for the compute between their pushes.
+
+To try it on a CPU: --device cpu --model bench/shapes/tiny --kv-gib 0.05 --host-gib 0.2
+--conversations 8 --turns 3 --context 2048 --vocabulary 4000 --apart 20 --apart-rate 2
+--least-mib 0.1
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from baton.client.clients import Client
+from baton.console import traces
+from bench.next_turn import counted, warm_up
+from bench.pd_table import table
+from bench.up import Up
+from telemetry.names import Attr, SpanName
+
+ARRANGEMENTS = {
+    "least_work": ("least_work", (1, 1, 0)),
+    "cost": ("cost", (1, 1, 0)),
+    "both": ("cost", (0, 0, 2)),
+}
+"""Policy, and workers with the roles prefill, decode and both."""
+FIRST_THINK_S = 4.0
+NEAR = 0.08
+"""P's share of busy time may differ by so much from what is wanted."""
+Found = dict[str, Any]
+
+
+class Processes:
+    """Those of the arrangement that runs now; a context manager."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._open = contextlib.ExitStack()
+        self.name = ""
+        self.start_s = 0.0
+        """The longest start so far."""
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def of(self, name: str) -> Up:
+        """Those of an arrangement, warm. Others are stopped first."""
+        if self.name != name:
+            self.stop()
+            policy, counts = ARRANGEMENTS[name]
+            began_s = time.monotonic()
+            self._up = self._open.enter_context(Up(policy, self._options, counts))
+            with Client(self._up.address, timeout_s=120) as client:
+                warm_up(client)
+            took_s = time.monotonic() - began_s
+            self.start_s = max(self.start_s, took_s)
+            print(f"{name}: ready and warm after {took_s:.0f} s", flush=True)
+            self.name = name
+        return self._up
+
+    def stop(self) -> None:
+        """Stops what runs."""
+        self.name = ""
+        self._open.close()
+
+
+class Bench:
+    """Every run, within the time that there is."""
+
+    def __init__(self, options: argparse.Namespace, processes: Processes) -> None:
+        self._options = options
+        self._processes = processes
+        self._end_s = time.monotonic() + options.limit_s
+        self._longest_s = 0.0
+        """Without a start."""
+        self.think_s = FIRST_THINK_S if options.think is None else options.think
+        self.seeds = [options.seed + number for number in range(options.runs)]
+        self.found: list[Found] = []
+
+    def run_all(self) -> None:
+        """In turns."""
+        for number, name in in_turns(self._options.arrangements, self._options.runs):
+            start_s = 0.0 if self._processes.name == name else self._processes.start_s
+            if time.monotonic() + start_s + self._longest_s > self._end_s:
+                print(f"no time for run {number} of {name}", flush=True)
+                continue
+            try:
+                self._one(number, name)
+            except Exception:
+                traceback.print_exc(limit=3)
+                print(f"run {number} of {name} failed", flush=True)
+                self._processes.stop()
+
+    def _one(self, number: int, name: str) -> None:
+        up = self._processes.of(name)
+        began_s = time.monotonic()
+        found: Found = {"run": number, "arrangement": name}
+        self.found.append(found)
+        if self._options.conversations:
+            if name == "least_work" and not number and self._options.think is None:
+                self._search(up, found)
+            if "busy" not in found:
+                began_s = time.monotonic()
+                self._keep(found, self._conversations(up, self.seeds[number]))
+        if self._options.apart and name != "both":
+            self._keep(found, {"apart": self._apart(up, self.seeds[number] + 1000)})
+        self._longest_s = max(self._longest_s, time.monotonic() - began_s)
+
+    def _keep(self, found: Found, more: Found) -> None:
+        found |= more
+        print(found["run"], found["arrangement"], json.dumps(more), flush=True)
+        if self._options.json:
+            self._options.json.write_text(json.dumps(self.found, indent=1))
+
+    def _search(self, up: Up, kept: Found) -> None:
+        """Finds the time of thought. All conversations are open, so P's share falls as they think
+        longer. Where the first guess was near, its run is the first one."""
+        found = self._conversations(up, self.seeds[0])
+        busy, answer_s = found["busy"]["prefill-0"], found["turn_mean_ms"] / 1e3
+        print(f"at {self.think_s:.2f} s of thought P is busy for {busy:.0%}", flush=True)
+        if abs(busy - self._options.busy) <= NEAR:
+            self._keep(kept, found)
+            return
+        wanted_s = (self.think_s + answer_s) * busy / self._options.busy - answer_s
+        self.think_s = max(0.0, wanted_s)
+        self.seeds[0] += 100  # What was asked before is in the pools.
+
+    def _conversations(self, up: Up, seed: int) -> Found:
+        """All begin in the time from one turn to the next, about."""
+        options = self._options
+        argv = ["--conversations", options.conversations, "--turns", options.turns]
+        argv += ["--think", self.think_s, "--context", options.context]
+        argv += ["--rate", options.conversations / max(1.0, self.think_s + 1.0)]
+        argv += ["--output-tokens", options.output_tokens]
+        before, began_ns = up.figures(), time.time_ns()
+        found = self._baton_bench(up, seed, argv)
+        run = found["runs"][0]
+        again, busy, figures = counted(before, up.figures(), run["wall_s"])
+        later = found["ttft_ms_from_turn_2"][0]
+        return {
+            "think_s": round(self.think_s, 2),
+            "seed": seed,
+            **latencies(found),
+            "ttft_ms_from_turn_2": later and {key: later[key] for key in ("p50", "p90", "p99")},
+            "turn_mean_ms": run["e2e_ms"]["mean"],
+            "ttft_p50_ms_by_turn": [turn["ttft_ms"]["p50"] for turn in found["turns"][0]],
+            "sources_by_turn": [turn["sources"] for turn in found["turns"][0]],
+            "busy": {name: round(share, 3) for name, share in busy.items()},
+            "computed_again": again,
+            **moved(up.admin, began_ns, options.least_mib),
+            **figures,
+        }
+
+    def _apart(self, up: Up, seed: int) -> Found:
+        """Prompts that share nothing: the first token where there is time, the rate where not."""
+        options = self._options
+        argv = ["--num", options.apart, "--prompt-tokens", 1024, "--output-tokens", 64]
+        calm = self._baton_bench(up, seed, [*argv, "--rate", options.apart_rate])
+        crowd = self._baton_bench(up, seed + 500, [*argv, "--rate", 1000])
+        return {"calm": latencies(calm), "crowd": latencies(crowd)}
+
+    def _baton_bench(self, up: Up, seed: int, argv: Sequence[object]) -> Found:
+        words = [sys.executable, "-m", "baton", "bench", "--url", up.address, "--json"]
+        words += ["--vocabulary", str(self._options.vocabulary), "--seed", str(seed)]
+        words += ["--warm-ups", "1"]
+        left_s = max(30.0, self._end_s - time.monotonic())
+        done = subprocess.run(
+            [*words, *map(str, argv)],
+            capture_output=True, text=True, check=False, timeout=left_s,
+        )  # fmt: skip
+        if not done.stdout:
+            raise RuntimeError(done.stderr[-3000:])
+        found: Found = json.loads(done.stdout)
+        if not found["valid"]:
+            print(f"not valid: {found['complaints']}", flush=True)
+        return found
+
+
+def in_turns(names: Sequence[str], runs: int) -> Iterator[tuple[int, str]]:
+    """Every second run begins with the arrangement that the run before ended with. The replicas
+    come in the middle, and last, since they matter least."""
+    forth = [name for name in ("least_work", "both", "cost") if name in names]
+    back = [name for name in ("cost", "least_work", "both") if name in names]
+    for number in range(runs):
+        yield from ((number, name) for name in (back if number % 2 else forth))
+
+
+def latencies(found: Found) -> Found:
+    """Of a result of `baton bench`."""
+    run = found["runs"][0]
+    return {
+        "valid": found["valid"],
+        "ok": f"{run['ok']}/{run['requests']}",
+        "wall_s": round(run["wall_s"], 1),
+        "output_tokens_per_s": round(run["output_token_rate"], 1),
+        "ttft_ms": {key: run["ttft_ms"][key] for key in ("mean", "p50", "p90", "p99")},
+        "itl_ms": {key: run["itl_ms"][key] for key in ("p50", "p99", "max")},
+    }
+
+
+def moved(admin: str, began_ns: int, least_mib: float) -> Found:
+    """What the traces since then say of KV that moved: GB/s, and how many transfers that is of."""
+    fetches: list[tuple[float, float]] = []
+    sends: list[tuple[float, float]] = []
+    local = read = 0
+    for trace in _traces(admin, began_ns):
+        read += 1
+        local += any(Attr.ROUTE_LOCAL_REASON in span.attributes for span in trace.spans)
+        for span in trace.spans:
+            size = float(span.attributes.get(Attr.KV_BYTES, 0))
+            if size < least_mib * (1 << 20) or span.failed:
+                continue
+            if span.name == SpanName.KV_FETCH:
+                fetches.append((size, span.duration_ns / 1e9))
+            elif span.name == SpanName.KV_SEND and span.attributes.get(Attr.KV_PUSHES) == 1:
+                sends.append((size, float(span.attributes[Attr.KV_WIRE_MS]) / 1e3))
+    return {
+        "traces": read,
+        "on_decode": round(local / read, 3) if read else None,
+        "fetch": _rate(fetches),
+        "hand_off": _rate(sends),
+    }
+
+
+def _traces(admin: str, began_ns: int) -> Iterator[traces.Trace]:
+    with urllib.request.urlopen(f"http://{admin}/traces", timeout=30) as page:
+        listed = json.load(page)["traces"]
+    for one in listed:
+        if one["start_ns"] >= began_ns and Attr.TEXT_COMPLETION in one["name"]:
+            with contextlib.suppress(traces.TraceError):
+                yield traces.fetch(admin, one["trace_id"], patience_s=0.0)
+
+
+def _rate(transfers: Sequence[tuple[float, float]]) -> Found:
+    if not transfers:
+        return {"count": 0}
+    size, seconds = (sum(column) for column in zip(*transfers, strict=True))
+    return {
+        "count": len(transfers),
+        "gb_per_s": round(size / max(seconds, 1e-9) / 1e9, 2),
+        "median_ms": round(1e3 * statistics.median(each for _, each in transfers), 2),
+        "mean_mib": round(size / len(transfers) / (1 << 20), 1),
+    }
+
+
+def show(found: Sequence[Found]) -> None:
+    """A table of the conversations, one of the prompts that share nothing, and the ratios."""
+    talk = [one for one in found if "think_s" in one]
+    lines = [["run", "", "think", "P busy", "TTFT p50", "from turn 2", "p90", "ITL p50", "p99",
+              "longest", "tok/s", "fetch GB/s", "hand-off", "on D", "ok"]]  # fmt: skip
+    for one in talk:
+        later = one["ttft_ms_from_turn_2"] or {"p50": 0.0, "p90": 0.0}
+        speeds = [
+            f"{each['gb_per_s']} ({each['count']})" if each["count"] else ""
+            for each in (one["fetch"], one["hand_off"])
+        ]
+        numbers = [one["ttft_ms"]["p50"], later["p50"], later["p90"], *one["itl_ms"].values()]
+        lines.append([
+            str(one["run"]), one["arrangement"], f"{one['think_s']}",
+            f"{one['busy'].get('prefill-0', 0):.0%}", *(f"{each:.1f}" for each in numbers),
+            f"{one['output_tokens_per_s']:.0f}", *speeds, f"{one['on_decode']}", one["ok"],
+        ])  # fmt: skip
+    if talk:
+        print(table(lines))
+        _ratio("TTFT p50 from turn 2 on", talk, lambda one: one["ttft_ms_from_turn_2"]["p50"])
+        _ratio("ITL p99", talk, lambda one: one["itl_ms"]["p99"])
+    alone = [one for one in found if "apart" in one]
+    if not alone:
+        return
+    lines = [["run", "nothing shared", "TTFT mean", "p50", "p90", "p99", "crowd: tok/s", "ok"]]
+    for one in alone:
+        calm, crowd = one["apart"]["calm"], one["apart"]["crowd"]
+        cells = [f"{each:.2f}" for each in calm["ttft_ms"].values()]
+        rate = f"{crowd['output_tokens_per_s']:.0f}"
+        ok = f"{calm['ok']} {crowd['ok']}"
+        lines.append([str(one["run"]), one["arrangement"], *cells, rate, ok])
+    print("\n" + table(lines))
+    _ratio("TTFT p50", alone, lambda one: one["apart"]["calm"]["ttft_ms"]["p50"])
+    _ratio("tokens/s of a crowd", alone, lambda one: one["apart"]["crowd"]["output_tokens_per_s"])
+
+
+def _ratio(what: str, found: Sequence[Found], figure: Any) -> None:
+    """Medians of the runs, as a multiple of those of `least_work`."""
+    medians = {
+        name: statistics.median(values)
+        for name in ARRANGEMENTS
+        if (values := [figure(one) for one in found if one["arrangement"] == name])
+    }
+    base = medians.get("least_work")
+    for name, value in medians.items():
+        if base and name != "least_work":
+            print(f"{what}: {name} {value:.1f}, {value / base:.3f} x least_work's {base:.1f}")
+
+
+def main() -> None:
+    """Runs, and prints the tables last."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--arrangements", nargs="+", default=list(ARRANGEMENTS))
+    parser.add_argument("--runs", type=int, default=2)
+    parser.add_argument("--limit-s", type=float, default=560.0)
+    parser.add_argument("--busy", type=float, default=0.6)
+    parser.add_argument("--think", type=float, help="mean seconds; without it they are found")
+    parser.add_argument("--conversations", type=int, default=64, help="0: none")
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument("--apart", type=int, default=0, help="prompts that share nothing")
+    parser.add_argument("--apart-rate", type=float, default=12.0)
+    parser.add_argument("--model", default="bench/shapes/llama-8b")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--kv-gib", type=float, default=20.0)
+    parser.add_argument("--host-gib", type=float, default=64.0)
+    parser.add_argument("--max-sequences", type=int, default=64)
+    parser.add_argument("--vocabulary", type=int, default=49_000)
+    parser.add_argument("--least-mib", type=float, default=32.0, help="of a transfer that counts")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    wrong = set(options.arrangements) - set(ARRANGEMENTS)
+    if wrong:
+        parser.error(f"no such arrangement: {', '.join(wrong)}")
+    if options.conversations == 0:
+        options.arrangements = [name for name in options.arrangements if name != "both"]
+    with Processes(options) as processes:
+        bench = Bench(options, processes)
+        bench.run_all()
+    show(bench.found)
+
+
+if __name__ == "__main__":
+    main()
