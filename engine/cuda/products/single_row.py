@@ -21,7 +21,7 @@ from engine.cuda.kernels import launch
 _BLOCKS = (2048, 1024, 512)
 """Inputs that are loaded at once. The largest that divides a row is used."""
 _WHOLE = 4096
-"""Where none divides it: up to so many inputs are loaded at once, with the end of the row masked."""
+"""Where none divides it: up to so many inputs are loaded at once, and a row's end is masked."""
 _WARPS = 4
 
 
