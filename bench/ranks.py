@@ -1,17 +1,20 @@
 """What several ranks cost and gain: everything that two or four GPUs are wanted for, in one call.
 
 python -m bench.ranks [--ranks 1,2,4] [--model FOLDER] [--device cuda] [--only PART]...
-    [--rows 1,16] [--context 32] [--out FILE.json]
+    [--rows 1,16] [--context TOKENS] [--out FILE.json]
 
 Parts:
 
     read        a rank of eight reads a sparse checkpoint of Llama-3.3-70B's shape: its host memory
     collective  all-reduce, by bytes, in processes of their own; on GPUs with the norm behind it,
                 by rows of Qwen3-32B (`bench.rank_sums`)
-    steps       decode steps of --model, by ranks and rows, behind prompts of --context tokens; and
-                the wait for the slowest rank
-    hand-off    workers of unequal ranks: GB/s of the path, time to the first and the second token
+    steps       decode steps of --model, by ranks and rows, behind prompts of --context tokens (32);
+                and the wait for the slowest rank
+    hand-off    workers of unequal ranks, prompts of --context tokens (400): GB/s of the path, time
+                to the first and the second token, and the exposed time of the hand-off
     kill        a rank of a decode worker is killed under a stream: the longest gap
+
+The last two are in `bench.rank_workers`.
 
 It runs on CPUs by default, with `bench/shapes/tiny`. On GPUs pass `--device cuda` and `--model
 bench/shapes/llama-8b`, `qwen3-32b` or `llama-70b`. Weights are drawn, always the same. Each line is
@@ -21,7 +24,6 @@ printed as it is measured, and a table of all comes last.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import queue
@@ -30,21 +32,17 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 
-from baton.client.clients import Client
-from baton.console import up
 from bench import sparse_checkpoint
+from bench.rank_workers import hand_off, kill
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.model import load_model
@@ -58,17 +56,17 @@ from engine.types import (
     SequenceEnded,
     StopRules,
 )
-from worker.settings import Role
 
 SHAPES = Path(__file__).with_name("shapes")
 READ_RANKS = 8
 COLLECTIVE_BYTES = [4 << 10, 64 << 10, 512 << 10, 2 << 20, 16 << 20]
 ROUNDS = 50
+COLLECTIVE_S = 300.0
+"""Bound on all sums of so many ranks. A rank prints little, so none waits for its reader."""
 ROWS = (1, 16)
 CONTEXT = 32
 STEP_TOKENS = 40
 PREFILL_TOKENS = 4096
-PROMPT_TOKENS = 400
 Say = Callable[[dict[str, Any]], None]
 
 
@@ -81,7 +79,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=SHAPES / "tiny")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rows", default=ROWS, type=lambda text: tuple(map(int, text.split(","))))
-    parser.add_argument("--context", default=CONTEXT, type=int)
+    parser.add_argument("--context", type=int)
     parser.add_argument("--only", action="append", choices=PARTS, default=[])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--child", nargs="*", help=argparse.SUPPRESS)
@@ -193,13 +191,29 @@ def collective(options: argparse.Namespace, say: Say) -> None:
         with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
             store = Path(folder) / "store"
             kind = "sums" if options.device == "cuda" else "collective"
-            children = [_child(kind, store, rank, ranks) for rank in range(ranks)]
-            answers = [child.communicate()[0] for child in children]
-        for child in children:
-            if child.returncode:
-                raise SystemExit(f"a rank ended with code {child.returncode}")
-        for line in answers[0].splitlines():
+            answer = _first_of([_child(kind, store, rank, ranks) for rank in range(ranks)])
+        for line in answer.splitlines():
             say({"ranks": ranks, **json.loads(line)})
+
+
+def _first_of(ranks: Sequence[subprocess.Popen[str]]) -> str:
+    """What rank 0 printed. Where a rank fails, or they take too long, the program ends, and no rank
+    is left: the others would wait for it."""
+    until_s = time.monotonic() + COLLECTIVE_S
+    try:
+        while True:
+            codes = [rank.poll() for rank in ranks]
+            if failed := [number for number, code in enumerate(codes) if code]:
+                raise SystemExit(f"rank {failed[0]} ended with code {codes[failed[0]]}")
+            if None not in codes:
+                return ranks[0].communicate()[0]
+            if time.monotonic() > until_s:
+                raise SystemExit(f"the ranks have not ended after {COLLECTIVE_S:.0f} s")
+            time.sleep(0.05)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
 
 
 def _collective_here(store: str, rank: str, ranks: str) -> None:
@@ -228,13 +242,14 @@ def _sums_here(store: str, rank: str, ranks: str) -> None:
 
 def steps(options: argparse.Namespace, say: Say) -> None:
     """Decode steps of so many rows, all by one engine; on GPUs also the prefill of long prompts."""
+    context = options.context or CONTEXT
     for ranks in options.ranks:
         config = EngineConfig(
             model=str(options.model),
             load_format="dummy",
             device=options.device,
             tp=ranks,
-            num_pages=max(rows * _pages(rows, options.context) for rows in options.rows)
+            num_pages=max(rows * _pages(rows, context) for rows in options.rows)
             + PREFILL_TOKENS // 16
             + 8,
             max_sequences=max(options.rows),
@@ -245,7 +260,7 @@ def steps(options: argparse.Namespace, say: Say) -> None:
         try:
             runs = _Runs(engine)
             for rows in options.rows:
-                say({**line, "rows": rows, **_step_times(runs, rows, options.context)})
+                say({**line, "rows": rows, **_step_times(runs, rows, context)})
             if options.device == "cuda":
                 say({**line, "prefill_tokens_per_s": _prefill_rate(runs)})
         finally:
@@ -310,107 +325,6 @@ def _prefill_rate(runs: _Runs) -> float:
         runs.finish(1, PREFILL_TOKENS, 1)
         times.append(time.perf_counter() - began_s)
     return PREFILL_TOKENS / statistics.median(times)
-
-
-# -- workers ------------------------------------------------------------------------------------
-
-
-def hand_off(options: argparse.Namespace, say: Say) -> None:
-    """Every pair of different ranks."""
-    for prefill in options.ranks:
-        for decode in options.ranks:
-            ranks = {Role.PREFILL: prefill, Role.DECODE: decode}
-            figures = asyncio.run(_with_workers(_plan(options, 1, ranks), _ask))
-            say({"prefill_ranks": prefill, "decode_ranks": decode, **figures})
-
-
-def kill(options: argparse.Namespace, say: Say) -> None:
-    """The last rank of a decode worker, of two, dies under a stream."""
-    for ranks in options.ranks:
-        if ranks > 1:
-            plan = _plan(options, 2, {Role.DECODE: ranks})
-            say({"ranks": ranks, **asyncio.run(_with_workers(plan, _kill_under_stream))})
-
-
-def _plan(options: argparse.Namespace, decode: int, ranks: dict[Role, int | None]) -> up.UpPlan:
-    what = up.UpOptions(
-        model=str(options.model),
-        decode=decode,
-        tp_of=ranks,
-        device=options.device,
-        trace=False,
-        grpc_port=0,
-        http_port=0,
-        admin_port=0,
-        drain_s=5.0,
-        kv_memory_gib=0.25,
-    )
-    plan = up.plan(what)
-    dummy = {"BATON_DEBUG_LOAD_FORMAT": "dummy"}
-    specs = [replace(one, environment={**one.environment, **dummy}) for one in plan.specs]
-    return replace(plan, specs=tuple(specs))
-
-
-async def _with_workers(
-    plan: up.UpPlan, do: Callable[[up.UpPlan, Any], dict[str, Any]]
-) -> dict[str, Any]:
-    async with up.running(plan, lambda name, line: None) as supervisor:
-        await up.wait_until_ready(plan, supervisor)
-        return await asyncio.to_thread(do, plan, supervisor)
-
-
-def _ask(plan: up.UpPlan, _: Any) -> dict[str, Any]:
-    with Client(plan.router_address, timeout_s=300) as client:
-        gaps = [_gaps(client, seed) for seed in range(5)]
-    return {
-        "gb_per_s": _metric(plan, "prefill-0", "baton_kv_peer_bytes_per_second") / 1e9,
-        "first_token_ms": 1e3 * statistics.median(first for first, *_ in gaps),
-        "second_token_ms": 1e3 * statistics.median(second for _, second, *_ in gaps),
-    }
-
-
-def _gaps(client: Client, seed: int, tokens: int = 8) -> list[float]:
-    """Seconds to the first token and from each to the next."""
-    prompt = np.random.default_rng(seed).integers(5, 4000, PROMPT_TOKENS).tolist()
-    times = [time.perf_counter()]
-    options: dict[str, Any] = {"max_tokens": tokens, "ignore_eos": True, "temperature": 0.0}
-    with client.stream(token_ids=prompt, **options) as stream:
-        times += [time.perf_counter() for _ in stream]
-    return np.diff(times).tolist()
-
-
-def _kill_under_stream(plan: up.UpPlan, supervisor: Any) -> dict[str, Any]:
-    import threading
-
-    def strike() -> None:
-        time.sleep(1.0)
-        for name, pid in supervisor.pids().items():
-            if name.startswith("decode"):
-                _other_ranks(pid)[-1].kill()
-                return
-
-    with Client(plan.router_address, timeout_s=300) as client:
-        usual_s = max(_gaps(client, 1, 200)[1:])
-        striking = threading.Thread(target=strike)
-        striking.start()
-        gaps: list[float] = []
-        while striking.is_alive():
-            gaps += _gaps(client, 2, 2000)
-        striking.join()
-    return {"usual_longest_gap_ms": 1e3 * usual_s, "longest_gap_ms": 1e3 * max(gaps)}
-
-
-def _other_ranks(pid: int) -> Sequence[psutil.Process]:
-    children = psutil.Process(pid).children()
-    return [child for child in children if "engine.ranks" in child.cmdline()]
-
-
-def _metric(plan: up.UpPlan, worker: str, name: str) -> float:
-    """The largest of a metric's samples."""
-    address = dict(plan.worker_admin_addresses)[worker]
-    text = urllib.request.urlopen(f"http://{address}/metrics", timeout=10).read().decode()
-    found = [float(line.split()[-1]) for line in text.splitlines() if line.startswith(name)]
-    return max(found, default=0.0)
 
 
 PARTS = {

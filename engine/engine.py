@@ -100,9 +100,13 @@ class Engine:
         hooks, ranks = open_all(config), _ranks(config, beside)
         try:
             return cls._build(config, ranks, hooks, progress)
-        except RankError as error:
+        except Exception as error:
+            # A device that lost ranks have let go of may have an error of its own.
+            reason = str(error) if isinstance(error, RankError) else ranks.lost
             ranks.close()
-            raise EngineError(str(error)) from error
+            if not reason:
+                raise
+            raise EngineError(reason) from error
         except BaseException:
             ranks.close()
             raise

@@ -83,6 +83,8 @@ POINTS: Final[Mapping[str, str]] = {
     "store.store": "objects are about to be written",
     # A rank other than 0, on its only thread; key: the rank.
     "rank.load": "it is about to load its part of the model",
+    "rank.join": "it has loaded, and does not join the others yet",
+    "rank.joined": "it has joined them, and is not ready for steps yet",
     "rank.step": "a step came, and nothing of it is done yet",
     "rank.copy": "its part of a copy to or from host memory has not begun (a thread of its own)",
     "rank.push": "its piece of a push's pages is not posted yet",

@@ -106,7 +106,7 @@ class Worker:
             engine.load, lambda: self.transfer.counters, lambda: self.servicer.streams
         )
         self.metrics.watch_refusals(lambda: self._net.refusals.counts)
-        self._watch_gpu()
+        self._watch_gpus()
         if engine.load().tiers is not None:
             self.metrics.watch_tiers(engine.load)
         if engine.load().hook_failures is not None:
@@ -221,11 +221,14 @@ class Worker:
         await self.admin.stop()
         return clean and left_nothing
 
-    def _watch_gpu(self) -> None:
+    def _watch_gpus(self) -> None:
         device = self.engine.pool.device
         if device.type == "cuda":
-            uuid = torch.cuda.get_device_properties(device).uuid
-            self.metrics.watch_gpu(gpu_reader(f"GPU-{uuid}"))
+            gpus = (
+                range(self.settings.tp) if self.settings.tp > 1 else [device]
+            )  # Rank R has GPU R.
+            uuids = [torch.cuda.get_device_properties(gpu).uuid for gpu in gpus]
+            self.metrics.watch_gpus([gpu_reader(f"GPU-{uuid}") for uuid in uuids])
 
     def _make_transport(self) -> KvTransport:
         engine = self.engine

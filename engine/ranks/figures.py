@@ -10,6 +10,8 @@ collective. Columns:
     BEGAN_S   when it began its last step, by the clock that all processes of a host share
     STEP_S    seconds in which it has computed in that step
     IS_BUSY   1 while it computes, 0 while it is in a collective or has no step
+    STAGE     how far its start has come, a `Stage`
+    SIGNS     parts of its start that it has done: a tensor that is read, a graph that is captured
 
 The time in collectives is that of the sum itself and that of waiting for the slowest rank. So the
 wait for the slowest is taken from BEGAN_S + STEP_S, when a rank would have ended the step without
@@ -19,9 +21,11 @@ collective ends.
 
 from __future__ import annotations
 
+import math
 import mmap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
@@ -31,13 +35,30 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.ranks.collective import Collective, GroupCollective
+from engine.ranks.keeper import Pulse, is_stopped
 from engine.ranks.skew import SkewHistory
 
 FILE: Final = "figures"
-STEPS, BUSY_S, WAITED_S, BEGAN_S, STEP_S, IS_BUSY = range(6)
-_COLUMNS: Final = 6
+STEPS, BUSY_S, WAITED_S, BEGAN_S, STEP_S, IS_BUSY, STAGE, SIGNS = range(8)
+_COLUMNS: Final = 8
 _FLOAT_BYTES: Final = 8
+START_S: Final = 300.0
+"""The start of the ranks may stand still for this long, seconds: while a large tensor is read from
+a slow disk, or while kernels are compiled."""
+STOPPED_S: Final = 10.0
+"""And for this long while one of them is stopped."""
 T = TypeVar("T")
+
+
+class Stage(IntEnum):
+    """How far a rank's start has come."""
+
+    LOADING = 0
+    LOADED = 1
+    JOINING = 2
+    """From here on a rank waits for others."""
+    JOINED = 3
+    READY = 4
 
 
 class RankLoad(NamedTuple):
@@ -67,6 +88,8 @@ class RankFigures:
         """The wait for the slowest rank. Rank 0 keeps it."""
         self.slowest = [0] * count
         """Steps in which each rank was the slowest."""
+        self.has_started = False
+        """Rank 0: all are ready for steps."""
 
     def step_ended(self) -> None:
         """Rank 0: a step has ended on all ranks."""
@@ -87,12 +110,59 @@ class RankFigures:
             for rank, row in enumerate(self.rows)
         ]
 
+    def reach(self, rank: int, stage: Stage) -> None:
+        """A rank's start has come so far."""
+        self.rows[rank, STAGE] = stage
+
+    def sign(self, rank: int) -> None:
+        """A rank has done another part of its start."""
+        self.rows[rank, SIGNS] += 1
+
+    def start_pulse(self, pids: Mapping[int, int]) -> Pulse:
+        """Moves while the start of any rank goes on.
+
+        Args:
+            pids: processes of all ranks.
+        """
+        allowed_s = STOPPED_S if _stopped(pids) else START_S
+        return Pulse(
+            float(self.rows[:, [STAGE, SIGNS]].sum()),
+            math.inf if self.has_started else allowed_s,
+            "the start of the ranks has not gone on",
+        )
+
+    def why_late(self, pids: Mapping[int, int]) -> str:
+        """Which ranks are the reason where the start does not go on. `pids`: see `start_pulse`."""
+        stages = self.rows[:, STAGE]
+        return _why(pids, [rank for rank, one in enumerate(stages) if one < stages.max()])
+
+    def why_stuck(self, pids: Mapping[int, int]) -> str:
+        """Which ranks are the reason where a step does not end. `pids`: see `start_pulse`."""
+        return _why(pids, self.stuck())
+
     def stuck(self) -> list[int]:
         """Ranks that compute while others wait in a collective, or have not begun the step that
         others have begun. Where a step does not end, these are the reason."""
         steps = self.rows[:, STEPS]
         behind = [rank for rank, count in enumerate(steps) if count < steps.max()]
         return behind or [rank for rank, row in enumerate(self.rows) if row[IS_BUSY]]
+
+
+def _why(pids: Mapping[int, int], behind: Sequence[int]) -> str:
+    """Those that were stopped are the reason, or else those that are behind."""
+    if stopped := _stopped(pids):
+        return f"{_named(stopped)} stopped"
+    return f"{_named(behind)} not going on" if behind else "no rank is behind the others"
+
+
+def _stopped(pids: Mapping[int, int]) -> list[int]:
+    return [rank for rank, pid in pids.items() if is_stopped(pid)]
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """Those ranks, and the verb."""
+    names = ", ".join(map(str, ranks))
+    return f"rank {names} is" if len(ranks) == 1 else f"ranks {names} are"
 
 
 def watched(group: GroupCollective, figures: RankFigures) -> Collective:

@@ -42,7 +42,7 @@ from engine.pages.kv_pool import KvPool
 from engine.parent import end_with_parent
 from engine.ranks.collective import CollectiveError
 from engine.ranks.copies import begin_copying, send_memory
-from engine.ranks.figures import RankFigures, watched
+from engine.ranks.figures import RankFigures, Stage, watched
 from engine.ranks.groups import device_of, group_on
 from engine.ranks.process import (
     FAILED,
@@ -84,7 +84,8 @@ class Follower:
         self._shard = Shard(rank, size)
         self._device = device_of(self._config.device, rank)
         self._group = group_on(self._device, rank, size)
-        self._collective = watched(self._group, RankFigures(folder, size))
+        self._figures = RankFigures(folder, size)
+        self._collective = watched(self._group, self._figures)
         self._errors: SimpleQueue[BaseException] = SimpleQueue()
         """Of steps that were queued."""
         self._context = zmq.Context()
@@ -117,8 +118,15 @@ class Follower:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # Of this thread, which runs the steps.
         hooks = open_all(config)
-        loaded = load(config, device, shard=self._shard, collective=self._collective)
+        loaded = load(
+            config,
+            device,
+            shard=self._shard,
+            collective=self._collective,
+            progress=self._sign,
+        )
         num_pages = pages_that_fit(config, loaded, device, hooks)
+        self._reach(Stage.LOADED)
         self._report(LOADED, revision=loaded.revision, num_pages=num_pages)
         told = self._inbox.recv_multipart()
         if told[0] != PAGES:
@@ -132,8 +140,13 @@ class Follower:
             begin_copying(self._shard.rank, mover, self._connect_copies)
             if config.kv_stores:
                 send_memory(self._folder, self._shard.rank, arena.fd)
+        failpoints.hit("rank.join", str(self._shard.rank))
+        self._reach(Stage.JOINING)
         self._group.join(self._folder / STORE)
+        self._reach(Stage.JOINED)
+        failpoints.hit("rank.joined", str(self._shard.rank))
         run = self._steps(loaded, pool, hooks)
+        self._reach(Stage.READY)
         self._report(READY)
         while (told := self._next())[0] == STEP:
             failpoints.hit("rank.step", str(self._shard.rank))
@@ -145,7 +158,7 @@ class Follower:
         """Runs this rank's part of a step, or queues it."""
         config = resolved(self._config, loaded, pool)
         backend = backend_of(config, loaded, pool)
-        fast = cuda_executor(config, loaded, pool, backend, None, hooks)
+        fast = cuda_executor(config, loaded, pool, backend, None, hooks, self._sign)
         if fast is not None:
             return partial(_queue, fast, self._errors)
         return partial(_run, torch_steps(config, loaded, pool, backend, hooks), self._device)
@@ -177,6 +190,12 @@ class Follower:
         socket.connect(address(self._folder, name))
         socket.send(HELLO)
         return socket
+
+    def _reach(self, stage: Stage) -> None:
+        self._figures.reach(self._shard.rank, stage)
+
+    def _sign(self, _phase: str, _done: int, _total: int) -> None:
+        self._figures.sign(self._shard.rank)
 
     def _report(self, kind: str, **more: Any) -> None:
         report = {"kind": kind, "rank": self._shard.rank, **more}

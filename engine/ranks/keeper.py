@@ -27,16 +27,18 @@ log = logging.getLogger("baton.engine")
 
 Report = dict[str, Any]
 LOOK_MS: Final = 500
-"""The keeper looks this often whether steps end."""
+"""The keeper looks this often whether the ranks go on."""
 
 
 class Pulse(NamedTuple):
-    """What moves while steps end."""
+    """What moves while the ranks go on."""
 
-    progress: int
-    """The step loop's counter."""
+    progress: float
+    """The step loop's counter, or how far the ranks' start has come."""
     allowed_s: float
     """It may stand still for this long, seconds."""
+    still: str = "no step has ended"
+    """What is wrong if it does."""
 
 
 STOP_S: Final = 5.0
@@ -67,7 +69,7 @@ class Keeper:
         self._on_lost: Callable[[str], None] = _unheard
         self._pulse: Callable[[], Pulse] | None = None
         self._why_hung: Callable[[], str] = str
-        self._progress = -1
+        self._progress = -1.0
         self._still_s = 0.0
         self._looked_s = 0.0
         self._wake, self._waker = os.pipe()
@@ -122,7 +124,7 @@ class Keeper:
 
     def watch(self, pulse: Callable[[], Pulse], why: Callable[[], str]) -> None:
         """Gives the ranks up where the pulse stands still for longer than it may. Time in which
-        this process stood still does not count.
+        this process stood still does not count. A second call replaces the first.
 
         Args:
             pulse: to be read on the keeper's thread.
@@ -189,18 +191,18 @@ class Keeper:
                 os.close(pidfd)
 
     def _look(self) -> None:
-        """Whether steps end."""
+        """Whether the ranks go on."""
         if self._pulse is None or self.lost:
             return
         now_s = time.monotonic()
         looked_ago_s, self._looked_s = now_s - self._looked_s, now_s
-        progress, allowed_s = self._pulse()
+        progress, allowed_s, still = self._pulse()
         if progress != self._progress:
             self._progress, self._still_s = progress, 0.0
             return
         self._still_s += min(looked_ago_s, 2 * LOOK_MS / 1e3)
         if self._still_s >= allowed_s:
-            self.lose(f"no step has ended for {allowed_s:.0f} s: {self._why_hung()}")
+            self.lose(f"{still} for {allowed_s:.0f} s: {self._why_hung()}")
 
     def _hear(self) -> None:
         report: Report = json.loads(self._inbox.recv())

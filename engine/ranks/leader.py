@@ -6,9 +6,11 @@ States of the ranks:
 2. LOADED: each has reported its weights and its pages: `agree`.
 3. READY: all have joined the group: `join`. On GPUs they capture graphs together. Then steps are
    sent: `wait_until_ready`.
-4. LOST: one has ended or failed. The others are killed, since they wait for it. Every step fails,
-   and `call_when_lost` calls back.
+4. LOST: one has ended or failed, or does not go on. The others are killed, since they wait for it.
+   Every step fails, and `call_when_lost` calls back.
 5. ENDED: `close`.
+
+Until they are READY the keeper watches that their start goes on, so no wait is without bound.
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ from engine.loop.executor import Executor
 from engine.ranks.collective import Alone, Collective
 from engine.ranks.copies import DIRECTIONS, LOAD, SAVE, MemoryInbox, SharedMover
 from engine.ranks.executor import RankedExecutor
-from engine.ranks.figures import RankFigures, RankLoad, watched
+from engine.ranks.figures import RankFigures, RankLoad, Stage, watched
 from engine.ranks.groups import device_of, group_on
-from engine.ranks.keeper import Keeper, Pulse, RankError, is_stopped
+from engine.ranks.keeper import Keeper, Pulse, RankError
 from engine.ranks.process import (
     HELLO,
     LOADED,
@@ -51,7 +53,7 @@ from engine.ranks.process import (
 from engine.ranks.steps import encode
 from engine.tiers.movers import PageMover
 
-MEET_LOOK_S: Final = 0.05
+MEET_LOOK_MS: Final = 50
 """While it meets the other ranks, rank 0 looks this often whether they live."""
 
 
@@ -77,7 +79,7 @@ class Ranks(Protocol):
         ...
 
     def check(self) -> None:
-        """Raises RankError if they are lost."""
+        """This rank's start goes on. Raises RankError if they are lost."""
         ...
 
     def agree(self, revision: str, num_pages: int) -> int:
@@ -274,6 +276,8 @@ class HostRanks:
         torch.set_num_threads(threads)
         self._keeper = Keeper(folder, self._config.tp, threads)
         self._keeper.call_when_lost(lambda _: self._group.let_go())
+        own, pids = self.figures, self._all_pids
+        self._keeper.watch(lambda: own.start_pulse(pids()), lambda: own.why_late(pids()))
 
     def _pair(self, name: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.PAIR)
@@ -283,10 +287,12 @@ class HostRanks:
     def check(self) -> None:
         """See `Ranks`."""
         if self._keeper is not None:
+            self.figures.sign(0)
             self._keeper.check()
 
     def agree(self, revision: str, num_pages: int) -> int:
         """See `Ranks`."""
+        self.figures.reach(0, Stage.LOADED)
         reports = self._kept.wait_for(LOADED)
         for rank, report in enumerate(reports, 1):
             if report["revision"] != revision:
@@ -305,24 +311,30 @@ class HostRanks:
             except Exception as error:
                 errors.append(error)
 
+        self.figures.reach(0, Stage.JOINING)
         # On a thread of its own: the group would wait for a rank that is gone.
         meeting = threading.Thread(target=meet, name="baton-ranks-join", daemon=True)
         meeting.start()
         while meeting.is_alive():
             self._kept.check()
-            meeting.join(MEET_LOOK_S)
+            meeting.join(MEET_LOOK_MS / 1e3)
         self._kept.check()  # A rank lost before could not be let go of: nothing was mapped yet.
         if errors:
             raise RankError(f"rank 0 cannot join the group: {errors[0]}")
+        self.figures.reach(0, Stage.JOINED)
 
     def wait_until_ready(self) -> None:
         """See `Ranks`. The folder is not needed any more then."""
+        self.figures.reach(0, Stage.READY)
         self._kept.wait_for(READY)
         for socket in (*self.beside, *chain.from_iterable(self._copies.values())):
+            while not socket.poll(MEET_LOOK_MS):
+                self._kept.check()
             hello = socket.recv()
             assert hello == HELLO, "a rank says so before it is READY"
         if self._inbox is not None:
             self.memories = self._inbox.receive()
+        self.figures.has_started = True
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def executor(self, own: Executor) -> Executor:
@@ -344,17 +356,10 @@ class HostRanks:
 
     def watch(self, pulse: Callable[[], Pulse]) -> None:
         """See `Ranks`."""
-        self._kept.watch(pulse, self._why_hung)
+        self._kept.watch(pulse, lambda: self.figures.why_stuck(self._all_pids()))
 
-    def _why_hung(self) -> str:
-        """Which ranks do not go on, where a step does not end."""
-        ranks = {0: os.getpid(), **self.pids}
-        stopped = [rank for rank, pid in ranks.items() if is_stopped(pid)]
-        if stopped:
-            return f"{_named(stopped)} stopped"
-        if stuck := self.figures.stuck():
-            return f"{_named(stuck)} not going on"
-        return "all ranks have begun it"
+    def _all_pids(self) -> dict[int, int]:
+        return {0: os.getpid(), **self.pids}
 
     def call_when_lost(self, on_lost: Callable[[str], None]) -> None:
         """See `Ranks`."""
@@ -391,9 +396,3 @@ class HostRanks:
     def _send(self, frames: list[bytes | memoryview]) -> None:
         for socket in self._steps:
             socket.send_multipart(frames)
-
-
-def _named(ranks: Sequence[int]) -> str:
-    """Those ranks, and the verb."""
-    names = ", ".join(map(str, ranks))
-    return f"rank {names} is" if len(ranks) == 1 else f"ranks {names} are"

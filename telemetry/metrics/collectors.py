@@ -44,6 +44,27 @@ class Snapshot(Collector):
         return families.values()
 
 
+class Snapshots(Collector):
+    """Collects rows from several snapshots, each with labels of its own."""
+
+    def __init__(self, take: Callable[[], Mapping[Labels, object]], rows: Sequence[Row]) -> None:
+        self._take = take
+        self._rows = rows
+
+    def describe(self) -> Iterable[Family]:
+        """Returns the metrics without taking a snapshot."""
+        return [_family(row.metric) for row in self._rows]
+
+    def collect(self) -> Iterable[Family]:
+        """Takes the snapshots and returns every row of each. Without any there are no rows."""
+        snapshots = self._take()
+        families = [_family(row.metric) for row in self._rows] if snapshots else []
+        for family, row in zip(families, self._rows, strict=False):
+            for labels, snapshot in snapshots.items():
+                family.add_metric(labels, row.read(snapshot))
+        return families
+
+
 class Samples(Collector):
     """Collects one metric with changing labels."""
 

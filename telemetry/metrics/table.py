@@ -248,11 +248,11 @@ DECLARED: Final[Mapping[str, Declared]] = {
     Metric.FETCH_SECONDS: Declared(
         "histogram", "From the wish for pages to their arrival.", (), _STEP_S
     ),
-    # Worker: its GPU, where NVML can be read.
-    Metric.GPU_UTILIZATION: Declared("gauge", "Share of time in which some kernel ran."),
-    Metric.GPU_MEMORY_USED: Declared("gauge", "GPU memory in use, by all processes."),
-    Metric.GPU_MEMORY_TOTAL: Declared("gauge", "GPU memory."),
-    Metric.GPU_POWER: Declared("gauge", "Power that the GPU draws."),
+    # Worker: the GPU of each of its ranks, where NVML can be read. A worker of one rank has rank 0.
+    Metric.GPU_UTILIZATION: Declared("gauge", "Share of time in which some kernel ran.", ("rank",)),
+    Metric.GPU_MEMORY_USED: Declared("gauge", "GPU memory in use, by all processes.", ("rank",)),
+    Metric.GPU_MEMORY_TOTAL: Declared("gauge", "GPU memory.", ("rank",)),
+    Metric.GPU_POWER: Declared("gauge", "Power that the GPU draws.", ("rank",)),
     # Worker: its peers.
     Metric.PEER_HEALTHY: Declared(
         "gauge", "0 while routers avoid the path to the peer, for the cause.", ("peer", "cause")

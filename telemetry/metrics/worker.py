@@ -1,4 +1,4 @@
-"""The metrics of a worker process: its engine, its KV transfers, its GPU, its peers."""
+"""The metrics of a worker process: its engine, its KV transfers, its GPUs, its peers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
-from telemetry.metrics.collectors import Row, Samples
+from telemetry.metrics.collectors import Row, Samples, Snapshots
 from telemetry.metrics.gpu import GpuLoad
 from telemetry.metrics.process import ProcessMetrics
 from telemetry.names import Metric
@@ -81,9 +81,9 @@ class WorkerMetrics(ProcessMetrics):
         """Shows transfers that do not end; see `worker_base.overdue.Overdue`."""
         self._watch(take, _OVERDUE_ROWS)
 
-    def watch_gpu(self, read: Callable[[], GpuLoad | None]) -> None:
-        """Shows the load of the worker's GPU."""
-        self._watch(read, _GPU_ROWS)
+    def watch_gpus(self, reads: Sequence[Callable[[], GpuLoad | None]]) -> None:
+        """Shows the load of the GPU of each rank. There is one reader a rank, in their order."""
+        self.registry.register(Snapshots(partial(_of_gpus, reads), _GPU_ROWS))
 
     def second_token(self, gap_s: float) -> None:
         """A request ended. Its second token came `gap_s` after its first."""
@@ -143,6 +143,11 @@ def _of_tiers(
 
 def _of_ranks(ranks: Any, read: Callable[[Any], float]) -> dict[tuple[str, ...], float]:
     return {(str(one.rank),): read(one) for one in ranks.loads()}
+
+
+def _of_gpus(reads: Sequence[Callable[[], GpuLoad | None]]) -> dict[tuple[str, ...], GpuLoad]:
+    loads = ((rank, read()) for rank, read in enumerate(reads))
+    return {(str(rank),): load for rank, load in loads if load is not None}
 
 
 def _tier_slots(tiers: Any) -> dict[str, float]:

@@ -151,6 +151,17 @@ def test_workers_that_do_not_answer_or_are_gone_are_shown(pages: Pages) -> None:
     assert re.search(r"decode-1 .* gone", shown)
 
 
+def test_the_gpus_of_all_ranks_are_one_figure(pages: Pages) -> None:
+    up = Gauge(Metric.WORKER_UP, "", ("worker", "role"), registry=pages.registry)
+    up.labels("decode-0", "decode").set(1)
+    pages.discovery = f'[{{"targets": ["{pages.address}"], "labels": {{"worker": "decode-0"}}}}]'
+    assert view(scrape(pages.address)).workers[0].gpu_share is None
+    gpus = Gauge(Metric.GPU_UTILIZATION, "", ("rank",), registry=pages.registry)
+    for rank, share in enumerate((0.5, 0.9)):
+        gpus.labels(str(rank)).set(share)
+    assert view(scrape(pages.address)).workers[0].gpu_share == pytest.approx(0.7)
+
+
 def test_the_wait_for_the_slowest_rank_is_shown_by_step(pages: Pages) -> None:
     up = Gauge(Metric.WORKER_UP, "", ("worker", "role"), registry=pages.registry)
     up.labels("decode-0", "decode").set(1)

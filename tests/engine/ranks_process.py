@@ -5,6 +5,7 @@ python ranks_process.py STORE RANK SIZE
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -86,7 +87,9 @@ def main(store: str, rank: int, size: int) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     group = CudaCollective(rank, size, device)
+    environment = dict(os.environ)
     group.join(Path(store))
+    assert dict(os.environ) == environment, "it is the user's"
     for _ in range(3):
         for rows in ROWS:
             check(group, rows, device)

@@ -264,3 +264,22 @@ def test_a_killed_rank_lets_rank_0_go(tmp_path):
     assert engine.lost == "rank 1 was killed by SIGKILL"
     engine.stop()
     torch.cuda.synchronize()
+
+
+@two_gpus
+@pytest.mark.parametrize("point", ["rank.join", "rank.joined"])
+def test_a_rank_stopped_before_it_is_ready_lets_rank_0_go(point, tmp_path, monkeypatch):
+    """Rank 0 waits for it in NCCL, or in the kernels before its first graph."""
+    from engine.engine import EngineError
+    from engine.ranks import figures
+
+    path = write_tiny_model(tmp_path, tokenizer=False, **SHAPES["llama"])
+    monkeypatch.setattr(figures, "STOPPED_S", 5.0)
+    monkeypatch.setenv("BATON_DEBUG_FAILPOINTS", f"{point}=stop~1")
+    with pytest.raises(EngineError, match="has not gone on for 5 s: rank 1 is stopped"):
+        build_on_gpus(path, 2)
+    torch.cuda.synchronize()
+    monkeypatch.delenv("BATON_DEBUG_FAILPOINTS")
+    engine = build_on_gpus(path, 2)
+    run_all(engine)
+    engine.stop()

@@ -37,6 +37,7 @@ from engine.engine import Engine, EngineError
 from engine.loop.executor import NullExecutor
 from engine.model.best import TOLD, best_of_parts
 from engine.model.shard import Shard
+from engine.ranks import figures
 from engine.ranks.collective import GlooCollective
 from engine.ranks.executor import RankedExecutor
 from engine.ranks.keeper import RankError
@@ -445,6 +446,32 @@ def test_a_rank_that_fails_to_load_is_named(how, tmp_path, monkeypatch):
     why = "rank 2: FailpointError: " if how == "raise" else "rank 2 was killed by SIGKILL"
     with pytest.raises(EngineError, match=why):
         build(path, tp=4)
+
+
+LATE = [
+    ("rank.join", "stop", "rank 2 is stopped"),
+    ("rank.joined", "stop", "rank 2 is stopped"),
+    ("rank.load", "stop", "rank 2 is stopped"),
+    ("rank.join", "hang", "rank 2 is not going on"),
+    ("rank.joined", "hang", "rank 2 is not going on"),
+]
+
+
+@pytest.mark.parametrize(
+    ("point", "how", "why"),
+    [pytest.param(*one, marks=() if one is LATE[0] else pytest.mark.matrix) for one in LATE],
+)
+def test_a_rank_whose_start_does_not_go_on_is_named(point, how, why, tmp_path, monkeypatch):
+    """Between its load and READY, where all others wait for it. None is left."""
+    path = write_tiny_model(tmp_path, tokenizer=False)
+    monkeypatch.setattr(figures, "STOPPED_S", 2.0)
+    monkeypatch.setattr(figures, "START_S", 30.0)
+    monkeypatch.setenv("BATON_DEBUG_FAILPOINTS", f"{point}={how}~2")
+    before = set(psutil.Process().children())
+    after_s = 2 if how == "stop" else 30
+    with pytest.raises(EngineError, match=f"has not gone on for {after_s} s: {why}"):
+        build(path, tp=4)
+    assert set(psutil.Process().children()) <= before
 
 
 @pytest.mark.matrix

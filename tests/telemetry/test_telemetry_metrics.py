@@ -200,25 +200,32 @@ class Nvml:
         return 412_500
 
 
-def test_a_gpu_is_shown_while_it_can_be_read() -> None:
-    nvml = Nvml()
+def test_the_gpu_of_each_rank_is_shown_while_it_can_be_read() -> None:
+    gpus = Nvml(), Nvml()
     metrics = WorkerMetrics(EngineLoad)
-    metrics.watch_gpu(gpu_reader("GPU-1", nvml))
+    metrics.watch_gpus([gpu_reader("GPU-1", nvml) for nvml in gpus])
     samples = scrape(metrics)
-    assert samples[Metric.GPU_UTILIZATION, ()] == 0.75
-    assert samples[Metric.GPU_MEMORY_USED, ()] == 3 << 30
-    assert samples[Metric.GPU_MEMORY_TOTAL, ()] == 80 << 30
-    assert samples[Metric.GPU_POWER, ()] == 412.5
-    nvml.lost = True
-    assert (Metric.GPU_POWER, ()) not in scrape(metrics)
+    for rank in "01":
+        own = (("rank", rank),)
+        assert samples[Metric.GPU_UTILIZATION, own] == 0.75
+        assert samples[Metric.GPU_MEMORY_USED, own] == 3 << 30
+        assert samples[Metric.GPU_MEMORY_TOTAL, own] == 80 << 30
+        assert samples[Metric.GPU_POWER, own] == 412.5
+    gpus[0].lost = True
+    samples = scrape(metrics)
+    assert (Metric.GPU_POWER, (("rank", "0"),)) not in samples
+    assert (Metric.GPU_POWER, (("rank", "1"),)) in samples
+    gpus[1].lost = True
+    assert not [name for name, _ in scrape(metrics) if name == Metric.GPU_POWER]
 
 
 def test_no_such_gpu_is_no_figure_and_no_error() -> None:
     for read in (gpu_reader("GPU-2", Nvml()), gpu_reader("GPU-no-such-device")):
         metrics = WorkerMetrics(EngineLoad)
-        metrics.watch_gpu(read)
-        assert (Metric.GPU_POWER, ()) not in scrape(metrics)
-        assert (Metric.STEPS + "_total", ()) in scrape(metrics)
+        metrics.watch_gpus([read])
+        samples = scrape(metrics)
+        assert not [name for name, _ in samples if name == Metric.GPU_POWER]
+        assert (Metric.STEPS + "_total", ()) in samples
 
 
 def test_paths_to_peers_are_shown_by_name() -> None:
@@ -292,7 +299,7 @@ def test_the_table_declares_every_name_and_nothing_else() -> None:
     used[0].watch_spans(lambda: ExportCounts(0, 0, 0, 0))
     used[0].watch_refusals(lambda: {"handshake": 1})
     used[0].watch_pages(lambda: PagesLoad({"w": 1}, {("w", "pool"): 2}, {}, {}, 0))
-    used[1].watch_gpu(lambda: GpuLoad(0.5, 1, 2, 3.0))
+    used[1].watch_gpus([lambda: GpuLoad(0.5, 1, 2, 3.0)])
     used[1].watch_overdue(lambda: Overdue(1, 7.0, 0, 0.0))
     used[1].watch_tiers(lambda: EngineLoad(tiers=TierLoad()))
     used[1].watch_hooks(lambda: EngineLoad(hook_failures={("quest", "step_began"): 1}))

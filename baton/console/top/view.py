@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Final
 
 from baton.console.top.scrape import NOTHING, Bucket, Known, Scrape, Scraped
@@ -75,6 +76,7 @@ class WorkerView:
     overdue: dict[str, int] = field(default_factory=dict)
     """Number of transfers that do not end, by kind: "quarantines" and "sends"."""
     gpu_share: float | None = None
+    """Share of time in which its GPU ran some kernel: the mean of those of its ranks."""
     rank_skew_ms: float | None = None
     """How long a step's fastest rank waited for the slowest, on average since the earlier scrape;
     None with one rank, and without a step."""
@@ -167,7 +169,7 @@ def _worker(known: Known, now: Scrape, before: Scrape, since: Scrape) -> WorkerV
     old = _same_process(found, before.samples.get(known.name, NOTHING))
     then = _same_process(found, since.samples.get(known.name, NOTHING))
     pages = found.by_label(Metric.KV_PAGES, "state")
-    gpu = Metric.GPU_UTILIZATION
+    gpus = found.by_label(Metric.GPU_UTILIZATION, "rank").values()
     return WorkerView(
         name=known.name,
         role=known.role,
@@ -195,7 +197,7 @@ def _worker(known: Known, now: Scrape, before: Scrape, since: Scrape) -> WorkerV
             "quarantines": int(found.total(Metric.QUARANTINES_OVERDUE)),
             "sends": int(found.total(Metric.SENDS_STUCK)),
         },
-        gpu_share=found.total(gpu) if found.has(gpu) else None,
+        gpu_share=fmean(gpus) if gpus else None,
         rank_skew_ms=_rank_skew_ms(found, old),
     )
 

@@ -39,6 +39,7 @@ _ENVIRONMENT: Final = {
     "NCCL_SOCKET_IFNAME": "lo",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
 """While the group is made: no multicast, nothing that listens outside this host, and none of
 torch's watchdogs, which end the process. Baton's own one names the rank."""
@@ -80,9 +81,9 @@ class CudaCollective(GroupCollective):
             self._group = _dist.ProcessGroupNCCL(by_nccl, self.rank, self.size, options)
             self._word = torch.zeros(1, device=self._device)
             self._most(0)  # The first use connects.
-        by_memory = _dist.PrefixStore("memory", file)
-        own = (str(store), self.rank, self.size, self._device)
-        self._memory = map_memory(by_memory, *own, self._most)
+            by_memory = _dist.PrefixStore("memory", file)
+            own = (str(store), self.rank, self.size, self._device)
+            self._memory = map_memory(by_memory, *own, self._most)
 
     def _most(self, own: int) -> int:
         """The largest of all ranks' numbers. Waits for the device."""

@@ -1,7 +1,8 @@
 """GPU memory that all ranks of a worker read and write: torch's symmetric memory, no multicast.
 
 Multicast is never asked for: programs that use it can put the GPUs of a host out of service, and
-between two GPUs it gains nothing.
+between two GPUs it gains nothing. Torch would use it where it maps memory. Whoever calls
+`map_memory` sets TORCH_SYMM_MEM_DISABLE_MULTICAST meanwhile (`engine.cuda.ranks.collective`).
 
 Whether the memory can be mapped is agreed on after each step that may fail on one rank alone. So
 all ranks have it, or none.
@@ -11,7 +12,6 @@ all ranks have it, or none.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
@@ -119,7 +119,6 @@ def _prepared(meetings: int, ranks: int, device: torch.device) -> Tensor:
     """
     from engine.cuda.ranks.shared import pad_bytes
 
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     while _meetings < meetings:
         name = f"baton-rank-alone-{_meetings}"
         _rendezvous(_allocated(16, device), _dist.HashStore(), name, 0, 1)
