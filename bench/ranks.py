@@ -1,15 +1,15 @@
 """What several ranks cost and gain: everything that two or four GPUs are wanted for, in one call.
 
 python -m bench.ranks [--ranks 1,2,4] [--model FOLDER] [--device cuda] [--only PART]...
-    [--rows 1,16] [--context TOKENS] [--out FILE.json]
+    [--rows 1,16x1152] [--context TOKENS] [--quantization fp8] [--out FILE.json]
 
 Parts:
 
     read        a rank of eight reads a sparse checkpoint of Llama-3.3-70B's shape: its host memory
     collective  all-reduce, by bytes, in processes of their own; on GPUs with the norm behind it,
                 by rows of Qwen3-32B (`bench.rank_sums`)
-    steps       decode steps of --model, by ranks and rows, behind prompts of --context tokens (32);
-                and the wait for the slowest rank
+    steps       decode steps of --model, by ranks and rows, behind prompts of --context tokens (32)
+                or as many as stand behind the rows; the wait for the slowest rank; on GPUs prompts
     hand-off    workers of unequal ranks, prompts of --context tokens (400): GB/s of the path, time
                 to the first and the second token, and the exposed time of the hand-off
     kill        a rank of a decode worker is killed under a stream: the longest gap
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import queue
 import statistics
@@ -63,10 +64,12 @@ COLLECTIVE_BYTES = [4 << 10, 64 << 10, 512 << 10, 2 << 20, 16 << 20]
 ROUNDS = 50
 COLLECTIVE_S = 300.0
 """Bound on all sums of so many ranks. A rank prints little, so none waits for its reader."""
-ROWS = (1, 16)
+ROWS = "1,16"
 CONTEXT = 32
 STEP_TOKENS = 40
 PREFILL_TOKENS = 4096
+PROMPTS = (128, 1024)
+"""So many at once, and the tokens of each."""
 Say = Callable[[dict[str, Any]], None]
 
 
@@ -78,8 +81,9 @@ def main() -> None:
     )
     parser.add_argument("--model", type=Path, default=SHAPES / "tiny")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rows", default=ROWS, type=lambda text: tuple(map(int, text.split(","))))
+    parser.add_argument("--rows", default=ROWS)
     parser.add_argument("--context", type=int)
+    parser.add_argument("--quantization", default="")
     parser.add_argument("--only", action="append", choices=PARTS, default=[])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--child", nargs="*", help=argparse.SUPPRESS)
@@ -241,30 +245,40 @@ def _sums_here(store: str, rank: str, ranks: str) -> None:
 
 
 def steps(options: argparse.Namespace, say: Say) -> None:
-    """Decode steps of so many rows, all by one engine; on GPUs also the prefill of long prompts."""
-    context = options.context or CONTEXT
+    """Decode steps of so many rows, all by one engine; on GPUs also the rates of prompts."""
+    cases = _cases(options.rows, options.context or CONTEXT)
     for ranks in options.ranks:
         config = EngineConfig(
             model=str(options.model),
             load_format="dummy",
             device=options.device,
             tp=ranks,
-            num_pages=max(rows * _pages(rows, context) for rows in options.rows)
+            quantization=options.quantization,
+            num_pages=max(rows * _pages(rows, context) for rows, context in cases)
             + PREFILL_TOKENS // 16
             + 8,
-            max_sequences=max(options.rows),
+            max_sequences=max(rows for rows, _ in cases),
             prefix_cache=False,
         )
+        began_s = time.monotonic()
         engine = Engine.build(config)
         line = {"model": options.model.name, "ranks": ranks}
+        say({**line, "ready_s": time.monotonic() - began_s})
         try:
             runs = _Runs(engine)
-            for rows in options.rows:
-                say({**line, "rows": rows, **_step_times(runs, rows, context)})
+            for rows, context in cases:
+                say({**line, "rows": rows, "context": context, **_step_times(runs, rows, context)})
             if options.device == "cuda":
-                say({**line, "prefill_tokens_per_s": _prefill_rate(runs)})
+                say({**line, "one_prompt_tokens_per_s": _prefill_rate(runs)})
+                say({**line, "prompts_tokens_per_s": _prompts_rate(runs)})
         finally:
             engine.stop()
+
+
+def _cases(text: str, context: int) -> list[tuple[int, int]]:
+    """Rows and the tokens of their prompts: `1,64x1152`."""
+    pairs = [one.partition("x") for one in text.split(",")]
+    return [(int(rows), int(own or context)) for rows, _, own in pairs]
 
 
 def _tokens(rows: int, context: int) -> int:
@@ -315,6 +329,13 @@ def _step_times(runs: _Runs, rows: int, context: int) -> dict[str, float]:
             figures["skew_ms"] = 1e3 * ranks.skew_s / loads[0].steps
             figures["waited_share"] = loads[0].waited_s / seconds
     return figures
+
+
+def _prompts_rate(runs: _Runs) -> float:
+    """Of many prompts at once."""
+    began_s = time.perf_counter()
+    runs.finish(*PROMPTS, 1)
+    return math.prod(PROMPTS) / (time.perf_counter() - began_s)
 
 
 def _prefill_rate(runs: _Runs) -> float:
