@@ -73,6 +73,10 @@ def check_sort(tokens: int, experts: int, chosen: int, kind: str) -> None:
     choice = kit.random_choice(tokens, experts, chosen, kind).experts.int()
     order = kernels.sort(choice, experts)
     found, pairs = choice.flatten().sort(stable=True)
+    if tokens == 1:
+        assert torch.equal(order.pairs, torch.arange(chosen).int()), "as they were chosen"
+        assert torch.equal(order.places, order.pairs)
+        return
     assert torch.equal(order.pairs.long(), pairs)
     assert torch.equal(order.places.long(), pairs.argsort())
     assert torch.equal(order.starts.diff(), torch.bincount(found, minlength=experts).int())
@@ -153,7 +157,9 @@ def main() -> None:
     check_sort(9, 6, 2, "few")
     check_layer(shared=True, tokens=3)
     for precision in ("fp8", "int4-zeros", "mxfp4"):
-        check_mixed(precision, 2, gate=OSS, bias=True, experts=3)
+        for tokens in (1, 2):
+            check_mixed(precision, tokens, gate=OSS, bias=True, experts=3)
+    check_mixed("float", 1, gate=OSS, bias=True, experts=3)
     if "all" in sys.argv:
         for how in ROUTINGS.values():
             check_route(how)
@@ -170,6 +176,8 @@ def main() -> None:
                 print(precision, tokens, kind, flush=True)
             check_mixed(precision, 5, dtype=torch.float16, gate=OSS, bias=True)
         for precision, sizes in (
+            ("float", (72, 200)), ("float", (4800, 72)), ("fp8", (80, 4160)),
+            ("fp8-static", (4800, 96)), ("fp8-blocks", (384, 4224)),
             ("mxfp4", (288, 96)), ("int4", (96, 288)), ("int4-zeros", (320, 192)),
             ("int4-channel", (80, 40)), ("int4-channel", (72, 296)),
         ):  # fmt: skip

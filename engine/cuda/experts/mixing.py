@@ -45,6 +45,9 @@ def mixed(x: Tensor, chosen: Chosen, gate_up: Stacked, down: Stacked, gate: Gate
         [T, H]
     """
     order = sort(chosen.experts, gate_up.shape[0])
+    if len(x) == 1:  # Its products round for themselves.
+        middle = product(x, gate_up, order, gate=gate, by_token=True)
+        return add_up(product(middle, down, order), order, chosen.weights)
     if len(x) > FEW_ROWS and all(_is_grouped(x, weights) for weights in (gate_up, down)):
         rows = _taken(_read(x, gate_up.input), order.pairs // chosen.experts.shape[1])
         middle = activate(_grouped(rows, gate_up, order), gate)

@@ -9,6 +9,7 @@ Shapes: T tokens, C chosen experts of each, P = T C pairs, E experts, H hidden s
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 from __future__ import annotations
 
+from functools import cache
 from typing import Final, NamedTuple
 
 import torch
@@ -109,7 +110,7 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None) -> Chosen:
 
 
 class Order(NamedTuple):
-    """The pairs, expert by expert. All int32."""
+    """The pairs, expert by expert, but of one token as they were chosen. All int32."""
 
     pairs: Tensor
     """[P], those of an expert ascend."""
@@ -144,13 +145,22 @@ def _sort(experts, pairs, places, starts, count, block: tl.constexpr):
 
 
 def sort(experts: Tensor, count: int) -> Order:
-    """Sorts the pairs of [T, C] int32 experts, of `count` in all."""
+    """Sorts the pairs of [T, C] int32 experts, of `count` in all. Those of one token are left as
+    they are, since it has each expert once: `starts` is nothing then."""
+    if len(experts) == 1:
+        numbered = _numbered(experts.shape[1], experts.device)
+        return Order(numbered, numbered, numbered, experts)
     pairs = torch.empty(experts.numel(), dtype=torch.int32, device=experts.device)
     places = torch.empty_like(pairs)
     starts = torch.empty(count + 1, dtype=torch.int32, device=experts.device)
     block = min(_PAIRS_AT_ONCE, triton.next_power_of_2(len(pairs)))
     launch(_sort, (count,), experts, pairs, places, starts, len(pairs), block)
     return Order(pairs, places, starts, experts)
+
+
+@cache
+def _numbered(count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, dtype=torch.int32, device=device)
 
 
 # -- between and behind the products ------------------------------------------------------------

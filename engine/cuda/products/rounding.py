@@ -33,8 +33,22 @@ _PROGRAMS: Final = 264
 """About two for each processor."""
 _VALUES_OF_A_WARP: Final = 256
 _MOST_WARPS: Final = 32
-_STATIC: Final = -1
+GIVEN: Final = -1
+"""A kernel's `group` where the scale is given."""
 _ROWS: Final = 0
+
+
+@triton.jit
+def scale_of(most):
+    """The scale of values whose largest magnitude is `most`."""
+    return tl.maximum(tl.div_rn(most, 448.0), 1e-12)
+
+
+@triton.jit
+def e4m3_of(value, scale):
+    """Values by scales of the same shape, rounded."""
+    value = tl.clamp(tl.div_rn(value, scale), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    return value.to(tl.float8e4nv)
 
 
 @triton.jit
@@ -46,19 +60,18 @@ def _store(value, most, values, scales, given, row, at, inside, size, stride, gr
         scale = tl.load(given)
         tl.store(scales + row, scale)
     elif group == 0:
-        scale = tl.maximum(tl.div_rn(most, 448.0), 1e-12)
+        scale = scale_of(most)
         tl.store(scales + row, scale)
     else:
         parts: tl.constexpr = block // group
         of_parts = tl.max(tl.abs(tl.reshape(value, (parts, group))), axis=1, keep_dims=True)
-        of_parts = tl.maximum(tl.div_rn(of_parts, 448.0), 1e-12)
+        of_parts = scale_of(of_parts)
         column = tl.min(at) // group + tl.arange(0, parts)
         places = scales + row + column.to(tl.int64) * stride
         tl.store(places[:, None], of_parts, mask=(column * group < size)[:, None])
         scale = tl.reshape(tl.broadcast_to(of_parts, (parts, group)), (block,))
-    value = tl.div_rn(value, tl.zeros((block,), tl.float32) + scale)
-    value = tl.clamp(value, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(values + row * size + at, value.to(tl.float8e4nv), mask=inside)
+    value = e4m3_of(value, tl.zeros((block,), tl.float32) + scale)
+    tl.store(values + row * size + at, value, mask=inside)
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -217,7 +230,7 @@ def _empty(x: Tensor, size: int, how: Rounding) -> tuple[Rounded, int, int]:
     values = torch.empty(rows, size, dtype=E4M3, device=x.device)
     if how.scale is not None or how.group is None:
         scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
-        return Rounded(values, scales), 1, _ROWS if how.scale is None else _STATIC
+        return Rounded(values, scales), 1, _ROWS if how.scale is None else GIVEN
     if size % how.group:
         raise ValueError(f"rows of {size} values cannot be cut into groups of {how.group}")
     column = -(-rows // 4) * 4
