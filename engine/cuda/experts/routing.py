@@ -1,9 +1,9 @@
-"""Kernels around the products of experts: the choice, the order of pairs, the sum.
+"""Kernels around the products of experts: the choice, the order of pairs, the activation.
 
 A *pair* is a token with one of its experts: token * C + place. Every result is at a place that
 follows from the input alone, so equal inputs give equal bits.
 
-Shapes: T tokens, C chosen experts of each, P = T C pairs, E experts, H hidden size, I the width.
+Shapes: T tokens, C chosen experts of each, P = T C pairs, E experts, I the width.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -163,7 +163,7 @@ def _numbered(count: int, device: torch.device) -> Tensor:
     return torch.arange(count, dtype=torch.int32, device=device)
 
 
-# -- between and behind the products ------------------------------------------------------------
+# -- between the products -----------------------------------------------------------------------
 
 
 @triton.jit
@@ -202,31 +202,3 @@ def activate(gate_up: Tensor, gate: Gate) -> Tensor:
 def numbers(gate: Gate) -> tuple[float, float, float, bool]:
     """The last arguments of `gated`."""
     return gate.sharpness, gate.shift, gate.limit or 0.0, gate.limit is not None
-
-
-@triton.jit
-def _add_up(parts, places, weights, out, size, chosen: tl.constexpr, block: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * block + tl.arange(0, block)
-    inside = at < size
-    total = tl.zeros((block,), tl.float32)
-    for number in range(chosen):
-        place = tl.load(places + token * chosen + number).to(tl.int64)
-        part = tl.load(parts + place * size + at, mask=inside, other=0.0).to(tl.float32)
-        total += part * tl.load(weights + token * chosen + number)
-    tl.store(out + token * size + at, total, mask=inside)
-
-
-def add_up(parts: Tensor, order: Order, weights: Tensor) -> Tensor:
-    """The sum of each token's experts by their weights, the best first: [P, H] -> [T, H].
-
-    Args:
-        parts: of each pair, expert by expert.
-        order: of the pairs.
-        weights: [T, C] float32.
-    """
-    tokens, chosen = weights.shape
-    out = parts.new_empty(tokens, parts.shape[1])
-    grid = (tokens, triton.cdiv(parts.shape[1], _COLUMNS))
-    launch(_add_up, grid, parts, order.places, weights, out, parts.shape[1], chosen, _COLUMNS)
-    return out

@@ -52,7 +52,9 @@ def e4m3_of(value, scale):
 
 
 @triton.jit
-def _store(value, most, values, scales, given, row, at, inside, size, stride, group: tl.constexpr):
+def store_rounded(
+    value, most, values, scales, given, row, at, inside, size, stride, group: tl.constexpr
+):  # fmt: skip
     """Rounds a part of a row and stores it. Group -1: by the given scale; 0: by the largest
     magnitude `most`; otherwise by that of each group."""
     block: tl.constexpr = value.shape[0]
@@ -107,7 +109,7 @@ def _norm(
         value = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value) / size + eps)
     value = (value * scale * gain).to(dtype).to(tl.float32)
-    _store(
+    store_rounded(
         value, tl.max(tl.abs(value)), values, scales, given, row, at, inside, size, stride, group
     )
 
@@ -135,7 +137,7 @@ def _silu_mul(
     up = tl.load(gate_up + row * 2 * size + size + at, mask=inside, other=0.0).to(tl.float32)
     activated = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
     value = (activated * up).to(dtype).to(tl.float32)
-    _store(
+    store_rounded(
         value, tl.max(tl.abs(value)), values, scales, given, row, at, inside, size, stride, group
     )
 
@@ -168,7 +170,7 @@ def _round(
             most = tl.max(tl.abs(every.to(tl.float32)))
         else:
             most = tl.max(tl.abs(value))
-    _store(value, most, values, scales, given, row, at, inside, size, stride, group)
+    store_rounded(value, most, values, scales, given, row, at, inside, size, stride, group)
 
 
 def rms_norm_rounded(x: Tensor, weight: Tensor, eps: float, how: Rounding) -> Rounded:
@@ -188,19 +190,19 @@ def silu_mul_rounded(gate_up: Tensor, how: Rounding) -> Rounded:
     if how.scale is None and how.group is None and len(gate_up) <= _FEW_ROWS:
         return rounded(silu_mul(gate_up), how)
     size = gate_up.shape[1] // 2
-    out, stride, group = _empty(gate_up, size, how)
+    out, stride, group = room(gate_up, size, how)
     block = _block(size, group)
     grid = (len(gate_up), triton.cdiv(size, block))
     given = out.scales if how.scale is None else how.scale
     arguments = (gate_up, *out, given, size, stride, early(), group, block)
-    launch(_silu_mul, grid, *arguments, num_warps=_warps(block), launch_pdl=early())
+    launch(_silu_mul, grid, *arguments, num_warps=warps_of(block), launch_pdl=early())
     return out
 
 
 def rounded(x: Tensor, how: Rounding) -> Rounded:
     """[T, K], contiguous, rounded; for what no kernel of ours has made, such as attention."""
     size = x.shape[1]
-    out, stride, group = _empty(x, size, how)
+    out, stride, group = room(x, size, how)
     block, whole = _block(size, group), triton.next_power_of_2(size)
     seen = block
     if group == _ROWS:
@@ -208,7 +210,7 @@ def rounded(x: Tensor, how: Rounding) -> Rounded:
     grid = (len(x), triton.cdiv(size, block))
     given = out.scales if how.scale is None else how.scale
     arguments = (x, *out, given, size, stride, early(), group, whole, block)
-    launch(_round, grid, *arguments, num_warps=_warps(seen), launch_pdl=early())
+    launch(_round, grid, *arguments, num_warps=warps_of(seen), launch_pdl=early())
     return out
 
 
@@ -216,15 +218,15 @@ def _normed(
     residual: Tensor, x: Tensor, weight: Tensor, eps: float, how: Rounding, *, adds: bool
 ) -> Rounded:
     size = x.shape[1]
-    out, stride, group = _empty(x, size, how)
+    out, stride, group = room(x, size, how)
     block = triton.next_power_of_2(size)
     given = out.scales if how.scale is None else how.scale
     arguments = (residual, x, weight, *out, given, eps, size, stride, adds, early(), group, block)
-    launch(_norm, (len(x),), *arguments, num_warps=_warps(block), launch_pdl=early())
+    launch(_norm, (len(x),), *arguments, num_warps=warps_of(block), launch_pdl=early())
     return out
 
 
-def _empty(x: Tensor, size: int, how: Rounding) -> tuple[Rounded, int, int]:
+def room(x: Tensor, size: int, how: Rounding) -> tuple[Rounded, int, int]:
     """Room for a result, the stride of its scales' columns, and the kernels' `group`."""
     rows = len(x)
     values = torch.empty(rows, size, dtype=E4M3, device=x.device)
@@ -250,5 +252,6 @@ def _part(whole: int, rows: int) -> int:
     return max(min(whole, _ACTIVATION_BLOCK), whole >> (parts.bit_length() - 1))
 
 
-def _warps(block: int) -> int:
+def warps_of(block: int) -> int:
+    """Of a program with so many values."""
     return max(1, min(_MOST_WARPS, block // _VALUES_OF_A_WARP))
