@@ -202,11 +202,17 @@ def sustained_tflops(seconds: float) -> float:
     return 2 * 8192 * 4096 * 28672 * count / (time.perf_counter() - begin) / 1e12
 
 
-def profile(engine: Engine, name: str, sampling: SamplingParams = GREEDY, rows: int = 14) -> str:
+def profile(
+    engine: Engine,
+    name: str,
+    sampling: SamplingParams = GREEDY,
+    rows: int = 14,
+    cases: Mapping[str, Case] = CASES,
+) -> str:
     """Where the device's time goes in a case: kernels by time, and the share that it idles."""
     activity = torch.profiler.ProfilerActivity.CUDA
     with torch.profiler.profile(activities=[activity]) as profiler:
-        seconds, _ = run_case(engine, CASES[name], 7, sampling)
+        seconds, _ = run_case(engine, cases[name], 7, sampling)
         torch.cuda.synchronize()
     averages = sorted(profiler.key_averages(), key=lambda e: -e.self_device_time_total)
     busy = sum(entry.self_device_time_total for entry in averages) / 1e6

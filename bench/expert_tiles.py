@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
@@ -42,6 +43,7 @@ from engine.model.families import read_config
 from engine.model.precision.base import Kind
 from engine.model.precision.choice import Precision
 from engine.model.precision.formats import read_format
+from engine.model.precision.rounding import Rounded
 
 LAYERS, CALLS, REPLAYS, SHOWN = 4, 8, 5, 5
 TOKENS = (1, 64, 256)
@@ -59,6 +61,11 @@ FEW_TILES = [
         (128, 64, 4, 4), (128, 128, 8, 3), (128, 128, 4, 3),
     )
 ]  # fmt: skip
+ONE_ROW_TILES = [
+    (1, 1, 2), (1, 1, 4), (2, 1, 2), (2, 1, 4), (4, 1, 2), (4, 1, 4), (8, 1, 4), (8, 1, 8),
+    (16, 1, 4), (16, 1, 8),
+]  # fmt: skip
+"""Outputs, rows and warps of one row in 16 bits or FP8, whose weights come in one step."""
 MANY_TILES = [
     Tiles(*each)
     for each in (
@@ -86,6 +93,14 @@ class Work(NamedTuple):
     gate: Gate | None
     weights: list[Stacked]
     """Of several layers, which do not all fit into a cache."""
+
+
+class Rows(NamedTuple):
+    """The input of a product."""
+
+    plain: Tensor
+    read: Tensor | Rounded
+    """As tensor cores take it."""
 
 
 def works_of(shape: str, precision: str, layers: int) -> tuple[list[Work], ExpertsConfig]:
@@ -123,7 +138,7 @@ def _draw(weights: Stacked) -> None:
         scales.random_(0, 120)
 
 
-def inputs_of(work: Work, own: ExpertsConfig, tokens: int) -> tuple[Any, Order, float]:
+def inputs_of(work: Work, own: ExpertsConfig, tokens: int) -> tuple[Rows, Order, float]:
     """Rows, the order of their pairs, and how many experts they take."""
     routing = own.routing
     scores = torch.rand(tokens, routing.experts, device="cuda")
@@ -132,19 +147,19 @@ def inputs_of(work: Work, own: ExpertsConfig, tokens: int) -> tuple[Any, Order, 
     weights = work.weights[0]
     rows = tokens if work.gate else tokens * routing.chosen
     x = torch.randn(rows, weights.inputs, device="cuda", dtype=torch.bfloat16)
-    return (
-        (x if weights.input is None else rounded(x, weights.input)),
-        order,
-        chosen.unique().numel(),
+    read = x if weights.input is None else rounded(x, weights.input)
+    return Rows(x, read), order, chosen.unique().numel()
+
+
+def run(work: Work, weights: Stacked, x: Rows, order: Order, tiles: Tiles) -> Tensor:
+    """One call. What is cut for one row rounds it."""
+    taken = x.plain if tiles.rows == 1 else x.read
+    return product(
+        taken, weights, order, gate=work.gate, by_token=work.gate is not None, tiles=tiles
     )
 
 
-def run(work: Work, weights: Stacked, x: Any, order: Order, tiles: Tiles | None) -> Tensor:
-    """One call."""
-    return product(x, weights, order, gate=work.gate, by_token=work.gate is not None, tiles=tiles)
-
-
-def time_us(work: Work, x: Any, order: Order, tiles: Tiles | None) -> float:
+def time_us(work: Work, x: Rows, order: Order, tiles: Tiles) -> float:
     """Of a call; infinite if the tiles do not fit."""
     try:
         run(work, work.weights[0], x, order, tiles)
@@ -176,6 +191,10 @@ def candidates(work: Work, tokens: int, own: ExpertsConfig) -> list[Tiles]:
         return [Tiles(*cut[:2], at_once, *cut[2:]) for at_once in sorted(rows) for cut in cuts]
     if tokens >= MANY:
         return MANY_TILES
+    if tokens == 1:
+        whole = triton.next_power_of_2(work.weights[0].inputs)
+        alone = [Tiles(outputs, whole, *others) for outputs, *others in ONE_ROW_TILES]
+        return FEW_TILES + alone
     return FEW_TILES + ([tiles._replace(rows=32) for tiles in FEW_TILES] if each >= 8 else [])
 
 

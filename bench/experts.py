@@ -1,14 +1,14 @@
 """Models with experts on a GPU: tokens a second, experts read a step, and TB/s over them.
 
 python -m bench.experts [--shapes NAME ...] [--precisions NAME ...] [--cases NAME ...]
-                        [--repeats 1] [--json FILE] [--tiles FILE]
+                        [--repeats 1] [--json FILE] [--tiles FILE] [--profile]
                         and the options of engines of bench.engine
 
 As `bench.engine`: dummy weights, random token ids, greedy, lengths forced, no prefix cache. Rows
 and layers get experts that were drawn at random before the engine was built: dummy weights may send
 all rows to the same experts, and then few are read. The router's product is computed, too.
 `--tiles` is a file of `bench.expert_tiles`: products are cut by the fastest tiles in it, to see
-what they bring.
+what they bring. `--profile` prints, after a shape's cases, where the device's time goes in each.
 
 `experts` is how many of a layer's experts a step of that many rows takes, on average. `TB/s` is the
 weights of those in all layers by the median time of a step, in which attention, head and all else
@@ -31,7 +31,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from bench.engine import Case, add_engine_options, build, free_memory, measure
+from bench.engine import Case, add_engine_options, build, free_memory, measure, profile
 from engine.cuda import feed_forward
 from engine.cuda.experts import products
 from engine.cuda.experts.cutting import Tiles
@@ -155,6 +155,8 @@ def run_shape(arguments: argparse.Namespace, shape: str, precision: str) -> list
                 continue
             rows.append(row_of(engine, name, case, experts, arguments.repeats))
             print(told(rows[-1]), flush=True)
+        for row in rows if arguments.profile else ():
+            print(profile(engine, row["case"], rows=20, cases=cases), flush=True)
         engine.stop()
     return [{"shape": shape, "precision": precision, **row} for row in rows]
 
@@ -196,6 +198,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--tiles", type=Path)
+    parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this measures a GPU, and there is none")

@@ -8,8 +8,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from engine.cuda import kernels
-from engine.cuda.experts.mixing import mixed
+from engine.cuda.experts.mixing import parts_of
 from engine.cuda.experts.routing import route
+from engine.cuda.experts.summing import Parts, add_up
 from engine.cuda.products.rounding import rounded, silu_mul_rounded
 from engine.model.config import Activation
 from engine.model.experts.layer import Experts
@@ -24,11 +25,15 @@ def reader_of(module: Gated | Experts) -> Rounding | None:
     return None if isinstance(module, Experts) else module.gate_up.method.input
 
 
-def run(module: Gated | Experts, x: Tensor | Rounded) -> Tensor:
-    """[T, H] in the form of `reader_of` -> [T, H]."""
+def run(module: Gated | Experts, x: Tensor | Rounded) -> Tensor | Parts:
+    """[T, H] in the form of `reader_of` -> [T, H], of experts perhaps not added up."""
     if isinstance(module, Experts):
         assert isinstance(x, Tensor)
         return _experts(module, x)
+    return _gated(module, x)
+
+
+def _gated(module: Gated, x: Tensor | Rounded) -> Tensor:
     reader = module.down.method.input
     if module.activation is Activation.SILU:
         middle = gated(x, module.gate_up, reader)
@@ -39,15 +44,16 @@ def run(module: Gated | Experts, x: Tensor | Rounded) -> Tensor:
     return out
 
 
-def _experts(module: Experts, x: Tensor) -> Tensor:
+def _experts(module: Experts, x: Tensor) -> Tensor | Parts:
     """The router reads the model's dtype, so experts round for themselves."""
     assert isinstance(module.gate_up, Stacked)
     assert isinstance(module.down, Stacked)
     chosen = route(module.router(x), module.own.routing, module.choice_bias)
-    out = mixed(x, chosen, module.gate_up, module.down, module.own.gate)
+    parts = parts_of(x, chosen, module.gate_up, module.down, module.own.gate)
     if not isinstance(module.shared, Gated):
-        return out
-    return out + module.common(x, run(module.shared, as_read(x, reader_of(module.shared))))
+        return parts
+    shared = _gated(module.shared, as_read(x, reader_of(module.shared)))
+    return add_up(parts) + module.common(x, shared)
 
 
 def gated(x: Tensor | Rounded, gate_up: Linear, reader: Rounding | None) -> Tensor | Rounded:

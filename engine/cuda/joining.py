@@ -13,6 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from engine.cuda import kernels
+from engine.cuda.experts.summing import Parts, add_up, add_up_norm
 from engine.cuda.feed_forward import as_read
 from engine.cuda.products.rounding import add_rms_norm_rounded, rms_norm_rounded
 from engine.cuda.ranks.collective import CudaCollective
@@ -35,7 +36,7 @@ class Join(NamedTuple):
     """On the output."""
 
 
-Joined = Callable[[Tensor, Tensor, Join], Tensor | Rounded]
+Joined = Callable[[Tensor, Tensor | Parts, Join], Tensor | Rounded]
 """See `joined`."""
 
 
@@ -49,11 +50,13 @@ def entered(x: Tensor, how: Join) -> Tensor | Rounded:
     return rms_norm_rounded(x, norm.weight, norm.eps, reader)
 
 
-def joined(residual: Tensor, x: Tensor, how: Join) -> Tensor | Rounded:
+def joined(residual: Tensor, x: Tensor | Parts, how: Join) -> Tensor | Rounded:
     """Adds `x` to `residual` in place; returns what the next product reads."""
     norm, reader = how.before, how.reader
     if norm is None or how.after is not None or how.factor != 1.0:
-        return _joined_otherwise(residual, x, how)
+        return _joined_otherwise(residual, _added_up(x), how)
+    if isinstance(x, Parts):
+        return add_up_norm(residual, x, norm.weight, norm.eps, reader)
     if reader is None:
         return kernels.add_rms_norm(residual, x, norm.weight, norm.eps)
     return add_rms_norm_rounded(residual, x, norm.weight, norm.eps, reader)
@@ -66,6 +69,10 @@ def _joined_otherwise(residual: Tensor, x: Tensor, how: Join) -> Tensor | Rounde
     return as_read(kernels.join(residual, x, after, before, eps, how.factor), how.reader)
 
 
+def _added_up(x: Tensor | Parts) -> Tensor:
+    return add_up(x) if isinstance(x, Parts) else x
+
+
 def joiner(collective: Collective) -> Joined:
     """`joined` for one of these ranks."""
     if collective.size == 1:
@@ -75,9 +82,10 @@ def joiner(collective: Collective) -> Joined:
 
 
 def _joined_by_all(
-    ranks: CudaCollective, residual: Tensor, x: Tensor, how: Join
+    ranks: CudaCollective, residual: Tensor, x: Tensor | Parts, how: Join
 ) -> Tensor | Rounded:
     """`x` is this rank's part."""
+    x = _added_up(x)
     norm = how.before
     if norm is None or how.after is not None or how.factor != 1.0 or how.reader is not None:
         return joined(residual, ranks.all_reduce(x), how)

@@ -20,14 +20,20 @@ from triton.runtime import interpreter
 from engine.cuda import feed_forward
 from engine.cuda.experts import routing as kernels
 from engine.cuda.experts.four_bits import numbers_of
-from engine.cuda.experts.mixing import mixed
+from engine.cuda.experts.mixing import parts_of
+from engine.cuda.experts.summing import Parts, add_up
+from engine.cuda.joining import Join, joined
 from engine.cuda.products import CudaProducts
 from engine.model.experts import routing
 from engine.model.experts.config import Gate, Routing, Scores
 from engine.model.experts.routing import Chosen
 from engine.model.experts.stacked import Stacked
+from engine.model.linear import Build, RmsNorm
 from engine.model.precision import mxfp4
 from engine.model.precision.choice import Precision
+from engine.model.precision.rounding import Rounding
+from engine.model.shard import Shard
+from engine.ranks.collective import Alone
 
 OSS = Gate(sharpness=1.702, shift=1.0, limit=1.0)
 ROUTINGS = {
@@ -73,6 +79,10 @@ def check_sort(tokens: int, experts: int, chosen: int, kind: str) -> None:
     choice = kit.random_choice(tokens, experts, chosen, kind).experts.int()
     order = kernels.sort(choice, experts)
     found, pairs = choice.flatten().sort(stable=True)
+    if tokens == 1:
+        assert torch.equal(order.pairs, torch.arange(chosen).int()), "as they were chosen"
+        assert torch.equal(order.places, order.pairs)
+        return
     assert torch.equal(order.pairs.long(), pairs)
     assert torch.equal(order.places.long(), pairs.argsort())
     assert torch.equal(order.starts.diff(), torch.bincount(found, minlength=experts).int())
@@ -118,13 +128,30 @@ def check_mixed(
     x = torch.randn(tokens, hidden).to(dtype)
     choice = kit.random_choice(tokens, experts, 2, kind)
     weights = cast("list[Stacked]", [gate_up.weights, down.weights])
-    got = mixed(x, Chosen(choice.weights, choice.experts.int()), *weights, gate)
+    got = add_up(parts_of(x, Chosen(choice.weights, choice.experts.int()), *weights, gate))
     want = kit.exact(x, choice, gate_up, down, gate, dtype)
     error = (got.double() - want).norm() / want.norm()
     # A value between the products may round to FP8 the other way.
     limit = 2e-3 if gate_up.weights.input is not None else 1e-6
     limit = max(limit, 2e-3) if dtype != torch.float32 else limit
     assert error < limit, (precision, tokens, kind, float(error))
+
+
+def check_sum_and_norm(tokens: int, hidden: int, how: Rounding | None) -> None:
+    """In one kernel, to the last bit what is added up before."""
+    choice = kit.random_choice(tokens, 6, 3)
+    order = kernels.sort(choice.experts.int(), 6)
+    parts = Parts(torch.randn(3 * tokens, hidden).half(), order, choice.weights)
+    precision = Precision(kit.CPU, torch.float16)
+    norm = RmsNorm(hidden, 1e-6, Build(torch.float16, kit.CPU, precision, Shard(), Alone()))
+    norm.weight.data.normal_()
+    residual = torch.randn(tokens, hidden).half()
+    other, join = residual.clone(), Join(None, norm, how, 1.0)
+    got, want = joined(residual, parts, join), joined(other, add_up(parts), join)
+    assert torch.equal(residual, other)
+    pairs = [(got, want)] if how is None else zip(got, want, strict=True)
+    for one, two in pairs:
+        assert torch.equal(one.float(), two.float()), how
 
 
 def check_layer(shared: bool, tokens: int) -> None:
@@ -136,6 +163,7 @@ def check_layer(shared: bool, tokens: int) -> None:
             module.method.finish(CudaProducts())
     x = torch.randn(tokens, 64)
     got = feed_forward.run(layer, x)
+    got = add_up(got) if isinstance(got, Parts) else got
     for module in layer.modules():
         if isinstance(module, kit.Linear):
             module.method.finish()
@@ -152,8 +180,13 @@ def main() -> None:
     check_route(ROUTINGS["normalised"])
     check_sort(9, 6, 2, "few")
     check_layer(shared=True, tokens=3)
+    for how in (None, Rounding(), Rounding(scale=torch.tensor([0.02]))):
+        check_sum_and_norm(1, 72, how)
+    check_sum_and_norm(5, 256, Rounding(group=128))
     for precision in ("fp8", "int4-zeros", "mxfp4"):
-        check_mixed(precision, 2, gate=OSS, bias=True, experts=3)
+        for tokens in (1, 2):
+            check_mixed(precision, tokens, gate=OSS, bias=True, experts=3)
+    check_mixed("float", 1, gate=OSS, bias=True, experts=3)
     if "all" in sys.argv:
         for how in ROUTINGS.values():
             check_route(how)
@@ -170,6 +203,8 @@ def main() -> None:
                 print(precision, tokens, kind, flush=True)
             check_mixed(precision, 5, dtype=torch.float16, gate=OSS, bias=True)
         for precision, sizes in (
+            ("float", (72, 200)), ("float", (4800, 72)), ("fp8", (80, 4160)),
+            ("fp8-static", (4800, 96)), ("fp8-blocks", (384, 4224)),
             ("mxfp4", (288, 96)), ("int4", (96, 288)), ("int4-zeros", (320, 192)),
             ("int4-channel", (80, 40)), ("int4-channel", (72, 296)),
         ):  # fmt: skip

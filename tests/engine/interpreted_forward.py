@@ -15,14 +15,18 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import interpreted_ptx
 import numpy as np
 import torch
+from interpreted_kernels import convert_as_a_gpu_does
+from quantised_experts import write_mxfp4
 from test_attention import FEATURES, MIXES, Row
 from test_attention import check as check_rows
 from test_model_logits import Runner, load
 from tiny_families import EVERY
 from tiny_models import write_tiny_model
 from torch import Tensor
+from triton.runtime import interpreter
 
 from engine.attention import AttentionBatch, Specs
 from engine.attention.triton import TritonBackend
@@ -55,8 +59,25 @@ KERNELS = {
 """Of a prompt through two layers of Llama, Mistral, Qwen2 or Qwen3: what lies between products.
 Attention of prompts is one call of a library on a Hopper."""
 PLAIN = ("llama", "mistral", "qwen3")
+WIDE = {
+    "hidden": 512, "heads": 8, "family": "qwen3_moe", "head_dim": 64, "num_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True,
+}  # fmt: skip
+"""As wide as kernels of one row want it."""
+OF_LAYER = {
+    "_rope_store": 1, "_attend_part": 1, "_merge_parts": 1, "_add_rms_norm": 1, "_route": 1,
+    "_add_up_norm": 1,
+}  # fmt: skip
+ONE_ROW: dict[str, tuple[dict[str, int], dict[str, int]]] = {
+    "experts": (OF_LAYER | {"_dot": 3, "_one_row": 2}, {"_rms_norm": 1, "_dot": 1}),
+    "experts-fp8": (OF_LAYER | {"_dot": 3, "_round": 1, "_one_row": 2}, {"_norm": 1, "_dot": 1}),
+    "experts-mxfp4": (OF_LAYER | {"_dot": 3, "_product": 2}, {"_rms_norm": 1, "_dot": 1}),
+}
+"""Kernels of a layer with experts for one decode row, products as well; and those of the rest."""
 LAUNCHERS = (
     "kernels", "kv.rope_store", "kv.prompt_attention", "decode_attention", "products.single_row",
+    "products.one_row", "products.rounding", "experts.routing", "experts.products",
+    "experts.one_row", "experts.four_bits", "experts.summing",
 )  # fmt: skip
 
 
@@ -159,6 +180,29 @@ def check(folder: Path, case: str) -> None:
         check_hooks(fused, first, second, want)
 
 
+def check_one_row(folder: Path, case: str) -> None:
+    """A decode row alone through two layers with experts."""
+    options: dict[str, str] = {}
+    if case == "experts-mxfp4":
+        source = write_tiny_model(folder / "source", tokenizer=False, **EVERY["gpt_oss"])
+        path = folder / case
+        write_mxfp4(source, path, folder / "floats")
+    else:
+        path = write_tiny_model(folder / case, tokenizer=False, **WIDE)
+        options = {"quantization": "fp8"} if case == "experts-fp8" else {}
+    want = Runner(load(path, **options)).step([(0, [7])])[0]
+    launches = Launches()
+    launches.watch()
+    capability = patch.object(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    with patch.object(Precision, "on_gpu", True), capability:
+        fused = Fused(load(path, **options))
+    got = fused.step([(0, 0, [7])])
+    error = (got - want).norm() / want.norm()
+    assert error < (1e-2 if options else 1e-4), float(error)
+    layer, rest = ONE_ROW[case]
+    assert launches == Counter(layer) + Counter(layer) + Counter(rest), launches
+
+
 class Reversing(AttentionHook):
     """Reads all pages of its rows, in another order, if it chooses."""
 
@@ -238,10 +282,14 @@ def check_attention(*, every: bool) -> None:
 
 
 def main() -> None:
+    interpreter._convert_float = convert_as_a_gpu_does
+    interpreted_ptx.teach()
     for case in sys.argv[2:]:
         with torch.inference_mode():
             if case in ("attention", "mixes"):
                 check_attention(every=case == "mixes")
+            elif case in ONE_ROW:
+                check_one_row(Path(sys.argv[1]), case)
             else:
                 check(Path(sys.argv[1]), case)
         print(case, "equal", flush=True)

@@ -36,7 +36,8 @@ def test_sizes_that_no_tile_divides(precision, hidden, width, tokens):
 
 
 def check(precision: str, tokens: int, hidden: int, width: int) -> None:
-    from engine.cuda.experts.mixing import mixed
+    from engine.cuda.experts.mixing import parts_of
+    from engine.cuda.experts.summing import add_up
 
     torch.manual_seed(tokens)
     parts = kit.parts_of(EXPERTS, ("gate", "up"), width, hidden)
@@ -49,7 +50,8 @@ def check(precision: str, tokens: int, hidden: int, width: int) -> None:
     for known in (gate_up, down):
         known.weights.to("cuda")
     here = Chosen(choice.weights.cuda(), choice.experts.int().cuda())
-    runs = [mixed(x.cuda(), here, gate_up.weights, down.weights, Gate()) for _ in range(2)]
+    weights = gate_up.weights, down.weights
+    runs = [add_up(parts_of(x.cuda(), here, *weights, Gate())) for _ in range(2)]
     assert torch.equal(*runs), "the same sum in every run"
     error = (runs[0].cpu().double() - want).norm() / want.norm()
     assert error < (ERROR_OF_FP8 if precision.startswith("fp8") else ERROR), float(error)

@@ -3,7 +3,7 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import triton
 import triton.language as tl
@@ -22,17 +22,33 @@ class Tiles(NamedTuple):
     stages: int = 3
 
 
+BY_EXPERT: Final = tl.constexpr(0)
+BY_PAIR: Final = tl.constexpr(1)
+ALONE: Final = tl.constexpr(2)
+"""Whose a program is: an expert's; a pair's, and those that are not the first of their expert get
+no pairs; or a pair's where all pairs are of one token, in its order."""
+
+
+def whose(tokens: int, pairs: int, experts: int) -> int:
+    """The programs of so many tokens."""
+    if tokens == 1:
+        return int(ALONE.value)
+    return int(BY_PAIR.value if pairs <= experts else BY_EXPERT.value)
+
+
 @triton.jit
-def expert_of(pairs, starts, experts, by_pair: tl.constexpr):
-    """The expert of a program, and where its pairs begin and end. With `by_pair` a program that is
-    not the first of its expert gets no pairs."""
+def expert_of(pairs, starts, experts, programs: tl.constexpr):
+    """The expert of a program, and where its pairs begin and end."""
     number = tl.program_id(0)
-    expert = number
-    if by_pair:
-        expert = tl.load(experts + tl.load(pairs + number))
-    begin, end = tl.load(starts + expert), tl.load(starts + expert + 1)
-    if by_pair:
-        end = tl.where(begin == number, end, begin)
+    expert, begin, end = number, number, number + 1
+    if programs == ALONE:
+        expert = tl.load(experts + number)
+    else:
+        if programs == BY_PAIR:
+            expert = tl.load(experts + tl.load(pairs + number))
+        begin, end = tl.load(starts + expert), tl.load(starts + expert + 1)
+        if programs == BY_PAIR:
+            end = tl.where(begin == number, end, begin)
     return expert, begin, end
 
 

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda.experts.cutting import Tiles, expert_of, with_bias
+from engine.cuda.experts.cutting import Tiles, expert_of, whose, with_bias
 from engine.cuda.experts.routing import Order, gated, numbers
 from engine.cuda.kernels import launch
 from engine.model.experts.config import Gate
@@ -216,14 +216,14 @@ def _sums(
 def _product(
     values, scales, zeros, bias, x, out, pairs, starts, experts,
     width, size, sharpness, shift, limit,
-    by_pair: tl.constexpr, places: tl.constexpr, gate: tl.constexpr, limited: tl.constexpr,
+    programs: tl.constexpr, places: tl.constexpr, gate: tl.constexpr, limited: tl.constexpr,
     has_bias: tl.constexpr, mxfp4: tl.constexpr, has_zeros: tl.constexpr,
     group: tl.constexpr, spread: tl.constexpr,
     bn: tl.constexpr, bm: tl.constexpr, bk: tl.constexpr,
 ):  # fmt: skip
     """As that of `engine.cuda.experts.products`. `size` and `group`: bytes of a row and of a group.
     `spread`: bytes that a step is sure to have of a group."""
-    expert, begin, end = expert_of(pairs, starts, experts, by_pair)
+    expert, begin, end = expert_of(pairs, starts, experts, programs)
     dtype: tl.constexpr = out.dtype.element_ty
     channel = tl.program_id(1) * bn + tl.arange(0, bn)
     inside = channel < width
@@ -285,7 +285,7 @@ def product(
         out.shape[1],
         size,
         *numbers(gate or Gate())[:3],
-        len(out) <= weights.shape[0],
+        whose(len(order.experts), len(out), weights.shape[0]),
         places,
         gate is not None,
         gate is not None and gate.limit is not None,

@@ -1,4 +1,5 @@
-"""The sum over a token's experts on a GPU: what `engine.model.experts.products.mixed` is elsewhere.
+"""A token's experts on a GPU: with `engine.cuda.experts.summing`, what
+`engine.model.experts.products.mixed` is elsewhere.
 
 Up to `FEW_ROWS` rows memory limits, and our kernels read the chosen experts. With more rows
 arithmetic limits: weights in bfloat16 are PyTorch's `grouped_mm` on Hopper and later, those in FP8
@@ -15,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.cuda.experts.products import product
-from engine.cuda.experts.routing import Order, activate, add_up, sort
+from engine.cuda.experts.routing import Order, activate, sort
+from engine.cuda.experts.summing import Parts
 from engine.cuda.products.rounding import rounded
 from engine.model.experts.config import Gate
 from engine.model.experts.routing import Chosen
@@ -31,8 +33,8 @@ _functional: Any = F
 """PyTorch before 2.10 lacks some of what is used here."""
 
 
-def mixed(x: Tensor, chosen: Chosen, gate_up: Stacked, down: Stacked, gate: Gate) -> Tensor:
-    """The sum of each token's experts by their weights, added in float32, the best expert first.
+def parts_of(x: Tensor, chosen: Chosen, gate_up: Stacked, down: Stacked, gate: Gate) -> Parts:
+    """What each expert of a token makes of it.
 
     Args:
         x: [T, H] in the model's dtype.
@@ -42,16 +44,19 @@ def mixed(x: Tensor, chosen: Chosen, gate_up: Stacked, down: Stacked, gate: Gate
         gate: what lies between them.
 
     Returns:
-        [T, H]
+        [P, H], to be added up.
     """
     order = sort(chosen.experts, gate_up.shape[0])
+    if len(x) == 1:  # Its products round for themselves.
+        middle = product(x, gate_up, order, gate=gate, by_token=True)
+        return Parts(product(middle, down, order), order, chosen.weights)
     if len(x) > FEW_ROWS and all(_is_grouped(x, weights) for weights in (gate_up, down)):
         rows = _taken(_read(x, gate_up.input), order.pairs // chosen.experts.shape[1])
         middle = activate(_grouped(rows, gate_up, order), gate)
-        return add_up(_grouped(_read(middle, down.input), down, order), order, chosen.weights)
+        return Parts(_grouped(_read(middle, down.input), down, order), order, chosen.weights)
     middle = product(_read(x, gate_up.input), gate_up, order, gate=gate, by_token=True)
     out = product(_read(middle, down.input), down, order)
-    return add_up(out, order, chosen.weights)
+    return Parts(out, order, chosen.weights)
 
 
 def _is_grouped(x: Tensor, weights: Stacked) -> bool:

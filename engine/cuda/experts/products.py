@@ -6,7 +6,8 @@
 3. FP8 values are multiplied as they are, and sums of a step are added in float32, as in
    `engine.cuda.products.few_rows`. INT4 and MXFP4 have a kernel of their own
    (`engine.cuda.experts.four_bits`).
-4. A sum has one program, which adds in the order of the inputs. So it is the same in every run.
+4. One row has a kernel of its own (`engine.cuda.experts.one_row`).
+5. A sum has one program, which adds in the order of the inputs. So it is the same in every run.
 
 Where fewer pairs than experts come, a program belongs to a pair, and runs if its pair is the first
 of its expert. Otherwise a program belongs to an expert. So the grid follows from the number of rows
@@ -25,8 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda.experts import four_bits
-from engine.cuda.experts.cutting import Tiles, expert_of, with_bias
+from engine.cuda.experts import four_bits, one_row
+from engine.cuda.experts.cutting import Tiles, expert_of, whose, with_bias
 from engine.cuda.experts.routing import Order, gated, numbers
 from engine.cuda.kernels import launch
 from engine.model.experts.config import Gate
@@ -45,12 +46,14 @@ _PROCESSORS: Final = 132
 
 def tiles_of(weights: Stacked, tokens: int, pairs: int) -> Tiles:
     """By shapes alone. Measured with Qwen3-30B-A3B on an H200 (`bench.expert_tiles`), in bf16 and
-    FP8: of 18 ways to cut a product none is more than a twentieth faster, for 1, 64 and 256 tokens.
+    FP8: of 18 ways to cut a product none is more than a twentieth faster, for 64 and 256 tokens.
     Rows are for one and a half times the mean: experts with more read their weights twice."""
     experts, outputs, _ = weights.shape
     each = pairs / min(pairs, experts)
     if weights.kind in _FOUR_BITS:
         return four_bits.tiles_of(each)
+    if tokens == 1:
+        return one_row.tiles_of(weights)
     rows = min(64, max(16, triton.next_power_of_2(int(1.5 * each))))
     few = min(pairs, experts) * triton.cdiv(outputs, 64) < 2 * _PROCESSORS
     return Tiles(64, 128, rows, stages=5 if few and tokens <= 16 else 3)
@@ -101,13 +104,13 @@ def _sums(
 def _product(
     values, scales, bias, x, x_scales, out, pairs, starts, experts,
     width, inputs, x_step, sharpness, shift, limit,
-    by_pair: tl.constexpr, places: tl.constexpr, gate: tl.constexpr, limited: tl.constexpr,
+    programs: tl.constexpr, places: tl.constexpr, gate: tl.constexpr, limited: tl.constexpr,
     has_bias: tl.constexpr, kind: tl.constexpr,
     bn: tl.constexpr, bm: tl.constexpr, bk: tl.constexpr,
 ):  # fmt: skip
     """`width`: columns of `out`. With `gate`, a weight has twice as many rows. `places`: pairs of a
     token, where `x` has a row for each token; 0: `x` has a row for each pair, in order."""
-    expert, begin, end = expert_of(pairs, starts, experts, by_pair)
+    expert, begin, end = expert_of(pairs, starts, experts, programs)
     channel = tl.program_id(1) * bn + tl.arange(0, bn)
     inside = channel < width
     factor: tl.constexpr = 2 if gate else 1
@@ -147,12 +150,13 @@ def product(
     """Products of pairs.
 
     Args:
-        x: in the form of `weights.input`; [P, K] in the order of the pairs.
+        x: in the form of `weights.input`, but where `tiles` have one row in the model's dtype;
+            [P, K] in the order of the pairs.
         weights: of all experts.
         order: of the pairs.
         gate: what is done with gate and up, which are the halves of the weights' rows.
         by_token: `x` is [T, K], a row for each token.
-        tiles: how it is cut; None: `tiles_of`.
+        tiles: how it is cut; None: `tiles_of`. One row: see `engine.cuda.experts.one_row`.
 
     Returns:
         [P, N], or [P, N / 2] with a gate, in the order of the pairs, in the model's dtype.
@@ -165,6 +169,9 @@ def product(
     cut = tiles or tiles_of(weights, tokens, pairs)
     if weights.kind in _FOUR_BITS:
         four_bits.product(rows, weights, order, out, places if by_token else 0, gate, cut)
+        return out
+    if cut.rows == 1:
+        one_row.product(rows, weights, order.experts, out, by_token, gate, cut)
         return out
     unused = order.starts
     launch(
@@ -183,7 +190,7 @@ def product(
         inputs,
         x_scales.stride(1) if weights.kind is Kind.FP8_BLOCKS else 0,
         *numbers(gate or Gate())[:3],
-        pairs <= experts,
+        whose(tokens, pairs, experts),
         places if by_token else 0,
         gate is not None,
         gate is not None and gate.limit is not None,

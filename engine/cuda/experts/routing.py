@@ -1,14 +1,15 @@
-"""Kernels around the products of experts: the choice, the order of pairs, the sum.
+"""Kernels around the products of experts: the choice, the order of pairs, the activation.
 
 A *pair* is a token with one of its experts: token * C + place. Every result is at a place that
 follows from the input alone, so equal inputs give equal bits.
 
-Shapes: T tokens, C chosen experts of each, P = T C pairs, E experts, H hidden size, I the width.
+Shapes: T tokens, C chosen experts of each, P = T C pairs, E experts, I the width.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 from __future__ import annotations
 
+from functools import cache
 from typing import Final, NamedTuple
 
 import torch
@@ -109,7 +110,7 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None) -> Chosen:
 
 
 class Order(NamedTuple):
-    """The pairs, expert by expert. All int32."""
+    """The pairs, expert by expert, but of one token as they were chosen. All int32."""
 
     pairs: Tensor
     """[P], those of an expert ascend."""
@@ -144,7 +145,11 @@ def _sort(experts, pairs, places, starts, count, block: tl.constexpr):
 
 
 def sort(experts: Tensor, count: int) -> Order:
-    """Sorts the pairs of [T, C] int32 experts, of `count` in all."""
+    """Sorts the pairs of [T, C] int32 experts, of `count` in all. Those of one token are left as
+    they are, since it has each expert once: `starts` is nothing then."""
+    if len(experts) == 1:
+        numbered = _numbered(experts.shape[1], experts.device)
+        return Order(numbered, numbered, numbered, experts)
     pairs = torch.empty(experts.numel(), dtype=torch.int32, device=experts.device)
     places = torch.empty_like(pairs)
     starts = torch.empty(count + 1, dtype=torch.int32, device=experts.device)
@@ -153,7 +158,12 @@ def sort(experts: Tensor, count: int) -> Order:
     return Order(pairs, places, starts, experts)
 
 
-# -- between and behind the products ------------------------------------------------------------
+@cache
+def _numbered(count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, dtype=torch.int32, device=device)
+
+
+# -- between the products -----------------------------------------------------------------------
 
 
 @triton.jit
@@ -192,31 +202,3 @@ def activate(gate_up: Tensor, gate: Gate) -> Tensor:
 def numbers(gate: Gate) -> tuple[float, float, float, bool]:
     """The last arguments of `gated`."""
     return gate.sharpness, gate.shift, gate.limit or 0.0, gate.limit is not None
-
-
-@triton.jit
-def _add_up(parts, places, weights, out, size, chosen: tl.constexpr, block: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * block + tl.arange(0, block)
-    inside = at < size
-    total = tl.zeros((block,), tl.float32)
-    for number in range(chosen):
-        place = tl.load(places + token * chosen + number).to(tl.int64)
-        part = tl.load(parts + place * size + at, mask=inside, other=0.0).to(tl.float32)
-        total += part * tl.load(weights + token * chosen + number)
-    tl.store(out + token * size + at, total, mask=inside)
-
-
-def add_up(parts: Tensor, order: Order, weights: Tensor) -> Tensor:
-    """The sum of each token's experts by their weights, the best first: [P, H] -> [T, H].
-
-    Args:
-        parts: of each pair, expert by expert.
-        order: of the pairs.
-        weights: [T, C] float32.
-    """
-    tokens, chosen = weights.shape
-    out = parts.new_empty(tokens, parts.shape[1])
-    grid = (tokens, triton.cdiv(parts.shape[1], _COLUMNS))
-    launch(_add_up, grid, parts, order.places, weights, out, parts.shape[1], chosen, _COLUMNS)
-    return out

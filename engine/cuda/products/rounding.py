@@ -33,12 +33,28 @@ _PROGRAMS: Final = 264
 """About two for each processor."""
 _VALUES_OF_A_WARP: Final = 256
 _MOST_WARPS: Final = 32
-_STATIC: Final = -1
+GIVEN: Final = -1
+"""A kernel's `group` where the scale is given."""
 _ROWS: Final = 0
 
 
 @triton.jit
-def _store(value, most, values, scales, given, row, at, inside, size, stride, group: tl.constexpr):
+def scale_of(most):
+    """The scale of values whose largest magnitude is `most`."""
+    return tl.maximum(tl.div_rn(most, 448.0), 1e-12)
+
+
+@triton.jit
+def e4m3_of(value, scale):
+    """Values by scales of the same shape, rounded."""
+    value = tl.clamp(tl.div_rn(value, scale), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    return value.to(tl.float8e4nv)
+
+
+@triton.jit
+def store_rounded(
+    value, most, values, scales, given, row, at, inside, size, stride, group: tl.constexpr
+):  # fmt: skip
     """Rounds a part of a row and stores it. Group -1: by the given scale; 0: by the largest
     magnitude `most`; otherwise by that of each group."""
     block: tl.constexpr = value.shape[0]
@@ -46,19 +62,18 @@ def _store(value, most, values, scales, given, row, at, inside, size, stride, gr
         scale = tl.load(given)
         tl.store(scales + row, scale)
     elif group == 0:
-        scale = tl.maximum(tl.div_rn(most, 448.0), 1e-12)
+        scale = scale_of(most)
         tl.store(scales + row, scale)
     else:
         parts: tl.constexpr = block // group
         of_parts = tl.max(tl.abs(tl.reshape(value, (parts, group))), axis=1, keep_dims=True)
-        of_parts = tl.maximum(tl.div_rn(of_parts, 448.0), 1e-12)
+        of_parts = scale_of(of_parts)
         column = tl.min(at) // group + tl.arange(0, parts)
         places = scales + row + column.to(tl.int64) * stride
         tl.store(places[:, None], of_parts, mask=(column * group < size)[:, None])
         scale = tl.reshape(tl.broadcast_to(of_parts, (parts, group)), (block,))
-    value = tl.div_rn(value, tl.zeros((block,), tl.float32) + scale)
-    value = tl.clamp(value, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(values + row * size + at, value.to(tl.float8e4nv), mask=inside)
+    value = e4m3_of(value, tl.zeros((block,), tl.float32) + scale)
+    tl.store(values + row * size + at, value, mask=inside)
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -94,7 +109,7 @@ def _norm(
         value = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value) / size + eps)
     value = (value * scale * gain).to(dtype).to(tl.float32)
-    _store(
+    store_rounded(
         value, tl.max(tl.abs(value)), values, scales, given, row, at, inside, size, stride, group
     )
 
@@ -122,7 +137,7 @@ def _silu_mul(
     up = tl.load(gate_up + row * 2 * size + size + at, mask=inside, other=0.0).to(tl.float32)
     activated = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
     value = (activated * up).to(dtype).to(tl.float32)
-    _store(
+    store_rounded(
         value, tl.max(tl.abs(value)), values, scales, given, row, at, inside, size, stride, group
     )
 
@@ -155,7 +170,7 @@ def _round(
             most = tl.max(tl.abs(every.to(tl.float32)))
         else:
             most = tl.max(tl.abs(value))
-    _store(value, most, values, scales, given, row, at, inside, size, stride, group)
+    store_rounded(value, most, values, scales, given, row, at, inside, size, stride, group)
 
 
 def rms_norm_rounded(x: Tensor, weight: Tensor, eps: float, how: Rounding) -> Rounded:
@@ -175,19 +190,19 @@ def silu_mul_rounded(gate_up: Tensor, how: Rounding) -> Rounded:
     if how.scale is None and how.group is None and len(gate_up) <= _FEW_ROWS:
         return rounded(silu_mul(gate_up), how)
     size = gate_up.shape[1] // 2
-    out, stride, group = _empty(gate_up, size, how)
+    out, stride, group = room(gate_up, size, how)
     block = _block(size, group)
     grid = (len(gate_up), triton.cdiv(size, block))
     given = out.scales if how.scale is None else how.scale
     arguments = (gate_up, *out, given, size, stride, early(), group, block)
-    launch(_silu_mul, grid, *arguments, num_warps=_warps(block), launch_pdl=early())
+    launch(_silu_mul, grid, *arguments, num_warps=warps_of(block), launch_pdl=early())
     return out
 
 
 def rounded(x: Tensor, how: Rounding) -> Rounded:
     """[T, K], contiguous, rounded; for what no kernel of ours has made, such as attention."""
     size = x.shape[1]
-    out, stride, group = _empty(x, size, how)
+    out, stride, group = room(x, size, how)
     block, whole = _block(size, group), triton.next_power_of_2(size)
     seen = block
     if group == _ROWS:
@@ -195,7 +210,7 @@ def rounded(x: Tensor, how: Rounding) -> Rounded:
     grid = (len(x), triton.cdiv(size, block))
     given = out.scales if how.scale is None else how.scale
     arguments = (x, *out, given, size, stride, early(), group, whole, block)
-    launch(_round, grid, *arguments, num_warps=_warps(seen), launch_pdl=early())
+    launch(_round, grid, *arguments, num_warps=warps_of(seen), launch_pdl=early())
     return out
 
 
@@ -203,21 +218,21 @@ def _normed(
     residual: Tensor, x: Tensor, weight: Tensor, eps: float, how: Rounding, *, adds: bool
 ) -> Rounded:
     size = x.shape[1]
-    out, stride, group = _empty(x, size, how)
+    out, stride, group = room(x, size, how)
     block = triton.next_power_of_2(size)
     given = out.scales if how.scale is None else how.scale
     arguments = (residual, x, weight, *out, given, eps, size, stride, adds, early(), group, block)
-    launch(_norm, (len(x),), *arguments, num_warps=_warps(block), launch_pdl=early())
+    launch(_norm, (len(x),), *arguments, num_warps=warps_of(block), launch_pdl=early())
     return out
 
 
-def _empty(x: Tensor, size: int, how: Rounding) -> tuple[Rounded, int, int]:
+def room(x: Tensor, size: int, how: Rounding) -> tuple[Rounded, int, int]:
     """Room for a result, the stride of its scales' columns, and the kernels' `group`."""
     rows = len(x)
     values = torch.empty(rows, size, dtype=E4M3, device=x.device)
     if how.scale is not None or how.group is None:
         scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
-        return Rounded(values, scales), 1, _ROWS if how.scale is None else _STATIC
+        return Rounded(values, scales), 1, _ROWS if how.scale is None else GIVEN
     if size % how.group:
         raise ValueError(f"rows of {size} values cannot be cut into groups of {how.group}")
     column = -(-rows // 4) * 4
@@ -237,5 +252,6 @@ def _part(whole: int, rows: int) -> int:
     return max(min(whole, _ACTIVATION_BLOCK), whole >> (parts.bit_length() - 1))
 
 
-def _warps(block: int) -> int:
+def warps_of(block: int) -> int:
+    """Of a program with so many values."""
     return max(1, min(_MOST_WARPS, block // _VALUES_OF_A_WARP))

@@ -1,0 +1,133 @@
+"""The sum over a token's experts by their weights, added in float32, the best expert first.
+
+Where the residual and a norm follow, the sum is theirs: one kernel does it all, so the sum never
+goes through memory.
+
+Shapes: T tokens, C chosen experts of each, P = T C pairs, H hidden size.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from engine.cuda.early import early
+from engine.cuda.experts.routing import Order
+from engine.cuda.kernels import launch
+from engine.cuda.products.rounding import room, store_rounded, warps_of
+from engine.model.precision.rounding import Rounded, Rounding
+
+_COLUMNS: Final = 1024
+_PLAIN: Final = tl.constexpr(-2)
+"""A `group` in which nothing is rounded. Else see `store_rounded`."""
+
+
+class Parts(NamedTuple):
+    """What is left to be added up."""
+
+    parts: Tensor
+    """[P, H], of each pair, expert by expert."""
+    order: Order
+    weights: Tensor
+    """[T, C] float32."""
+
+
+@triton.jit
+def _sum(parts, places, weights, token, at, inside, size, chosen: tl.constexpr):
+    """A part of a token's sum, float32. No load waits for another pair's."""
+    total = tl.zeros(at.shape, tl.float32)
+    for number in tl.static_range(chosen):
+        place = tl.load(places + token * chosen + number).to(tl.int64)
+        part = tl.load(parts + place * size + at, mask=inside, other=0.0).to(tl.float32)
+        total += part * tl.load(weights + token * chosen + number)
+    return total
+
+
+@triton.jit
+def _add_up(parts, places, weights, out, size, chosen: tl.constexpr, block: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * block + tl.arange(0, block)
+    inside = at < size
+    total = _sum(parts, places, weights, token, at, inside, size, chosen)
+    tl.store(out + token * size + at, total, mask=inside)
+
+
+def add_up(given: Parts) -> Tensor:
+    """[T, H]"""
+    parts, order, weights = given
+    (tokens, chosen), size = weights.shape, parts.shape[1]
+    out = parts.new_empty(tokens, size)
+    grid = (tokens, triton.cdiv(size, _COLUMNS))
+    launch(_add_up, grid, parts, order.places, weights, out, size, chosen, _COLUMNS)
+    return out
+
+
+@triton.jit(do_not_specialize=["stride"])
+def _add_up_norm(
+    residual, parts, places, weights, gain, values, scales, given, eps, size, stride,
+    chosen: tl.constexpr, pdl: tl.constexpr, group: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    if pdl:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, block)
+    inside = at < size
+    dtype: tl.constexpr = residual.dtype.element_ty
+    gains = tl.load(gain + at, mask=inside, other=0.0).to(tl.float32)
+    if pdl:
+        gdc_wait()
+    own = tl.load(residual + row * size + at, mask=inside, other=0.0).to(tl.float32)
+    value = _sum(parts, places, weights, row, at, inside, size, chosen)
+    total = (value.to(dtype).to(tl.float32) + own).to(dtype)
+    tl.store(residual + row * size + at, total, mask=inside)
+    value = total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value) / size + eps)
+    value = (value * scale * gains).to(dtype)
+    if group == _PLAIN:
+        tl.store(values + row * size + at, value, mask=inside)
+    else:
+        value = value.to(tl.float32)
+        most = tl.max(tl.abs(value))
+        store_rounded(value, most, values, scales, given, row, at, inside, size, stride, group)
+
+
+def add_up_norm(
+    residual: Tensor, x: Parts, weight: Tensor, eps: float, how: Rounding | None
+) -> Tensor | Rounded:
+    """Adds the sum to `residual` [T, H] in place; returns the norm of that, rounded or not."""
+    (tokens, chosen), size = x.weights.shape, residual.shape[1]
+    block = triton.next_power_of_2(size)
+    out: Tensor | Rounded
+    if how is None:
+        out = residual.new_empty(tokens, size)
+        values, scales, stride, group = out, x.weights, 1, _PLAIN.value
+    else:
+        out, stride, group = room(residual, size, how)
+        values, scales = out
+    launch(
+        _add_up_norm,
+        (tokens,),
+        residual,
+        x.parts,
+        x.order.places,
+        x.weights,
+        weight,
+        values,
+        scales,
+        scales if how is None or how.scale is None else how.scale,
+        eps,
+        size,
+        stride,
+        chosen,
+        early(),
+        group,
+        block,
+        num_warps=warps_of(block),
+        launch_pdl=early(),
+    )
+    return out
