@@ -23,6 +23,7 @@ from ranks_kit import (
 )
 from references import NOISE, references
 from test_engine_demo_model import first_difference
+from test_profiling import written
 from tiny_models import write_tiny_model
 
 from engine.types import SamplingParams, TokenRecord
@@ -264,6 +265,19 @@ def test_a_killed_rank_lets_rank_0_go(tmp_path):
     assert engine.lost == "rank 1 was killed by SIGKILL"
     engine.stop()
     torch.cuda.synchronize()
+
+
+@two_gpus
+def test_a_profile_tells_the_time_of_sums_over_ranks(tmp_path):
+    """Of each step from a graph: two sums a layer, and the best tokens."""
+    path = write_tiny_model(tmp_path / "model", tokenizer=False, **SHAPES["llama"])
+    engine = build_on_gpus(path, 2)
+    engine.profile(8, tmp_path / "profiles")
+    runs_of(engine, PLAIN, (64,))
+    names = written(tmp_path / "profiles")
+    engine.stop()
+    assert names["all_reduce_one_shot"] >= 2 * 8
+    assert names["all_gather"] >= 4
 
 
 @two_gpus

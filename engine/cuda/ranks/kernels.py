@@ -21,6 +21,8 @@ which all fit the GPU at once: a program that waits must not keep another from s
 A signal never falls. So a rank lets itself go from any wait by writing a large number into its own
 pad (`engine.cuda.ranks.symmetric`).
 
+Profiles show kernels by the names of their functions.
+
 A launch runs some phases of a call: all of them, or one. Where the ranks' buffers lie on one
 device, as in tests, each phase is a launch for each rank, and no program waits.
 """
@@ -127,7 +129,7 @@ def _keep(
 
 
 @triton.jit(do_not_specialize=["rank", "rows"])
-def one_shot(
+def all_reduce_one_shot(
     buffers,
     pads,
     calls,
@@ -168,7 +170,7 @@ def one_shot(
 
 
 @triton.jit(do_not_specialize=["rank", "rows"])
-def two_shots(
+def all_reduce_two_shots(
     buffers,
     pads,
     calls,
@@ -223,7 +225,7 @@ def two_shots(
 
 
 @triton.jit(do_not_specialize=["rank", "count"])
-def gather(
+def all_gather(
     buffers,
     pads,
     calls,

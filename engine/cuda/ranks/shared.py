@@ -19,7 +19,7 @@ MOST_PROGRAMS: Final = 128
 """One for each processor of a large GPU."""
 SIGNAL_BYTES: Final = 8
 _WORDS: Final = 1024
-"""Words of a program of `gather` at a time."""
+"""Words of a program of `all_gather` at a time."""
 
 Phases = tuple[int, int]
 """The first and the last phase that a launch runs."""
@@ -88,7 +88,7 @@ class Shared(NamedTuple):
     ) -> Tensor:
         rows, size = x.shape
         block = triton.next_power_of_2(size)
-        kernel = kernels.two_shots if shots == 2 else kernels.one_shot
+        kernel = kernels.all_reduce_two_shots if shots == 2 else kernels.all_reduce_one_shot
         launch(
             kernel,
             (len(self.calls),),
@@ -111,7 +111,7 @@ class Shared(NamedTuple):
 
     def _gather(self, x: Tensor, out: Tensor, count: int, phases: Phases) -> None:
         launch(
-            kernels.gather,
+            kernels.all_gather,
             (len(self.calls),),
             *self._tables,
             x,
