@@ -293,16 +293,19 @@ def _hooked(
     """
     from engine.cuda.hooks.choosing import ChosenAttention
     from engine.cuda.hooks.hooked import Hooked
+    from engine.cuda.ranks.collective import CudaCollective
 
     own = hook_steps(config, loaded, pool, hooks)
     if own is None:
         return Hooked()
     step_hooks, site = own
+    ranks = loaded.model.collective
+    several = ranks if isinstance(ranks, CudaCollective) else None
     if not step_hooks.chooses:
-        return Hooked(step_hooks)
+        return Hooked(step_hooks, ranks=several)
     heads = choose_backend(config.attention, pool.by_head(), site.specs)
     assert isinstance(heads, PagedAttention), "a pool by heads is read as the pool is"
-    return Hooked(step_hooks, ChosenAttention(attention, heads, site, step_hooks))
+    return Hooked(step_hooks, ChosenAttention(attention, heads, site, step_hooks), several)
 
 
 def build_executor(
@@ -345,6 +348,7 @@ def cuda_executor(
     hooked = _hooked(config, loaded, pool, backend, hooks)
     executor = CudaExecutor(loaded.model, pool, backend, sampler, config, hooked)
     try:
+        hooked.check_alike(pool.device)
         if config.cuda_graphs:
             executor.capture(progress)
     except HookError as error:

@@ -53,8 +53,8 @@ class Choosing(Heard):
         return torch.full((len(q), HEADS, 2), 99 if self.beyond else 0)
 
 
-@pytest.fixture
-def pool():
+@pytest.fixture(name="pool")
+def fixture_of_pool():
     pool = PlainPool(
         num_pages=9,
         num_layers=1,
