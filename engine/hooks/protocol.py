@@ -155,8 +155,8 @@ class Hook:
     capturable: bool = False
     """Whether a graph of the device may contain the calls in layers: they launch kernels of fixed
     shapes at fixed addresses and never wait for them. They are made before the first step, when
-    graphs are captured. In a step of a graph the kernels run without them, and `step_began` puts
-    what they need at those addresses.
+    graphs are captured; without graphs once, in each layer, with a made-up row. In a step of a
+    graph the kernels run without them, and `step_began` puts what they need at those addresses.
 
     If not: a step with its requests runs its kernels one by one, and the layers of other steps do
     not call it. A hook that chooses pages says in `graph_pages` up to which size."""

@@ -127,9 +127,8 @@ class StepHooks:
         """
         for caller in self._callers:
             if caller.failure is not None:
-                raise HookError(
-                    f"hook {caller.hook.name} cannot be captured: {caller.failure.point} failed"
-                )
+                words = f"{caller.failure.point} failed before the first step"
+                raise HookError(f"hook {caller.hook.name} cannot be used: {words}")
 
     def narrow(self, plan: StepPlan) -> Narrowed | None:
         """A step comes. Asks which of its rows read some of their pages only."""

@@ -139,6 +139,51 @@ class OnRank1(AttentionHook):
         self._hit("step_ended")
 
 
+class SlowAtFirst(AttentionHook):
+    """Has to do with all requests. Its first call at each point in layers is slow, as if it
+    compiled, or raises."""
+
+    chooses_pages = True
+    capturable = True
+    graph_pages = 2
+
+    def __init__(self, options) -> None:
+        self._raises = options.get("how") == "raise"
+        self._came: set[tuple[str, int]] = set()
+
+    def _come(self, point: str, layer: int = 0) -> None:
+        if (point, layer) not in self._came:
+            self._came.add((point, layer))
+            if self._raises:
+                raise ZeroDivisionError
+            time.sleep(0.1)
+
+    def attach(self, site):
+        self._heads = site.pool.num_kv_heads
+
+    def request_began(self, request, extension):
+        return Term(1)
+
+    def rows_narrowed(self, step):
+        rows = np.flatnonzero(step.terms[: step.num_decodes])
+        return Narrowed(rows, np.minimum(-(-step.context_lens[rows] // step.page_size), 2))
+
+    def choosing_began(self, rows):
+        self._rows = rows
+        self._come(f"choosing {rows.table.dtype} {rows.counts.dtype} {rows.contexts.dtype}")
+
+    def pages_wanted(self, layer, q):
+        self._come("pages", layer)
+        shape = len(q), self._heads, self._rows.most
+        return torch.zeros(shape, dtype=torch.int64, device=q.device)
+
+    def attention_began(self, layer, q, k, v):
+        self._come(f"began {q.dtype} {k.shape[1:]}", layer)
+
+    def attention_ended(self, layer, q, out):
+        self._come(f"ended {out.dtype} {q.shape[1:]}", layer)
+
+
 class OfSteps(Hook):
     """Breaks in the steps of all requests, and leaves them."""
 
@@ -167,6 +212,10 @@ class Quiet(AttentionHook):
 
 def quiet(options):
     return Quiet(capturable=options["graphs"] == "yes")
+
+
+def slow_at_first(options):
+    return SlowAtFirst(options)
 
 
 def on_rank_1(options):

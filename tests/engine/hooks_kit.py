@@ -54,6 +54,7 @@ breaks = breaking_hooks:fails
 breaks-and-leaves = breaking_hooks:leaves
 quiet = breaking_hooks:quiet
 on-rank-1 = breaking_hooks:on_rank_1
+slow-at-first = breaking_hooks:slow_at_first
 both = breaking_hooks:both
 wrong = wrong_hooks:wrong
 late = wrong_hooks:late

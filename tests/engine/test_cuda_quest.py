@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +31,7 @@ TOKENS = 24
 """Of each request. Pages are completed on the way."""
 PAGE, HEADS, GROUP, DIM = 16, 2, 4, 128
 CUDA = torch.device("cuda")
+KERNELS = "_summarise", "_score", "_select"
 Records = dict[int, list[TokenRecord]]
 """By the length of the prompt."""
 
@@ -149,6 +151,24 @@ def test_rows_that_read_more_than_a_graph_run_beside_it(path):
                 records(one, 700, 90, extensions={"quest": tokens}) for one in (engine, other)
             )
             assert not differences(found, wanted), tokens
+
+
+@pytest.mark.parametrize("attention", ["fa3", "sdpa"])
+def test_without_graphs_all_kernels_are_compiled_before_the_first_step(path, attention):
+    """A request would fail that had to wait for them."""
+    kernels = [getattr(import_module("baton_quest_kernels"), name) for name in KERNELS]
+    for kernel in kernels:
+        kernel.device_caches.clear()  # As in a process of its own.
+
+    def compiled() -> list[int]:
+        return [sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in kernels]
+
+    with running(path, SPARSE, cuda_graphs=False, attention=attention) as engine:
+        before = compiled()
+        assert min(before) > 0
+        records(engine, *LENGTHS, together=True)
+        records(engine, 1500)
+        assert compiled() == before
 
 
 def test_sparse_rows_beside_dense_ones_and_prompts(path):

@@ -80,6 +80,18 @@ def test_a_hook_that_is_too_slow_is_named(path, want):
     engine.stop()
 
 
+def test_what_a_hook_does_at_its_first_call_does_not_count(path):
+    """It may compile. Where a graph may contain its calls, they are made before the first step. If
+    that fails, the worker does not start."""
+    engine = build(path, hooks=("slow-at-first",), hook_limit_s=0.08)
+    finish(submit(engine, PROMPT, 12))
+    assert not engine.load().hook_failures
+    engine.stop()
+    words = "slow-at-first cannot be used: choosing_began failed before the first step"
+    with pytest.raises(EngineError, match=words):
+        build(path, hooks=("slow-at-first?how=raise",))
+
+
 def test_points_come_in_their_order_and_every_request_ends(path):
     engine = build(path, hooks=("breaks",))
     executor = engine._loop._executor
