@@ -19,6 +19,7 @@ from engine.hooks.attention import HookedAttention
 from engine.hooks.opening import attach, bytes_beside, open_hooks
 from engine.hooks.protocol import Hook, HookError, HookSite
 from engine.hooks.steps import StepHooks
+from engine.hooks.warming import warm
 from engine.loop.executor import Executor, TorchExecutor
 from engine.loop.running import TorchSteps
 from engine.model import LoadedModel, load_model
@@ -244,6 +245,7 @@ def torch_steps(
     if own is None:
         return TorchSteps(loaded.model, pool, backend, *rest)
     step_hooks, site = own
+    _warm(config, loaded, step_hooks, site, torch.int64)
     if step_hooks.attends:
         backend = HookedAttention(partial(choose_backend, config.attention), site, step_hooks)
     return TorchSteps(loaded.model, pool, backend, *rest, step_hooks)
@@ -265,6 +267,26 @@ def hook_steps(
     except HookError as error:
         raise EngineError(str(error)) from error
     return StepHooks(hooks, site, config.hook_limit_s), site
+
+
+def _warm(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    hooks: StepHooks,
+    site: HookSite,
+    integers: torch.dtype,
+) -> None:
+    """Makes hooks ready for steps without graphs.
+
+    Raises:
+        EngineError: one has failed.
+    """
+    heads = loaded.model.shard.heads(loaded.config).size
+    max_pages = -(-context_of(config, loaded, site.pool.num_pages) // site.pool.page_size)
+    try:
+        warm(hooks, site, heads=heads, max_pages=max_pages, integers=integers)
+    except HookError as error:
+        raise EngineError(str(error)) from error
 
 
 def backend_of(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> AttentionBackend:
@@ -293,16 +315,21 @@ def _hooked(
     """
     from engine.cuda.hooks.choosing import ChosenAttention
     from engine.cuda.hooks.hooked import Hooked
+    from engine.cuda.ranks.collective import CudaCollective
 
     own = hook_steps(config, loaded, pool, hooks)
     if own is None:
         return Hooked()
     step_hooks, site = own
+    ranks = loaded.model.collective
+    several = ranks if isinstance(ranks, CudaCollective) else None
+    if not config.cuda_graphs:
+        _warm(config, loaded, step_hooks, site, torch.int32)
     if not step_hooks.chooses:
-        return Hooked(step_hooks)
+        return Hooked(step_hooks, ranks=several)
     heads = choose_backend(config.attention, pool.by_head(), site.specs)
     assert isinstance(heads, PagedAttention), "a pool by heads is read as the pool is"
-    return Hooked(step_hooks, ChosenAttention(attention, heads, site, step_hooks))
+    return Hooked(step_hooks, ChosenAttention(attention, heads, site, step_hooks), several)
 
 
 def build_executor(
@@ -345,6 +372,7 @@ def cuda_executor(
     hooked = _hooked(config, loaded, pool, backend, hooks)
     executor = CudaExecutor(loaded.model, pool, backend, sampler, config, hooked)
     try:
+        hooked.check_alike(pool.device)
         if config.cuda_graphs:
             executor.capture(progress)
     except HookError as error:

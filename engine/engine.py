@@ -138,7 +138,11 @@ class Engine:
         info = _model_info(config, loaded, pool, hooks)
         sampler = Sampler(config.max_sequences, info.vocab_size, device, info.eos_token_ids)
         ranks.join()
-        own = build_executor(config, loaded, pool, sampler, hooks, tell)
+        try:
+            own = build_executor(config, loaded, pool, sampler, hooks, tell)
+        except EngineError:
+            ranks.check()  # What a rank that is gone has told has no meaning.
+            raise
         executor = ranks.executor(own)
         ranks.wait_until_ready()
         profiler = StepProfiler(nvtx=device.type == "cuda")
@@ -299,8 +303,6 @@ def _check_gpus(config: EngineConfig, device: str) -> None:
             f"tp {tp} needs {tp} GPUs, and {count} can be seen here: set tp to at most {count}, or"
             " device to cpu"
         )
-    if config.hooks:
-        raise EngineError("hooks with several ranks run on CPUs only so far: leave them out")
 
 
 def _usual_step_tokens(on_cpu: bool, decodes: bool) -> int:

@@ -135,6 +135,10 @@ class CudaExecutor:
         self._hooked.check_captured()
         return _Graph(graph, logits)
 
+    def shaped(self, plan: StepPlan) -> StepPlan:
+        """See `Executor`. Hooks may say something else on each rank, and sums need one shape."""
+        return self._hooked.shaped(plan, self._shapes, self._pool.page_size)
+
     def launch(self, plan: StepPlan) -> Launched:
         """Queues the step. Its `result` raises errors of the launch as well as those of the
         device."""

@@ -6,9 +6,10 @@ A hook is an object of an installed package, named by `--hook`. It lives as long
 2. `attach`: the pool is there.
 3. Per request: `request_began`, which says by a *term* whether the hook has to do with it, and
    `request_ended`. On rank 0, on the step loop's thread.
-4. Per step, on the device's thread of every rank: `rows_narrowed`; `step_began`; `choosing_began`;
-   in each layer `attention_began`, `pages_wanted` and `attention_ended`; `step_ended`. All but
-   `step_began` and `step_ended` are for hooks of `baton.attention` alone.
+4. Per step, on the device's thread of every rank: `rows_narrowed`, by which rank 0 decides for all
+   where they have GPUs; `step_began`; `choosing_began`; in each layer `attention_began`,
+   `pages_wanted` and `attention_ended`; `step_ended`. All but `step_began` and `step_ended` are for
+   hooks of `baton.attention` alone.
 
 A hook reads what it is given and must not write to it. A hook that raises, or takes too long, has
 failed: for that step it is not called again, and its requests fail or go on without it.
@@ -154,8 +155,8 @@ class Hook:
     capturable: bool = False
     """Whether a graph of the device may contain the calls in layers: they launch kernels of fixed
     shapes at fixed addresses and never wait for them. They are made before the first step, when
-    graphs are captured. In a step of a graph the kernels run without them, and `step_began` puts
-    what they need at those addresses.
+    graphs are captured; without graphs once, in each layer, with a made-up row. In a step of a
+    graph the kernels run without them, and `step_began` puts what they need at those addresses.
 
     If not: a step with its requests runs its kernels one by one, and the layers of other steps do
     not call it. A hook that chooses pages says in `graph_pages` up to which size."""

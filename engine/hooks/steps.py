@@ -8,7 +8,10 @@ Graphs that contain the calls in which a hook chooses pages are apart from the o
 without narrowed rows costs what it costs without the hook.
 
 A hook that has failed is not called again before the next step. At the end all ranks agree on which
-hooks have failed on any of them, so that rank 0 can do what these declare.
+hooks have failed on any of them, so that rank 0 can do what these declare. Where the device runs
+steps by itself they do so in steps with rows of some hook, since no request has to do with others.
+
+Whatever a hook does on one rank, all ranks pad a step to the shape that rank 0 tells (`keep_to`).
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.hooks.calling import Caller, HookFailure
+from engine.hooks.calling import Caller, Failures, HookFailure
 from engine.hooks.checking import check_narrowed, check_wanted
 from engine.hooks.protocol import (
     AttentionHook,
@@ -43,6 +46,10 @@ def _hears_layers(hook: AttentionHook) -> bool:
     )
 
 
+Gather = Callable[[Tensor], Tensor]
+"""[1, H] of this rank -> [N, 1, H] of all ranks, without waiting for the device."""
+
+
 def _no_page() -> IndexError:
     return IndexError("a row does not have the page")
 
@@ -53,6 +60,9 @@ class StepHooks:
     def __init__(self, hooks: Sequence[Hook], site: HookSite, limit_s: float) -> None:
         self._callers = [Caller(index, hook, limit_s) for index, hook in enumerate(hooks)]
         self._page_size = site.pool.page_size
+        self._device = site.pool.device
+        self._has_rows = False
+        """Whether the step has rows of any."""
         self._steps: list[StepRows] = []
         """As each hook sees the step."""
         attending = [
@@ -117,9 +127,8 @@ class StepHooks:
         """
         for caller in self._callers:
             if caller.failure is not None:
-                raise HookError(
-                    f"hook {caller.hook.name} cannot be captured: {caller.failure.point} failed"
-                )
+                words = f"{caller.failure.point} failed before the first step"
+                raise HookError(f"hook {caller.hook.name} cannot be used: {words}")
 
     def narrow(self, plan: StepPlan) -> Narrowed | None:
         """A step comes. Asks which of its rows read some of their pages only."""
@@ -133,8 +142,19 @@ class StepHooks:
             self.narrowed = caller.call(hook.rows_narrowed, step, check=check)
         return self.narrowed
 
+    def keep_to(self, most: int) -> None:
+        """After `narrow`: rank 0 has told a shape in which a KV head of a narrowed row reads at
+        most so many pages; 0: no row is narrowed, perhaps since the hook has failed there."""
+        if not self._choosing or self.narrowed is None or self.narrowed.counts.max() <= most:
+            return
+        self.narrowed = None
+        if most:
+            error = ValueError("a row reads more pages than on rank 0")
+            self._choosing[0].fail("rows_narrowed", error)
+
     def begin(self, plan: StepPlan, prompts_at: int | None = None) -> None:
         """The step begins. Its prompts' tokens begin at `prompts_at` if it is padded."""
+        self._has_rows = bool(plan.hook_terms.any())
         at = plan.num_decodes if prompts_at is None else prompts_at
         self._steps = [self._rows_of(plan, caller.index, at) for caller in self._callers]
         self._called = [
@@ -153,28 +173,64 @@ class StepHooks:
         if self._choosing and self._beyond and bool(torch.stack(self._beyond).any()):
             self._choosing[0].fail("pages_wanted", _no_page())
         failed = [caller.failure is not None for caller in self._callers]
-        anywhere = collective.all_reduce(torch.tensor(failed, dtype=torch.float32)).bool().tolist()
-        self.failures = tuple(
-            caller.failure or HookFailure(caller.index, caller.hook.name, "another rank")
-            for caller, has_failed in zip(self._callers, anywhere, strict=True)
-            if has_failed
-        )
+        own = torch.tensor([failed], dtype=torch.float32, device=self._device)
+        self.failures = self._anywhere(collective.all_reduce(own)[0].bool().tolist())
 
-    def end_queued(self) -> Callable[[], tuple[HookFailure, ...]]:
-        """The forward pass of a rank that is alone is queued. Returns what tells the failures when
-        the device is done."""
+    def end_queued(self, gather: Gather | None = None) -> Failures:
+        """The forward pass is queued. Returns what tells the failures when the device is done.
+
+        Args:
+            gather: of several ranks. All of them queue it, or none.
+        """
         self._step_ended()
         failed = tuple(caller.failure for caller in self._callers if caller.failure is not None)
-        if not self._choosing or self._choosing[0].failure or not self._beyond:
+        beyond = None
+        if self._choosing and not self._choosing[0].failure and self._beyond:
+            beyond = torch.stack(self._beyond).any()
+        told = gather(self._flags(beyond)) if gather and self._has_rows else None
+        if beyond is None and told is None:
             return lambda: failed
-        caller, beyond = self._choosing[0], torch.stack(self._beyond).any()
-        host = torch.empty((), dtype=torch.bool, pin_memory=beyond.is_cuda)
-        host.copy_(beyond, non_blocking=True)
+        return self._telling(failed, beyond, told)
+
+    def _flags(self, beyond: Tensor | None) -> Tensor:
+        """[1, H] float32, whether each hook has failed on this rank. The host does not wait."""
+        flags = torch.zeros(1, len(self._callers), device=self._device)
+        for caller in self._callers:
+            if caller.failure is not None:
+                flags[0, caller.index].fill_(1)
+        if beyond is not None and self._choosing:
+            flags[0, self._choosing[0].index].copy_(beyond)
+        return flags
+
+    def _telling(
+        self, failed: tuple[HookFailure, ...], beyond: Tensor | None, told: Tensor | None
+    ) -> Failures:
+        """Tells what the host knows, and what the device will have told it by then."""
+        beyond = None if beyond is None else _to_host(beyond)
+        told = None if told is None else _to_host(told)
 
         def failures() -> tuple[HookFailure, ...]:
-            return (*failed, caller.logged("pages_wanted", _no_page())) if bool(host) else failed
+            found = {failure.hook: failure for failure in failed}
+            if beyond is not None and self._choosing and bool(beyond):
+                caller = self._choosing[0]
+                found[caller.index] = caller.logged("pages_wanted", _no_page())
+            if told is not None:
+                for index in told.any(0).flatten().nonzero().flatten().tolist():
+                    found.setdefault(index, self._elsewhere(index))
+            return tuple(found.values())
 
         return failures
+
+    def _anywhere(self, failed: list[bool]) -> tuple[HookFailure, ...]:
+        """Failures, given which hooks have failed on any rank."""
+        return tuple(
+            caller.failure or self._elsewhere(caller.index)
+            for caller in self._callers
+            if failed[caller.index]
+        )
+
+    def _elsewhere(self, index: int) -> HookFailure:
+        return HookFailure(index, self._callers[index].hook.name, "another rank")
 
     def _step_ended(self) -> None:
         for caller, step in zip(self._callers, self._steps, strict=True):
@@ -221,3 +277,9 @@ class StepHooks:
             page_size=self._page_size,
             arrived=plan.arrived,
         )
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """Queues a copy."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return host.copy_(tensor, non_blocking=True)

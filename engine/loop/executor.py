@@ -29,6 +29,10 @@ Launched = Future[StepResult]
 class Executor(Protocol):
     """Runs steps."""
 
+    def shaped(self, plan: StepPlan) -> StepPlan:
+        """The plan with what rank 0 of several decides for all. It is the next to be launched."""
+        ...
+
     def launch(self, plan: StepPlan) -> Launched:
         """Queues a step after those launched before. If the plan has masked rows, the draw of all
         its tokens waits for `sample`."""
@@ -50,6 +54,10 @@ class Executor(Protocol):
 
 class NullExecutor:
     """Computes nothing: every token is 0. It is for tests and for measuring the step loop alone."""
+
+    def shaped(self, plan: StepPlan) -> StepPlan:
+        """Nothing to decide."""
+        return plan
 
     def launch(self, plan: StepPlan) -> Launched:
         """A step that is done already."""
@@ -80,6 +88,10 @@ class TorchExecutor:
         self._masks: Future[Masks | None] | None = None
         """Masks of the step launched last, for which the device's thread waits."""
         self._stream = ThreadPoolExecutor(1, thread_name_prefix="baton-device")
+
+    def shaped(self, plan: StepPlan) -> StepPlan:
+        """Nothing to decide: no step is padded."""
+        return plan
 
     def launch(self, plan: StepPlan) -> Launched:
         """Queues the step on the device's thread."""

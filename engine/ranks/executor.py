@@ -40,6 +40,10 @@ class RankedExecutor:
         self._runs = False
         """Whether the step launched last runs: its draw may wait for masks."""
 
+    def shaped(self, plan: StepPlan) -> StepPlan:
+        """See `Executor`."""
+        return self._own.shaped(plan)
+
     def launch(self, plan: StepPlan) -> Launched:
         """See `Executor`."""
         launched: Launched = Future()
@@ -47,6 +51,7 @@ class RankedExecutor:
         if not self._runs:
             launched.set_exception(RankError(self._keeper.lost))
             return launched
+        plan = self.shaped(plan)
         self._send(plan)
         self._own.launch(plan).add_done_callback(lambda own: self._pass_on(own, launched))
         return launched

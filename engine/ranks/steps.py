@@ -35,13 +35,13 @@ COLUMNS: Final = (
     "hook_terms",
 )
 """Columns that travel. The page table and the hooks' terms have two dimensions."""
-HEAD: Final = ("number", "num_decodes", "samples", "whole_logits", "table_width", "hooks")
+HEAD: Final = ("number", "num_decodes", "shape", "samples", "whole_logits", "table_width", "hooks")
 """First integers of the first frame. (first token, top N) of each scored prompt follow."""
 
 
 def encode(plan: StepPlan) -> list[memoryview]:
     """The frames of a step."""
-    head = [plan.number, plan.num_decodes, plan.sample is not None, plan.whole_logits]
+    head = [plan.number, plan.num_decodes, plan.shape, plan.sample is not None, plan.whole_logits]
     head += [plan.page_table.shape[-1], len(plan.hook_terms)]
     for wanted in plan.scores:
         head += [wanted.first_token, wanted.top_n]
@@ -53,7 +53,7 @@ def encode(plan: StepPlan) -> list[memoryview]:
 def decode(frames: Sequence[bytes]) -> StepPlan:
     """The step of some frames, without what only rank 0 needs."""
     head, *arrays = (np.frombuffer(frame, np.int32) for frame in frames)
-    number, num_decodes, samples, whole, width, hooks = map(int, head[: len(HEAD)])
+    number, num_decodes, shape, samples, whole, width, hooks = map(int, head[: len(HEAD)])
     columns: dict[str, Any] = dict(zip(COLUMNS, arrays, strict=False))
     columns["page_table"] = columns["page_table"].reshape(-1, width)
     columns["hook_terms"] = columns["hook_terms"].reshape(hooks, len(columns["row_slots"]))
@@ -64,6 +64,7 @@ def decode(frames: Sequence[bytes]) -> StepPlan:
         **columns,
         number=number,
         num_decodes=num_decodes,
+        shape=shape,
         sample_generations=nothing,
         sample_indices=nothing,
         sample=SamplePlan(len(columns["sample_slots"])) if samples else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,11 @@ from engine.sampling import SamplePlan
 from engine.schedule.sequences import PrefillTask
 
 Int32s = NDArray[np.int32]
+
+BY_EACH_RANK: Final = -2
+"""`StepPlan.shape`: each rank finds it, and all find the same."""
+NO_SHAPE: Final = -1
+"""`StepPlan.shape`: the kernels run one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +78,9 @@ class StepPlan:
     launch, by `Executor.sample`."""
     whole_logits: bool = True
     """Whether sampling reads whole rows of logits. Otherwise each token is the best of its row."""
+    shape: int = BY_EACH_RANK
+    """The place among all shapes (`engine.cuda.steps.shapes`) of that to which every rank pads the
+    step. Set by `Executor.shaped`."""
     scores: tuple[ScorePlan, ...] = ()
     chunks: tuple[ChunkPlan, ...] = field(default=(), repr=False)
     """Set by the scheduler for its own settling. The executor does not read it."""

@@ -199,7 +199,8 @@ class Choice:
 
     def __init__(self) -> None:
         self._padded = 1
-        """Columns for which the selection is compiled: graphs come first, and have the most."""
+        """Columns for which the selection is compiled. The calls before the first step have the
+        most."""
 
     def __call__(
         self, q: Tensor, summaries: Tensor, is_summarised: Tensor, rows: DecodeRows

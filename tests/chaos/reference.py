@@ -134,6 +134,10 @@ class _Margins:
         """Another run begins."""
         self._found.clear()
 
+    def shaped(self, plan: StepPlan) -> StepPlan:
+        """See `Executor`."""
+        return self._executor.shaped(plan)
+
     def launch(self, plan: StepPlan) -> Launched:
         """See `Executor`."""
         if plan.sample is not None:

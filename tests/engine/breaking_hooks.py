@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import numpy as np
@@ -82,6 +83,107 @@ class Breaking(AttentionHook):
         self._hit("attention_ended", self._mine)
 
 
+class OnRank1(AttentionHook):
+    """Has to do with the requests that name it, which read their first page and their last. It
+    raises on rank 1 at the point that their bytes name."""
+
+    chooses_pages = True
+    graph_pages = 2
+
+    def __init__(self, *, capturable: bool, attaches: bool) -> None:
+        self.capturable, self._attaches = capturable, attaches
+        self._is_there = os.environ.get("RANK") == "1"
+        self._terms: set[int] = set()
+
+    def _hit(self, point: str) -> None:
+        if self._is_there and 1 + POINTS.index(point) in self._terms:
+            raise ZeroDivisionError(point)
+
+    def attach(self, site):
+        if self._is_there and not self._attaches:
+            raise ZeroDivisionError
+        self._heads = site.pool.num_kv_heads
+
+    def request_began(self, request, extension):
+        if extension is None:
+            return None
+        return Term(1 + POINTS.index(extension.decode()) if extension else 99)
+
+    def rows_narrowed(self, step):
+        self._terms = set(step.terms.tolist())
+        self._hit("rows_narrowed")
+        rows = np.flatnonzero(step.terms[: step.num_decodes])
+        pages = -(-step.context_lens[rows] // step.page_size)
+        return Narrowed(rows, np.minimum(pages, 2))
+
+    def step_began(self, step):
+        self._terms = set(step.terms.tolist())
+        self._hit("step_began")
+
+    def choosing_began(self, rows):
+        self._most = rows.most
+        self._hit("choosing_began")
+
+    def attention_began(self, layer, q, k, v):
+        self._hit("attention_began")
+
+    def pages_wanted(self, layer, q):
+        self._hit("pages_wanted")
+        shape = len(q), self._heads, self._most
+        return torch.zeros(shape, dtype=torch.int64, device=q.device)
+
+    def attention_ended(self, layer, q, out):
+        self._hit("attention_ended")
+
+    def step_ended(self, step):
+        self._hit("step_ended")
+
+
+class SlowAtFirst(AttentionHook):
+    """Has to do with all requests. Its first call at each point in layers is slow, as if it
+    compiled, or raises."""
+
+    chooses_pages = True
+    capturable = True
+    graph_pages = 2
+
+    def __init__(self, options) -> None:
+        self._raises = options.get("how") == "raise"
+        self._came: set[tuple[str, int]] = set()
+
+    def _come(self, point: str, layer: int = 0) -> None:
+        if (point, layer) not in self._came:
+            self._came.add((point, layer))
+            if self._raises:
+                raise ZeroDivisionError
+            time.sleep(0.1)
+
+    def attach(self, site):
+        self._heads = site.pool.num_kv_heads
+
+    def request_began(self, request, extension):
+        return Term(1)
+
+    def rows_narrowed(self, step):
+        rows = np.flatnonzero(step.terms[: step.num_decodes])
+        return Narrowed(rows, np.minimum(-(-step.context_lens[rows] // step.page_size), 2))
+
+    def choosing_began(self, rows):
+        self._rows = rows
+        self._come(f"choosing {rows.table.dtype} {rows.counts.dtype} {rows.contexts.dtype}")
+
+    def pages_wanted(self, layer, q):
+        self._come("pages", layer)
+        shape = len(q), self._heads, self._rows.most
+        return torch.zeros(shape, dtype=torch.int64, device=q.device)
+
+    def attention_began(self, layer, q, k, v):
+        self._come(f"began {q.dtype} {k.shape[1:]}", layer)
+
+    def attention_ended(self, layer, q, out):
+        self._come(f"ended {out.dtype} {q.shape[1:]}", layer)
+
+
 class OfSteps(Hook):
     """Breaks in the steps of all requests, and leaves them."""
 
@@ -110,6 +212,16 @@ class Quiet(AttentionHook):
 
 def quiet(options):
     return Quiet(capturable=options["graphs"] == "yes")
+
+
+def slow_at_first(options):
+    return SlowAtFirst(options)
+
+
+def on_rank_1(options):
+    return OnRank1(
+        capturable=options.get("graphs") == "yes", attaches=options.get("attaches") != "no"
+    )
 
 
 def fails(options):

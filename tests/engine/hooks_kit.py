@@ -8,17 +8,22 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from engine_kit import build, finish, submit
+from engine_kit import Run, build, finish, held, submit
 from tiny_models import write_tiny_model
+
+from engine.engine import Engine
+from engine.types import FailureReason, SamplingParams
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QUEST = EXAMPLES / "hook-quest"
 PROMPT, NEIGHBOUR = list(range(40, 90)), list(range(200, 270))
+CLOSE = 0.15
+"""Logits that differ by less may change places where they are rounded in another order."""
 
 
 @contextmanager
@@ -48,6 +53,8 @@ quest = baton_quest:make
 breaks = breaking_hooks:fails
 breaks-and-leaves = breaking_hooks:leaves
 quiet = breaking_hooks:quiet
+on-rank-1 = breaking_hooks:on_rank_1
+slow-at-first = breaking_hooks:slow_at_first
 both = breaking_hooks:both
 wrong = wrong_hooks:wrong
 late = wrong_hooks:late
@@ -83,3 +90,46 @@ def fixture_of_want(path):
     finish(*runs)
     engine.stop()
     return [run.tokens for run in runs]
+
+
+def check_rank_1(engine: Engine, points: Sequence[str]) -> None:
+    """The hook `on-rank-1` raises at each of these points on one of two ranks. That fails the
+    request that has named it, on both, and nobody else."""
+    name, count = "on-rank-1", 12
+    options = {"sampling": SamplingParams(temperature=0.0, top_logprobs=2), "ignore_eos": True}
+    want = submit(engine, NEIGHBOUR, count, **options)
+    finish(want)
+    same = 0
+    for point in ("", *points):
+        with held(engine):  # Both are there before the first step.
+            beside = submit(engine, NEIGHBOUR, count, **options)
+            mine = submit(engine, PROMPT, count, extensions={name: point.encode()}, **options)
+        assert mine.done.wait(60)
+        finish(beside)
+        same += agreeing(beside, want)
+        if point:
+            assert mine.failed is not None, point
+            assert (mine.failed.reason, mine.failed.hook) == (FailureReason.HOOK, name), point
+        else:
+            assert mine.failed is None
+            assert len(mine.tokens[0]) == count
+            assert not engine.load().hook_failures
+    assert same > count * (1 + len(points)) // 2
+    failures = engine.load().hook_failures
+    assert set(failures) == {(name, "another rank")}
+    assert failures[name, "another rank"] >= len(points)
+    again = submit(engine, NEIGHBOUR, count, **options)
+    finish(again)
+    assert again.tokens == want.tokens
+    assert engine.lost == ""
+
+
+def agreeing(got: Run, want: Run) -> int:
+    """Tokens up to the first that differs, which rounding must have decided."""
+    pairs = zip(got.tokens[0], want.tokens[0], strict=True)
+    for at, (one, other) in enumerate(pairs):
+        if one != other:
+            best, second = want.records[0][at].top_logprobs[:2]
+            assert best - second < CLOSE, at
+            return at
+    return len(got.tokens[0])

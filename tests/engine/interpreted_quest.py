@@ -93,6 +93,35 @@ def check(kind, dtype: torch.dtype) -> None:
             assert torch.equal(got[COUNTS > 0], want[COUNTS > 0]), (layer, got, want)
 
 
+def check_ranks() -> None:
+    """Two ranks with a KV head each choose what one with both would."""
+    torch.manual_seed(1)
+    pools = [
+        PlainPool(
+            num_pages=PAGES, num_layers=LAYERS, num_kv_heads=heads, head_dim=DIM, page_size=PAGE,
+            dtype=torch.float32, device=CPU,
+        )
+        for heads in (HEADS, 1, 1)
+    ]  # fmt: skip
+    everything = torch.arange(PAGES).repeat_interleave(PAGE), torch.arange(PAGE).repeat(PAGES)
+    k, v = torch.randn(2, PAGES * PAGE, HEADS, DIM)
+    for pool, heads in zip(pools, (slice(None), slice(0, 1), slice(1, 2)), strict=True):
+        pool.write(2, *everything, k[:, heads].contiguous(), v[:, heads].contiguous())
+    q = torch.randn(len(CONTEXTS), HEADS * GROUP, DIM)
+    table = table_of(92)
+    numbers = torch.from_numpy(CONTEXTS), torch.from_numpy(COUNTS)
+    rows = DecodeRows(torch.from_numpy(table)[:, :92], *numbers, MOST, PAGE)
+    places = []
+    for pool, own in zip(pools, (q, q[:, :GROUP], q[:, GROUP:]), strict=True):
+        hook = hook_over(pool)
+        hook._use(baton_quest_kernels)
+        hook.step_began(step_of(table))
+        hook.choosing_began(rows)
+        places.append(hook.pages_wanted(2, own)[COUNTS > 0])
+    assert torch.equal(places[0], torch.cat(places[1:], 1))
+    assert not torch.equal(*places[1:])
+
+
 def check_ties() -> None:
     """Of equal bounds the first pages are read, and never more than the count."""
     pool = PlainPool(
@@ -153,6 +182,7 @@ def main() -> None:
     with torch.inference_mode():
         check(PlainPool, torch.float32)
         check(Fp8Pool, torch.float32)
+        check_ranks()
         check_ties()
         check_tables()
     print("all equal")

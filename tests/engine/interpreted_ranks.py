@@ -24,6 +24,7 @@ def main() -> None:
                 for shots in (1, 2):
                     check_sums(ranks, rows, size, dtype, shots)
         check_gather(ranks, 3, 3)
+        check_gather(ranks, 1, 1)  # What a rank tells of its one hook.
         check_gather(ranks, 700 if every else 3, 3)
         check_best(count, 9001 if every else 701, torch.bfloat16, CPU)
     check_halves_take_turns(CPU)

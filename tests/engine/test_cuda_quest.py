@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from breaking_hooks import POINTS
 from engine_kit import build, check_baseline, finish, hand_off, held, submit
-from hooks_kit import ALL, QUEST, installed
+from hooks_kit import ALL, QUEST, check_rank_1, installed
+from test_cuda_ranks import two_gpus
 from tiny_models import write_tiny_model
 
 from engine.attention import AttentionSpec
-from engine.engine import Engine
+from engine.engine import Engine, EngineError
 from engine.hooks.protocol import DecodeRows, HookSite, StepRows
 from engine.pages.fp8_pool import Fp8Pool
 from engine.pages.kv_pool import PlainPool
@@ -28,6 +31,7 @@ TOKENS = 24
 """Of each request. Pages are completed on the way."""
 PAGE, HEADS, GROUP, DIM = 16, 2, 4, 128
 CUDA = torch.device("cuda")
+KERNELS = "_summarise", "_score", "_select"
 Records = dict[int, list[TokenRecord]]
 """By the length of the prompt."""
 
@@ -149,6 +153,24 @@ def test_rows_that_read_more_than_a_graph_run_beside_it(path):
             assert not differences(found, wanted), tokens
 
 
+@pytest.mark.parametrize("attention", ["fa3", "sdpa"])
+def test_without_graphs_all_kernels_are_compiled_before_the_first_step(path, attention):
+    """A request would fail that had to wait for them."""
+    kernels = [getattr(import_module("baton_quest_kernels"), name) for name in KERNELS]
+    for kernel in kernels:
+        kernel.device_caches.clear()  # As in a process of its own.
+
+    def compiled() -> list[int]:
+        return [sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in kernels]
+
+    with running(path, SPARSE, cuda_graphs=False, attention=attention) as engine:
+        before = compiled()
+        assert min(before) > 0
+        records(engine, *LENGTHS, together=True)
+        records(engine, 1500)
+        assert compiled() == before
+
+
 def test_sparse_rows_beside_dense_ones_and_prompts(path):
     """Whatever comes together, every request gets to its end. So do hand-offs."""
     with running(path, SPARSE) as engine, running(path, decodes=False) as prefill:
@@ -195,3 +217,60 @@ def test_kernels_choose_what_pytorch_chooses(kind):
     hook.choosing_began(rows)
     want = hook.pages_wanted(2, q)
     assert torch.equal(got[counts > 0], want[counts > 0])
+
+
+# -- two GPUs -----------------------------------------------------------------------------------
+
+MINUTES = pytest.mark.timeout(600)
+"""Each engine has two processes, and compiles and captures in both."""
+
+
+def graphs_of(engine) -> dict[Any, Any]:
+    """Those of rank 0."""
+    return engine._loop._executor._own._graphs
+
+
+@two_gpus
+@MINUTES
+def test_two_ranks_with_a_budget_that_covers_the_context_are_dense(path):
+    with running(path, COVERS, tp=2) as engine:
+        found = records(engine, *LENGTHS)
+    with running(path, tp=2) as engine:
+        assert not differences(found, records(engine, *LENGTHS))
+
+
+@two_gpus
+@MINUTES
+def test_two_ranks_in_graphs_give_what_the_kernels_give(path):
+    """Each rank chooses by its own heads, in graphs and beside them. What a request of another
+    number needs is in no graph."""
+    options = {"prefix_cache": False, "tp": 2}
+    more = {"extensions": {"quest": b"512"}}
+    with running(path, SPARSE, **options) as engine:
+        narrowed = {shape.decodes for shape in graphs_of(engine) if shape.narrowed}
+        assert narrowed == {1, 2, 4, 8}
+        alone = records(engine, *LENGTHS)
+        together = records(engine, *LENGTHS, together=True)
+        beside = records(engine, 700, **more)
+    with running(path, SPARSE, cuda_graphs=False, **options) as engine:
+        assert not graphs_of(engine)
+        assert not differences(alone, records(engine, *LENGTHS))
+        assert not differences(together, records(engine, *LENGTHS, together=True))
+        assert not differences(beside, records(engine, 700, **more))
+    with running(path, **options) as engine:
+        told = differences(alone, records(engine, *LENGTHS))
+    assert [each.split(":")[0] for each in told] == [f"prompt of {n}" for n in (500, 330, 700)]
+
+
+@two_gpus
+@MINUTES
+@pytest.mark.parametrize("graphs", ["no", "yes"])
+def test_a_hook_that_raises_on_one_of_two_gpus(path, graphs):
+    """In a graph nothing is called in layers. `test_hooks.py` has the same on CPUs."""
+    points = POINTS[2:] if graphs == "no" else ("rows_narrowed", "step_began", "step_ended")
+    spec = f"on-rank-1?graphs={graphs}"
+    with running(path, spec, tp=2, prefix_cache=False) as engine:
+        assert any(shape.narrowed for shape in graphs_of(engine)) == (graphs == "yes")
+        check_rank_1(engine, points)
+    with pytest.raises(EngineError, match="rank 1: hook on-rank-1 cannot be attached"):
+        build(path, hooks=(f"{spec}&attaches=no",), tp=2, device="cuda")

@@ -8,6 +8,7 @@ from engine_kit import build, check_baseline, finish, submit
 from hooks_kit import (  # The fixtures are used by their names.
     NEIGHBOUR,
     PROMPT,
+    check_rank_1,
     fixture_of_installed_hooks,  # noqa: F401
     fixture_of_path,  # noqa: F401
     fixture_of_want,  # noqa: F401
@@ -79,6 +80,18 @@ def test_a_hook_that_is_too_slow_is_named(path, want):
     engine.stop()
 
 
+def test_what_a_hook_does_at_its_first_call_does_not_count(path):
+    """It may compile. Where a graph may contain its calls, they are made before the first step. If
+    that fails, the worker does not start."""
+    engine = build(path, hooks=("slow-at-first",), hook_limit_s=0.08)
+    finish(submit(engine, PROMPT, 12))
+    assert not engine.load().hook_failures
+    engine.stop()
+    words = "slow-at-first cannot be used: choosing_began failed before the first step"
+    with pytest.raises(EngineError, match=words):
+        build(path, hooks=("slow-at-first?how=raise",))
+
+
 def test_points_come_in_their_order_and_every_request_ends(path):
     engine = build(path, hooks=("breaks",))
     executor = engine._loop._executor
@@ -145,6 +158,16 @@ def test_a_hook_that_both_ends_need_is_part_of_the_fingerprint(path):
         assert engine.model.extensions == hooks
         engine.stop()
     assert prints[0] == prints[1] != prints[2]
+
+
+def test_a_hook_that_raises_on_one_rank(path):
+    """`test_cuda_quest.py` has the same on two GPUs."""
+    engine = build(path, hooks=("on-rank-1",), tp=2)
+    check_rank_1(engine, POINTS[2:])
+    check_baseline(engine)
+    engine.stop()
+    with pytest.raises(EngineError, match="rank 1: hook on-rank-1 cannot be attached"):
+        build(path, hooks=("on-rank-1?attaches=no",), tp=2)
 
 
 @pytest.mark.matrix

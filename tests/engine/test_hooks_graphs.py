@@ -53,8 +53,8 @@ class Choosing(Heard):
         return torch.full((len(q), HEADS, 2), 99 if self.beyond else 0)
 
 
-@pytest.fixture
-def pool():
+@pytest.fixture(name="pool")
+def fixture_of_pool():
     pool = PlainPool(
         num_pages=9,
         num_layers=1,
@@ -166,7 +166,7 @@ def test_a_hook_that_raises_while_a_graph_is_captured_is_refused(pool):
     steps = steps_of(pool, Heard("fits", capturable=True, breaks=True))
     steps.capture()
     steps.attention_began(0, *torch.zeros(3, 1))
-    with pytest.raises(HookError, match="fits cannot be captured: attention_began"):
+    with pytest.raises(HookError, match="fits cannot be used: attention_began failed before"):
         steps.check_captured()
 
 

@@ -384,7 +384,8 @@ def test_a_step_that_ends_after_the_ranks_are_lost_fails():
     """On a GPU it may: the device is let go, and what it computed has no meaning."""
     own: Future[Any] = Future()
     keeper = SimpleNamespace(lost="", reason=lambda _: "")
-    executor = RankedExecutor(SimpleNamespace(launch=lambda _: own), keeper, lambda _: None)
+    rank_0 = SimpleNamespace(shaped=lambda plan: plan, launch=lambda _: own)
+    executor = RankedExecutor(rank_0, keeper, lambda _: None)
     launched = executor.launch(SimpleNamespace())
     keeper.lost = "rank 1 was killed by SIGKILL"
     own.set_result("tokens")

@@ -205,7 +205,7 @@ class DrawingAlong:
             tokens = torch.empty_like(draw.slots)
             self._part.ranks.broadcast(tokens)
             self._token_table[draw.slots.long()] = tokens
-        return nothing_drawn
+        return telling(nothing_drawn, draw.failures)  # They are logged where they happened.
 
     def score(self, hidden: Tensor, wanted: ScorePlan, logits_of: Logits) -> HostScores:
         """See `Drawing`. Rank 0 has the logits."""

@@ -75,10 +75,10 @@ class Shapes:
         self._decodes = bucket_sizes(most) if decodes else ()
         self._beside = bucket_sizes(most, (SPACING,), MIXED_SPACING) if decodes else ()
         self._alone = _prompt_sizes(bounds.max_step_tokens)
-
-    @property
-    def all(self) -> list[Shape]:
+        self.all = self._all()
         """All shapes, largest first, because the others reuse the largest one's memory."""
+
+    def _all(self) -> list[Shape]:
         plain = [Shape(rows) for rows in self._decodes]
         mixed = [_with_prompts(rows, piece) for rows in self._beside for piece in PIECES]
         alone = [_with_prompts(0, tokens) for tokens in self._alone]
