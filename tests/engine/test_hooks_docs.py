@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -29,14 +30,14 @@ def entropies(path, tokens: list[int]) -> list[float]:
 
 def test_the_page_s_hook_logs_the_entropy_of_attention(tmp_path, caplog):
     page = PAGE.read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    toml = r'```toml\n\[project.entry-points."(.*?)"\]\n(.*?)```'
-    (points,) = re.findall(toml, page, re.DOTALL)
+    code, program = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (project,) = map(tomllib.loads, re.findall(r"```toml\n(.*?)```", page, re.DOTALL))
+    ((group, points),) = project["project"]["entry-points"].items()
+    (module,) = project["tool"]["setuptools"]["py-modules"]
     source = tmp_path / "source"
     source.mkdir()
-    (source / "my_package.py").write_text(code)
-    name, _, place = points[1].partition("=")
-    text = f"[{points[0]}]\n{name} = {place.split('#')[0].strip().strip(chr(34))}\n"
+    (source / f"{module}.py").write_text(code)
+    text = "\n".join([f"[{group}]", *(f"{name} = {place}" for name, place in points.items())])
     model = write_tiny_model(tmp_path / "model", layers=3)
     with installed(tmp_path / "installed", text, source):
         engine = build(model, hooks=("entropy",))
@@ -45,6 +46,11 @@ def test_the_page_s_hook_logs_the_entropy_of_attention(tmp_path, caplog):
             finish(run, submit(engine, PROMPT, 3))
         assert not engine.load().hook_failures
         engine.stop()
+        before = len(caplog.messages)
+        with caplog.at_level(logging.INFO, "baton.entropy"):
+            exec(program.replace('"demo"', f'"{model}"'), {})
+        logged = [line for line in caplog.messages[before:] if "bits by layer" in line]
+        assert len(logged) == 2
     found = [re.findall(r"\d+\.\d+", line) for line in caplog.messages if "bits by" in line]
     assert len(found) >= 2
     for count, bits in enumerate(found[:2], 1):
