@@ -466,10 +466,11 @@ def test_a_rank_whose_start_does_not_go_on_is_named(point, how, why, tmp_path, m
     """Between its load and READY, where all others wait for it. None is left."""
     path = write_tiny_model(tmp_path, tokenizer=False)
     monkeypatch.setattr(figures, "STOPPED_S", 2.0)
-    monkeypatch.setattr(figures, "START_S", 30.0)
+    if how == "hang":  # It is longer than a busy machine takes to import torch.
+        monkeypatch.setattr(figures, "START_S", 60.0)
     monkeypatch.setenv("BATON_DEBUG_FAILPOINTS", f"{point}={how}~2")
     before = set(psutil.Process().children())
-    after_s = 2 if how == "stop" else 30
+    after_s = 2 if how == "stop" else 60
     with pytest.raises(EngineError, match=f"has not gone on for {after_s} s: {why}"):
         build(path, tp=4)
     assert set(psutil.Process().children()) <= before
