@@ -31,6 +31,7 @@ from baton.process.release import stamp
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from decode_service.service import DecodeService
 from engine.engine import Engine
+from engine.ranks.groups import device_of
 from fetch_service.fetching import FetchService
 from fetch_service.holding import HoldService
 from fetch_service.outcomes import RANKS, TRANSPORT
@@ -224,9 +225,8 @@ class Worker:
     def _watch_gpus(self) -> None:
         device = self.engine.pool.device
         if device.type == "cuda":
-            gpus = (
-                range(self.settings.tp) if self.settings.tp > 1 else [device]
-            )  # Rank R has GPU R.
+            others = (device_of(device.type, rank) for rank in range(1, self.settings.tp))
+            gpus = [device, *others]
             uuids = [torch.cuda.get_device_properties(gpu).uuid for gpu in gpus]
             self.metrics.watch_gpus([gpu_reader(f"GPU-{uuid}") for uuid in uuids])
 

@@ -22,10 +22,10 @@ class Row(NamedTuple):
     labels: Labels = ()
 
 
-class Snapshot(Collector):
-    """Collects rows from one snapshot. Without a snapshot there are no rows."""
+class Snapshots(Collector):
+    """Collects rows from several snapshots, each with labels of its own, before those of a row."""
 
-    def __init__(self, take: Callable[[], object], rows: Sequence[Row]) -> None:
+    def __init__(self, take: Callable[[], Mapping[Labels, object]], rows: Sequence[Row]) -> None:
         self._take = take
         self._rows = rows
 
@@ -34,35 +34,26 @@ class Snapshot(Collector):
         return [_family(name) for name in dict.fromkeys(row.metric for row in self._rows)]
 
     def collect(self) -> Iterable[Family]:
-        """Takes a snapshot and returns every row."""
-        snapshot = self._take()
-        if snapshot is None:
+        """Takes the snapshots and returns every row of each. Without any there are no rows."""
+        snapshots = self._take()
+        if not snapshots:
             return []
         families = {row.metric: _family(row.metric) for row in self._rows}
         for row in self._rows:
-            families[row.metric].add_metric(row.labels, row.read(snapshot))
+            for labels, snapshot in snapshots.items():
+                families[row.metric].add_metric((*labels, *row.labels), row.read(snapshot))
         return families.values()
 
 
-class Snapshots(Collector):
-    """Collects rows from several snapshots, each with labels of its own."""
+class Snapshot(Snapshots):
+    """Collects rows from one snapshot. Without a snapshot there are no rows."""
 
-    def __init__(self, take: Callable[[], Mapping[Labels, object]], rows: Sequence[Row]) -> None:
-        self._take = take
-        self._rows = rows
+    def __init__(self, take: Callable[[], object], rows: Sequence[Row]) -> None:
+        def one() -> Mapping[Labels, object]:
+            snapshot = take()
+            return {} if snapshot is None else {(): snapshot}
 
-    def describe(self) -> Iterable[Family]:
-        """Returns the metrics without taking a snapshot."""
-        return [_family(row.metric) for row in self._rows]
-
-    def collect(self) -> Iterable[Family]:
-        """Takes the snapshots and returns every row of each. Without any there are no rows."""
-        snapshots = self._take()
-        families = [_family(row.metric) for row in self._rows] if snapshots else []
-        for family, row in zip(families, self._rows, strict=False):
-            for labels, snapshot in snapshots.items():
-                family.add_metric(labels, row.read(snapshot))
-        return families
+        super().__init__(one, rows)
 
 
 class Samples(Collector):
