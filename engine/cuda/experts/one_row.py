@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.cuda.experts.cutting import Tiles, with_bias
 from engine.cuda.experts.routing import gated, numbers
 from engine.cuda.kernels import launch
-from engine.cuda.products.rounding import GIVEN, e4m3_of, scale_of
+from engine.cuda.products.rounding import GIVEN, PLAIN, e4m3_of, scale_of
 from engine.model.experts.config import Gate
 from engine.model.experts.stacked import Stacked
 from engine.model.precision.base import Kind
@@ -32,7 +32,6 @@ _CHANNELS: Final = tl.constexpr(1)
 _BLOCKS: Final = tl.constexpr(2)
 _KINDS: Final = {None: 0, Kind.FP8_CHANNELS: 1, Kind.FP8_BLOCKS: 2}
 _BLOCK: Final = tl.constexpr(128)
-_PLAIN: Final = tl.constexpr(-2)
 _GIVEN: Final = tl.constexpr(GIVEN)
 
 
@@ -65,7 +64,7 @@ def _most(x, inputs: tl.constexpr, bk: tl.constexpr):
 def _read(x, at, inputs, most, given, group: tl.constexpr):
     """A step of the row, [1, bk] float32, rounded as `engine.model.precision.rounding` says."""
     value = tl.load(x + at[None, :], mask=(at < inputs)[None, :], other=0.0).to(tl.float32)
-    if group != _PLAIN:
+    if group != PLAIN:
         bk: tl.constexpr = at.shape[0]
         if group == _GIVEN:
             scale = tl.zeros((1, bk), tl.float32) + tl.load(given)
@@ -162,7 +161,7 @@ def product(
         gate: what is done with gate and up.
         cut: how it is cut.
     """
-    how, group = weights.input, _PLAIN.value
+    how, group = weights.input, PLAIN.value
     given = scales = out
     if how is not None and weights.scales is not None:
         scales = weights.scales

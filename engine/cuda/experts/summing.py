@@ -19,12 +19,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from engine.cuda.early import early
 from engine.cuda.experts.routing import Order
 from engine.cuda.kernels import launch
-from engine.cuda.products.rounding import room, store_rounded, warps_of
+from engine.cuda.products.rounding import PLAIN, room, store_rounded, warps_of
 from engine.model.precision.rounding import Rounded, Rounding
 
 _COLUMNS: Final = 1024
-_PLAIN: Final = tl.constexpr(-2)
-"""A `group` in which nothing is rounded. Else see `store_rounded`."""
 
 
 class Parts(NamedTuple):
@@ -88,7 +86,7 @@ def _add_up_norm(
     value = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value) / size + eps)
     value = (value * scale * gains).to(dtype)
-    if group == _PLAIN:
+    if group == PLAIN:
         tl.store(values + row * size + at, value, mask=inside)
     else:
         value = value.to(tl.float32)
@@ -105,7 +103,7 @@ def add_up_norm(
     out: Tensor | Rounded
     if how is None:
         out = residual.new_empty(tokens, size)
-        values, scales, stride, group = out, x.weights, 1, _PLAIN.value
+        values, scales, stride, group = out, x.weights, 1, PLAIN.value
     else:
         out, stride, group = room(residual, size, how)
         values, scales = out

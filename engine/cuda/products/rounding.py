@@ -35,6 +35,8 @@ _VALUES_OF_A_WARP: Final = 256
 _MOST_WARPS: Final = 32
 GIVEN: Final = -1
 """A kernel's `group` where the scale is given."""
+PLAIN: Final = tl.constexpr(-2)
+"""A kernel's `group` where nothing is rounded."""
 _ROWS: Final = 0
 
 
