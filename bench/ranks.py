@@ -323,11 +323,11 @@ def _step_times(runs: _Runs, rows: int, context: int) -> dict[str, float]:
     times = runs.times[rows]
     figures = {"step_ms": 1e3 * statistics.median(times), "steps": len(times)}
     ranks = runs.engine.ranks
-    if loads := ranks.loads():
-        seconds = loads[0].waited_s + loads[0].busy_s
-        if seconds:  # Nobody measures it on GPUs.
-            figures["skew_ms"] = 1e3 * ranks.skew_s / loads[0].steps
-            figures["waited_share"] = loads[0].waited_s / seconds
+    if ranks.skew_s is not None:
+        load = ranks.loads()[0]
+        figures["skew_ms"] = 1e3 * ranks.skew_s / load.steps
+        if load.busy_s and load.waited_s:  # Nobody knows the first on GPUs.
+            figures["waited_share"] = load.waited_s / (load.waited_s + load.busy_s)
     return figures
 
 

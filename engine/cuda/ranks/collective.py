@@ -84,6 +84,7 @@ class CudaCollective(GroupCollective):
             by_memory = _dist.PrefixStore("memory", file)
             own = (str(store), self.rank, self.size, self._device)
             self._memory = map_memory(by_memory, *own, self._most)
+            self.waits()  # It is compiled before the first step.
 
     def _most(self, own: int) -> int:
         """The largest of all ranks' numbers. Waits for the device."""
@@ -126,9 +127,21 @@ class CudaCollective(GroupCollective):
         else:
             super().all_reduce(self._word)
 
+    def waits(self) -> Tensor | None:
+        """On rank 0 what `told_waits` takes, as `Shared.waits`. None: nobody knows them, because
+        sums go by NCCL."""
+        return None if self.rank or self.shared is None else self.shared.waits()
+
+    def told_waits(self, waits: Tensor) -> None:
+        """The device has come to the end of a step, and the host has what `waits` returned."""
+        self.on_waits(waits.numpy() / 1e9)
+
     def end_step(self) -> None:
         """See `Collective`. Steps without kernels of ours end on the host, as on a CPU."""
+        waits = self.waits()
         torch.cuda.current_stream(self._device).synchronize()
+        if waits is not None:
+            self.told_waits(waits.cpu())
 
     def let_go(self) -> None:
         """See `GroupCollective`. What the device still computes has no meaning."""
