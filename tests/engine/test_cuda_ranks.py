@@ -331,6 +331,30 @@ def test_the_wait_for_the_slowest_rank_is_told(graphs, tmp_path, monkeypatch):
 
 
 @two_gpus
+def test_nobody_looks_for_the_store_once_its_folder_is_gone(tmp_path):
+    """A thread of torch's would do so 100 times a second, with an error and a stack each minute."""
+    path = write_tiny_model(tmp_path, tokenizer=False, **SHAPES["llama"])
+    engine = build_on_gpus(path, 2)
+    pids = [os.getpid(), *engine.ranks.pids.values()]
+    time.sleep(2)  # It begins after a second.
+    before = [wake_ups(pid, "pt_nccl_heartbt") for pid in pids]
+    time.sleep(1)
+    after = [wake_ups(pid, "pt_nccl_heartbt") for pid in pids]
+    engine.stop()
+    assert max(np.subtract(after, before)) < 20, (before, after)
+
+
+def wake_ups(pid: int, name: str) -> int:
+    """Of a process's threads of that name."""
+    found = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        if (task / "comm").read_text().strip() == name:
+            status = (task / "status").read_text()
+            found += int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+    return found
+
+
+@two_gpus
 @pytest.mark.parametrize("point", ["rank.join", "rank.joined"])
 def test_a_rank_stopped_before_it_is_ready_lets_rank_0_go(point, tmp_path, monkeypatch):
     """Rank 0 waits for it in NCCL, or in the kernels before its first graph."""

@@ -38,11 +38,13 @@ _ENVIRONMENT: Final = {
     "NCCL_NVLS_ENABLE": "0",
     "NCCL_SOCKET_IFNAME": "lo",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
 """While the group is made: no multicast, nothing that listens outside this host, and none of
-torch's watchdogs, which end the process. Baton's own one names the rank."""
+torch's watchdogs, which end the process. Baton's own one names the rank. Torch's would also look
+for a key in the store for ever, whose folder is gone once all ranks are ready."""
 
 
 class CudaCollective(GroupCollective):
