@@ -260,10 +260,9 @@ def steps(options: argparse.Namespace, say: Say) -> None:
             max_sequences=max(rows for rows, _ in cases),
             prefix_cache=False,
         )
-        began_s = time.monotonic()
-        engine = Engine.build(config)
+        engine, start = _started(config)
         line = {"model": options.model.name, "ranks": ranks}
-        say({**line, "ready_s": time.monotonic() - began_s})
+        say({**line, **start})
         try:
             runs = _Runs(engine)
             for rows, context in cases:
@@ -273,6 +272,23 @@ def steps(options: argparse.Namespace, say: Say) -> None:
                 say({**line, "prompts_tokens_per_s": _prompts_rate(runs)})
         finally:
             engine.stop()
+
+
+def _started(config: EngineConfig) -> tuple[Engine, dict[str, float]]:
+    """An engine, and when rank 0 had done the first and the last part of each phase of its start.
+
+    Between the last weights and the first graph it waits until the others have loaded, and joins
+    them. The imports of their processes count, and those of this process do not.
+    """
+    began_s = time.monotonic()
+    done_s: dict[str, float] = {}
+
+    def progress(phase: str, _done: int, _total: int) -> None:
+        done_s[f"{phase}_s"] = time.monotonic() - began_s
+        done_s.setdefault(f"first_{phase}_s", done_s[f"{phase}_s"])
+
+    engine = Engine.build(config, progress)
+    return engine, {**done_s, "ready_s": time.monotonic() - began_s}
 
 
 def _cases(text: str, context: int) -> list[tuple[int, int]]:
