@@ -260,10 +260,9 @@ def steps(options: argparse.Namespace, say: Say) -> None:
             max_sequences=max(rows for rows, _ in cases),
             prefix_cache=False,
         )
-        began_s = time.monotonic()
-        engine = Engine.build(config)
+        engine, start = _started(config)
         line = {"model": options.model.name, "ranks": ranks}
-        say({**line, "ready_s": time.monotonic() - began_s})
+        say({**line, **start})
         try:
             runs = _Runs(engine)
             for rows, context in cases:
@@ -273,6 +272,23 @@ def steps(options: argparse.Namespace, say: Say) -> None:
                 say({**line, "prompts_tokens_per_s": _prompts_rate(runs)})
         finally:
             engine.stop()
+
+
+def _started(config: EngineConfig) -> tuple[Engine, dict[str, float]]:
+    """An engine, and when rank 0 had done the first and the last part of each phase of its start.
+
+    Between the last weights and the first graph it waits until the others have loaded, and joins
+    them. The imports of their processes count, and those of this process do not.
+    """
+    began_s = time.monotonic()
+    done_s: dict[str, float] = {}
+
+    def progress(phase: str, _done: int, _total: int) -> None:
+        done_s[f"{phase}_s"] = time.monotonic() - began_s
+        done_s.setdefault(f"first_{phase}_s", done_s[f"{phase}_s"])
+
+    engine = Engine.build(config, progress)
+    return engine, {**done_s, "ready_s": time.monotonic() - began_s}
 
 
 def _cases(text: str, context: int) -> list[tuple[int, int]]:
@@ -323,11 +339,11 @@ def _step_times(runs: _Runs, rows: int, context: int) -> dict[str, float]:
     times = runs.times[rows]
     figures = {"step_ms": 1e3 * statistics.median(times), "steps": len(times)}
     ranks = runs.engine.ranks
-    if loads := ranks.loads():
-        seconds = loads[0].waited_s + loads[0].busy_s
-        if seconds:  # Nobody measures it on GPUs.
-            figures["skew_ms"] = 1e3 * ranks.skew_s / loads[0].steps
-            figures["waited_share"] = loads[0].waited_s / seconds
+    if ranks.skew_s is not None:
+        load = ranks.loads()[0]
+        figures["skew_ms"] = 1e3 * ranks.skew_s / load.steps
+        if load.busy_s and load.waited_s:  # Nobody knows the first on GPUs.
+            figures["waited_share"] = load.waited_s / (load.waited_s + load.busy_s)
     return figures
 
 

@@ -10,11 +10,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
+Float64s = NDArray[np.float64]
 _dist: Any = dist
 """torch's stubs lack most of what is used here."""
 LONGEST_S: Final = 3600.0
@@ -114,6 +117,9 @@ class GroupCollective:
         self.size = size
         self.on_step: Callable[[], None] = _nothing
         """Is called when a step begins on this rank."""
+        self.on_waits: Callable[[Float64s], None] = _nothing
+        """Rank 0, where devices wait: is called with the seconds that each rank has waited so far,
+        when a step ends."""
         self._group: Any
 
     def join(self, store: Path) -> None:
@@ -182,8 +188,8 @@ class GlooCollective(GroupCollective):
         self._group = _dist.ProcessGroupGloo(file, self.rank, self.size, options)
 
 
-def _nothing() -> None:
-    """Default for `on_step`."""
+def _nothing(*_: Float64s) -> None:
+    """Default for `on_step` and `on_waits`."""
 
 
 def at_once(options: Any) -> Any:

@@ -17,6 +17,11 @@ The time in collectives is that of the sum itself and that of waiting for the sl
 wait for the slowest is taken from BEGAN_S + STEP_S, when a rank would have ended the step without
 any wait: the largest less the smallest of all ranks. All have written theirs when the step's last
 collective ends.
+
+On GPUs the devices wait, and hosts see nothing of it: a rank writes STEPS alone. The devices count
+their waits, and rank 0 reads them all and writes WAITED_S of each row. The wait for the slowest is
+the largest less the smallest wait of a step: who waits least is the slowest. Where sums go by NCCL,
+nobody counts.
 """
 
 from __future__ import annotations
@@ -31,10 +36,9 @@ from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.ranks.collective import Collective, GroupCollective
+from engine.ranks.collective import Collective, Float64s, GroupCollective
 from engine.ranks.keeper import Pulse, is_stopped
 from engine.ranks.skew import SkewHistory
 
@@ -66,10 +70,11 @@ class RankLoad(NamedTuple):
 
     rank: int
     steps: int
-    busy_s: float
-    """Seconds in which it computed."""
-    waited_s: float
-    """Seconds in which it was in a collective."""
+    busy_s: float | None
+    """Seconds in which it computed; None: nobody knows."""
+    waited_s: float | None
+    """Seconds in which it was in a collective; on GPUs, in which its device waited for others in
+    one. None: nobody knows."""
 
 
 class RankFigures:
@@ -83,19 +88,42 @@ class RankFigures:
             path.write_bytes(bytes(size))
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), size)
-        self.rows: NDArray[np.float64] = np.frombuffer(self._memory).reshape(count, _COLUMNS)
+        self.rows: Float64s = np.frombuffer(self._memory).reshape(count, _COLUMNS)
         self.skew = SkewHistory()
         """The wait for the slowest rank. Rank 0 keeps it."""
         self.slowest = [0] * count
         """Steps in which each rank was the slowest."""
         self.has_started = False
         """Rank 0: all are ready for steps."""
+        self._waited_s: Float64s | None = None
+        """What `devices_waited` was told last."""
+
+    @property
+    def skew_s(self) -> float | None:
+        """Rank 0: the wait for the slowest rank, all steps; None: no step has told it."""
+        return self.skew.total_s if any(self.slowest) else None
 
     def step_ended(self) -> None:
         """Rank 0: a step has ended on all ranks."""
         ends_s = self.rows[:, BEGAN_S] + self.rows[:, STEP_S]
         if not ends_s.any():
             return  # Their devices wait, and the hosts know no times.
+        self._add(ends_s)
+
+    def devices_waited(self, waited_s: Float64s) -> None:
+        """Rank 0: a step has ended. By then each rank's device has waited so long since it started.
+
+        The first step tells only how long they waited during the start.
+        """
+        before_s, self._waited_s = self._waited_s, waited_s
+        if before_s is not None:
+            step_s = waited_s - before_s
+            self.rows[:, WAITED_S] += step_s
+            self._add(-step_s)
+
+    def _add(self, ends_s: Float64s) -> None:
+        """Another step. `ends_s`: when each rank would have ended it without any wait, by any clock
+        that is the same for all."""
         self.skew.add(float(ends_s.max() - ends_s.min()))
         self.slowest[int(ends_s.argmax())] += 1
 
@@ -106,7 +134,9 @@ class RankFigures:
     def loads(self) -> list[RankLoad]:
         """The figures of each rank."""
         return [
-            RankLoad(rank, int(row[STEPS]), float(row[BUSY_S]), float(row[WAITED_S]))
+            RankLoad(
+                rank, int(row[STEPS]), row[BUSY_S].item() or None, row[WAITED_S].item() or None
+            )
             for rank, row in enumerate(self.rows)
         ]
 
@@ -166,11 +196,11 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def watched(group: GroupCollective, figures: RankFigures) -> Collective:
-    """The group, with a rank's row of figures. Where devices wait for each other, hosts only count
-    steps."""
+    """The group, with a rank's row of figures."""
     if group.waits_on_host:
         return TimedCollective(group, figures)
     group.on_step = partial(figures.begin_step, group.rank)
+    group.on_waits = figures.devices_waited
     return group
 
 

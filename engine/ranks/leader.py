@@ -127,8 +127,9 @@ class Ranks(Protocol):
         ...
 
     @property
-    def skew_s(self) -> float:
-        """Sum over all steps of the time for which the fastest rank waited for the slowest."""
+    def skew_s(self) -> float | None:
+        """Sum over all steps of the time for which the fastest rank waited for the slowest. None:
+        there is one rank, or nobody knows."""
         ...
 
     def skew_between(self, start_ns: int, end_ns: int) -> float:
@@ -148,7 +149,7 @@ class NoRanks:
         self.beside: list[zmq.Socket[bytes]] = []
         self.memories: list[int] = []
         self.lost = ""
-        self.skew_s = 0.0
+        self.skew_s: float | None = None
 
     def start(self) -> None:
         """See `Ranks`."""
@@ -237,9 +238,9 @@ class HostRanks:
         return self.figures.loads()
 
     @property
-    def skew_s(self) -> float:
+    def skew_s(self) -> float | None:
         """See `Ranks`."""
-        return self.figures.skew.total_s
+        return self.figures.skew_s
 
     def skew_between(self, start_ns: int, end_ns: int) -> float:
         """See `Ranks`."""

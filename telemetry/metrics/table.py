@@ -198,13 +198,18 @@ DECLARED: Final[Mapping[str, Declared]] = {
     ),
     # Worker: its ranks, if there are several.
     Metric.RANK_BUSY: Declared(
-        "counter", "Seconds in which a rank computed. 0 on GPUs.", ("rank",)
+        "counter", "Seconds in which a rank computed. Absent on GPUs.", ("rank",)
     ),
     Metric.RANK_WAITED: Declared(
-        "counter", "Seconds in which a rank added up or waited for others. 0 on GPUs.", ("rank",)
+        "counter",
+        "Seconds in which a rank added up or waited for others. On GPUs those in which its device "
+        "waited; absent where their sums go by NCCL.",
+        ("rank",),
     ),
     Metric.RANK_SKEW: Declared(
-        "counter", "Seconds for which the fastest rank waited for the slowest. 0 on GPUs."
+        "counter",
+        "Seconds for which the fastest rank waited for the slowest. Absent on GPUs whose sums go "
+        "by NCCL.",
     ),
     # Worker: KV transfer.
     Metric.SECOND_TOKEN_GAP: Declared(

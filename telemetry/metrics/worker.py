@@ -72,10 +72,11 @@ class WorkerMetrics(ProcessMetrics):
         self.registry.register(Samples(Metric.HOOK_FAILURES, lambda: load().hook_failures))
 
     def watch_ranks(self, ranks: Any) -> None:
-        """Shows a worker's ranks; `ranks` is as `engine.ranks.leader.Ranks`."""
+        """Shows a worker's ranks; `ranks` is as `engine.ranks.leader.Ranks`. A figure that nobody
+        knows has no sample."""
         for metric, read in _RANK_SAMPLES:
             self.registry.register(Samples(metric, partial(_of_ranks, ranks, read)))
-        self._watch(lambda: ranks, (Row(Metric.RANK_SKEW, attrgetter("skew_s")),))
+        self.registry.register(Samples(Metric.RANK_SKEW, partial(_skew_of, ranks)))
 
     def watch_overdue(self, take: Callable[[], object]) -> None:
         """Shows transfers that do not end; see `worker_base.overdue.Overdue`."""
@@ -141,8 +142,13 @@ def _of_tiers(
     return {(label,): float(value) for label, value in read(load().tiers).items()}
 
 
-def _of_ranks(ranks: Any, read: Callable[[Any], float]) -> dict[tuple[str, ...], float]:
-    return {(str(one.rank),): read(one) for one in ranks.loads()}
+def _of_ranks(ranks: Any, read: Callable[[Any], float | None]) -> dict[tuple[str, ...], float]:
+    found = {(str(one.rank),): read(one) for one in ranks.loads()}
+    return {labels: value for labels, value in found.items() if value is not None}
+
+
+def _skew_of(ranks: Any) -> dict[tuple[str, ...], float]:
+    return {} if ranks.skew_s is None else {(): ranks.skew_s}
 
 
 def _of_gpus(reads: Sequence[Callable[[], GpuLoad | None]]) -> dict[tuple[str, ...], GpuLoad]:
@@ -177,7 +183,7 @@ _TIER_SAMPLES: Final[Sequence[tuple[str, Callable[[Any], Mapping[str, float]]]]]
     (Metric.TIER_FAILURES, attrgetter("late")),
     (Metric.TIER_SLOTS, _tier_slots),
 )
-_RANK_SAMPLES: Final[Sequence[tuple[str, Callable[[Any], float]]]] = (
+_RANK_SAMPLES: Final[Sequence[tuple[str, Callable[[Any], float | None]]]] = (
     (Metric.RANK_BUSY, attrgetter("busy_s")),
     (Metric.RANK_WAITED, attrgetter("waited_s")),
 )

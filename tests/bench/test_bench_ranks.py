@@ -35,7 +35,11 @@ def test_steps_are_measured_to_their_end() -> None:
     options = Namespace(ranks=[1, 2], quantization="", **model)
     steps(options, lines.append)
     measured = [line for line in lines if "step_ms" in line]
-    assert len(measured) == len(lines) - 2, "each engine says when it is ready"
+    starts = [line for line in lines if "ready_s" in line]
+    assert len(measured) == len(lines) - len(starts)
+    for start in starts:
+        assert 0 < start["first_weights_s"] <= start["weights_s"] < start["ready_s"]
+    assert [line["ranks"] for line in starts] == [1, 2]
     assert [(line["ranks"], line["rows"]) for line in measured] == [
         (ranks, int(rows)) for ranks in (1, 2) for rows in ROWS.split(",")
     ]

@@ -8,7 +8,14 @@ from __future__ import annotations
 import sys
 
 import torch
-from ranks_kit import Ranks, check_best, check_gather, check_halves_take_turns, check_sums
+from ranks_kit import (
+    Ranks,
+    check_best,
+    check_gather,
+    check_halves_take_turns,
+    check_sums,
+    check_waits,
+)
 
 CPU = torch.device("cpu")
 SHAPES = [(1, 40), (5, 40), (19, 24)]
@@ -26,6 +33,7 @@ def main() -> None:
         check_gather(ranks, 3, 3)
         check_gather(ranks, 1, 1)  # What a rank tells of its one hook.
         check_gather(ranks, 700 if every else 3, 3)
+        check_waits(ranks)
         check_best(count, 9001 if every else 701, torch.bfloat16, CPU)
     check_halves_take_turns(CPU)
     print("equal")

@@ -104,6 +104,21 @@ def check_halves_take_turns(device: torch.device) -> None:
     assert written == [*first, *second, *first, *second]
 
 
+def check_waits(ranks: Ranks) -> None:
+    """Each rank can read what any has waited. Calls leave it as it is where no program waits."""
+    from engine.cuda.ranks.shared import SIGNAL_BYTES
+
+    place = len(ranks.all[0].calls) * len(ranks.all) * SIGNAL_BYTES
+    told = [own[place : place + SIGNAL_BYTES].view(torch.int64) for own in ranks.memory]
+    for rank, waited_ns in enumerate(told):
+        waited_ns.fill_((7 << 40) + rank)
+    check_gather(ranks, 3, 3)
+    check_sums(ranks, 5, 40, torch.float32, 2)
+    want = [(7 << 40) + rank for rank in range(len(ranks.all))]
+    for own in ranks.all:
+        assert own.waits().tolist() == want
+
+
 def check_gather(ranks: Ranks, rows: int, columns: int) -> None:
     device = ranks.memory[0].device
     parts = parts_of(len(ranks.all), rows, columns, torch.float32, device, rows)

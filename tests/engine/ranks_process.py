@@ -19,6 +19,10 @@ from engine.cuda.ranks.collective import CudaCollective
 SIZE = 5120
 ROWS = (1, 2, 3, 7, 8, 64, 65, 256, 1000, 3000, 8192)
 """The last is larger than the memory that ranks share."""
+SLEEP_CYCLES = 10_000_000
+MOST_GHZ = 2.5
+"""Clocks of GPUs are slower, so that a sleep takes longer."""
+ROUNDS = 10
 
 
 def check(group: CudaCollective, rows: int, device: torch.device) -> None:
@@ -79,6 +83,34 @@ def check_graph(group: CudaCollective, device: torch.device) -> None:
     del graph
 
 
+def check_waits(group: CudaCollective, device: torch.device) -> None:
+    """The last rank is late for a sum of a graph. The others wait, and rank 0 sees it."""
+    x = torch.ones(8, SIZE, dtype=torch.bfloat16, device=device)
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        if group.rank == group.size - 1:
+            torch.cuda._sleep(SLEEP_CYCLES)
+        group.all_reduce(x)
+        graph.capture_end()
+        group.barrier()
+        before = group.waits()
+        for _ in range(ROUNDS):
+            graph.replay()
+        group.barrier()
+        after = group.waits()
+        stream.synchronize()
+    del graph
+    if group.rank:
+        assert before is None, "rank 0 tells it"
+        return
+    assert before is not None
+    assert after is not None
+    *others, last = (after - before).tolist()
+    assert min(others) - last > 0.8 * ROUNDS * SLEEP_CYCLES / MOST_GHZ, (others, last)
+
+
 def assert_all(x: Tensor, value: int) -> None:
     assert bool((x == value).all()), (value, x.unique().tolist())
 
@@ -94,6 +126,7 @@ def main(store: str, rank: int, size: int) -> None:
         for rows in ROWS:
             check(group, rows, device)
     check_graph(group, device)
+    check_waits(group, device)
     logits = torch.full((3, 5 - rank), float(rank), dtype=torch.bfloat16, device=device)
     whole = group.gather(logits, 5 * size - (size - 1) if size == 2 else 5 * size)
     if rank == 0 and size == 2:

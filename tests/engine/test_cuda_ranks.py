@@ -19,6 +19,7 @@ from ranks_kit import (
     check_gather,
     check_halves_take_turns,
     check_sums,
+    check_waits,
     parts_of,
 )
 from references import NOISE, references
@@ -39,6 +40,9 @@ CLOSE = 0.15
 """Logits of bf16 differ by less between one rank and two: sums are rounded once more."""
 PROGRAMS = 16
 """Of each rank: those of four ranks fit one device at once."""
+SLEEP_CYCLES = 10_000_000
+MOST_GHZ = 2.5
+"""Clocks of GPUs are slower, so that a sleep takes longer."""
 two_gpus = pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs")
 
 
@@ -54,6 +58,7 @@ def test_sums_of_ranks_on_one_device(count, size):
         check_sums(ranks, 9, size, torch.float32, 1)
         check_sums(ranks, 9, size, torch.float16, 2)
     check_gather(ranks, 256, 3)
+    check_waits(ranks)
 
 
 def test_halves_take_turns_on_one_device():
@@ -85,6 +90,29 @@ def test_programs_meet(count):
             wait(streams, rescue)
             for x, sums in zip(parts, want, strict=True):
                 assert torch.equal(x, sums)
+
+
+def test_a_rank_tells_how_long_its_device_waited():
+    """The others come late, one after the other. So the first waits longest, and the last least."""
+    count, rounds = 3, 5
+    ranks = Ranks(count, CUDA, programs=PROGRAMS)
+    rescue = Rescue(ranks)
+    streams = [torch.cuda.Stream() for _ in ranks.all]
+    parts = parts_of(count, 8, 512, torch.bfloat16, CUDA, 0)
+    torch.cuda.synchronize()
+    began_s = time.monotonic()
+    for turn in range(rounds):
+        for rank, (own, x, stream) in enumerate(zip(ranks.all, parts, streams, strict=True)):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(SLEEP_CYCLES * rank)
+                own.all_reduce(x, two_shots=turn % 2 == 1)
+    wait(streams, rescue)
+    took_ns = 1e9 * (time.monotonic() - began_s)
+    first, second, last = ranks.all[1].waits().tolist()
+    each_ns = SLEEP_CYCLES / MOST_GHZ
+    assert rounds * each_ns < first - second < took_ns
+    assert rounds * each_ns < second - last < took_ns
+    assert last < each_ns, "it hardly waits"
 
 
 def wait(streams: list[torch.cuda.Stream], rescue: Rescue) -> None:
@@ -278,6 +306,52 @@ def test_a_profile_tells_the_time_of_sums_over_ranks(tmp_path):
     engine.stop()
     assert names["all_reduce_one_shot"] >= 2 * 8
     assert names["all_gather"] >= 4
+
+
+@two_gpus
+@pytest.mark.parametrize("graphs", [True, False])
+def test_the_wait_for_the_slowest_rank_is_told(graphs, tmp_path, monkeypatch):
+    """Rank 1 begins each step late. So rank 0's device waits for it, which no host sees."""
+    monkeypatch.setenv("BATON_DEBUG_FAILPOINTS", "rank.step=sleep:0.03~1")
+    path = write_tiny_model(tmp_path, tokenizer=False, **SHAPES["llama"])
+    engine = build_on_gpus(path, 2, cuda_graphs=graphs)
+    began_ns = time.time_ns()
+    for sampling in (PLAIN, SCORED):
+        runs_of(engine, sampling, (64,))
+    engine.stop()
+    ended_ns = time.time_ns()
+    ranks = engine.ranks
+    rank_0, rank_1 = ranks.loads()
+    assert rank_0.steps >= 2 * TOKENS
+    assert rank_0.busy_s is None
+    assert rank_0.waited_s - rank_1.waited_s > 0.02 * rank_0.steps
+    assert 0.02 * rank_0.steps < ranks.skew_s < (ended_ns - began_ns) / 1e9
+    assert engine.rank_skew_s(began_ns, ended_ns) == pytest.approx(ranks.skew_s)
+    assert ranks.figures.slowest[1] > 0.8 * rank_0.steps
+
+
+@two_gpus
+def test_nobody_looks_for_the_store_once_its_folder_is_gone(tmp_path):
+    """A thread of torch's would do so 100 times a second, with an error and a stack each minute."""
+    path = write_tiny_model(tmp_path, tokenizer=False, **SHAPES["llama"])
+    engine = build_on_gpus(path, 2)
+    pids = [os.getpid(), *engine.ranks.pids.values()]
+    time.sleep(2)  # It begins after a second.
+    before = [wake_ups(pid, "pt_nccl_heartbt") for pid in pids]
+    time.sleep(1)
+    after = [wake_ups(pid, "pt_nccl_heartbt") for pid in pids]
+    engine.stop()
+    assert max(np.subtract(after, before)) < 20, (before, after)
+
+
+def wake_ups(pid: int, name: str) -> int:
+    """Of a process's threads of that name."""
+    found = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        if (task / "comm").read_text().strip() == name:
+            status = (task / "status").read_text()
+            found += int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+    return found
 
 
 @two_gpus

@@ -309,6 +309,23 @@ def test_the_table_declares_every_name_and_nothing_else() -> None:
     assert names <= shown
 
 
+def test_what_nobody_knows_of_ranks_has_no_sample() -> None:
+    """GPUs whose sums go by NCCL."""
+    metrics = WorkerMetrics(EngineLoad)
+    loads = [RankLoad(rank, 3, None, None) for rank in range(2)]
+    ranks = SimpleNamespace(loads=lambda: loads, skew_s=None)
+    metrics.watch_ranks(ranks)
+    page = generate_latest(metrics.registry).decode()
+    names = Metric.RANK_BUSY, Metric.RANK_WAITED, Metric.RANK_SKEW
+    assert not [line for line in page.splitlines() if line.startswith(names)]
+    ranks.skew_s, loads[1] = 0.25, RankLoad(1, 4, None, 0.5)
+    page = generate_latest(metrics.registry).decode()
+    assert [line for line in page.splitlines() if line.startswith(names)] == [
+        f'{Metric.RANK_WAITED}_total{{rank="1"}} 0.5',
+        f"{Metric.RANK_SKEW}_total 0.25",
+    ]
+
+
 async def test_a_loop_that_is_held_up_is_noticed() -> None:
     seen: list[float] = []
     late = asyncio.Event()

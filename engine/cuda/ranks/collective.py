@@ -38,11 +38,13 @@ _ENVIRONMENT: Final = {
     "NCCL_NVLS_ENABLE": "0",
     "NCCL_SOCKET_IFNAME": "lo",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
 """While the group is made: no multicast, nothing that listens outside this host, and none of
-torch's watchdogs, which end the process. Baton's own one names the rank."""
+torch's watchdogs, which end the process. Baton's own one names the rank. Torch's would also look
+for a key in the store for ever, whose folder is gone once all ranks are ready."""
 
 
 class CudaCollective(GroupCollective):
@@ -84,6 +86,7 @@ class CudaCollective(GroupCollective):
             by_memory = _dist.PrefixStore("memory", file)
             own = (str(store), self.rank, self.size, self._device)
             self._memory = map_memory(by_memory, *own, self._most)
+            self.waits()  # It is compiled before the first step.
 
     def _most(self, own: int) -> int:
         """The largest of all ranks' numbers. Waits for the device."""
@@ -126,9 +129,21 @@ class CudaCollective(GroupCollective):
         else:
             super().all_reduce(self._word)
 
+    def waits(self) -> Tensor | None:
+        """On rank 0 what `told_waits` takes, as `Shared.waits`. None: nobody knows them, because
+        sums go by NCCL."""
+        return None if self.rank or self.shared is None else self.shared.waits()
+
+    def told_waits(self, waits: Tensor) -> None:
+        """The device has come to the end of a step, and the host has what `waits` returned."""
+        self.on_waits(waits.numpy() / 1e9)
+
     def end_step(self) -> None:
         """See `Collective`. Steps without kernels of ours end on the host, as on a CPU."""
+        waits = self.waits()
         torch.cuda.current_stream(self._device).synchronize()
+        if waits is not None:
+            self.told_waits(waits.cpu())
 
     def let_go(self) -> None:
         """See `GroupCollective`. What the device still computes has no meaning."""

@@ -163,6 +163,19 @@ class DrawingForAll(DrawingAlone):
         super().__init__(sampler, token_table)
         self._part = part
 
+    def draw(self, draw: Draw, masks: Masks | None = None) -> Read:
+        """See `Drawing`. It tells how long the ranks have waited for each other, too."""
+        read, ranks = super().draw(draw, masks), self._part.ranks
+        if (waits := ranks.waits()) is None:
+            return read
+        waited = _to_pinned(waits)
+
+        def told() -> StepResult:
+            ranks.told_waits(waited)
+            return read()
+
+        return told
+
     def best(self, logits: Tensor, slots: Tensor) -> Tensor:
         """See `Drawing`."""
         return self._part.best(logits, slots, self._token_table)

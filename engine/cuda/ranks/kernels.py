@@ -21,6 +21,12 @@ which all fit the GPU at once: a program that waits must not keep another from s
 A signal never falls. So a rank lets itself go from any wait by writing a large number into its own
 pad (`engine.cuda.ranks.symmetric`).
 
+Behind its signals a rank's pad has the time, nanoseconds, that its program 0 has waited for others
+in all calls. Any rank may read it (`waits_of_ranks`). The wait of the last meeting may still be
+missing there. It is measured by the clock that counts nanoseconds, since the clock of a processor
+changes its frequency. That clock goes on in steps, of 32 ns or 1 us by the kind of GPU, which
+even out over calls.
+
 Profiles show kernels by the names of their functions.
 
 A launch runs some phases of a call: all of them, or one. Where the ranks' buffers lie on one
@@ -35,9 +41,36 @@ import triton.language as tl
 
 
 @triton.jit
+def _now(program):
+    """Nanoseconds, in the first thread of program 0. In others it is not defined."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .pred other;
+            .reg .u32 thread;
+            mov.u32 thread, %tid.x;
+            or.b32 thread, thread, $1;
+            setp.ne.u32 other, thread, 0;
+            @other bra read;
+            mov.u64 $0, %globaltimer;
+        read:
+        }
+        """,
+        "=l,r",
+        [program],
+        dtype=tl.int64,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def _meet(pads, program, rank, number, ranks: tl.constexpr):
     """Tells program `program` of all ranks that this rank's has come, and waits for theirs. What a
     rank wrote before it came can be read afterwards. Thread T tells rank T, and waits for it."""
+    pad = tl.load(pads + rank)
+    waited = (pad + (tl.num_programs(0) * ranks).to(tl.int64) * 8).to(tl.pointer_type(tl.int64))
+    waited_ns = tl.load(waited)  # Here, because it comes while the program waits.
     tl.debug_barrier()
     place = (program * ranks + rank).to(tl.int64) * 8
     tl.inline_asm_elementwise(
@@ -62,7 +95,8 @@ def _meet(pads, program, rank, number, ranks: tl.constexpr):
         is_pure=False,
         pack=1,
     )
-    own = tl.load(pads + rank) + (program * ranks).to(tl.int64) * 8
+    own = pad + (program * ranks).to(tl.int64) * 8
+    began_ns = _now(program)
     tl.inline_asm_elementwise(
         """
         {
@@ -89,6 +123,7 @@ def _meet(pads, program, rank, number, ranks: tl.constexpr):
         pack=1,
     )
     tl.debug_barrier()
+    tl.store(waited, waited_ns + (_now(program) - began_ns), mask=program == 0)
 
 
 @triton.jit
@@ -260,3 +295,13 @@ def all_gather(
                 word = tl.load(theirs + at, mask=at < count, other=0, cache_modifier=".cg")
                 tl.store(out + other * count + at, word, mask=at < count)
         tl.store(calls + program, call + 1)
+
+
+@triton.jit
+def waits_of_ranks(pads, out, place, ranks: tl.constexpr, block: tl.constexpr):
+    """How long each rank has waited so far; `place`: bytes of a pad that come before that."""
+    rank = tl.arange(0, block)
+    there = rank < ranks
+    waited = (tl.load(pads + rank, mask=there, other=0) + place).to(tl.pointer_type(tl.int64))
+    waited_ns = tl.load(waited, mask=there, other=0, cache_modifier=".cg")
+    tl.store(out + rank, waited_ns, mask=there)

@@ -34,7 +34,8 @@ class Shared(NamedTuple):
     buffers: Tensor
     """[N] int64, where the buffer of each rank is."""
     pads: Tensor
-    """[N] int64, where its signals are: int64 by program and rank that comes."""
+    """[N] int64, where its signals are: int64 by program and rank that comes. Then comes the time,
+    nanoseconds, that the rank has waited."""
     calls: Tensor
     """[G] int64, calls that each program has made."""
     half_bytes: int
@@ -70,6 +71,15 @@ class Shared(NamedTuple):
     def barrier(self) -> None:
         """The stream goes on when those of all ranks have come here."""
         self._gather(self.calls, self.calls, 0, (0, 1))
+
+    def waits(self) -> Tensor:
+        """[N] int64, the time, nanoseconds, that each rank has waited for others since it started.
+        The wait of its last meeting may still be missing."""
+        out = torch.empty(self.ranks, dtype=torch.int64, device=self.pads.device)
+        place = len(self.calls) * self.ranks * SIGNAL_BYTES
+        block = triton.next_power_of_2(self.ranks)
+        launch(kernels.waits_of_ranks, (1,), self.pads, out, place, self.ranks, block, num_warps=1)
+        return out
 
     def _shots(self, x: Tensor, two: bool | None) -> int:
         by_size = self.ranks > 2 and x.nbytes >= TWO_SHOTS_BYTES
@@ -130,8 +140,8 @@ class Shared(NamedTuple):
 
 
 def pad_bytes(programs: int, ranks: int) -> int:
-    """Bytes of a rank's signals, a multiple of 16."""
-    return -(-programs * ranks * SIGNAL_BYTES // 16) * 16
+    """Bytes of a rank's signals and of the time that it has waited, a multiple of 16."""
+    return -(-(programs * ranks + 1) * SIGNAL_BYTES // 16) * 16
 
 
 def shared_at(
@@ -141,8 +151,8 @@ def shared_at(
     half_bytes: int,
     device: torch.device,
 ) -> Shared:
-    """The view of a rank. At each rank's base address there are its signals, all 0, and then the
-    two halves of its buffer."""
+    """The view of a rank. At each rank's base address there are its signals and the time that it
+    has waited, all 0, and then the two halves of its buffer."""
     ranks = len(bases)
     pads = torch.tensor(bases, dtype=torch.int64, device=device)
     calls = torch.zeros(programs, dtype=torch.int64, device=device)

@@ -46,16 +46,16 @@ class SymmetricMemory:
         """`kept`: what keeps the memory mapped."""
         self.shared = shared
         self._kept = own, kept
-        pad_bytes = int(shared.buffers[0] - shared.pads[0])
-        self._pad = own[:pad_bytes].view(torch.int64)
-        self._let_go = torch.full((len(self._pad),), _LET_GO, dtype=torch.int64, pin_memory=True)
+        signals = len(shared.calls) * shared.ranks
+        self._let_go = torch.full((signals,), _LET_GO, dtype=torch.int64, pin_memory=True)
+        self._signals = own[: self._let_go.nbytes].view(torch.int64)
         self._stream = torch.cuda.Stream(own.device)
 
     def let_go(self) -> None:
         """Ends every wait of this rank's device for another one, for good. What it computes has no
         meaning any more."""
         with torch.cuda.stream(self._stream):
-            self._pad.copy_(self._let_go, non_blocking=True)
+            self._signals.copy_(self._let_go, non_blocking=True)
 
 
 def reachable(ranks: int) -> str:
@@ -111,7 +111,7 @@ def _attempted(do: Callable[[], Any]) -> tuple[Any, str]:
 
 
 def _prepared(meetings: int, ranks: int, device: torch.device) -> Tensor:
-    """This rank's memory: signals, which are all 0, and the two halves of its buffer.
+    """This rank's memory: its pad, which is all 0, and the two halves of its buffer.
 
     Torch names what ranks tell each other by the number of meetings that a process has had. Rank
     0's process may have had some with other ranks before. A rank that has had fewer makes up for
