@@ -2,8 +2,9 @@
 
 The states of a hold:
 
-1. RECEIVED: a fetch came. The engine looks for its leading keys, in the pool and in host slots.
-2. HELD: it holds those that it has, where they are. The transfer thread pushes them, behind the
+1. RECEIVED: a fetch came. The engine looks for its leading keys, and loads those that are in host
+   slots into the pool.
+2. HELD: it holds those that are in the pool now. The transfer thread pushes them, behind the
    pages of hand-offs. Its last notification tells the other side how many they were.
 3. LET GO: every push has ended, and the pages go their ways.
 4. REFUSED: there is nothing to give. The router is told once no write can follow, which is when the
@@ -47,7 +48,8 @@ class HoldEngine(Protocol):
     """What `engine.loop.fetch_port.FetchPort` does for holds."""
 
     def hold(self, hold_id: bytes, keys: Sequence[bytes], tell: Callable[[PageIds], None]) -> None:
-        """Holds the leading keys that are here, and tells where their pages are."""
+        """Holds the leading keys that are here, once they are in the pool, and tells their
+        pages."""
         ...
 
     def let_go(self, hold_id: bytes) -> None:

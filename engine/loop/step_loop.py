@@ -82,7 +82,6 @@ class StepLoop:
             hook_failures={} if scheduler.hooks else None,
         )
         self.max_step_tokens = scheduler.config.max_step_tokens
-        self.host_slots = scheduler.tiers.slots
         self._scheduler = scheduler
         self._executor = executor
         # Not a SimpleQueue: its timed `get` never ends if the time is up before it begins to wait.
