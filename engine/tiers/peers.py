@@ -69,8 +69,9 @@ class _Fetch:
     coming: bool = True
 
 
-TellHeld = Callable[[PageIds], None]
-"""Told which pages are held. Called on the step loop's thread; must return at once."""
+TellHeld = Callable[[PageIds, int], None]
+"""Told which pages are held, and how many of them had to come into the pool for that. Called on the
+step loop's thread; must return at once."""
 
 
 class _Brought(NamedTuple):
@@ -204,7 +205,7 @@ class Fetches:
             self._blocks.pin(pages)
             if len(pages):
                 self._holds[hold_id] = pages
-            brought.tell(pages)
+            brought.tell(pages, brought.wait.coming_pages)
 
     def let_go(self, hold_id: bytes) -> None:
         """Nothing reads the pages of a hold any more."""

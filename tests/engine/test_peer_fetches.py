@@ -59,12 +59,12 @@ def held(holder: Bench, prompt: list[int]) -> None:
 
 def held_by(holder: Bench, hold_id: bytes, keys: list[bytes]) -> np.ndarray:
     """The pages that the holder keeps for a peer, once they are in its pool."""
-    told: list[np.ndarray] = []
+    told: list[tuple[np.ndarray, int]] = []
     room = room_for_peers(holder.scheduler, len(keys))
-    holder.scheduler.fetches.hold(hold_id, keys, room, told.append)
+    holder.scheduler.fetches.hold(hold_id, keys, room, lambda *one: told.append(one))
     for _ in range(100):
         if told:
-            return told[0]
+            return told[0][0]
         holder.turn()
     raise AssertionError("nothing is told")
 
@@ -131,30 +131,35 @@ def test_a_hold_waits_for_the_copy_into_the_pool_and_nobody_waits_for_it() -> No
     bench = Bench(num_pages=200, host_slots=100)
     bench.lanes.loads.queued = held_back = HeldBack()
     keys = in_slots(bench, 6)
-    told: list[np.ndarray] = []
+    told: list[tuple[np.ndarray, int]] = []
     fetches = bench.scheduler.fetches
-    fetches.hold(b"hold", keys, room_for_peers(bench.scheduler, 6), told.append)
+    fetches.hold(b"hold", keys, room_for_peers(bench.scheduler, 6), lambda *one: told.append(one))
     request_id = bench.submit(prompt_of(random.Random(1), 20), 4)
     bench.run()
     bench.check_output(request_id)
     assert not told
     held_back.go = True
     bench.turn()
-    (sources,) = told
+    ((sources, loaded),) = told
+    assert loaded == 6
     assert sources.tolist() == [bench.blocks.page_of(key) for key in keys]
     fetches.let_go(b"hold")
     bench.check_baseline()
 
 
-def test_without_room_a_hold_gives_what_is_in_the_pool() -> None:
+@pytest.mark.parametrize(("room", "late", "given"), [(100, 0, 8), (2, 0, 5), (100, 1, 5)])
+def test_a_hold_gives_what_there_is_room_for(room: int, late: int, given: int) -> None:
+    """Five pages are in the pool and three in host memory, whose loads may be late."""
     bench = Bench(num_pages=200, host_slots=100)
     prompt = prompt_of(random.Random(1), 21)
     held(bench, prompt)
-    request = bench.requests[next(iter(bench.requests))]
-    keys = prompt_keys(bench.scheduler.config, request, request.prompt_ids)
-    told: list[np.ndarray] = []
-    bench.scheduler.fetches.hold(b"hold", [*keys, *in_slots(bench, 3)], 2, told.append)
-    assert len(told[0]) == 5
+    keys = prompt_keys(bench.scheduler.config, bench.requests[bytes(16)], np.array(prompt))
+    bench.lanes.loads.late = late
+    told: list[tuple[np.ndarray, int]] = []
+    wanted = [*keys, *in_slots(bench, 3)]
+    bench.scheduler.fetches.hold(b"hold", wanted, room, lambda *one: told.append(one))
+    bench.turn()
+    assert len(told[0][0]) == given
     bench.scheduler.fetches.let_go(b"hold")
     bench.check_baseline()
 
