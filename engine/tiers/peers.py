@@ -186,14 +186,15 @@ class Fetches:
         Args:
             hold_id: names it from now on.
             keys: the keys that the peer wants.
-            room: pages that loads may take.
+            room: pages that may be taken, be it from those that could be evicted. What does not fit
+                is not given: running sequences would be preempted for it.
             tell: told of the pages, now or at a later turn; there may be none.
         """
         assert hold_id not in self._holds
         assert hold_id not in self._brought
         most = self._blocks.total // MOST_SHARE - sum(map(len, self._holds.values()))
         most -= sum(len(brought.keys) for brought in self._brought.values())
-        keys = keys[: max(0, most)]
+        keys = self._fitting(keys[: max(0, most)], room)
         self._brought[hold_id] = _Brought(keys, self._tiers.bring(keys, room), tell)
         self.turn()
 
@@ -220,6 +221,12 @@ class Fetches:
         groups += [*self._pinned.values(), *self._holds.values()]
         for pages in groups:
             np.add.at(holders, pages, 1)
+
+    def _fitting(self, keys: Sequence[bytes], room: int) -> Sequence[bytes]:
+        """The leading keys whose pages take no more than `room` pages, loads included."""
+        found = [page for key in keys if (page := self._blocks.page_of(key)) is not None]
+        taken = len(keys) - len(found) + self._blocks.count_idle(found)
+        return keys if taken <= room else keys[: max(0, room)]
 
     def _leading(self, keys: Sequence[bytes]) -> PageIds:
         """The pages of the leading keys that are in the pool."""
