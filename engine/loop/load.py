@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from engine.loop.rates import StepRates
+from engine.schedule.admission import grantable_pages
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequences import RequestState
 from engine.schedule.step import StepPlan
@@ -34,7 +35,7 @@ def load_of(
         queued_prefill_tokens=_queued_prefill_tokens(scheduler, in_flight),
         requests=frozenset(scheduler.requests),
         waiting_requests=len(scheduler.waiting) + len(scheduler.preempted),
-        wanted_pages=_wanted_pages(scheduler),
+        wanted_pages=_wanted_pages(scheduler) + blocks.available - grantable_pages(scheduler),
         wanted_sequences=_wanted_sequences(scheduler),
         running_sequences=scheduler.slots.num_used,
         max_sequences=scheduler.config.max_sequences,

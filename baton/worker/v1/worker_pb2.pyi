@@ -1515,7 +1515,9 @@ class Load(_message.Message):
     prefill_rate_age_s: _builtins.float
     """Seconds since a step last added to that rate."""
     wanted_pages: _builtins.int
-    """Pages that requests wait for which have none yet."""
+    """Pages that requests wait for which have none yet, and pages that are kept
+    back for the growth of those that run.
+    """
     wanted_sequences: _builtins.int
     """Slots that such requests wait for."""
     page_sequence: _builtins.int
