@@ -76,9 +76,13 @@ def _queued_prefill_tokens(scheduler: Scheduler, in_flight: Iterable[StepPlan]) 
 
 
 def _wanted_pages(scheduler: Scheduler) -> int:
-    """Pages that waiting prompts need."""
+    """Pages that waiting prompts need, without those that they hold while others of theirs are
+    loaded."""
     size = scheduler.config.page_size
-    return sum(-(-len(active.request.prompt_ids) // size) for active in scheduler.waiting)
+    needed = sum(-(-len(active.request.prompt_ids) // size) for active in scheduler.waiting)
+    waits = [active.wait for active in scheduler.waiting if active.wait]
+    held = sum(len(wait.pinned) + wait.coming_pages for wait in waits if not wait.is_over)
+    return max(0, needed - held)
 
 
 def _wanted_sequences(scheduler: Scheduler) -> int:
