@@ -179,6 +179,7 @@ def counted(
     kept = (
         "baton_prefill_tokens_total", "baton_local_prefills_total", "baton_kv_fetches_total",
         "baton_routed_cached_tokens_total", "baton_kv_tier_loaded_tokens_total",
+        "baton_preemptions_total", "baton_kv_tier_decisions_total", "baton_kv_tier_failures_total",
     )  # fmt: skip
     figures: dict[str, float] = {}
     for (_, name, labels), value in grown.items():

@@ -21,7 +21,12 @@ one that ended the run before. No run begins that would, by the longest so far, 
 `busy` is the time of P's steps, by that of the run. `fetch` and `hand-off` are the bytes of all
 transfers of 32 MiB and more by their time: a fetch's from the wish for the pages to their arrival,
 a hand-off's from its first push to the end of the last. Those of one push are counted alone, since
-others wait for the compute between their pushes.
+others wait for the compute between their pushes. `fetch_from_pool` and `fetch_from_host` have the
+parts of a fetch (`bench.turn_traces`), by where the holder had the pages.
+
+`gap_second_ms` and `gap_later_ms` are each stream's longest gaps by its worker's clock: before the
+second token, which a hand-off lengthens, and after it. `longest_gaps` has the five longest with all
+that overlaps them, `told_by_workers` what the step loops say of long gaps.
 
 To try it on a CPU: --device cpu --model bench/shapes/tiny --kv-gib 0.05 --host-gib 0.2
 --conversations 8 --turns 3 --context 2048 --vocabulary 4000 --apart 20 --apart-rate 2
@@ -38,17 +43,15 @@ import subprocess
 import sys
 import time
 import traceback
-import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from baton.client.clients import Client
-from baton.console import traces
+from bench import turn_traces
 from bench.next_turn import counted, warm_up
 from bench.pd_table import table
 from bench.up import Up
-from telemetry.names import Attr, SpanName
 
 ARRANGEMENTS = {
     "least_work": ("least_work", (1, 1, 0)),
@@ -56,6 +59,8 @@ ARRANGEMENTS = {
     "both": ("cost", (0, 0, 2)),
 }
 """Policy, and workers with the roles prefill, decode and both."""
+WAITED = "streams waited"
+"""A worker's word of a long gap (`engine.loop.slow_steps`)."""
 FIRST_THINK_S = 4.0
 NEAR = 0.08
 """P's share of busy time may differ by so much from what is wanted."""
@@ -170,6 +175,7 @@ class Bench:
         before, began_ns = up.figures(), time.time_ns()
         found = self._baton_bench(up, seed, argv)
         run = found["runs"][0]
+        found_traces = turn_traces.read(up.admin, began_ns)
         again, busy, figures = counted(before, up.figures(), run["wall_s"])
         later = found["ttft_ms_from_turn_2"][0]
         return {
@@ -182,7 +188,9 @@ class Bench:
             "sources_by_turn": [turn["sources"] for turn in found["turns"][0]],
             "busy": {name: round(share, 3) for name, share in busy.items()},
             "computed_again": again,
-            **moved(up.admin, began_ns, options.least_mib),
+            **turn_traces.moved(found_traces, options.least_mib),
+            **turn_traces.gaps(found_traces),
+            "told_by_workers": up.told(WAITED, began_ns),
             **figures,
         }
 
@@ -230,51 +238,6 @@ def latencies(found: Found) -> Found:
         "output_tokens_per_s": round(run["output_token_rate"], 1),
         "ttft_ms": {key: run["ttft_ms"][key] for key in ("mean", "p50", "p90", "p99")},
         "itl_ms": {key: run["itl_ms"][key] for key in ("p50", "p99", "max")},
-    }
-
-
-def moved(admin: str, began_ns: int, least_mib: float) -> Found:
-    """What the traces since then say of KV that moved: GB/s, and how many transfers that is of."""
-    fetches: list[tuple[float, float]] = []
-    sends: list[tuple[float, float]] = []
-    local = read = 0
-    for trace in _traces(admin, began_ns):
-        read += 1
-        local += any(Attr.ROUTE_LOCAL_REASON in span.attributes for span in trace.spans)
-        for span in trace.spans:
-            size = float(span.attributes.get(Attr.KV_BYTES, 0))
-            if size < least_mib * (1 << 20) or span.failed:
-                continue
-            if span.name == SpanName.KV_FETCH:
-                fetches.append((size, span.duration_ns / 1e9))
-            elif span.name == SpanName.KV_SEND and span.attributes.get(Attr.KV_PUSHES) == 1:
-                sends.append((size, float(span.attributes[Attr.KV_WIRE_MS]) / 1e3))
-    return {
-        "traces": read,
-        "on_decode": round(local / read, 3) if read else None,
-        "fetch": _rate(fetches),
-        "hand_off": _rate(sends),
-    }
-
-
-def _traces(admin: str, began_ns: int) -> Iterator[traces.Trace]:
-    with urllib.request.urlopen(f"http://{admin}/traces", timeout=30) as page:
-        listed = json.load(page)["traces"]
-    for one in listed:
-        if one["start_ns"] >= began_ns and Attr.TEXT_COMPLETION in one["name"]:
-            with contextlib.suppress(traces.TraceError):
-                yield traces.fetch(admin, one["trace_id"], patience_s=0.0)
-
-
-def _rate(transfers: Sequence[tuple[float, float]]) -> Found:
-    if not transfers:
-        return {"count": 0}
-    size, seconds = (sum(column) for column in zip(*transfers, strict=True))
-    return {
-        "count": len(transfers),
-        "gb_per_s": round(size / max(seconds, 1e-9) / 1e9, 2),
-        "median_ms": round(1e3 * statistics.median(each for _, each in transfers), 2),
-        "mean_mib": round(size / len(transfers) / (1 << 20), 1),
     }
 
 

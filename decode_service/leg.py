@@ -65,6 +65,8 @@ class DecodeLeg(WorkerLeg):
     preemptions: int = 0
     gaps_ms: array[float] = field(default_factory=lambda: array("f"))
     """Times between two tokens of one choice."""
+    longest_gap_ms: float = 0.0
+    longest_gap_end_ns: int = 0
     last_token_of: dict[int, int] = field(default_factory=dict)
     """Time of each choice's last token."""
 
@@ -112,8 +114,14 @@ class DecodeLeg(WorkerLeg):
         self.tokens += 1
         self.last_token_ns = at_ns
         if before_ns := self.last_token_of.get(choice):
-            self.gaps_ms.append((at_ns - before_ns) / 1e6)
+            self._add_gap(before_ns, at_ns)
         self.last_token_of[choice] = at_ns
+
+    def _add_gap(self, before_ns: int, at_ns: int) -> None:
+        gap_ms = (at_ns - before_ns) / 1e6
+        self.gaps_ms.append(gap_ms)
+        if gap_ms > self.longest_gap_ms:
+            self.longest_gap_ms, self.longest_gap_end_ns = gap_ms, at_ns
 
     def tell_granted(self, pages: PageIds, epoch: int, agent_name: str) -> None:
         """Tells the router which pages of this worker's pool the prefill worker may write."""

@@ -87,6 +87,9 @@ def _write_generate(leg: DecodeLeg, skew: Skew) -> None:
         p50, p99 = np.percentile(np.frombuffer(leg.gaps_ms, np.float32), (50, 99))
         attributes |= {Attr.DECODE_ITL_P50_MS: float(p50), Attr.DECODE_ITL_P99_MS: float(p99)}
     began_ns = max(leg.joined_ns, leg.ready_ns)
+    if leg.longest_gap_end_ns:
+        attributes[Attr.DECODE_LONGEST_GAP_MS] = leg.longest_gap_ms
+        attributes[Attr.DECODE_LONGEST_GAP_AT_MS] = milliseconds(began_ns, leg.longest_gap_end_ns)
     ended_ns = leg.over_ns if leg.error else max(leg.last_token_ns, began_ns)
     attributes |= skew_of(skew, began_ns, ended_ns)
     write_span(

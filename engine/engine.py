@@ -77,8 +77,6 @@ class Engine:
         self.ranks = ranks or NoRanks()
         self.fetching = FetchPort(loop)
         """For whoever moves pages between workers."""
-        self.host_slots = loop.host_slots
-        """[num_slots, slot_bytes] uint8, host memory for pages; None: there is none."""
         self._loop = loop
         self._matchers = matchers or Matchers(model.path, model.vocab_size, model.eos_token_ids)
 

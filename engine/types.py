@@ -323,7 +323,7 @@ class EngineLoad:
     """Ids of the requests that the engine holds and that the other figures contain."""
     waiting_requests: int = 0
     wanted_pages: int = 0
-    """Pages for which requests without pages wait."""
+    """Pages for which requests without pages wait, and those kept back for the growth of others."""
     wanted_sequences: int = 0
     """Slots for which such requests wait."""
     running_sequences: int = 0

@@ -288,6 +288,7 @@ class FetchService:
             holder_agent_name=wanted.peer,
             keys=b"".join(wanted.keys),
             page_ids=pack_ids(wanted.pages),
+            traceparent=fetch.traceparent,
         )
         leg.stream.send(worker_pb2.WorkResponse(fetch=message))
         failpoints.hit("fetch.asked")

@@ -2,8 +2,9 @@
 
 The states of a hold:
 
-1. RECEIVED: a fetch came. The engine looks for its leading keys, in the pool and in host slots.
-2. HELD: it holds those that it has, where they are. The transfer thread pushes them, behind the
+1. RECEIVED: a fetch came. The engine looks for its leading keys, and loads those that are in host
+   slots into the pool.
+2. HELD: it holds those that are in the pool now. The transfer thread pushes them, behind the
    pages of hand-offs. Its last notification tells the other side how many they were.
 3. LET GO: every push has ended, and the pages go their ways.
 4. REFUSED: there is nothing to give. The router is told once no write can follow, which is when the
@@ -20,16 +21,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Protocol
 
 from baton.worker.v1 import worker_pb2
+from engine.tiers.peers import TellHeld
 from engine.types import PageIds
 from fetch_service.fetching import Paths
 from fetch_service.outcomes import MALFORMED, MISSING, NO_PATH
-from kv_transfer.events import SendFailed, SendQuiesced, Sent, TransferEvent
+from fetch_service.spans import write_give_span
+from kv_transfer.events import SendFailed, SendQuiesced, SendStats, Sent, TransferEvent
 from kv_transfer.specs import TRANSFER_ID_BYTES, SendSpec
 from telemetry import failpoints
 from telemetry.metrics.worker import WorkerMetrics
@@ -46,8 +49,9 @@ KEY_BYTES: Final = 32
 class HoldEngine(Protocol):
     """What `engine.loop.fetch_port.FetchPort` does for holds."""
 
-    def hold(self, hold_id: bytes, keys: Sequence[bytes], tell: Callable[[PageIds], None]) -> None:
-        """Holds the leading keys that are here, and tells where their pages are."""
+    def hold(self, hold_id: bytes, keys: Sequence[bytes], tell: TellHeld) -> None:
+        """Holds the leading keys that are here, once they are in the pool, and tells their
+        pages."""
         ...
 
     def let_go(self, hold_id: bytes) -> None:
@@ -63,6 +67,12 @@ class _Hold:
     """The other side's, of all keys."""
     since_s: float = field(default_factory=time.monotonic)
     refused: str = ""
+    received_ns: int = field(default_factory=time.time_ns)
+    """Unix nanoseconds, as below."""
+    held_ns: int = 0
+    """The engine held the pages."""
+    loaded_pages: int = 0
+    """Those that were in host memory before."""
 
 
 class HoldService:
@@ -134,6 +144,7 @@ class HoldService:
         if isinstance(event, Sent):
             failpoints.hit("fetch.sent")
             self._metrics.gave(event.stats.pages, event.stats.bytes)
+            self._write_span(hold, event.stats)
         del self._holds[event.transfer_id]
         self._engine.let_go(event.transfer_id)
         if hold.refused:
@@ -147,8 +158,19 @@ class HoldService:
             return self._why_not
         return "" if self._paths.is_usable(hold.fetch.fetcher_agent_name) else NO_PATH
 
-    def _tell_held(self, hold: _Hold, sources: PageIds) -> None:
+    def _write_span(self, hold: _Hold, stats: SendStats) -> None:
+        write_give_span(
+            hold.fetch,
+            stats,
+            received_ns=hold.received_ns,
+            held_ns=hold.held_ns,
+            loaded_pages=hold.loaded_pages,
+            transport=self._paths.path_to(hold.fetch.fetcher_agent_name),
+        )
+
+    def _tell_held(self, hold: _Hold, sources: PageIds, loaded_pages: int) -> None:
         """On the step thread."""
+        hold.held_ns, hold.loaded_pages = time.time_ns(), loaded_pages
         self._call_on_loop(partial(self._held, hold, sources))
 
     def _held(self, hold: _Hold, sources: PageIds) -> None:

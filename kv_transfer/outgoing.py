@@ -81,17 +81,14 @@ class Outgoing:
             return self.end_token == self.spec.num_tokens
         return self.end_token <= self.spec.num_tokens
 
-    def next_range(self, max_pages: int, pool_pages: int) -> PageRange | None:
-        """What is final and not posted yet, up to a number of pages; None: nothing. A push is from
-        the pool or from host slots, whose ids begin at `pool_pages`."""
+    def next_range(self, max_pages: int) -> PageRange | None:
+        """What is final and not posted yet, up to a number of pages; None: nothing."""
         spec = self.spec
         if spec is None or not self.is_live:
             return None
         is_final = self.payload is not None
         final = spec.num_pages if is_final else self.end_token // spec.page_size_tokens
         end = min(final, self.next_page + max_pages)
-        if spec.yields:
-            end = self.next_page + one_region(spec.source_pages[self.next_page : end], pool_pages)
         is_last = is_final and not self.last_posted and end == spec.num_pages
         if end <= self.next_page and not is_last:
             return None
@@ -131,13 +128,6 @@ class Outgoing:
             time.time_ns(),
             self.posting_s,
         )
-
-
-def one_region(source: PageIds, pool_pages: int) -> int:
-    """Leading pages that all lie in the pool, or all in host slots."""
-    in_host = source >= pool_pages
-    others = np.flatnonzero(in_host != in_host[:1])
-    return int(others[0]) if others.size else len(source)
 
 
 def count_runs(source: PageIds, target: PageIds) -> int:

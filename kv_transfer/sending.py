@@ -65,7 +65,6 @@ class Sender:
         self._max_push_pages = max(1, MAX_PUSH_BYTES[endpoint.memory] // self._page_bytes)
         self._sends: dict[bytes, Outgoing] = {}
         self._by_handle: dict[int, Outgoing] = {}
-        self._pool_pages = endpoint.num_pages
         self._ready: deque[Outgoing] = deque()
         self._yielding: deque[Outgoing] = deque()
         """Fetches with pages to post. Hand-offs go first."""
@@ -254,7 +253,7 @@ class Sender:
     def _next_range(self, send: Outgoing) -> PageRange | None:
         if send.spec is None or not self._peers.is_open(send.spec.peer):
             return None
-        return send.next_range(self._max_push_pages, self._pool_pages)
+        return send.next_range(self._max_push_pages)
 
     def _post(self, send: Outgoing, pages: PageRange) -> None:
         spec = send.spec

@@ -29,7 +29,7 @@ class SendSpec:
     span_id: bytes = b""
     """8 bytes, or empty."""
     yields: bool = False
-    """A fetch: the pushes of hand-offs go first. Its source pages may be host slots, too."""
+    """A fetch: the pushes of hand-offs go first."""
 
     @property
     def num_pages(self) -> int:

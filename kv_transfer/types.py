@@ -123,9 +123,7 @@ class KvTransport(Protocol):
     def push(self, agent_name: str, source: PageIds, target: PageIds, payload: bytes) -> int:
         """Starts writing `source[i]` into the peer's `target[i]`, then shows it `payload`.
 
-        Adjacent runs may be merged. Returns a handle for `poll_pushes`. Where the process has host
-        slots, slot i has the id `num_pages + i`; the sources of a push are all pages of the pool,
-        or all slots.
+        Adjacent runs may be merged. Returns a handle for `poll_pushes`.
 
         Raises:
             TransportError: nothing was started. `disconnected`: the peer must be opened anew.

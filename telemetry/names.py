@@ -17,7 +17,8 @@ The spans of one request, by the process that writes them:
                    prefill                                              CLIENT, one per attempt
     [prefill]        prefill.queue
                      kv.fetch                                           pages of another worker
-                     prefill.compute
+    [holder]         kv.give                                            the same, at their holder
+    [prefill]        prefill.compute
                      kv.send
                    decode                                               CLIENT, one per attempt
     [decode]         kv.grant
@@ -62,6 +63,7 @@ class SpanName:
     KV_SEND: Final = "kv.send"
     DECODE: Final = "decode"
     KV_FETCH: Final = "kv.fetch"
+    KV_GIVE: Final = "kv.give"
     KV_GRANT: Final = "kv.grant"
     KV_RECEIVE: Final = "kv.receive"
     DECODE_GENERATE: Final = "decode.generate"
@@ -145,6 +147,12 @@ class Attr:
     FETCH_HOLDER: Final = "baton.fetch.holder"
     FETCH_WANTED_PAGES: Final = "baton.fetch.wanted_pages"
 
+    # kv.give, with pages, bytes, transport, pushes, times and GB/s of the pushes as below.
+    GIVE_LOADED_PAGES: Final = "baton.give.loaded_pages"
+    """Pages that were in host memory and had to be loaded into the pool first."""
+    GIVE_HELD_MS: Final = "baton.give.held_ms"
+    """From the arrival of the fetch until its pages were held in the pool."""
+
     # kv.grant, kv.send, kv.receive.
     TRANSFER_ID: Final = "baton.transfer.id"
     KV_PAGES: Final = "baton.kv.pages"
@@ -170,6 +178,10 @@ class Attr:
     DECODE_STEPS: Final = "baton.decode.steps"
     DECODE_ITL_P50_MS: Final = "baton.decode.itl_p50_ms"
     DECODE_ITL_P99_MS: Final = "baton.decode.itl_p99_ms"
+    DECODE_LONGEST_GAP_MS: Final = "baton.decode.longest_gap_ms"
+    """Longest time between two tokens of one choice that were both sampled here."""
+    DECODE_LONGEST_GAP_AT_MS: Final = "baton.decode.longest_gap_at_ms"
+    """End of that time, from the beginning of the span."""
     DECODE_PREEMPTIONS: Final = "baton.decode.preemptions"
     DECODE_JOIN_WAIT_MS: Final = "baton.decode.join_wait_ms"
     """Time between complete KV and joining the batch."""

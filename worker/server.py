@@ -38,7 +38,7 @@ from fetch_service.outcomes import RANKS, TRANSPORT
 from kv_transfer.events import TransferEvent
 from kv_transfer.ranks.build import Others, group_transport
 from kv_transfer.thread import TransferThread
-from kv_transfer.transports.factory import FROM_SLOTS
+from kv_transfer.transports.factory import FETCHED_BY
 from kv_transfer.types import Endpoint, KvTransport
 from prefill_service.service import PrefillService
 from telemetry.admin import AdminServer
@@ -238,7 +238,6 @@ class Worker:
             engine.pool,
             engine.model.num_kv_heads,
             Others(engine.ranks.beside, lambda: engine.lost),
-            engine.host_slots,
         )
 
     def _make_services(self) -> Services:
@@ -314,7 +313,7 @@ class Worker:
         """Why this worker neither gets pages from others nor gives them; empty if it does."""
         if self.settings.tp > 1:
             return RANKS
-        return "" if self.settings.transport in FROM_SLOTS else TRANSPORT
+        return "" if self.settings.transport in FETCHED_BY else TRANSPORT
 
     @property
     def _page_bytes(self) -> int:

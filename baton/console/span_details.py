@@ -80,6 +80,12 @@ _TELLING: Final[dict[str, tuple[tuple[str, Callable[[Any], str]], ...]]] = {
         (Attr.KV_BYTES, _unless_zero(_bytes)),
         (Attr.KV_GIGABYTES_PER_S, _unless_zero(_gigabytes_per_s)),
     ),
+    SpanName.KV_GIVE: (
+        (Attr.KV_PAGES, count("page")),
+        (Attr.GIVE_LOADED_PAGES, _unless_zero(lambda pages: f"{pages:,} loaded for it")),
+        (Attr.KV_BYTES, _bytes),
+        (Attr.KV_GIGABYTES_PER_S, _unless_zero(_gigabytes_per_s)),
+    ),
     SpanName.KV_GRANT: (
         (Attr.KV_PAGES, count("page")),
         (Attr.KV_HELD_PAGES, _unless_zero(lambda pages: f"{pages:,} held already")),

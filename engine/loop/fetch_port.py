@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from engine.loop.step_loop import StepLoop
+from engine.schedule.admission import room_for_peers
 from engine.schedule.scheduler import Scheduler
-from engine.tiers.peers import AskPeer
-from engine.types import PageIds
-
-TellHeld = Callable[[PageIds], None]
-"""Told where held pages are. Called on the step loop's thread; must return at once."""
+from engine.tiers.peers import AskPeer, TellHeld
 
 
 class FetchPort:
@@ -32,11 +29,12 @@ class FetchPort:
         self._loop.post(lambda scheduler: scheduler.fetches.freed(fetch_id))
 
     def hold(self, hold_id: bytes, keys: Sequence[bytes], tell: TellHeld) -> None:
-        """Holds the leading keys that are here, and tells where their pages are: ids of the pool,
-        or the number of its pages plus a host slot."""
+        """Holds the leading keys that are here, once they are in the pool, and tells their
+        pages."""
 
         def hold(scheduler: Scheduler) -> None:
-            tell(scheduler.fetches.hold(hold_id, keys))
+            room = room_for_peers(scheduler, len(keys))
+            scheduler.fetches.hold(hold_id, keys, room, tell)
 
         self._loop.post(hold)
 

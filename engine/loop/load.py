@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from engine.loop.rates import StepRates
+from engine.schedule.admission import grantable_pages
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequences import RequestState
 from engine.schedule.step import StepPlan
@@ -34,7 +35,7 @@ def load_of(
         queued_prefill_tokens=_queued_prefill_tokens(scheduler, in_flight),
         requests=frozenset(scheduler.requests),
         waiting_requests=len(scheduler.waiting) + len(scheduler.preempted),
-        wanted_pages=_wanted_pages(scheduler),
+        wanted_pages=_wanted_pages(scheduler) + blocks.available - grantable_pages(scheduler),
         wanted_sequences=_wanted_sequences(scheduler),
         running_sequences=scheduler.slots.num_used,
         max_sequences=scheduler.config.max_sequences,
@@ -75,9 +76,13 @@ def _queued_prefill_tokens(scheduler: Scheduler, in_flight: Iterable[StepPlan]) 
 
 
 def _wanted_pages(scheduler: Scheduler) -> int:
-    """Pages that waiting prompts need."""
+    """Pages that waiting prompts need, without those that they hold while others of theirs are
+    loaded."""
     size = scheduler.config.page_size
-    return sum(-(-len(active.request.prompt_ids) // size) for active in scheduler.waiting)
+    needed = sum(-(-len(active.request.prompt_ids) // size) for active in scheduler.waiting)
+    waits = [active.wait for active in scheduler.waiting if active.wait]
+    held = sum(len(wait.pinned) + wait.coming_pages for wait in waits if not wait.is_over)
+    return max(0, needed - held)
 
 
 def _wanted_sequences(scheduler: Scheduler) -> int:

@@ -23,6 +23,7 @@ from engine.loop.load import load_of
 from engine.loop.pacing import LaunchPacer
 from engine.loop.profiling import StepProfiler
 from engine.loop.rates import StepRates
+from engine.loop.slow_steps import SlowSteps
 from engine.masks.matchers import MaskFiller, TokenMatcher
 from engine.pages.prefix import prompt_keys
 from engine.schedule import masking
@@ -82,7 +83,6 @@ class StepLoop:
             hook_failures={} if scheduler.hooks else None,
         )
         self.max_step_tokens = scheduler.config.max_step_tokens
-        self.host_slots = scheduler.tiers.slots
         self._scheduler = scheduler
         self._executor = executor
         # Not a SimpleQueue: its timed `get` never ends if the time is up before it begins to wait.
@@ -96,6 +96,7 @@ class StepLoop:
         self._filler = MaskFiller()
         self._rates = StepRates()
         self._pacer = LaunchPacer()
+        self._slow = SlowSteps(self.profiler.verb)
         self._progress = 0
         scheduler.tiers.wakes(lambda: self.post(_nothing))
 
@@ -151,7 +152,7 @@ class StepLoop:
             flight.launched.exception()  # It may hang; `stop` waits only so long.
 
     def _turn(self) -> None:
-        verb = self.profiler.verb
+        verb = self._slow.verb
         with verb("receive"):
             self._receive_until_due()
         self._pacer.woke()
@@ -237,11 +238,13 @@ class StepLoop:
                 continue
             received = True
             try:
-                command(self._scheduler)
+                with self._slow.verb("commands"):
+                    command(self._scheduler)
             except Exception:
                 log.exception("a command failed")
         if received or (woken and not turns):
-            admit(self._scheduler)
+            with self._slow.verb("commands"):
+                admit(self._scheduler)
         if received:
             self._publish_load()
         self._flush()
@@ -289,7 +292,9 @@ class StepLoop:
             self._rates.settled(plan, flight.at_s)
             self._scheduler.tiers.note_rate(self._rates.prefill.tokens_per_s)
             self._pacer.settled(plan, self._rates.step_s)
-            settle_step(self._scheduler, plan, result, self._hand_over)
+            with self._slow.verb("tokens"):
+                settle_step(self._scheduler, plan, result, self._hand_over)
+            self._slow.settled(self._scheduler, plan, self._rates.step_s)
             self._on_step(self._rates.step_s, plan.num_decodes)
 
     def _hand_over(self) -> None:

@@ -40,6 +40,7 @@ IN_SLOTS = (RequestState.ACTIVE, RequestState.RESERVED)
 def admit(scheduler: Scheduler) -> None:
     """Gives slots and pages to the requests that may have them, preempted sequences first."""
     scheduler.tiers.turn()
+    scheduler.fetches.turn()
     while scheduler.preempted and _readmit(scheduler, min(scheduler.preempted, key=_age)):
         pass
     if scheduler.preempted or not scheduler.waiting or scheduler.slots.num_free == 0:
@@ -105,6 +106,30 @@ def growth_reserve(scheduler: Scheduler, wanted: int) -> int:
         return least
     share = (use - config.page_watermark) / (1 - config.page_watermark)
     return max(least, math.ceil(share * int(scheduler.slots.growth().sum())))
+
+
+def grantable_pages(scheduler: Scheduler) -> int:
+    """The most pages that a new request could have now, beside what is kept back for others. It
+    solves the rule of this module for the pages wanted: above the watermark the reserve grows with
+    each of them."""
+    if scheduler.preempted:
+        return 0
+    config, available = scheduler.config, scheduler.blocks.available
+    growth = scheduler.slots.growth()
+    least = max(config.reserve_pages * scheduler.slots.num_used, int(growth.max(initial=0)))
+    room = available - least
+    above = scheduler.blocks.total * (1 - config.page_watermark)
+    if above > 0:
+        slope = int(growth.sum()) / above
+        room = min(room, int((available + slope * (available - above)) / (1 + slope)))
+    return max(0, room)
+
+
+def room_for_peers(scheduler: Scheduler, wanted: int) -> int:
+    """Pages that no request of this worker waits for, if `wanted` pages are to be taken."""
+    if scheduler.preempted:
+        return 0
+    return scheduler.blocks.available - _kept_back(scheduler, wanted)
 
 
 def _has_prefill_room(scheduler: Scheduler) -> bool:

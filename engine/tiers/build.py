@@ -87,10 +87,7 @@ def build_tiers(
     )
     lanes = Lanes(mover, pages.shape[1], rates)
     below = _open_stores(stores, arena, blocks, host, max(1, OBJECT_TOKENS // page_tokens))
-    tiers = HostTiers(blocks, host, lanes, page_tokens, arena.close, below)
-    if shared is None:
-        tiers.slots = arena.slots  # They hold whole pages.
-    return tiers
+    return HostTiers(blocks, host, lanes, page_tokens, arena.close, below)
 
 
 def _open_stores(

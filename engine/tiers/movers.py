@@ -7,13 +7,23 @@ so that the two directions run at the same time.
 # mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
 
-from typing import Protocol
+from collections import deque
+from collections.abc import Iterator
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
 from engine.pages.runs import merged
 from engine.types import PageIds
+
+PIECE_BYTES: Final = 16 << 20
+"""Most bytes of a piece of a copy. It is that of a save of eight pages of 2 MiB, beside which steps
+are 0.09 ms longer (`bench/README.md`)."""
+PIECES_AHEAD: Final = 2
+"""Pieces that a device has at a time: it copies one while the next is there."""
+Run = tuple[int, int, int]
+"""First page read, first place written, number of pages."""
 
 
 class PageMover(Protocol):
@@ -52,13 +62,20 @@ class CpuMover:
 
 
 class CudaMover:
-    """Copies by the device's copy engines, on a stream for each direction. `slots` are pinned."""
+    """Copies by the device's copy engines, on a stream for each direction. `slots` are pinned.
+
+    A copy engine takes copies of one direction one after the other, whatever their streams. So the
+    input of a step could wait there for all that is queued before it: 20 ms for a load of 8,000
+    tokens. Therefore the engine gets a copy in small pieces, and only few ahead.
+    """
 
     def __init__(self, pages: Tensor, slots: Tensor) -> None:
         self._pages = pages
         self._slots = slots[:, : pages.shape[1]]
-        self._most = len(slots) if slots.shape[1] == pages.shape[1] else 1
-        """Pages in one copy. Only without padding, neighbours are one run of bytes."""
+        self._most = max(1, PIECE_BYTES // pages.shape[1])
+        """Pages in a piece."""
+        self._most_in_run = self._most if slots.shape[1] == pages.shape[1] else 1
+        """Only without padding, neighbours are one run of bytes."""
         self._saves = torch.cuda.Stream(pages.device)
         self._loads = torch.cuda.Stream(pages.device)
 
@@ -78,15 +95,42 @@ class CudaMover:
         read: PageIds,
         written: PageIds,
     ) -> None:
+        posted: deque[torch.cuda.Event] = deque()
+        for piece in pieces(read, written, self._most, self._most_in_run):
+            if len(posted) == PIECES_AHEAD:
+                posted.popleft().synchronize()
+            posted.append(self._post(stream, source, target, piece))
+        for done in posted:
+            done.synchronize()
+
+    @staticmethod
+    def _post(
+        stream: torch.cuda.Stream, source: Tensor, target: Tensor, piece: list[Run]
+    ) -> torch.cuda.Event:
         with torch.cuda.stream(stream), torch.no_grad():
-            for first, place, count in merged(read, written):
-                for at in range(0, count, self._most):
-                    size = min(self._most, count - at)
-                    here = source[first + at : first + at + size].view(-1)
-                    target[place + at : place + at + size].view(-1).copy_(here, non_blocking=True)
+            for first, place, size in piece:
+                here = source[first : first + size].view(-1)
+                target[place : place + size].view(-1).copy_(here, non_blocking=True)
             done = torch.cuda.Event(blocking=True)
             done.record(stream)
-        done.synchronize()
+        return done
+
+
+def pieces(read: PageIds, written: PageIds, most: int, most_in_run: int) -> Iterator[list[Run]]:
+    """A copy in pieces of at most `most` pages, each of runs of at most `most_in_run`."""
+    piece: list[Run] = []
+    room = most
+    for first, place, count in merged(read, written):
+        at = 0
+        while at < count:
+            size = min(count - at, most_in_run, room)
+            piece.append((first + at, place + at, size))
+            at, room = at + size, room - size
+            if not room:
+                yield piece
+                piece, room = [], most
+    if piece:
+        yield piece
 
 
 def mover_for(pages: Tensor, slots: Tensor) -> PageMover:

@@ -8,8 +8,15 @@ A fetch, at the worker that lacks pages:
     computes the rest. No page is left: gone
     `fetched` -> QUARANTINED: a write may still land in the rest -> `freed`: gone
 
-At the worker that holds them: `hold` keeps the leading keys that it has, in the pool or in host
-slots, where they are -> `let_go`, once nothing reads them any more.
+At the worker that holds them:
+
+    `hold` -> BROUGHT: those of the leading keys that are in host slots are loaded into the pool.
+    Nothing is loaded where there is no room, or while loads are late
+    BROUGHT -> HELD: the owner is told of the leading keys that are in the pool now, and keeps them
+    HELD -> `let_go`, once nothing reads them any more: gone
+
+A page is given from the pool alone: between GPUs that is many times faster than from host memory,
+and its own worker often wants it there next.
 
 Fetches and holds may each have an eighth of the pool. What does not fit is computed, or not given.
 """
@@ -62,9 +69,17 @@ class _Fetch:
     coming: bool = True
 
 
-class _Hold(NamedTuple):
-    pages: PageIds
-    slots: PageIds
+TellHeld = Callable[[PageIds, int], None]
+"""Told which pages are held, and how many of them had to come into the pool for that. Called on the
+step loop's thread; must return at once."""
+
+
+class _Brought(NamedTuple):
+    """A hold whose pages are on their way into the pool."""
+
+    keys: Sequence[bytes]
+    wait: Wait
+    tell: TellHeld
 
 
 class Fetches:
@@ -84,7 +99,8 @@ class Fetches:
         """By key."""
         self._pinned: dict[Wait, PageIds] = {}
         """Pages that a request will find in the pool, while it waits for others."""
-        self._holds: dict[bytes, _Hold] = {}
+        self._brought: dict[bytes, _Brought] = {}
+        self._holds: dict[bytes, PageIds] = {}
 
     @property
     def on(self) -> bool:
@@ -164,44 +180,59 @@ class Fetches:
             del self._fetches[fetch_id]
             self._blocks.release(fetch.pages)
 
-    def hold(self, hold_id: bytes, keys: Sequence[bytes]) -> PageIds:
-        """Holds the leading keys that are here, for a peer. Returns where their pages are: an id of
-        the pool, or the number of the pool's pages plus a host slot."""
+    def hold(self, hold_id: bytes, keys: Sequence[bytes], room: int, tell: TellHeld) -> None:
+        """Holds the leading keys that are here, for a peer, once they are in the pool.
+
+        Args:
+            hold_id: names it from now on.
+            keys: the keys that the peer wants.
+            room: pages that may be taken, be it from those that could be evicted. What does not fit
+                is not given: running sequences would be preempted for it.
+            tell: told of the pages, now or at a later turn; there may be none.
+        """
         assert hold_id not in self._holds
-        places: list[int] = []
-        first_slot = self._blocks.num_pages
-        most = self._blocks.total // MOST_SHARE
-        most -= sum(len(hold.pages) + len(hold.slots) for hold in self._holds.values())
-        for key in keys[: max(0, most)]:
-            page = self._blocks.page_of(key)
-            if page is None:
-                slot = self._tiers.slot_of(key)
-                if slot is None:
-                    break
-                page = first_slot + slot
-            places.append(page)
-        sources = np.array(places, np.int32)
-        pages = sources[sources < first_slot]
-        slots = sources[sources >= first_slot] - first_slot
-        self._blocks.pin(pages)
-        self._tiers.hold_slots(slots)
-        if places:
-            self._holds[hold_id] = _Hold(pages, slots)
-        return sources
+        assert hold_id not in self._brought
+        most = self._blocks.total // MOST_SHARE - sum(map(len, self._holds.values()))
+        most -= sum(len(brought.keys) for brought in self._brought.values())
+        keys = self._fitting(keys[: max(0, most)], room)
+        self._brought[hold_id] = _Brought(keys, self._tiers.bring(keys, room), tell)
+        self.turn()
+
+    def turn(self) -> None:
+        """Tells of the holds whose pages have come."""
+        for hold_id in [one for one, brought in self._brought.items() if brought.wait.is_over]:
+            brought = self._brought.pop(hold_id)
+            pages = self._leading(brought.keys)
+            self._blocks.pin(pages)
+            if len(pages):
+                self._holds[hold_id] = pages
+            brought.tell(pages, brought.wait.coming_pages)
 
     def let_go(self, hold_id: bytes) -> None:
         """Nothing reads the pages of a hold any more."""
-        hold = self._holds.pop(hold_id, None)
-        if hold is not None:
-            self._blocks.release(hold.pages)
-            self._tiers.release_slots(hold.slots)
+        self._brought.pop(hold_id, None)
+        pages = self._holds.pop(hold_id, None)
+        if pages is not None:
+            self._blocks.release(pages)
 
     def add_holders(self, holders: NDArray[np.int32]) -> None:
         """Adds the pages that are held here to `holders` ([num_pages])."""
         groups = [fetch.pages for fetch in self._fetches.values()]
-        groups += [*self._pinned.values(), *(hold.pages for hold in self._holds.values())]
+        groups += [*self._pinned.values(), *self._holds.values()]
         for pages in groups:
             np.add.at(holders, pages, 1)
+
+    def _fitting(self, keys: Sequence[bytes], room: int) -> Sequence[bytes]:
+        """The leading keys whose pages take no more than `room` pages, loads included."""
+        found = [page for key in keys if (page := self._blocks.page_of(key)) is not None]
+        taken = len(keys) - len(found) + self._blocks.count_idle(found)
+        return keys if taken <= room else keys[: max(0, room)]
+
+    def _leading(self, keys: Sequence[bytes]) -> PageIds:
+        """The pages of the leading keys that are in the pool."""
+        leading = keys[: self._blocks.count_cached(keys)]
+        pages = [page for key in leading if (page := self._blocks.page_of(key)) is not None]
+        return np.array(pages, np.int32)
 
     def _walk(self, keys: Sequence[bytes]) -> tuple[list[int], list[_Fetch], int, int]:
         """Pages of the leading keys that are in the pool, fetches that bring others of them, the

@@ -9,7 +9,6 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from engine.pages.prefix import TellPages
 from engine.types import PageIds, TierLoad
@@ -40,8 +39,6 @@ class PageTiers(Protocol):
 
     on: bool
     """Whether there are any."""
-    slots: Tensor | None
-    """[num_slots, slot_bytes] uint8, the host slots; None without any."""
 
     def wakes(self, wake: Callable[[], None]) -> None:
         """Calls `wake`, on any thread, when `turn` has something to read."""
@@ -113,16 +110,16 @@ class PageTiers(Protocol):
         """A fetch that the request waited for has ended."""
         ...
 
-    def slot_of(self, key: bytes) -> int | None:
-        """The host slot of this key; None: no slot has it."""
-        ...
+    def bring(self, keys: Sequence[bytes], room: int) -> Wait:
+        """Begins to load those of the leading keys that are in host slots, for a peer.
 
-    def hold_slots(self, slots: PageIds) -> None:
-        """Holds these slots until `release_slots`."""
-        ...
+        Args:
+            keys: the keys of pages.
+            room: pages that may be taken.
 
-    def release_slots(self, slots: PageIds) -> None:
-        """Nobody reads these slots any more."""
+        Returns:
+            What to wait for. It is over if all are in the pool, or if nothing can be loaded now.
+        """
         ...
 
 
@@ -130,7 +127,6 @@ class NoTiers:
     """An engine whose pages live in the pool alone."""
 
     on = False
-    slots: Tensor | None = None
     leaving_pages = 0
 
     def wakes(self, wake: Callable[[], None]) -> None:
@@ -176,12 +172,6 @@ class NoTiers:
     def fetched(self, wait: Wait) -> None:
         """Nothing to let go."""
 
-    def slot_of(self, key: bytes) -> int | None:
-        """There are none."""
-        return None
-
-    def hold_slots(self, slots: PageIds) -> None:
-        """There are none."""
-
-    def release_slots(self, slots: PageIds) -> None:
-        """There are none."""
+    def bring(self, keys: Sequence[bytes], room: int) -> Wait:
+        """Nothing to wait for."""
+        return Wait()

@@ -27,7 +27,6 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from engine.pages.blocks import BlockManager, CacheEvent, CacheEventKind
 from engine.pages.prefix import TellPages, tell_pages
@@ -105,8 +104,6 @@ class HostTiers:
             host.start_lending()
         self._version: tuple[int, ...] = ()
         self._figures = TierLoad()
-        self.slots: Tensor | None = None
-        """Set by the owner; see `PageTiers`."""
         blocks.start_lending(_Keys(host))
         host.subscribe(self._on_host)
 
@@ -221,17 +218,16 @@ class HostTiers:
         """See `PageTiers`."""
         self._end_if_over(wait)
 
-    def slot_of(self, key: bytes) -> int | None:
+    def bring(self, keys: Sequence[bytes], room: int) -> Wait:
         """See `PageTiers`."""
-        return self._host.page_of(key)
-
-    def hold_slots(self, slots: PageIds) -> None:
-        """See `PageTiers`."""
-        self._host.pin(slots)
-
-    def release_slots(self, slots: PageIds) -> None:
-        """See `PageTiers`."""
-        self._host.release(slots)
+        found, missing, joined = self._walk(keys)
+        wait = Wait()
+        if not (missing or joined) or self._lanes.loads.late:
+            return wait
+        if self._has_room(found, len(missing), room):
+            self._waits.add(wait)
+            self._load_for(wait, found, missing, joined)
+        return wait
 
     # -- loads ----------------------------------------------------------------------------------
 

@@ -41,7 +41,6 @@ def group_transport(
     pool: Pool,
     kv_heads: int,
     others: Others,
-    slots: torch.Tensor | None = None,
 ) -> GroupTransport:
     """Builds a worker's transport, on the thread that will own it. All ranks build at once.
 
@@ -51,7 +50,6 @@ def group_transport(
         pool: rank 0's part of the pages.
         kv_heads: of a whole page.
         others: the other ranks.
-        slots: host slots of rank 0, whose pages may be pushed, too. They need rank 0 to be alone.
 
     Raises:
         TransportError: one part cannot be built.
@@ -60,9 +58,9 @@ def group_transport(
         RemotePart(socket, name, rank_agent(agent_name, rank), others.lost)
         for rank, socket in enumerate(others.sockets, 1)
     ]
-    own = make_transport(name, agent_name, pool.data, pool.page_bytes, pool.num_pages, slots)
+    own = make_transport(name, agent_name, pool.data, pool.page_bytes, pool.num_pages)
     parts: list[Part] = [LocalPart(own), *(part.built() for part in remote)]
-    return GroupTransport(parts, kv_heads, 0 if slots is None else len(slots))
+    return GroupTransport(parts, kv_heads)
 
 
 def serve(socket: Socket, rank: int, pool: Pool) -> None:

@@ -84,20 +84,18 @@ class GroupTransport:
 
     can_revoke = False
 
-    def __init__(self, parts: Sequence[Part], kv_heads: int, num_slots: int = 0) -> None:
+    def __init__(self, parts: Sequence[Part], kv_heads: int) -> None:
         """Makes one transport of the ranks' parts.
 
         Args:
             parts: by rank.
             kv_heads: of a whole page.
-            num_slots: host slots, where there is one rank.
 
         Raises:
             TransportError: `ranks_mismatch`, where so many ranks cannot divide the heads.
         """
         self._parts = parts
         self._endpoint = joined([part.endpoint for part in parts], kv_heads)
-        self._num_sources = self._endpoint.num_pages + num_slots
         self.name = self._endpoint.transport
         self._peers: dict[str, _Peer] = {}
         self._pushes: dict[int, _Push] = {}
@@ -146,7 +144,7 @@ class GroupTransport:
         """See `KvTransport`."""
         check_payload(payload, MAX_NOTIFICATION_BYTES)
         peer = self._open_peer(agent_name)
-        check_pages(source, self._num_sources, target, peer.endpoint.num_pages)
+        check_pages(source, self._endpoint.num_pages, target, peer.endpoint.num_pages)
         handle, self._next = self._next, self._next + 1
         payloads = _parts_of(payload, handle, len(peer.writes))
         for (own, other), part_payload in zip(peer.writes, payloads, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 import torch
 
@@ -20,11 +21,8 @@ TRANSPORTS: dict[str, Callable[[str, PoolMemory], KvTransport]] = {
     "null": NullTransport,
 }
 
-FROM_SLOTS: dict[str, Callable[[str, PoolMemory, torch.Tensor], KvTransport]] = {
-    "nixl": NixlTransport,
-    "loopback": LoopbackTransport,
-}
-"""Transports that can also push pages out of host slots."""
+FETCHED_BY: Final = frozenset({"nixl", "loopback"})
+"""Transports by which workers get pages from each other."""
 
 
 def make_transport(
@@ -33,14 +31,11 @@ def make_transport(
     pool_tensor: torch.Tensor,
     page_bytes: int,
     num_pages: int,
-    slots: torch.Tensor | None = None,
 ) -> KvTransport:
     """Builds a transport over a pool; call it on the thread that will own it.
 
     The pool must be contiguous, touched (zeroed) and one plain allocation; the transport keeps it
-    alive. `agent_name` must be new at every start of the process. `slots` ([num_slots, slot_bytes]
-    uint8, slot_bytes >= page_bytes) is host memory from which pages may be pushed, too; transports
-    of FROM_SLOTS alone can do that.
+    alive. `agent_name` must be new at every start of the process.
 
     Raises:
         TransportError: `unknown_transport`, `bad_pool`, `nixl_missing` or `nixl_failed`.
@@ -48,6 +43,4 @@ def make_transport(
     if name not in TRANSPORTS:
         raise TransportError("unknown_transport", f"{name}; known: {', '.join(TRANSPORTS)}")
     pool = PoolMemory.of(pool_tensor, page_bytes, num_pages)
-    if slots is not None and name in FROM_SLOTS:
-        return FROM_SLOTS[name](agent_name, pool, slots)
     return TRANSPORTS[name](agent_name, pool)

@@ -51,12 +51,9 @@ class LoopbackTransport:
     can_revoke = False
     moves_pieces = True
 
-    def __init__(
-        self, agent_name: str, pool: PoolMemory, slots: torch.Tensor | None = None
-    ) -> None:
+    def __init__(self, agent_name: str, pool: PoolMemory) -> None:
         self._agent_name = agent_name
         self._pool = pool
-        self._slots = slots
         self._endpoint = pool.endpoint(agent_name, self.name, b"")
         self._peers: dict[str, tuple[LoopbackTransport, Piece]] = {}
         self._pushes: dict[int, _Push] = {}
@@ -97,8 +94,7 @@ class LoopbackTransport:
         """See `KvTransport`."""
         check_payload(payload, MAX_PART_BYTES)
         peer, piece = self._peer(agent_name)
-        num_sources = self._pool.num_pages + (0 if self._slots is None else len(self._slots))
-        check_pages(source, num_sources, target, peer._pool.num_pages)
+        check_pages(source, self._pool.num_pages, target, peer._pool.num_pages)
         handle = self._next_handle
         self._next_handle += 1
         lands_s = time.monotonic() + self.delay_s
@@ -154,10 +150,7 @@ class LoopbackTransport:
     def _move(self, push: _Push) -> None:
         own, other, size = push.piece
         rows = torch.from_numpy(push.source).long()
-        if self._slots is not None and int(rows[0]) >= self._pool.num_pages:
-            pages = self._slots[rows - self._pool.num_pages, own : own + size]
-        else:
-            pages = self._pool.pages[rows, own : own + size]
+        pages = self._pool.pages[rows, own : own + size]
         theirs = push.peer._pool.pages
         target = torch.from_numpy(push.target).long()
         theirs[target, other : other + size] = pages.to(theirs.device)

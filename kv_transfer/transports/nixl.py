@@ -15,6 +15,9 @@ Facts that shape this file, measured on NIXL 1.5.1:
   process has ended long ago: a killed worker's pool stays allocated, and its successor finds no
   room (github.com/openucx/ucx/issues/11753). Without that cache the memory is free 0.03 s after the
   kill, and pushes are as fast: 258 GB/s either way, 2 MiB pages over NVLink. So it is off here.
+- Between host memory and a GPU of another process UCX goes by the network card or TCP, also on one
+  host: 1.8 GB/s (not measured here, github.com/ai-dynamo/nixl/issues/791). So only pages of the
+  pool are pushed.
 - Releasing a handle in progress returns at once and stops nothing. Only handles that are DONE are
   released here.
 """
@@ -27,7 +30,7 @@ import os
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,21 +58,13 @@ _GPU_TO_GPU = {"cuda", "cuda_ipc"}
 _SHARED_MEMORY = {"sm", "shm", "mm", "posix", "sysv", "cma", "knem", "xpmem"}
 
 
-class _OwnLists(NamedTuple):
-    """Handles of prepared lists of this process."""
-
-    pages: int
-    slots: int | None
-    """None: there are no host slots."""
-
-
 @dataclass(slots=True, eq=False)
 class _Peer:
     endpoint: Endpoint
     path: str
     pages: int | None
     """Handle of the prepared list of the peer's pages; None: nothing is written there."""
-    own: _OwnLists | None
+    own: int | None
     """The same of this process's."""
     pushes: int = 0
     """In progress."""
@@ -83,9 +78,7 @@ class NixlTransport:
     can_revoke = False
     moves_pieces = True
 
-    def __init__(
-        self, agent_name: str, pool: PoolMemory, slots: torch.Tensor | None = None
-    ) -> None:
+    def __init__(self, agent_name: str, pool: PoolMemory) -> None:
         self._nixl = _bindings()
         pool.check_plain()
         _check_environment()
@@ -93,17 +86,13 @@ class NixlTransport:
             os.environ.setdefault("UCX_CUDA_IPC_CACHE", "n")
             torch.cuda.set_device(pool.device_id)
         self._pool = pool
-        self._slots = slots
-        """[num_slots, slot_bytes] uint8, the second region."""
         self._peers: dict[str, _Peer] = {}
         self._pushes: dict[int, _Peer] = {}
         self._broken: list[int] = []
         try:
             self._agent = self._new_agent(agent_name)
-            self._regions = [self._register(*self._run_of_pool())]
-            if slots is not None:
-                self._regions.append(self._register(slots.data_ptr(), slots.numel(), 0, "DRAM"))
-            self._own_lists: dict[tuple[int, int], _OwnLists] = {}
+            self._region = self._register()
+            self._own_lists: dict[tuple[int, int], int] = {}
             """Prepared lists of this process, by offset and bytes of the piece of each page."""
             self._own_list(0, pool.page_bytes)
             metadata = _host_header() + self._agent.getLocalMD()
@@ -130,10 +119,10 @@ class NixlTransport:
             self._agent.loadRemoteMD(peer.metadata[_METADATA_HEADER.size :])
             self._agent.makeConnection(peer.agent_name, [])
             pages = self._prepare(peer.agent_name, peer, other, size) if size else None
-            lists = self._own_list(own, size) if size else None
+            own_pages = self._own_list(own, size) if size else None
         except Exception as error:
             raise TransportError("unreachable", type(error).__name__) from error
-        self._peers[peer.agent_name] = _Peer(peer, path, pages, lists)
+        self._peers[peer.agent_name] = _Peer(peer, path, pages, own_pages)
 
     def path(self, agent_name: str) -> str:
         """See `KvTransport`. Inferred from what both sides can do: NIXL does not tell."""
@@ -202,12 +191,9 @@ class NixlTransport:
             return
         for peer in list(self._peers.values()):
             self._forget(peer)
-        for lists in self._own_lists.values():
-            for prepared in lists:
-                if prepared is not None:
-                    self._agent.releasedDlistH(prepared)
-        for region in self._regions:
-            self._agent.deregisterMem(region, [])
+        for prepared in self._own_lists.values():
+            self._agent.releasedDlistH(prepared)
+        self._agent.deregisterMem(self._region, [])
         del self._agent
 
     def _new_agent(self, agent_name: str) -> Any:
@@ -220,31 +206,19 @@ class NixlTransport:
         agent.createBackend("UCX", {})
         return agent
 
-    def _run_of_pool(self) -> tuple[int, int, int, str]:
+    def _register(self) -> Any:
         pool = self._pool
-        return pool.base_address, pool.page_bytes * pool.num_pages, pool.device_id, pool.memory
-
-    def _register(self, base_address: int, size: int, device_id: int, memory: str) -> Any:
-        run = (base_address, size, device_id, "")
-        region = self._nixl.nixlRegDList(self._segment(memory), [run])
+        run = (pool.base_address, pool.page_bytes * pool.num_pages, pool.device_id, "")
+        region = self._nixl.nixlRegDList(self._segment(pool.memory), [run])
         self._agent.registerMem(region, [])
         return region
 
-    def _own_list(self, offset: int, size: int) -> _OwnLists:
+    def _own_list(self, offset: int, size: int) -> int:
         """Prepares a piece of each page of this process, once."""
         if (offset, size) not in self._own_lists:
             pages = self._prepare(self._nixl.NIXL_INIT_AGENT, self._pool, offset, size)
-            slots = None if self._slots is None else self._prepare_slots(self._slots, offset, size)
-            self._own_lists[offset, size] = _OwnLists(pages, slots)
+            self._own_lists[offset, size] = pages
         return self._own_lists[offset, size]
-
-    def _prepare_slots(self, slots: torch.Tensor, offset: int, size: int) -> int:
-        strided = [[slots.data_ptr() + offset, size, 0, slots.stride(0), len(slots)]]
-        descriptors = np.array(strided, dtype=np.uint64)
-        prepared: int = self._agent.prepXferDlist(
-            self._nixl.NIXL_INIT_AGENT, self._nixl.DRAM_SEG, descriptors, []
-        )
-        return prepared
 
     def _prepare(self, agent_name: str, pool: PoolMemory | Endpoint, offset: int, size: int) -> int:
         address = pool.base_address + offset
@@ -260,12 +234,9 @@ class NixlTransport:
     def _make_push(self, peer: _Peer, source: PageIds, target: PageIds, payload: bytes) -> int:
         if peer.own is None or peer.pages is None:
             raise TransportError("bad_pages", "nothing is written to this peer")
-        own, theirs = peer.own.pages, peer.pages
-        if peer.own.slots is not None and len(source) and source[0] >= self._pool.num_pages:
-            own, source = peer.own.slots, source - np.int32(self._pool.num_pages)
         try:
             handle: int = self._agent.makeXferReq(
-                self._nixl.NIXL_WRITE, own, source, theirs, target, payload, [], False
+                self._nixl.NIXL_WRITE, peer.own, source, peer.pages, target, payload, [], False
             )
         except self._nixl.nixlInvalidParamError as error:
             raise TransportError("bad_pages", "page ids outside of the pool") from error

@@ -89,6 +89,10 @@ async def test_a_hand_off_has_all_six(recorded: Recorded) -> None:
     assert (spans["decode.generate"].attributes or {})[Attr.DECODE_TOKENS] == 8
     generate = spans["decode.generate"].attributes or {}
     assert Attr.DECODE_ITL_P99_MS in generate
+    span = spans["decode.generate"]
+    took_ms = (span.end_time - span.start_time) / 1e6
+    assert generate[Attr.DECODE_ITL_P99_MS] <= generate[Attr.DECODE_LONGEST_GAP_MS] <= took_ms
+    assert 0 < generate[Attr.DECODE_LONGEST_GAP_AT_MS] <= took_ms
     check_second_token(spans)
     assert gaps_counted(pair.d) == 1
 

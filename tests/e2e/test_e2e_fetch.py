@@ -87,6 +87,11 @@ def test_turns_of_conversations_come_from_the_workers_that_hold_them(
     (span,) = [span for span in trace.spans if span.name == SpanName.KV_FETCH]
     assert span.attributes[Attr.KV_PAGES] > 0
     assert str(span.attributes[Attr.FETCH_HOLDER]).startswith("decode-")
+    (given_span,) = [span for span in trace.spans if span.name == SpanName.KV_GIVE]
+    assert given_span.process.startswith("decode-")
+    assert given_span.parent_id == span.parent_id
+    assert given_span.attributes[Attr.KV_BYTES] == span.attributes[Attr.KV_BYTES]
+    assert span.start_ns < given_span.start_ns < given_span.end_ns
     cluster.check_baseline()
 
 

@@ -5,9 +5,13 @@ import random
 import numpy as np
 import pytest
 from engine_fakes import expected_output, next_token
+from scheduler_bench import deliver
 from test_scheduler_property import Bench, prompt_of
 
+from engine.loop.load import load_of
+from engine.loop.rates import StepRates
 from engine.schedule.admission import admit, growth_reserve
+from engine.schedule.sequences import RequestState
 from engine.types import Mode
 
 
@@ -88,3 +92,32 @@ def test_choices_resumed_one_by_one_beside_a_prompt_to_hand_off() -> None:
     assert [record.token_id for record in bench.prefilled[sent].records] == [next_token([8] * 10)]
     for choice, given in enumerate(generated):
         assert bench.outputs[resumed, choice] == own[len(given) :]
+
+
+@pytest.mark.parametrize("watermark", [0.5, 0.9, 1.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_what_the_load_report_leaves_free_is_granted(watermark: float, seed: int) -> None:
+    """A router that believes it sends no prompt whose grant must wait. The first token of such a
+    prompt would be out, and the second would come when some other sequence has ended."""
+    rng = random.Random(seed)
+    bench = Bench(num_pages=200, slots=20, watermark=watermark, context=1000)
+    for _ in range(rng.randrange(1, 12)):
+        deliver_to(bench, prompt_of(rng, rng.randrange(20, 60)), rng.randrange(2, 60))
+    bench.turn()
+    load = load_of(bench.scheduler, StepRates(), (), progress=0, long_step_ms=0.0)
+    free = load.free_pages + load.evictable_pages - load.wanted_pages
+    assert free > 0
+    for pages, is_granted in ((free + 2, False), (free - 1, True)):
+        # One more page is wanted for the next token.
+        request_id = bench.submit(prompt_of(rng, 4 * pages), 4, mode=Mode.RECEIVE)
+        admit(bench.scheduler)
+        state = bench.scheduler.requests[request_id].state
+        assert (state is RequestState.RESERVED) is is_granted
+        bench.scheduler.cancel(request_id)
+
+
+def deliver_to(bench: Bench, prompt: list[int], max_tokens: int) -> None:
+    request_id = bench.submit(prompt, max_tokens, mode=Mode.RECEIVE)
+    while request_id not in bench.reserved:
+        bench.turn()
+    deliver(bench, request_id)

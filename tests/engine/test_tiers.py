@@ -9,6 +9,9 @@ import pytest
 from engine_fakes import VOCAB
 from scheduler_bench import SALT, Bench, prompt_of
 
+from engine.loop.load import load_of
+from engine.loop.rates import StepRates
+from engine.schedule.admission import admit
 from engine.schedule.sequences import RequestState
 from engine.types import Mode
 from prefixes.keys import page_keys
@@ -201,3 +204,23 @@ def test_a_tenant_does_not_find_what_another_has_saved():
     bench.submit(said[0], 2, cache_salt=b"other")
     bench.run()
     assert not bench.tiers.load().loaded_tokens
+
+
+def test_pages_that_are_being_loaded_are_not_wanted_again() -> None:
+    """They are neither free nor evictable. A router would think the pool fuller than it is."""
+    bench = Bench(num_pages=200, host_slots=100)
+    prompt = prompt_of(random.Random(1), 42)
+    keys = page_keys(np.array(prompt, np.int32), 4, SALT)[:10]
+    slots = bench.host.allocate(len(keys))
+    bench.lanes.slots[slots] = np.array(prompt[:40]).reshape(10, 4)
+    bench.host.adopt(slots.tolist(), keys, range(len(keys)))
+    bench.host.release(slots)
+    request_id = bench.submit(prompt, 4)
+    admit(bench.scheduler)
+    assert bench.scheduler.requests[request_id].state is RequestState.LOADING
+    load = load_of(bench.scheduler, StepRates(), (), progress=0, long_step_ms=0.0)
+    assert bench.blocks.total - bench.blocks.available == len(keys) == 10
+    assert load.wanted_pages == 1
+    bench.run()
+    bench.check_output(request_id)
+    bench.check_baseline()

@@ -1,4 +1,4 @@
-"""A transfer as a fetch uses it: it may be short, yields to hand-offs, may leave host slots."""
+"""A transfer as a fetch uses it: it may be short, and yields to hand-offs."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
-from kv_world import DECODE_EPOCH, PAGE_BYTES, PAGE_TOKENS, Transfer, World, a_world
+from kv_world import DECODE_EPOCH, PAGE_TOKENS, Transfer, World
 
 from kv_transfer.events import Delivered, ReceiveAborted, ReceiveExpired, ReceiveFreed, Sent
 from kv_transfer.receiving import ReceiveState
 from kv_transfer.specs import SendSpec
-from kv_transfer.transports.factory import FROM_SLOTS, make_transport
-from kv_transfer.types import PushState
 from kv_transfer.wire import Chunk, encode
 
 
@@ -118,48 +115,3 @@ def test_hand_offs_go_first(loopback: World) -> None:
     loopback.prefill.loopback.push = noted  # type: ignore[method-assign]
     loopback.until(lambda: len(loopback.decode.of(Delivered)) == 2)
     assert order == [hand_off.id] * 3 + [fetch.id] * 3
-
-
-@pytest.mark.parametrize("kind", sorted(FROM_SLOTS))
-def test_pages_leave_the_pool_and_host_slots_in_one_transfer(kind: str) -> None:
-    """Slots are longer than pages: only a page's bytes move."""
-    with a_world(kind, met=False) as world:
-        side = world.prefill
-        slots = torch.randint(1, 255, (16, 2 * PAGE_BYTES), dtype=torch.uint8)
-        side.transport.shutdown()
-        name = f"{side.name}-slots"
-        side.pool.random_(1, 255)
-        transport = make_transport(kind, name, side.pool, PAGE_BYTES, len(side.pool), slots)
-        world.decode.transport.open(transport.endpoint)
-        transport.open(world.decode.transport.endpoint)
-        first = len(side.pool)
-        for source, target in (([3, 4], [1, 2]), ([first + 5, first + 6, first + 1], [3, 4, 9])):
-            sent, got = np.array(source, np.int32), np.array(target, np.int32)
-            handle = transport.push(world.decode.name, sent, got, b"")
-            ended: list[tuple[int, PushState]] = []
-            while not ended:
-                ended = transport.poll_pushes()
-                world.decode.transport.poll_notifications()
-            assert ended == [(handle, PushState.DONE)]
-        pool = world.decode.pool
-        assert torch.equal(pool[[1, 2]], side.pool[[3, 4]])
-        assert torch.equal(pool[[3, 4, 9]], slots[[5, 6, 1], :PAGE_BYTES])
-        transport.shutdown()
-        side.transport = make_transport(kind, side.name, side.pool, PAGE_BYTES, len(side.pool))
-
-
-def test_a_push_is_from_one_region(loopback: World) -> None:
-    transfer = wanted(loopback, 5)
-    pushed: list[list[int]] = []
-    loopback.prefill.loopback._slots = torch.zeros(8, PAGE_BYTES, dtype=torch.uint8)
-    first, push = len(loopback.prefill.pool), loopback.prefill.loopback.push
-
-    def noted(peer: str, source: np.ndarray, target: np.ndarray, payload: bytes) -> int:
-        pushed.append(source.tolist())
-        return push(peer, source, target, payload)
-
-    loopback.prefill.loopback.push = noted  # type: ignore[method-assign]
-    transfer.source = np.array([1, first + 2, first + 3, 4, 5], np.int32)
-    give(loopback, transfer, 5)
-    loopback.until(lambda: bool(loopback.decode.of(Delivered)))
-    assert pushed == [[1], [first + 2, first + 3], [4, 5]]

@@ -684,6 +684,7 @@ class Fetch(_message.Message):
     HOLDER_AGENT_NAME_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
     PAGE_IDS_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.bytes
     """The transfer, random, 16 bytes."""
     fetcher_epoch: _builtins.int
@@ -696,6 +697,10 @@ class Fetch(_message.Message):
     """Keys of the pages, in order, 32 bytes each."""
     page_ids: _builtins.bytes
     """Destination page of each key, packed."""
+    traceparent: _builtins.str
+    """Trace context (W3C traceparent) of the leg that needs the pages; empty if it
+    is not traced. The holder's span is below it.
+    """
     def __init__(
         self,
         *,
@@ -705,10 +710,11 @@ class Fetch(_message.Message):
         holder_agent_name: _builtins.str = ...,
         keys: _builtins.bytes = ...,
         page_ids: _builtins.bytes = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetcher_agent_name", b"fetcher_agent_name", "fetcher_epoch", b"fetcher_epoch", "holder_agent_name", b"holder_agent_name", "keys", b"keys", "page_ids", b"page_ids", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetcher_agent_name", b"fetcher_agent_name", "fetcher_epoch", b"fetcher_epoch", "holder_agent_name", b"holder_agent_name", "keys", b"keys", "page_ids", b"page_ids", "traceparent", b"traceparent", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1509,7 +1515,9 @@ class Load(_message.Message):
     prefill_rate_age_s: _builtins.float
     """Seconds since a step last added to that rate."""
     wanted_pages: _builtins.int
-    """Pages that requests wait for which have none yet."""
+    """Pages that requests wait for which have none yet, and pages that are kept
+    back for the growth of those that run.
+    """
     wanted_sequences: _builtins.int
     """Slots that such requests wait for."""
     page_sequence: _builtins.int
