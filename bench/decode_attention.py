@@ -1,14 +1,16 @@
 """What decode attention takes on a GPU, by both divisions of the rows' contexts.
 
-python -m bench.decode_attention [--kv bf16 fp8] [--few] [--tiles B,W,S ...]
+python -m bench.decode_attention [--kv bf16 fp8] [--few | --batch ROWSxTOKENS ...]
+                                 [--tiles B,W,S ...] [--division M,L,B,W,S ...]
                                  [--sweep tiles|divisions] [--json FILE]
 
 A line for each batch, in us: the division for rows alike, that for rows that differ, the one that
 their lengths choose, and its bytes a second. 32 query heads, 8 KV heads of 128, pages of 16 tokens,
 bf16 or FP8 (whose bytes are those of K and V, without exponents). Eight calls over four layers are
 captured in a graph; the median of five pairs of replays is shown. A spread below 0.9 is uniform
-around the tokens, 0.9 is the sigma of a log-normal distribution. `--few` takes five batches alone.
-`--tiles` adds the times with the chosen parts and other tiles, `--sweep tiles` the fastest of many
+around the tokens, 0.9 is the sigma of a log-normal distribution. `--few` takes five batches alone,
+`--batch` rows alike. `--tiles` adds the times with the chosen parts and other tiles, `--division`
+those with other divisions (most parts, least tokens, tiles), `--sweep tiles` the fastest of many
 tiles with the chosen parts, `--sweep divisions` that of many parts, too.
 """
 
@@ -134,6 +136,18 @@ def tile(text: str) -> Tiles:
     return Tiles(block, warps, stages)
 
 
+def divided(text: str) -> Division:
+    """A division from the command line."""
+    most, least, tiles = text.split(",", 2)
+    return Division(int(most), int(least), tile(tiles))
+
+
+def alike(text: str) -> tuple[int, int, float]:
+    """A batch of equal rows from the command line."""
+    rows, tokens = map(int, text.split("x"))
+    return rows, tokens, 0.0
+
+
 def swept(rows: int) -> Iterator[Division]:
     """Divisions to choose from."""
     tiles = [Tiles(*one) for one in product((32, 64, 128), (2, 4), (3, 4))]
@@ -148,20 +162,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kv", nargs="+", choices=list(KINDS), default=["bf16"])
     parser.add_argument("--few", action="store_true")
+    parser.add_argument("--batch", nargs="+", default=[], type=alike, metavar="ROWSxTOKENS")
+    parser.add_argument(
+        "--division", nargs="+", default=[], type=divided, metavar="MOST,LEAST,BLOCK,WARPS,STAGES"
+    )
     parser.add_argument("--tiles", nargs="+", default=[], type=tile, metavar="BLOCK,WARPS,STAGES")
     parser.add_argument("--sweep", choices=["tiles", "divisions"])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     generator, found = torch.Generator().manual_seed(1), []
-    for kind, (rows, tokens, spread) in product(arguments.kv, FEW if arguments.few else CASES):
+    cases = arguments.batch or (FEW if arguments.few else CASES)
+    for kind, (rows, tokens, spread) in product(arguments.kv, cases):
         batch = Batch(kind, rows, tokens, spread, generator)
         divisions = [
             division(rows, KV_HEADS, differ=differ, tiles=FP8 if kind == "fp8" else PLAIN)
             for differ in (False, True)
         ]
-        alike, different = map(batch.time_us, divisions)
+        alike_us, different_us = map(batch.time_us, divisions)
         differ = lengths_differ(batch.lengths.numpy(), KV_HEADS)
-        chosen = different if differ else alike
+        chosen_us = different_us if differ else alike_us
         line: dict[str, Any] = {
             "kv": kind,
             "rows": rows,
@@ -169,14 +188,18 @@ def main() -> None:
             "spread": spread,
             "differ": differ,
         }
-        line |= {"alike_us": alike, "different_us": different}
+        line |= {"alike_us": alike_us, "different_us": different_us}
         said = f"{kind} {rows:4d} rows of {tokens:5d}, spread {spread}:"
-        said += f" {alike:6.1f} {different:6.1f} us"
-        said += f", {'different' if differ else 'alike'}, {batch.kv_bytes / chosen / 1e6:.2f} TB/s"
-        for one in arguments.tiles:
-            us = batch.time_us(divisions[differ]._replace(tiles=one), or_never=True)
-            line[",".join(map(str, one))] = us
-            said += f"; {','.join(map(str, one))} {us:.1f}"
+        said += f" {alike_us:6.1f} {different_us:6.1f} us"
+        said += (
+            f", {'different' if differ else 'alike'}, {batch.kv_bytes / chosen_us / 1e6:.2f} TB/s"
+        )
+        others = [(one, divisions[differ]._replace(tiles=one)) for one in arguments.tiles]
+        others += [((*one[:2], *one.tiles), one) for one in arguments.division]
+        for name, other in others:
+            us = batch.time_us(other, or_never=True)
+            line[",".join(map(str, name))] = us
+            said += f"; {','.join(map(str, name))} {us:.1f}"
         if arguments.sweep:
             tiles_alone = arguments.sweep == "tiles"
             several = tiles_of(divisions[differ]) if tiles_alone else swept(rows)
