@@ -5,6 +5,17 @@ channels, whose weights it asks for at once: tensor cores would want more rows t
 weights want a rounded row. Each program rounds the row itself while its weights come, which costs
 less than a kernel before it.
 
+Both products start while the kernel before still runs (`engine.cuda.early`):
+
+1. The first product reads the experts, which the kernel just before it may have written. So it
+   waits first. Then it lets the second product start.
+2. The second product reads the experts and asks for their weights before it waits. That is safe: a
+   program of it starts when every program of the first product has waited, or has ended. So what
+   wrote the experts has ended by then, and its writes are visible. They are read from the cache
+   that all processors share, since a processor's own may hold those of a layer before.
+3. The second product reads its rows, and writes, after it has waited. So has the first product
+   ended then, and all that it waited for.
+
 Shapes: C experts of the row, N output channels and K input channels of an expert.
 """
 
@@ -16,7 +27,9 @@ from typing import Any, Final
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from engine.cuda.early import early
 from engine.cuda.experts.cutting import Tiles, with_bias
 from engine.cuda.experts.routing import gated, numbers
 from engine.cuda.kernels import launch
@@ -59,14 +72,19 @@ def _named(specialised: Any) -> str:
 def _one_row(
     values, scales, bias, x, given, out, experts, width, sharpness, shift, limit,
     inputs: tl.constexpr, by_token: tl.constexpr, gate: tl.constexpr, limited: tl.constexpr,
-    has_bias: tl.constexpr, kind: tl.constexpr, group: tl.constexpr,
+    has_bias: tl.constexpr, kind: tl.constexpr, group: tl.constexpr, pdl: tl.constexpr,
     bn: tl.constexpr, bk: tl.constexpr,
 ):  # fmt: skip
+    if pdl:
+        if by_token:
+            gdc_wait()
+        gdc_launch_dependents()
     pair = tl.program_id(0)
     channel = tl.program_id(1) * bn + tl.arange(0, bn)
     inside = channel < width
     factor: tl.constexpr = 2 if gate else 1
-    row = tl.load(experts + pair).to(tl.int64) * width * factor + channel
+    expert = tl.load(experts + pair, cache_modifier=".cg").to(tl.int64)
+    row = expert * width * factor + channel
     at = tl.arange(0, bk)
     coming = asked(values, row, at, inputs, inside)
     up_coming = coming
@@ -74,6 +92,8 @@ def _one_row(
         up_coming = asked(values, row + width, at, inputs, inside)
     if not by_token:
         x += pair * inputs
+        if pdl:
+            gdc_wait()
     most = 0.0
     if group == 0:
         most = most_of(x, inputs, bk)
@@ -113,7 +133,8 @@ def product(
         weights: in 16 bits or FP8.
         experts: [1, C] int32.
         out: in the order of the experts.
-        by_token: whether all experts have the same row.
+        by_token: whether all experts have the same row. If not, the kernel before is the product
+            that made the rows: it waits before it lets this one start.
         gate: what is done with gate and up.
         cut: how it is cut.
     """
@@ -137,7 +158,9 @@ def product(
         weights.bias is not None,
         KINDS[weights.kind],
         group,
+        early(),
         cut.outputs,
         cut.inputs,
         num_warps=cut.warps,
+        launch_pdl=early(),
     )
