@@ -39,7 +39,7 @@ from engine.cuda.products.own_rounding import (
     most_of,
     read,
     rounding_of,
-    summed,
+    scales_asked,
     times,
 )
 from engine.model.experts.config import Gate
@@ -58,9 +58,10 @@ def tiles_of(weights: Stacked) -> Tiles:
 
 
 @triton.jit
-def _finished(acc, scales, bias, row, inside, kind: tl.constexpr, has_bias: tl.constexpr):
+def _finished(acc, scale, bias, row, inside, has_bias: tl.constexpr):
     """Sums [bn, 1] of products, with scales by channel and biases."""
-    return with_bias(summed(acc, scales, row, inside, kind), bias, row, inside, has_bias)
+    total = tl.sum(acc, axis=1, keep_dims=True) * scale[:, None]
+    return with_bias(total, bias, row, inside, has_bias)
 
 
 def _named(specialised: Any) -> str:
@@ -87,9 +88,11 @@ def _one_row(
     row = expert * width * factor + channel
     at = tl.arange(0, bk)
     coming = asked(values, row, at, inputs, inside)
-    up_coming = coming
+    scale = scales_asked(scales, row, inside, kind)
+    up_coming, up_scale = coming, scale
     if gate:
         up_coming = asked(values, row + width, at, inputs, inside)
+        up_scale = scales_asked(scales, row + width, inside, kind)
     if not by_token:
         x += pair * inputs
         if pdl:
@@ -108,9 +111,9 @@ def _one_row(
         acc += times(taken, weight, scales, row, first + at, inputs, kind)
         if gate:
             up += times(taken, up_weight, scales, row + width, first + at, inputs, kind)
-    total = _finished(acc, scales, bias, row, inside, kind, has_bias)
+    total = _finished(acc, scale, bias, row, inside, has_bias)
     if gate:
-        up_total = _finished(up, scales, bias, row + width, inside, kind, has_bias)
+        up_total = _finished(up, up_scale, bias, row + width, inside, has_bias)
         dtype: tl.constexpr = out.dtype.element_ty
         total = gated(total, up_total, dtype, sharpness, shift, limit, limited)
     target = out + pair * width + channel

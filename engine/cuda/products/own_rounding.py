@@ -35,17 +35,18 @@ def asked(values, row, at, inputs, inside):
 
 @triton.jit
 def most_of(x, inputs: tl.constexpr, bk: tl.constexpr):
-    """The largest magnitude of a row."""
+    """The largest magnitude of a row of several steps; that of one step is found by `read`."""
     most = 0.0
-    for first in tl.static_range(0, inputs, bk):
-        at = (first + tl.arange(0, bk))[None, :]
-        value = tl.load(x + at, mask=at < inputs, other=0.0).to(tl.float32)
-        most = tl.maximum(most, tl.max(tl.abs(value)), propagate_nan=tl.PropagateNan.ALL)
+    if inputs > bk:
+        for first in tl.static_range(0, inputs, bk):
+            at = (first + tl.arange(0, bk))[None, :]
+            value = tl.load(x + at, mask=at < inputs, other=0.0).to(tl.float32)
+            most = tl.maximum(most, tl.max(tl.abs(value)), propagate_nan=tl.PropagateNan.ALL)
     return most
 
 
 @triton.jit
-def read(x, at, inputs, most, given, group: tl.constexpr):
+def read(x, at, inputs: tl.constexpr, most, given, group: tl.constexpr):
     """A step of the row, [1, bk] float32, rounded as `engine.model.precision.rounding` says.
     `group`: -2: not at all; -1: by the given scale; 0: by its largest magnitude; otherwise by that
     of each group."""
@@ -55,6 +56,8 @@ def read(x, at, inputs, most, given, group: tl.constexpr):
         if group == _GIVEN:
             scale = tl.zeros((1, bk), tl.float32) + tl.load(given)
         elif group == 0:
+            if inputs <= bk:
+                most = tl.max(tl.abs(value))
             scale = tl.zeros((1, bk), tl.float32) + scale_of(most)
         else:
             parts: tl.constexpr = bk // group
@@ -75,12 +78,12 @@ def times(taken, weight, scales, row, at, inputs: tl.constexpr, kind: tl.constex
 
 
 @triton.jit
-def summed(acc, scales, row, inside, kind: tl.constexpr):
-    """Sums [bn, 1] of products, with scales by channel."""
-    total = tl.sum(acc, axis=1, keep_dims=True)
+def scales_asked(scales, row, inside, kind: tl.constexpr):
+    """Scales by channel, [bn]; 1 where a weight has none."""
+    scale = tl.full(row.shape, 1.0, tl.float32)
     if kind == CHANNELS:
-        total *= tl.load(scales + row, mask=inside, other=0.0)[:, None]
-    return total
+        scale = tl.load(scales + row, mask=inside, other=0.0)
+    return scale
 
 
 def rounding_of(how: Rounding | None, unused: Tensor) -> tuple[Tensor, int]:
