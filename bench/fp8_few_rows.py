@@ -254,7 +254,7 @@ def run_layer(layer: Layer, state: State) -> Any:
     how = {shape: linear.method.input for shape, linear in layer.items()}
     qkv = layer["qkv"](x)
     attended = qkv.view(-1)[: residual.numel()].view_as(residual)
-    out = layer["o"](feed_forward.as_read(attended, how["o"]))
+    out = layer["o"](attended)
     x = joining.joined(residual, out, joining.Join(None, norm, how["gate-up"], 1.0))
     out = layer["down"](feed_forward.gated(x, layer["gate-up"], how["down"]))
     return joining.joined(residual, out, joining.Join(None, norm, how["qkv"], 1.0))
