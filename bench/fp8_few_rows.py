@@ -35,7 +35,7 @@ from torch import Tensor
 
 from bench.products import BYTES_S, CACHE_BYTES, SHAPES, graph_us
 from engine.cuda import feed_forward, joining, kernels
-from engine.cuda.products import CudaProducts, fp8, one_row, rounding
+from engine.cuda.products import CudaProducts, fp8, one_row, rounding, unrounded_row
 from engine.cuda.products.few_rows import Tiles, few_rows
 from engine.cuda.products.one_row import Cut
 from engine.model.linear import Build, Linear, RmsNorm
@@ -275,7 +275,7 @@ def replaced(*places: tuple[object, str, object]) -> Iterator[None]:
 def variants(rows: int, best: dict[tuple[int, int], Tiles | None]) -> Iterator[tuple[str, Patched]]:
     """The engine's code as it is, and changed in one respect. `best`: tiles by weight."""
     yield "the engine", replaced
-    modules, tiles_of = (kernels, one_row, rounding), fp8.tiles_of
+    modules, tiles_of = (kernels, one_row, rounding, unrounded_row), fp8.tiles_of
     late: list[tuple[object, str, object]] = [(each, "early", lambda: False) for each in modules]
 
     def plain(*shape: int) -> Tiles | None:
