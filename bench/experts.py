@@ -2,13 +2,16 @@
 
 python -m bench.experts [--shapes NAME ...] [--precisions NAME ...] [--cases NAME ...]
                         [--repeats 1] [--json FILE] [--tiles FILE] [--profile]
+                        [--late MODULE ...]
                         and the options of engines of bench.engine
 
 As `bench.engine`: dummy weights, random token ids, greedy, lengths forced, no prefix cache. Rows
 and layers get experts that were drawn at random before the engine was built: dummy weights may send
 all rows to the same experts, and then few are read. The router's product is computed, too.
 `--tiles` is a file of `bench.expert_tiles`: products are cut by the fastest tiles in it, to see
-what they bring. `--profile` prints, after a shape's cases, where the device's time goes in each.
+what they bring. `--late` names modules of `engine.cuda`, such as `experts.one_row`, whose kernels
+start when the one before has ended, and let none start early: to see what that brings. `--profile`
+prints, after a shape's cases, where the device's time goes in each.
 
 `experts` is how many of a layer's experts a step of that many rows takes, on average. `TB/s` is the
 weights of those in all layers by the median time of a step, in which attention, head and all else
@@ -19,11 +22,12 @@ is no bound.
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 from unittest import mock
@@ -135,6 +139,16 @@ def tiles_from(path: Path | None, shape: str, precision: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def late(modules: Sequence[str]) -> Iterator[None]:
+    """No kernel of these modules of `engine.cuda` starts early or lets another one do so."""
+    with ExitStack() as stack:
+        for name in modules:
+            module = importlib.import_module(f"engine.cuda.{name}")
+            stack.enter_context(mock.patch.object(module, "early", return_value=False))
+        yield
+
+
 def run_shape(arguments: argparse.Namespace, shape: str, precision: str) -> list[dict[str, Any]]:
     """All cases of a shape in a precision; prints a table and returns what it says."""
     cases = CASES[shape, precision]
@@ -143,6 +157,7 @@ def run_shape(arguments: argparse.Namespace, shape: str, precision: str) -> list
     with (
         even_routing(experts.in_layer, arguments.step_tokens),
         tiles_from(arguments.tiles, shape, precision),
+        late(arguments.late),
     ):
         engine = build(arguments, model=SHAPES / shape, options=PRECISIONS[precision])
         print(
@@ -198,6 +213,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--tiles", type=Path)
+    parser.add_argument("--late", nargs="*", default=[], metavar="MODULE")
     parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from bench.products import BYTES_S, CACHE_BYTES, SHAPES, graph_us
 from engine.cuda import feed_forward, joining, kernels
-from engine.cuda.products import CudaProducts, fp8, one_row, rounding
+from engine.cuda.products import CudaProducts, fp8, one_row, rounding, unrounded_row
 from engine.cuda.products.few_rows import Tiles, few_rows
 from engine.cuda.products.one_row import Cut
 from engine.model.linear import Build, Linear, RmsNorm
@@ -254,7 +254,7 @@ def run_layer(layer: Layer, state: State) -> Any:
     how = {shape: linear.method.input for shape, linear in layer.items()}
     qkv = layer["qkv"](x)
     attended = qkv.view(-1)[: residual.numel()].view_as(residual)
-    out = layer["o"](feed_forward.as_read(attended, how["o"]))
+    out = layer["o"](attended)
     x = joining.joined(residual, out, joining.Join(None, norm, how["gate-up"], 1.0))
     out = layer["down"](feed_forward.gated(x, layer["gate-up"], how["down"]))
     return joining.joined(residual, out, joining.Join(None, norm, how["qkv"], 1.0))
@@ -275,7 +275,7 @@ def replaced(*places: tuple[object, str, object]) -> Iterator[None]:
 def variants(rows: int, best: dict[tuple[int, int], Tiles | None]) -> Iterator[tuple[str, Patched]]:
     """The engine's code as it is, and changed in one respect. `best`: tiles by weight."""
     yield "the engine", replaced
-    modules, tiles_of = (kernels, one_row, rounding), fp8.tiles_of
+    modules, tiles_of = (kernels, one_row, rounding, unrounded_row), fp8.tiles_of
     late: list[tuple[object, str, object]] = [(each, "early", lambda: False) for each in modules]
 
     def plain(*shape: int) -> Tiles | None:

@@ -16,9 +16,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.attention.base import AttentionSpec
 from engine.attention.parts import LEAST_TOKENS_OF_FEW, Division
+from engine.cuda.early import early
 from engine.cuda.kernels import launch
 from engine.pages.kv_pool import KvPool
 
@@ -105,8 +107,12 @@ def _attend_part(
     page_size: tl.constexpr,
     caps: tl.constexpr,
     has_sinks: tl.constexpr,
+    pdl: tl.constexpr,
     block: tl.constexpr,
 ):
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
     row, kv_head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     kv_heads = tl.num_programs(1)
     context = tl.load(contexts + row)
@@ -165,8 +171,12 @@ def _merge_parts(
     group: tl.constexpr,
     dim: tl.constexpr,
     padded_dim: tl.constexpr,
+    pdl: tl.constexpr,
     block: tl.constexpr,
 ):
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
     kv_head, head = tl.program_id(0), tl.program_id(1)
     context = tl.load(contexts + kv_head // kv_heads)
     first, share = cut(context, window, splits, least, block)
@@ -249,9 +259,11 @@ def decode_attention(
         pool.page_size,
         spec.soft_cap is not None,
         spec.sinks is not None,
+        early(),
         tiles.block,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        launch_pdl=early(),
     )
     if not whole:
         merge(out, partial, sums, contexts, seen, divided, kv_heads)
@@ -292,6 +304,8 @@ def merge(
         heads // kv_heads,
         dim,
         triton.next_power_of_2(dim),
+        early(),
         divided.tiles.block,
         num_warps=MERGE_WARPS,
+        launch_pdl=early(),
     )

@@ -2,7 +2,11 @@
 
 Such a kernel executes `gdc_wait` before it reads what another has written, and before it writes
 anything. Until then it may only ask for weights. Each of its programs executes it: the kernel after
-it waits for this one alone, and so for all before.
+it waits for this one alone, and so for all before. Other kernels start when all before have ended.
+
+`gdc_launch_dependents` lets the next kernel start, once every program of this one has executed it
+or has ended. A kernel that executes it after its `gdc_wait` promises more: the next one may read at
+once what the kernels before this one have written. `engine.cuda.experts.one_row` alone needs that.
 """
 
 from __future__ import annotations

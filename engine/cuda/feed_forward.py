@@ -39,7 +39,7 @@ def _gated(module: Gated, x: Tensor | Rounded) -> Tensor:
         middle = gated(x, module.gate_up, reader)
     else:
         by_tanh = module.activation is Activation.GELU_TANH
-        middle = as_read(kernels.gelu_mul(module.gate_up(x), by_tanh=by_tanh), reader)
+        middle = kernels.gelu_mul(module.gate_up(x), by_tanh=by_tanh)
     out: Tensor = module.down(middle)
     return out
 
@@ -57,10 +57,10 @@ def _experts(module: Experts, x: Tensor) -> Tensor | Parts:
 
 
 def gated(x: Tensor | Rounded, gate_up: Linear, reader: Rounding | None) -> Tensor | Rounded:
-    """silu(gate) * up of [T, H] -> [T, I]."""
+    """silu(gate) * up of [T, H] -> [T, I], perhaps rounded as its reader wants."""
     fused = gate_up.method.gated(x) if gate_up.bias is None else None
     if fused is not None:
-        return as_read(fused, reader)
+        return fused
     both = gate_up(x)
     return kernels.silu_mul(both) if reader is None else silu_mul_rounded(both, reader)
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from engine.attention.paged import PagedAttention
 from engine.cuda import feed_forward, kernels
-from engine.cuda.feed_forward import as_read
 from engine.cuda.joining import Join, entered, joiner
 from engine.cuda.kv.fp8_store import rope_store_fp8
 from engine.cuda.kv.rope_store import HeadNorms, RopeTable, rope_store
@@ -93,7 +92,7 @@ class FusedForward:
                 attended = self._attention.attend_ends(
                     layer.index, q, ends.contexts, ends.page_table
                 )
-            out = layer.output(as_read(attended.flatten(1), layer.output.method.input))
+            out = layer.output(attended.flatten(1))
             x = self._joined(residual, out, to_feed_forward)
             out = feed_forward.run(layer.feed_forward, x)
             x = self._joined(residual, out, to_next)

@@ -40,17 +40,23 @@ def _rms_norm(x, weight, out, eps, size: tl.constexpr, block: tl.constexpr):
 
 
 @triton.jit
-def _add_rms_norm(residual, x, weight, out, eps, size: tl.constexpr, block: tl.constexpr):
+def _add_rms_norm(
+    residual, x, weight, out, eps, size: tl.constexpr, pdl: tl.constexpr, block: tl.constexpr
+):  # fmt: skip
+    if pdl:
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, block)
     inside = at < size
+    gain = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    if pdl:
+        gdc_wait()
     value = tl.load(x + row * size + at, mask=inside, other=0.0).to(tl.float32)
     value += tl.load(residual + row * size + at, mask=inside, other=0.0).to(tl.float32)
     rounded = value.to(residual.dtype.element_ty)
     tl.store(residual + row * size + at, rounded, mask=inside)
     value = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value) / size + eps)
-    gain = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * size + at, value * scale * gain, mask=inside)
 
 
@@ -66,7 +72,8 @@ def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Ten
     """Adds `x` to `residual` in place; returns the norm of the sum. Both are [T, H]."""
     size = x.shape[1]
     block = triton.next_power_of_2(size)
-    launch(_add_rms_norm, (len(x),), residual, x, weight, x, eps, size, block)
+    arguments = (residual, x, weight, x, eps, size, early(), block)
+    launch(_add_rms_norm, (len(x),), *arguments, launch_pdl=early())
     return x
 
 

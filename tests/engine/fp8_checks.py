@@ -1,13 +1,16 @@
 """What must hold of the FP8 kernels: on a GPU, and in Triton's interpreter, which is this module's
 `main`. The interpreter drops the carry of a mantissa in conversions to FP8, truncates its
 subnormals, and has neither FP8's NaN nor PTX. So a GPU alone shows some values and early launches.
+A product that rounds is given PyTorch's conversions.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import product
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -153,6 +156,61 @@ def check_one_row() -> None:
             given = (bias if bias_too else None, torch.float32, Cut(512))
             got = fp8_one_row(values, scales, x, *given)
             assert relative_error(got, want if bias_too else want - bias) < 1e-5
+
+
+def check_a_row_that_is_not_rounded() -> None:
+    """As if it were rounded before, up to the order of a sum. Rows of the weight in part of a
+    program, and inputs that are no power of two."""
+    from engine.cuda.products.unrounded_row import Cut, cut_of
+    from engine.cuda.products.unrounded_row import product as product_of_row
+
+    by_channel, (in_blocks, scales, _) = round_rows(draw(500, 640)), blocks(512, 640)
+    bias = draw(512)
+    for how in kinds():
+        values, given = (by_channel.values, by_channel.scales.view(-1))
+        if how.group is not None:
+            values, given = in_blocks, scales
+        weight = restored(Rounded(values, scales_by_row(given)))
+        x = draw(1, 640, seed=1).to(DTYPE)
+        x[0, 7] = 9
+        want = restored(how(x)).double() @ weight.double().t()
+        cut = cut_of(values, 1)
+        assert cut == Cut(2, 1024)
+        for own, bias_too in product((cut, Cut(8, 1024)), (False, True)):
+            added = bias[: len(values)] if bias_too else None
+            with rounding_as_a_gpu_does():
+                got = product_of_row(values, given, x, how, added, torch.float32, own)
+            assert relative_error(got, want if added is None else want + added) < 1e-5, how
+
+
+def rounding_as_a_gpu_does() -> AbstractContextManager[object]:
+    if not INTERPRETED:
+        return nullcontext()
+    from interpreted_kernels import convert_as_a_gpu_does
+    from triton.runtime import interpreter
+
+    return patch.object(interpreter, "_convert_float", convert_as_a_gpu_does)
+
+
+def scales_by_row(scales: Tensor) -> Tensor:
+    """[N, 1], or [N, K / 128]."""
+    return scales[:, None] if scales.dim() == 1 else scales.repeat_interleave(128, 0)
+
+
+def check_which_rows_are_rounded_by_products() -> None:
+    """One, with few outputs and inputs."""
+    from engine.cuda.products.unrounded_row import Cut, cut_of
+
+    def of(outputs: int, inputs: int, rows: int = 1) -> Cut | None:
+        return cut_of(torch.empty(outputs, inputs, device="meta"), rows)
+
+    assert of(2048, 4096) == Cut(8, 4096)
+    assert of(2048, 2880) == Cut(8, 4096)
+    assert of(4096, 2048) == Cut(16, 2048)
+    assert of(256, 2048) == Cut(1, 2048)
+    assert of(2048, 4096, rows=2) is None
+    assert of(4096, 4096) is None
+    assert of(4096, 14336) is None
 
 
 def check_one_row_gated() -> None:

@@ -211,7 +211,7 @@ def test_a_long_chain_in_a_graph_equals_kernels_one_by_one(rows, method, monkeyp
 def one_by_one(chain: Callable[[], Tensor], monkeypatch: pytest.MonkeyPatch) -> Tensor:
     """The chain's result when no kernel starts before the one before has ended."""
     from engine.cuda import kernels
-    from engine.cuda.products import fp8, one_row, rounding
+    from engine.cuda.products import fp8, one_row, rounding, unrounded_row
 
     tiles_of = fp8.tiles_of
 
@@ -221,6 +221,6 @@ def one_by_one(chain: Callable[[], Tensor], monkeypatch: pytest.MonkeyPatch) -> 
 
     with monkeypatch.context() as patched:
         patched.setattr(fp8, "tiles_of", plain)
-        for module in (kernels, one_row, rounding):
+        for module in (kernels, one_row, rounding, unrounded_row):
             patched.setattr(module, "early", lambda: False)
         return chain()

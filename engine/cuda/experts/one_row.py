@@ -5,34 +5,49 @@ channels, whose weights it asks for at once: tensor cores would want more rows t
 weights want a rounded row. Each program rounds the row itself while its weights come, which costs
 less than a kernel before it.
 
+Both products start while the kernel before still runs (`engine.cuda.early`):
+
+1. The first product reads the experts, which the kernel just before it may have written. So it
+   waits first. Then it lets the second product start.
+2. The second product reads the experts and asks for their weights before it waits. That is safe: a
+   program of it starts when every program of the first product has waited, or has ended. So what
+   wrote the experts has ended by then, and its writes are visible. They are read from the cache
+   that all processors share, since a processor's own may hold those of a layer before.
+3. The second product reads its rows, and writes, after it has waited. So has the first product
+   ended then, and all that it waited for.
+
 Shapes: C experts of the row, N output channels and K input channels of an expert.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from engine.cuda.early import early
 from engine.cuda.experts.cutting import Tiles, with_bias
 from engine.cuda.experts.routing import gated, numbers
 from engine.cuda.kernels import launch
-from engine.cuda.products.rounding import GIVEN, PLAIN, e4m3_of, scale_of
+from engine.cuda.products.own_rounding import (
+    KINDS,
+    asked,
+    most_of,
+    read,
+    rounding_of,
+    scales_asked,
+    times,
+)
 from engine.model.experts.config import Gate
 from engine.model.experts.stacked import Stacked
-from engine.model.precision.base import Kind
 
 _BYTES: Final = 8192
 """Of a weight that a program asks for."""
 _MOST_INPUTS: Final = 4096
-_CHANNELS: Final = tl.constexpr(1)
-_BLOCKS: Final = tl.constexpr(2)
-_KINDS: Final = {None: 0, Kind.FP8_CHANNELS: 1, Kind.FP8_BLOCKS: 2}
-_BLOCK: Final = tl.constexpr(128)
-_GIVEN: Final = tl.constexpr(GIVEN)
 
 
 def tiles_of(weights: Stacked) -> Tiles:
@@ -43,98 +58,62 @@ def tiles_of(weights: Stacked) -> Tiles:
 
 
 @triton.jit
-def _asked(values, row, at, inputs, inside):
-    """Weights [bn, bk]."""
-    mask = inside[:, None] & (at < inputs)[None, :]
-    return tl.load(values + row[:, None] * inputs + at[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _most(x, inputs: tl.constexpr, bk: tl.constexpr):
-    """The largest magnitude of a row."""
-    most = 0.0
-    for first in tl.static_range(0, inputs, bk):
-        at = (first + tl.arange(0, bk))[None, :]
-        value = tl.load(x + at, mask=at < inputs, other=0.0).to(tl.float32)
-        most = tl.maximum(most, tl.max(tl.abs(value)), propagate_nan=tl.PropagateNan.ALL)
-    return most
-
-
-@triton.jit
-def _read(x, at, inputs, most, given, group: tl.constexpr):
-    """A step of the row, [1, bk] float32, rounded as `engine.model.precision.rounding` says."""
-    value = tl.load(x + at[None, :], mask=(at < inputs)[None, :], other=0.0).to(tl.float32)
-    if group != PLAIN:
-        bk: tl.constexpr = at.shape[0]
-        if group == _GIVEN:
-            scale = tl.zeros((1, bk), tl.float32) + tl.load(given)
-        elif group == 0:
-            scale = tl.zeros((1, bk), tl.float32) + scale_of(most)
-        else:
-            parts: tl.constexpr = bk // group
-            of_parts = tl.max(tl.abs(tl.reshape(value, (parts, group))), axis=1, keep_dims=True)
-            scale = tl.reshape(tl.broadcast_to(scale_of(of_parts), (parts, group)), (1, bk))
-        value = e4m3_of(value, scale).to(tl.float32) * scale
-    return value
-
-
-@triton.jit
-def _times(taken, weight, scales, row, at, inputs: tl.constexpr, kind: tl.constexpr):
-    """Products [bn, bk]. All rows of a program lie in one block of FP8 in blocks."""
-    if kind == _BLOCKS:
-        blocks: tl.constexpr = inputs // _BLOCK
-        place = scales + tl.min(row) // _BLOCK * blocks + at // _BLOCK
-        taken = taken * tl.load(place, mask=at < inputs, other=0.0)[None, :]
-    return taken * weight.to(tl.float32)
-
-
-@triton.jit
-def _finished(acc, scales, bias, row, inside, kind: tl.constexpr, has_bias: tl.constexpr):
+def _finished(acc, scale, bias, row, inside, has_bias: tl.constexpr):
     """Sums [bn, 1] of products, with scales by channel and biases."""
-    total = tl.sum(acc, axis=1, keep_dims=True)
-    if kind == _CHANNELS:
-        total *= tl.load(scales + row, mask=inside, other=0.0)[:, None]
+    total = tl.sum(acc, axis=1, keep_dims=True) * scale[:, None]
     return with_bias(total, bias, row, inside, has_bias)
 
 
-@triton.jit
+def _named(specialised: Any) -> str:
+    """As profiles show a product."""
+    return "_one_row_gate_up" if specialised.constants["gate"] else "_one_row_down"
+
+
+@triton.jit(repr=_named)
 def _one_row(
     values, scales, bias, x, given, out, experts, width, sharpness, shift, limit,
     inputs: tl.constexpr, by_token: tl.constexpr, gate: tl.constexpr, limited: tl.constexpr,
-    has_bias: tl.constexpr, kind: tl.constexpr, group: tl.constexpr,
+    has_bias: tl.constexpr, kind: tl.constexpr, group: tl.constexpr, pdl: tl.constexpr,
     bn: tl.constexpr, bk: tl.constexpr,
 ):  # fmt: skip
-    """`group`: how the row is rounded: -2: not at all; -1: by the given scale; 0: by its largest
-    magnitude; otherwise by that of each group."""
+    if pdl:
+        if by_token:
+            gdc_wait()
+        gdc_launch_dependents()
     pair = tl.program_id(0)
     channel = tl.program_id(1) * bn + tl.arange(0, bn)
     inside = channel < width
     factor: tl.constexpr = 2 if gate else 1
-    row = tl.load(experts + pair).to(tl.int64) * width * factor + channel
+    expert = tl.load(experts + pair, cache_modifier=".cg").to(tl.int64)
+    row = expert * width * factor + channel
     at = tl.arange(0, bk)
-    coming = _asked(values, row, at, inputs, inside)
-    up_coming = coming
+    coming = asked(values, row, at, inputs, inside)
+    scale = scales_asked(scales, row, inside, kind)
+    up_coming, up_scale = coming, scale
     if gate:
-        up_coming = _asked(values, row + width, at, inputs, inside)
+        up_coming = asked(values, row + width, at, inputs, inside)
+        up_scale = scales_asked(scales, row + width, inside, kind)
     if not by_token:
         x += pair * inputs
+        if pdl:
+            gdc_wait()
     most = 0.0
     if group == 0:
-        most = _most(x, inputs, bk)
+        most = most_of(x, inputs, bk)
     acc, up = tl.zeros((bn, bk), tl.float32), tl.zeros((bn, bk), tl.float32)
     for first in tl.static_range(0, inputs, bk):
         weight, up_weight = coming, up_coming
         if first + bk < inputs:
-            coming = _asked(values, row, first + bk + at, inputs, inside)
+            coming = asked(values, row, first + bk + at, inputs, inside)
             if gate:
-                up_coming = _asked(values, row + width, first + bk + at, inputs, inside)
-        taken = _read(x, first + at, inputs, most, given, group)
-        acc += _times(taken, weight, scales, row, first + at, inputs, kind)
+                up_coming = asked(values, row + width, first + bk + at, inputs, inside)
+        taken = read(x, first + at, inputs, most, given, group)
+        acc += times(taken, weight, scales, row, first + at, inputs, kind)
         if gate:
-            up += _times(taken, up_weight, scales, row + width, first + at, inputs, kind)
-    total = _finished(acc, scales, bias, row, inside, kind, has_bias)
+            up += times(taken, up_weight, scales, row + width, first + at, inputs, kind)
+    total = _finished(acc, scale, bias, row, inside, has_bias)
     if gate:
-        up_total = _finished(up, scales, bias, row + width, inside, kind, has_bias)
+        up_total = _finished(up, up_scale, bias, row + width, inside, has_bias)
         dtype: tl.constexpr = out.dtype.element_ty
         total = gated(total, up_total, dtype, sharpness, shift, limit, limited)
     target = out + pair * width + channel
@@ -157,21 +136,17 @@ def product(
         weights: in 16 bits or FP8.
         experts: [1, C] int32.
         out: in the order of the experts.
-        by_token: whether all experts have the same row.
+        by_token: whether all experts have the same row. If not, the kernel before is the product
+            that made the rows: it waits before it lets this one start.
         gate: what is done with gate and up.
         cut: how it is cut.
     """
-    how, group = weights.input, PLAIN.value
-    given = scales = out
-    if how is not None and weights.scales is not None:
-        scales = weights.scales
-        group = GIVEN if how.scale is not None else how.group or 0
-        given = scales if how.scale is None else how.scale
+    given, group = rounding_of(weights.input, out)
     launch(
         _one_row,
         (len(out), triton.cdiv(out.shape[1], cut.outputs)),
         weights.values,
-        scales,
+        out if weights.scales is None else weights.scales,
         out if weights.bias is None else weights.bias,
         x,
         given,
@@ -184,9 +159,11 @@ def product(
         gate is not None,
         gate is not None and gate.limit is not None,
         weights.bias is not None,
-        _KINDS[weights.kind],
+        KINDS[weights.kind],
         group,
+        early(),
         cut.outputs,
         cut.inputs,
         num_warps=cut.warps,
+        launch_pdl=early(),
     )

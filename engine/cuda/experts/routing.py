@@ -16,7 +16,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from engine.cuda.early import early
 from engine.cuda.kernels import launch
 from engine.model.experts.config import Gate, Routing, Scores
 from engine.model.experts.routing import LEAST_SUM, Chosen
@@ -38,8 +40,11 @@ _COLUMNS: Final = 1024
 def _route(
     logits, bias, weights, experts, count, factor, least,
     chosen: tl.constexpr, kind: tl.constexpr, normalised: tl.constexpr, has_bias: tl.constexpr,
-    block: tl.constexpr, places: tl.constexpr,
+    pdl: tl.constexpr, block: tl.constexpr, places: tl.constexpr,
 ):  # fmt: skip
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, block)
     inside = at < count
@@ -99,9 +104,11 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None) -> Chosen:
         _KINDS[routing.scores],
         routing.normalised,
         bias is not None,
+        early(),
         triton.next_power_of_2(routing.experts),
         triton.next_power_of_2(routing.chosen),
         num_warps=1,
+        launch_pdl=early(),
     )
     return Chosen(weights, experts)
 

@@ -13,7 +13,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from engine.cuda.early import early
 from engine.cuda.kernels import launch
 from engine.pages.kv_pool import KvPool
 
@@ -111,8 +113,12 @@ def _rope_store(
     padded: tl.constexpr,
     page_size: tl.constexpr,
     head_norms: tl.constexpr,
+    pdl: tl.constexpr,
     head_block: tl.constexpr,
 ):
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * head_block + tl.arange(0, head_block)
     rotated_first, rotated_second, one, two, source, exists, rotates = rotated(
@@ -205,7 +211,9 @@ def rope_store(
         *rope.pairs(dim),
         pool.page_size,
         norms is not None,
+        early(),
         HEADS_AT_ONCE,
+        launch_pdl=early(),
     )
     q, k, v = qkv.view(len(qkv), -1, dim).split((heads, kv_heads, kv_heads), dim=1)
     return q, k, v

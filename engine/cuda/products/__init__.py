@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.cuda.products import fp8, one_row, single_row
-from engine.model.precision.rounding import Rounded
+from engine.cuda.products import fp8, one_row, single_row, unrounded_row
+from engine.cuda.products.rounding import rounded
+from engine.model.precision.rounding import Rounded, Rounding
 
 
 class CudaProducts:
@@ -21,16 +22,21 @@ class CudaProducts:
         return single_row.gated(x, weight)
 
     def fp8_linear(
-        self, values: Tensor, scales: Tensor, x: Rounded, bias: Tensor | None, out: torch.dtype
+        self,
+        values: Tensor,
+        scales: Tensor,
+        x: Tensor | Rounded,
+        how: Rounding,
+        bias: Tensor | None,
+        out: torch.dtype,
     ) -> Tensor:
         """See `Kernels`."""
-        return fp8.fp8_linear(values, scales, x, bias, out)
-
-    def fp8_block_linear(
-        self, values: Tensor, scales: Tensor, x: Rounded, bias: Tensor | None, out: torch.dtype
-    ) -> Tensor:
-        """See `Kernels`."""
-        return fp8.fp8_block_linear(values, scales, x, bias, out)
+        if isinstance(x, Tensor):
+            if (cut := unrounded_row.cut_of(values, len(x))) is not None:
+                return unrounded_row.product(values, scales, x, how, bias, out, cut)
+            x = rounded(x, how)
+        linear = fp8.fp8_linear if scales.dim() == 1 else fp8.fp8_block_linear
+        return linear(values, scales, x, bias, out)
 
     def fp8_gated(
         self, values: Tensor, scales: Tensor, x: Rounded, out: torch.dtype

@@ -156,15 +156,16 @@ class Kernels(Protocol):
         ...
 
     def fp8_linear(
-        self, values: Tensor, scales: Tensor, x: Rounded, bias: Tensor | None, out: torch.dtype
+        self,
+        values: Tensor,
+        scales: Tensor,
+        x: Tensor | Rounded,
+        how: Rounding,
+        bias: Tensor | None,
+        out: torch.dtype,
     ) -> Tensor:
-        """Values [N, K] with scales [N]; x with scales by row."""
-        ...
-
-    def fp8_block_linear(
-        self, values: Tensor, scales: Tensor, x: Rounded, bias: Tensor | None, out: torch.dtype
-    ) -> Tensor:
-        """Values [N, K] with scales [N / 128, K / 128]; x with scales by group."""
+        """Values [N, K] with scales [N], and x with scales by row; or with scales
+        [N / 128, K / 128], and x with scales by group. `how`: x is rounded, or will be."""
         ...
 
     def fp8_gated(
@@ -179,7 +180,7 @@ class Method(nn.Module, ABC):
 
     input: Rounding | None = None
     """How its input is rounded; None: it takes the model's dtype. Whoever makes the input on a GPU
-    rounds it."""
+    rounds it if it can. What is not rounded, the product rounds."""
 
     @abstractmethod
     def fill(self, first_row: int, part: Tensor | Quantised) -> None:
@@ -191,7 +192,7 @@ class Method(nn.Module, ABC):
 
     @abstractmethod
     def product(self, x: Tensor | Rounded, bias: Tensor | None) -> Tensor:
-        """[T, K] in the form of `input` -> [T, N]."""
+        """[T, K] in the form of `input`, or in the model's dtype -> [T, N]."""
 
     def gated(self, x: Tensor | Rounded) -> Tensor | None:
         """silu(gate) * up in one kernel, where there is one; None: there is none."""

@@ -89,9 +89,11 @@ class Fp8Channels(Method):
 
     def product(self, x: Tensor | Rounded, bias: Tensor | None) -> Tensor:
         """See `Method`."""
-        rounded = x if isinstance(x, Rounded) else self.input(x)
         if self._kernels is not None:
-            return self._kernels.fp8_linear(self.values, self.scales, rounded, bias, self._dtype)
+            return self._kernels.fp8_linear(
+                self.values, self.scales, x, self.input, bias, self._dtype
+            )
+        rounded = x if isinstance(x, Rounded) else self.input(x)
         if self.values.dtype == torch.float8_e4m3fn:
             return scaled_rows(self.values, self.scales, rounded, bias, self._dtype)
         sums = product(rounded.values.to(self._dtype), self.values).float()
@@ -149,11 +151,11 @@ class Fp8Blocks(Method):
 
     def product(self, x: Tensor | Rounded, bias: Tensor | None) -> Tensor:
         """See `Method`."""
-        rounded = x if isinstance(x, Rounded) else self.input(x)
         if self._kernels is not None:
-            return self._kernels.fp8_block_linear(
-                self.values, self.scales, rounded, bias, self._dtype
+            return self._kernels.fp8_linear(
+                self.values, self.scales, x, self.input, bias, self._dtype
             )
+        rounded = x if isinstance(x, Rounded) else self.input(x)
         weight: Tensor = self.values
         if weight.dtype == torch.float8_e4m3fn:  # A GPU whose kernels are PyTorch's.
             weight = dequantised(Quantised(self.values, self.scales)).to(self._dtype)
