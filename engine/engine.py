@@ -34,12 +34,13 @@ from engine.loop.step_loop import OnLost, OnStep, StepLoop
 from engine.masks.matchers import Matchers
 from engine.model import LoadedModel
 from engine.model.shard import Shard
-from engine.pages.blocks import BlockManager, CacheEvent
+from engine.pages.blocks import BlockManager
 from engine.pages.eviction import EVICTION_POLICIES
 from engine.pages.kv_pool import KvPool
 from engine.pages.poison import PagePoison
 from engine.pages.pools import PoolError, pool_type
 from engine.pages.prefix import TellPages, tell_pages
+from engine.pages.watch import CacheEvent, CacheEvents
 from engine.ranks.keeper import Pulse, RankError
 from engine.ranks.leader import HostRanks, NoRanks, Ranks
 from engine.sampling import Sampler
@@ -220,7 +221,12 @@ class Engine:
     def subscribe(self, listener: Callable[[CacheEvent], None]) -> None:
         """Calls `listener` for every page that the prefix cache stores, finds or evicts from now
         on. It runs on the step loop's thread and must return at once."""
-        self._loop.post(lambda scheduler: scheduler.blocks.subscribe(listener))
+
+        def told(events: CacheEvents) -> None:
+            for event in events.each():
+                listener(event)
+
+        self._loop.post(lambda scheduler: scheduler.blocks.subscribe(told))
 
     def tell_pages(self, tell: TellPages) -> None:
         """Tells of all pages that can be found by their keys, and then of each change."""

@@ -81,35 +81,12 @@ def leave(out, partial, sums, place, to, real, rows, acc, most, total, whole: tl
 
 @triton.jit(do_not_specialize=["table_width", "window", "splits", "least"])
 def _attend_part(
-    q,
-    pool,
-    contexts,
-    page_table,
-    partial,
-    sums,
-    out,
-    sinks,
-    scale,
-    cap,
-    page_stride,
-    head_stride,
-    layer_offset,
-    table_width,
-    q_row_stride,
-    window,
-    splits,
-    least,
-    whole: tl.constexpr,
-    group: tl.constexpr,
-    padded_group: tl.constexpr,
-    dim: tl.constexpr,
-    padded_dim: tl.constexpr,
-    page_size: tl.constexpr,
-    caps: tl.constexpr,
-    has_sinks: tl.constexpr,
-    pdl: tl.constexpr,
-    block: tl.constexpr,
-):
+    q, pool, contexts, page_table, partial, sums, out, sinks, scale, cap,
+    page_stride, head_stride, layer_offset, table_width, q_row_stride, window, splits, least,
+    whole: tl.constexpr, group: tl.constexpr, padded_group: tl.constexpr, dim: tl.constexpr,
+    padded_dim: tl.constexpr, page_size: tl.constexpr, caps: tl.constexpr,
+    has_sinks: tl.constexpr, pdl: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
     if pdl:
         gdc_launch_dependents()
         gdc_wait()

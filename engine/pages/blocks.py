@@ -13,9 +13,7 @@ in flight writes it; `by_key[key] == page` iff `key_of[page] == key`.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +22,7 @@ from engine.pages import runs
 from engine.pages.arrivals import Arrivals
 from engine.pages.eviction import EvictionPolicy, LruEviction
 from engine.pages.lending import Lending, Loan
-from engine.pages.watch import PageWatch, Unwatched
+from engine.pages.watch import CacheEventKind, CacheEvents, PageWatch, Unwatched
 from engine.types import PageIds
 
 SCRATCH_PAGE = 0
@@ -35,23 +33,6 @@ run's pages. The second is a divisor of the pool."""
 
 class OutOfPagesError(Exception):
     """Too few pages are free or evictable. Nothing was allocated."""
-
-
-class CacheEventKind(enum.StrEnum):
-    """The kind of an event of a cached page."""
-
-    STORED = "stored"
-    HIT = "hit"
-    EVICTED = "evicted"
-
-
-class CacheEvent(NamedTuple):
-    """One event of the prefix cache; `sequence` counts them without gaps from 1."""
-
-    sequence: int
-    kind: CacheEventKind
-    key: bytes
-    page: int
 
 
 class BlockManager:
@@ -78,7 +59,7 @@ class BlockManager:
         self._evictable: EvictionPolicy = LruEviction() if eviction is None else eviction
         self._lending = Lending(self._evictable)
         self._below: Container[bytes] = ()
-        self._listeners: dict[CacheEventKind, list[Callable[[CacheEvent], None]]] = {
+        self._listeners: dict[CacheEventKind, list[Callable[[CacheEvents], None]]] = {
             kind: [] for kind in CacheEventKind
         }
         self._event_sequence = 0
@@ -117,10 +98,10 @@ class BlockManager:
 
     def subscribe(
         self,
-        listener: Callable[[CacheEvent], None],
+        listener: Callable[[CacheEvents], None],
         kinds: Collection[CacheEventKind] = tuple(CacheEventKind),
     ) -> None:
-        """Calls `listener` for every event of these kinds from now on, on the caller's thread."""
+        """Calls `listener` for all events of these kinds from now on, on the caller's thread."""
         for kind in kinds:
             self._listeners[kind].append(listener)
 
@@ -179,12 +160,15 @@ class BlockManager:
         self._make_free(pages)
 
     def _unkey(self, pages: Iterable[int]) -> None:
+        keys, unkeyed = list[bytes](), list[int]()
         for page in pages:
             entry = self._key_of.pop(page, None)
             if entry is not None:
                 del self._by_key[entry[0]]
                 self._lending.unkeyed(page)
-                self._emit(CacheEventKind.EVICTED, entry[0], page)
+                keys.append(entry[0])
+                unkeyed.append(page)
+        self._emit(CacheEventKind.EVICTED, keys, unkeyed)
 
     def share(self, pages: PageIds) -> None:
         """Adds a holder to pages that are held already."""
@@ -264,7 +248,7 @@ class BlockManager:
             self._refcount[page] += 1
             self._evictable.used(page)
             pages.append(page)
-            self._emit(CacheEventKind.HIT, key, page)
+        self._emit(CacheEventKind.HIT, keys[: len(pages)], pages)
         return np.array(pages, np.int32)
 
     def publish(self, pages: PageIds, keys: Sequence[bytes], first: int = 0) -> None:
@@ -277,13 +261,16 @@ class BlockManager:
 
     def adopt(self, pages: Sequence[int], keys: Sequence[bytes], depths: Sequence[int]) -> None:
         """Keys complete, held pages that may be of several sequences. See `publish`."""
+        stored, keyed = list[bytes](), list[int]()
         for page, key, depth in zip(pages, keys, depths, strict=True):
             if page not in self._key_of and key not in self._by_key:
                 self._key_of[page] = (key, depth)
                 self._by_key[key] = page
                 if key in self._below:
                     self._lending.saved(page, idle=False)
-                self._emit(CacheEventKind.STORED, key, page)
+                stored.append(key)
+                keyed.append(page)
+        self._emit(CacheEventKind.STORED, stored, keyed)
 
     def forget(self, pages: PageIds) -> None:
         """Takes the keys of held pages away."""
@@ -361,10 +348,13 @@ class BlockManager:
     def _is_idle(self, page: int) -> bool:
         return page in self._key_of and not self._refcount[page]
 
-    def _emit(self, kind: CacheEventKind, key: bytes, page: int) -> None:
-        self._event_sequence += 1
-        for listener in self._listeners[kind]:
-            listener(CacheEvent(self._event_sequence, kind, key, page))
+    def _emit(self, kind: CacheEventKind, keys: Sequence[bytes], pages: Sequence[int]) -> None:
+        """A call for each event would take a millisecond for a prompt of 8,000 tokens."""
+        if keys:
+            events = CacheEvents(self._event_sequence + 1, kind, keys, pages)
+            self._event_sequence += len(keys)
+            for listener in self._listeners[kind]:
+                listener(events)
 
     def inspect(self) -> None:
         """Gives the watch time to check the free pages."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from engine.bounds import Bounds
-from engine.pages.blocks import BlockManager, CacheEvent, CacheEventKind
+from engine.pages.blocks import BlockManager
+from engine.pages.watch import CacheEventKind, CacheEvents
 from engine.types import Request, TokenIds
 from prefixes.index import GONE
 from prefixes.keys import page_keys, salt_of
@@ -19,11 +20,11 @@ def tell_pages(blocks: BlockManager, tier: int, tell: TellPages) -> None:
     """Tells of all pages that have keys, and then of each change."""
     gone = tier | GONE
 
-    def came(event: CacheEvent) -> None:
-        tell(tier, (event.key,))
+    def came(events: CacheEvents) -> None:
+        tell(tier, events.keys)
 
-    def left(event: CacheEvent) -> None:
-        tell(gone, (event.key,))
+    def left(events: CacheEvents) -> None:
+        tell(gone, events.keys)
 
     tell(tier, blocks.keys)
     blocks.subscribe(came, (CacheEventKind.STORED,))

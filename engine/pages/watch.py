@@ -1,13 +1,47 @@
-"""What is told of pages that become free, and of free pages that are allocated."""
+"""What is told of pages: those that become free or are allocated, and those of the cache."""
 
 from __future__ import annotations
 
-from typing import Protocol
+import enum
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.types import PageIds
+
+
+class CacheEventKind(enum.StrEnum):
+    """The kind of an event of a cached page."""
+
+    STORED = "stored"
+    HIT = "hit"
+    EVICTED = "evicted"
+
+
+class CacheEvent(NamedTuple):
+    """One event of the prefix cache; `sequence` counts them without gaps from 1."""
+
+    sequence: int
+    kind: CacheEventKind
+    key: bytes
+    page: int
+
+
+class CacheEvents(NamedTuple):
+    """Events of one kind, in order."""
+
+    first: int
+    """Sequence of the first."""
+    kind: CacheEventKind
+    keys: Sequence[bytes]
+    pages: Sequence[int]
+
+    def each(self) -> Iterator[CacheEvent]:
+        """One after the other."""
+        for number, (key, page) in enumerate(zip(self.keys, self.pages, strict=True), self.first):
+            yield CacheEvent(number, self.kind, key, page)
 
 
 class PageWatch(Protocol):

@@ -20,8 +20,9 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from engine.pages.blocks import BlockManager, CacheEvent, CacheEventKind
+from engine.pages.blocks import BlockManager
 from engine.pages.lending import Loan
+from engine.pages.watch import CacheEventKind, CacheEvents
 from engine.tiers.lanes import LATE, LEAST_DEADLINE_S
 from engine.tiers.protocol import Wait
 from engine.tiers.stores.messages import LOAD, LOOKUP, STORE
@@ -110,7 +111,7 @@ class StoreTiers:
         self._failures: Counter[str] = Counter()
         self._bytes_moved: Counter[str] = Counter()
         for tier in (blocks, host):
-            tier.subscribe(self._on_event)
+            tier.subscribe(self._evicted, (CacheEventKind.EVICTED,))
 
     # -- groups ---------------------------------------------------------------------------------
 
@@ -121,11 +122,12 @@ class StoreTiers:
             group = tuple(keys[start : start + size])
             self._group_of.update(dict.fromkeys(group, group))
 
-    def _on_event(self, event: CacheEvent) -> None:
-        if event.kind is CacheEventKind.EVICTED and self._host.page_of(event.key) is None:
-            self.came_from.pop(event.key, None)
-            if self._blocks.page_of(event.key) is None:
-                self._group_of.pop(event.key, None)
+    def _evicted(self, events: CacheEvents) -> None:
+        for key in events.keys:
+            if self._host.page_of(key) is None:
+                self.came_from.pop(key, None)
+                if self._blocks.page_of(key) is None:
+                    self._group_of.pop(key, None)
 
     # -- seeking and fetching -------------------------------------------------------------------
 

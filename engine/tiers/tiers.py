@@ -28,8 +28,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.pages.blocks import BlockManager, CacheEvent, CacheEventKind
+from engine.pages.blocks import BlockManager
 from engine.pages.prefix import TellPages, tell_pages
+from engine.pages.watch import CacheEventKind, CacheEvents
 from engine.tiers.fetching import Seek, StoreTiers
 from engine.tiers.lanes import Copy, Lanes
 from engine.tiers.protocol import Wait
@@ -105,11 +106,11 @@ class HostTiers:
         self._version: tuple[int, ...] = ()
         self._figures = TierLoad()
         blocks.start_lending(_Keys(host))
-        host.subscribe(self._on_host)
+        host.subscribe(self._evicted, (CacheEventKind.EVICTED,))
 
-    def _on_host(self, event: CacheEvent) -> None:
-        if event.kind is CacheEventKind.EVICTED:
-            self._blocks.lost_below(event.key)
+    def _evicted(self, events: CacheEvents) -> None:
+        for key in events.keys:
+            self._blocks.lost_below(key)
 
     def wakes(self, wake: Callable[[], None]) -> None:
         """See `PageTiers`."""

@@ -8,9 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.pages.blocks import BlockManager, CacheEvent, CacheEventKind, OutOfPagesError
+from engine.pages.blocks import BlockManager, OutOfPagesError
 from engine.pages.eviction import EVICTION_POLICIES
 from engine.pages.lending import Loan
+from engine.pages.watch import CacheEvent, CacheEventKind, CacheEvents
 from prefixes.keys import page_keys
 
 
@@ -33,7 +34,11 @@ class Blocks(RuleBasedStateMachine):
         self.below: set[bytes] = set()
         """Keys in the lower tier."""
         self.blocks.start_lending(self.below)
-        self.blocks.subscribe(self.hear)
+        self.blocks.subscribe(self.hear_all)
+
+    def hear_all(self, events: CacheEvents) -> None:
+        for event in events.each():
+            self.hear(event)
 
     def hear(self, event: CacheEvent) -> None:
         self.events.append(event)

@@ -27,8 +27,8 @@ from engine.attention import AttentionError, choose_backend
 from engine.attention.sdpa import SdpaBackend
 from engine.engine import Engine, EngineError
 from engine.model.decoder import Model
-from engine.pages.blocks import CacheEvent, CacheEventKind
 from engine.pages.fp8_rounding import Rounded, round_rows, widen
+from engine.pages.watch import CacheEvent, CacheEventKind
 
 pytestmark = pytest.mark.timeout(300)
 

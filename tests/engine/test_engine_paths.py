@@ -12,7 +12,7 @@ from tiny_models import write_tiny_model
 from engine.attention.fa2 import Fa2Backend
 from engine.engine import EngineError
 from engine.model.decoder import Model
-from engine.pages.blocks import CacheEvent, CacheEventKind
+from engine.pages.watch import CacheEvent, CacheEventKind
 from engine.types import EndReason, FailureReason, Mode, SamplingParams
 
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 200)
