@@ -27,7 +27,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from engine.cuda.early import early
 from engine.cuda.experts.cutting import Tiles, with_bias
 from engine.cuda.experts.routing import gated, numbers
 from engine.cuda.kernels import launch
@@ -259,9 +261,12 @@ def _four_bits_row(
     values, scales, zeros, bias, x, out, experts, width, sharpness, shift, limit,
     units: tl.constexpr, spread: tl.constexpr, by_token: tl.constexpr, gate: tl.constexpr,
     limited: tl.constexpr, has_bias: tl.constexpr, mxfp4: tl.constexpr, has_zeros: tl.constexpr,
-    even: tl.constexpr, stages: tl.constexpr, bn: tl.constexpr, bu: tl.constexpr,
+    even: tl.constexpr, pdl: tl.constexpr, stages: tl.constexpr, bn: tl.constexpr, bu: tl.constexpr,
 ):  # fmt: skip
     """`spread`: units of a group. `even`: no program has channels that are not there."""
+    if pdl:  # In this order: see `engine.cuda.experts.one_row`, which may follow.
+        gdc_wait()
+        gdc_launch_dependents()
     pair = tl.program_id(0)
     dtype: tl.constexpr = out.dtype.element_ty
     times: tl.constexpr = 1 if dtype.primitive_bitwidth == 16 else 2
@@ -348,8 +353,10 @@ def product(
         weights.kind is Kind.MXFP4,
         points is not None,
         out.shape[1] % cut.outputs == 0,
+        early(),
         cut.stages,
         cut.outputs,
         cut.inputs * 2 // UNIT,
         num_warps=cut.warps,
+        launch_pdl=early(),
     )
