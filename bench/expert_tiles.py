@@ -1,10 +1,11 @@
 """How products with experts are best cut, on the GPU at hand.
 
 python -m bench.expert_tiles [--shapes NAME ...] [--precisions NAME ...] [--tokens N ...]
-                             [--processes 12] [--compile] [--json FILE]
+                             [--shown 5] [--processes 12] [--compile] [--json FILE]
 
-For each product of a layer and each number of tokens: what `tiles_of` chooses, and the five fastest
-of many tiles, in us and TB/s over the experts that are read. Tokens draw their experts at random.
+For each product of a layer and each number of tokens: what `tiles_of` chooses, and the `--shown`
+fastest of many tiles, in us and TB/s over the experts that are read. One row in tiles is a kernel
+for one row, beside which the other kernel is measured. Tokens draw their experts at random.
 Eight calls over four layers are captured in a graph; the median of five replays is shown. Tiles
 that take over 500 us a call are replayed once. Kernels are compiled first, by several processes;
 `--compile` does nothing else, and `--processes 0` leaves it out.
@@ -29,7 +30,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from bench.experts import CASES, PRECISIONS, SHAPES
-from engine.cuda.experts import four_bits
+from engine.cuda.experts import four_bits, four_bits_row
 from engine.cuda.experts.cutting import Tiles
 from engine.cuda.experts.products import product, tiles_of
 from engine.cuda.experts.routing import Order, sort
@@ -45,7 +46,7 @@ from engine.model.precision.choice import Precision
 from engine.model.precision.formats import read_format
 from engine.model.precision.rounding import Rounded
 
-LAYERS, CALLS, REPLAYS, SHOWN = 4, 8, 5, 5
+LAYERS, CALLS, REPLAYS = 4, 8, 5
 TOKENS = (1, 64, 256)
 FEW_WORDS = 1024
 """The head is not measured."""
@@ -84,6 +85,12 @@ FOUR_BITS_MANY = [
     (128, 64, 8, 4),
 ]  # fmt: skip
 """Where it has more."""
+FOUR_BITS_ROW = [
+    (4, 512, 1, 2), (4, 512, 1, 3), (4, 512, 1, 4), (8, 512, 1, 1), (8, 512, 1, 2), (8, 512, 1, 3),
+    (8, 512, 1, 4), (16, 512, 1, 2), (16, 512, 1, 3), (8, 512, 2, 3), (16, 512, 2, 2),
+    (16, 512, 2, 3), (16, 512, 2, 4), (32, 512, 4, 3), (4, 2048, 4, 1), (8, 2048, 4, 1),
+]  # fmt: skip
+"""Outputs, bytes, warps and stages of one row, which has a kernel of its own."""
 
 
 class Work(NamedTuple):
@@ -188,7 +195,10 @@ def candidates(work: Work, tokens: int, own: ExpertsConfig) -> list[Tiles]:
     if work.weights[0].kind in (Kind.INT4, Kind.MXFP4):
         usual = four_bits.tiles_of(max(1, each)).rows
         cuts, rows = (FOUR_BITS_FEW, {usual}) if each < 1 else (FOUR_BITS_MANY, {usual, usual // 2})
-        return [Tiles(*cut[:2], at_once, *cut[2:]) for at_once in sorted(rows) for cut in cuts]
+        found = [Tiles(*cut[:2], at_once, *cut[2:]) for at_once in sorted(rows) for cut in cuts]
+        if tokens == 1 and four_bits_row.takes(work.weights[0]):
+            found += [Tiles(*cut[:2], 1, *cut[2:]) for cut in FOUR_BITS_ROW]
+        return found
     if tokens >= MANY:
         return MANY_TILES
     if tokens == 1:
@@ -224,7 +234,7 @@ def compile_share(number: int, of: int, arguments: argparse.Namespace) -> None:
         torch.cuda.synchronize()
 
 
-def measure(shape: str, precision: str, tokens: Sequence[int]) -> list[dict[str, Any]]:
+def measure(shape: str, precision: str, tokens: Sequence[int], shown: int) -> list[dict[str, Any]]:
     """All tiles of a shape in a precision. Prints the fastest."""
     works, own = works_of(shape, precision, LAYERS)
     found = []
@@ -237,7 +247,7 @@ def measure(shape: str, precision: str, tokens: Sequence[int]) -> list[dict[str,
         pairs = count * own.routing.chosen
         usual = tiles_of(weights, count, pairs)
         times[usual] = time_us(work, x, order, usual)
-        best = sorted(times, key=times.__getitem__)[:SHOWN]
+        best = sorted(times, key=times.__getitem__)[:shown]
         rate = read * each / times[best[0]] / 1e6
         print(f"{shape} {precision} {work.name} {count} tokens, {read} experts, {rate:.2f} TB/s:")
         print(f"    chosen {tuple(usual)} {times[usual]:.1f} us", flush=True)
@@ -260,6 +270,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=shapes, choices=shapes)
     parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    parser.add_argument("--shown", type=int, default=5)
     parser.add_argument("--processes", type=int, default=12)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--compile", action="store_true")
@@ -275,7 +286,7 @@ def main() -> None:
         return
     found = []
     for shape, precision in cells(arguments):
-        found += measure(shape, precision, arguments.tokens)
+        found += measure(shape, precision, arguments.tokens, arguments.shown)
     if arguments.json:
         arguments.json.write_text(json.dumps(found))
 

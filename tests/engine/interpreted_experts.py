@@ -19,8 +19,10 @@ from triton.runtime import interpreter
 
 from engine.cuda import feed_forward
 from engine.cuda.experts import routing as kernels
+from engine.cuda.experts.cutting import Tiles
 from engine.cuda.experts.four_bits import numbers_of
 from engine.cuda.experts.mixing import parts_of
+from engine.cuda.experts.products import product
 from engine.cuda.experts.summing import Parts, add_up
 from engine.cuda.joining import Join, joined
 from engine.cuda.products import CudaProducts
@@ -137,6 +139,33 @@ def check_mixed(
     assert error < limit, (precision, tokens, kind, float(error))
 
 
+def check_row_of_four_bits(
+    precision: str, inputs: int, dtype: torch.dtype, cut: Tiles, outputs: int = 24
+) -> None:
+    """One row with experts in any order. Sizes of inputs differ, from unit to unit as well."""
+    known = kit.stacked(precision, kit.parts_of(4, ("gate", "up"), outputs, inputs), dtype, True)
+    weights = cast("Stacked", known.weights)
+    order = kernels.sort(torch.tensor([[3, 0, 2]], dtype=torch.int32), 4)
+    x = torch.randn(3, inputs) * torch.tensor([[1.0], [300.0], [1e-2]])
+    x = (x * torch.rand(inputs // 32).pow(4).repeat_interleave(32)).to(dtype)
+    x[:, 32:64] = 0
+    got = product(x, weights, order, tiles=cut)
+    assert weights.bias is not None
+    limit = 1e-6 if dtype == torch.float32 else 5e-4
+    for number, expert in enumerate((3, 0, 2)):
+        want = known.exact[expert] @ x[number].double() + weights.bias[expert].double()
+        error = (got[number].double() - want).norm() / want.norm()
+        assert error < limit, (precision, inputs, dtype, cut, float(error))
+    both = product(x[:1], weights, order, gate=OSS, by_token=True, tiles=cut)
+    apart = product(x[:1].expand(3, -1).contiguous(), weights, order, tiles=cut)
+    assert torch.equal(both, kernels.activate(apart, OSS)), (precision, cut)
+    for wrong in (float("nan"), float("inf"), float("-inf")):
+        x[1, inputs - 3] = wrong
+        got = product(x, weights, order, tiles=cut)
+        assert not got[1].isfinite().any(), "what is no number is not lost"
+        assert got[::2].isfinite().all()
+
+
 def check_sum_and_norm(tokens: int, hidden: int, how: Rounding | None) -> None:
     """In one kernel, to the last bit what is added up before."""
     choice = kit.random_choice(tokens, 6, 3)
@@ -187,6 +216,8 @@ def main() -> None:
         for tokens in (1, 2):
             check_mixed(precision, tokens, gate=OSS, bias=True, experts=3)
     check_mixed("float", 1, gate=OSS, bias=True, experts=3)
+    check_row_of_four_bits("mxfp4", 288, torch.float16, Tiles(8, 128, 1, 1), 10)
+    check_row_of_four_bits("int4-zeros", 192, torch.float32, Tiles(16, 64, 1, 1), 10)
     if "all" in sys.argv:
         for how in ROUTINGS.values():
             check_route(how)
@@ -210,6 +241,12 @@ def main() -> None:
         ):  # fmt: skip
             for tokens in (1, 30):
                 check_mixed(precision, tokens, gate=OSS, bias=True, sizes=sizes)
+        for precision, inputs, cut in (
+            ("mxfp4", 2880, (8, 512)), ("mxfp4", 1056, (4, 256)), ("int4", 1440, (8, 512)),
+            ("int4-zeros", 1088, (2, 512)), ("int4-channel", 992, (16, 1024)),
+        ):  # fmt: skip
+            for dtype in (torch.float32, torch.float16):
+                check_row_of_four_bits(precision, inputs, dtype, Tiles(*cut, 1, 1))
     print("all equal")
 
 

@@ -74,13 +74,14 @@ ONE_ROW: dict[str, tuple[dict[str, int], dict[str, int]]] = {
         OF_LAYER | {"_dot": 2, "_unrounded_dot": 1, "_one_row": 2},
         {"_norm": 1, "_dot": 1},
     ),
-    "experts-mxfp4": (OF_LAYER | {"_dot": 3, "_product": 2}, {"_rms_norm": 1, "_dot": 1}),
+    "experts-mxfp4": (OF_LAYER | {"_dot": 3, "_four_bits_row": 2}, {"_rms_norm": 1, "_dot": 1}),
 }
 """Kernels of a layer with experts for one decode row, products as well; and those of the rest."""
 LAUNCHERS = (
     "kernels", "kv.rope_store", "kv.prompt_attention", "decode_attention", "products.single_row",
     "products.one_row", "products.unrounded_row", "products.rounding", "experts.routing",
-    "experts.products", "experts.one_row", "experts.four_bits", "experts.summing",
+    "experts.products", "experts.one_row", "experts.four_bits", "experts.four_bits_row",
+    "experts.summing",
 )  # fmt: skip
 
 

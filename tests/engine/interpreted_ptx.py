@@ -33,18 +33,38 @@ def _fma(kind: str) -> Callable[..., Register]:
 
 def _prmt(a: Register, b: Register, selector: Register) -> Register:
     both = np.stack((a, b), -1).view(np.uint8).reshape(len(a), 8)
-    assert not (selector & 0x8888).any(), "signs are not repeated here"
-    picks = np.stack([(selector >> shift) & 7 for shift in (0, 4, 8, 12)], -1)
-    return np.ascontiguousarray(np.take_along_axis(both, picks, 1)).view(np.uint32)[:, 0]
+    picks = np.stack([(selector >> shift) & 15 for shift in (0, 4, 8, 12)], -1)
+    picked = np.take_along_axis(both, picks & 7, 1)
+    signs = (picked.view(np.int8) >> 7).view(np.uint8)
+    return np.ascontiguousarray(np.where(picks & 8, signs, picked)).view(np.uint32)[:, 0]
+
+
+def _dp2a(half: int, kind: type[np.int8 | np.uint8]) -> Callable[..., Register]:
+    """Two signed numbers of 16 bits, with the lower or the upper two bytes."""
+
+    def run(a: Register, b: Register, c: Register) -> Register:
+        pairs = np.ascontiguousarray(a).view(np.int16).reshape(len(a), 2).astype(np.int64)
+        four = np.ascontiguousarray(b).view(kind).reshape(len(b), 4)
+        exact = (pairs * four[:, half : half + 2]).sum(1) + c.view(np.int32)
+        assert (abs(exact) < 1 << 31).all(), "too large for a register"
+        found: Register = exact.astype(np.int32).view(np.uint32)
+        return found
+
+    return run
 
 
 INSTRUCTIONS: dict[str, Callable[..., Register]] = {
     "mov.b32": lambda a: a,
     "and.b32": np.bitwise_and,
     "or.b32": np.bitwise_or,
+    "xor.b32": np.bitwise_xor,
     "shl.b32": np.left_shift,
     "shr.b32": np.right_shift,
     "prmt.b32": _prmt,
+    "dp2a.lo.s32.s32": _dp2a(0, np.int8),
+    "dp2a.hi.s32.s32": _dp2a(2, np.int8),
+    "dp2a.lo.s32.u32": _dp2a(0, np.uint8),
+    "dp2a.hi.s32.u32": _dp2a(2, np.uint8),
     "fma.rn.bf16x2": _fma("bf16x2"),
     "fma.rn.f16x2": _fma("f16x2"),
 }
@@ -74,14 +94,26 @@ def _create(
     _builder: Any, text: str, constraints: str, values: list[Any], types: list[Any],
     _pure: bool, pack: int,
 ) -> _Results:  # fmt: skip
-    """Four bytes in, two registers for each of the outputs, of 16 bits."""
-    assert (constraints, pack, len(values), len(types)) == ("=r,=r,=r,=r,r", 4, 1, 2)
+    """Four bytes in, two registers for each of the outputs, of 16 bits; or registers in, and one
+    out."""
     shape = values[0].data.shape
-    registers = {"$4": np.ascontiguousarray(values[0].data).reshape(-1).view(np.uint32)}
+    taken = [np.ascontiguousarray(value.data).reshape(-1).view(np.uint32) for value in values]
+    kinds, first = constraints.split(","), 0
+    for kind in kinds:
+        first += kind.startswith("=")
+    assert set(kinds[:first]) <= {"=r", "=&r"}
+    assert kinds[first:] == ["r"] * len(values)
+    registers = {f"${first + number}": register for number, register in enumerate(taken)}
     run(text, registers)
     results = _Results()
-    for first, dtype in zip((0, 2), types, strict=True):
-        both = np.stack([registers[f"${first + number}"] for number in (0, 1)], -1)
+    if pack == 1:
+        assert (first, len(types)) == (1, 1)
+        data = registers["$0"].view(interpreter._get_np_dtype(types[0].scalar)).reshape(shape)
+        results.append(interpreter.TensorHandle(data, types[0].scalar))
+        return results
+    assert (first, pack, len(values), len(types)) == (4, 4, 1, 2)
+    for number, dtype in zip((0, 2), types, strict=True):
+        both = np.stack([registers[f"${number + half}"] for half in (0, 1)], -1)
         data = both.view(interpreter._get_np_dtype(dtype.scalar)).reshape(shape)
         results.append(interpreter.TensorHandle(data, dtype.scalar))
     return results

@@ -30,9 +30,9 @@ EXPERTS, CHOSEN = 12, 3
 LAYERS, REPLAYS = 100, 20
 CONTEXT, HEADS, KV_HEADS, DIM = 500, 8, 2, 64
 EARLY = (
-    "decode_attention", "experts.one_row", "experts.routing", "experts.summing", "kernels",
-    "kv.rope_store", "products.fp8", "products.one_row", "products.rounding",
-    "products.single_row", "products.unrounded_row",
+    "decode_attention", "experts.four_bits_row", "experts.one_row", "experts.routing",
+    "experts.summing", "kernels", "kv.rope_store", "products.fp8", "products.one_row",
+    "products.rounding", "products.single_row", "products.unrounded_row",
 )  # fmt: skip
 """Modules with such kernels."""
 

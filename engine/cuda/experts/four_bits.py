@@ -1,5 +1,5 @@
-"""Products of rows with the weights of their experts in INT4 and MXFP4. Their speed is not measured
-yet (`bench.expert_tiles`).
+"""Products of rows with the weights of their experts in INT4 and MXFP4. One row has a kernel of its
+own where that takes the weights (`engine.cuda.experts.four_bits_row`).
 
 They are cut as in `engine.cuda.experts.products`. A byte holds two inputs, and to make numbers of
 them must not take longer than to read them:

@@ -6,7 +6,7 @@
 3. FP8 values are multiplied as they are, and sums of a step are added in float32, as in
    `engine.cuda.products.few_rows`. INT4 and MXFP4 have a kernel of their own
    (`engine.cuda.experts.four_bits`).
-4. One row has a kernel of its own (`engine.cuda.experts.one_row`).
+4. One row has kernels of its own (`engine.cuda.experts.one_row`, and `four_bits_row` beside it).
 5. A sum has one program, which adds in the order of the inputs. So it is the same in every run.
 
 Where fewer pairs than experts come, a program belongs to a pair, and runs if its pair is the first
@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda.experts import four_bits, one_row
+from engine.cuda.experts import four_bits, four_bits_row, one_row
 from engine.cuda.experts.cutting import Tiles, expert_of, whose, with_bias
 from engine.cuda.experts.routing import Order, gated, numbers
 from engine.cuda.kernels import launch
@@ -50,6 +50,8 @@ def tiles_of(weights: Stacked, tokens: int, pairs: int) -> Tiles:
     Rows are for one and a half times the mean: experts with more read their weights twice."""
     experts, outputs, _ = weights.shape
     each = pairs / min(pairs, experts)
+    if tokens == 1 and four_bits_row.takes(weights):
+        return four_bits_row.tiles_of(weights)
     if weights.kind in _FOUR_BITS:
         return four_bits.tiles_of(each)
     if tokens == 1:
@@ -156,7 +158,7 @@ def product(
         order: of the pairs.
         gate: what is done with gate and up, which are the halves of the weights' rows.
         by_token: `x` is [T, K], a row for each token.
-        tiles: how it is cut; None: `tiles_of`. One row: see `engine.cuda.experts.one_row`.
+        tiles: how it is cut; None: `tiles_of`. One row: by the kernel for one row.
 
     Returns:
         [P, N], or [P, N / 2] with a gate, in the order of the pairs, in the model's dtype.
@@ -167,11 +169,12 @@ def product(
     width = outputs // 2 if gate else outputs
     out = torch.empty(pairs, width, dtype=weights.dtype, device=rows.device)
     cut = tiles or tiles_of(weights, tokens, pairs)
+    if cut.rows == 1:
+        own = one_row if weights.kind not in _FOUR_BITS else four_bits_row
+        own.product(rows, weights, order.experts, out, by_token, gate, cut)
+        return out
     if weights.kind in _FOUR_BITS:
         four_bits.product(rows, weights, order, out, places if by_token else 0, gate, cut)
-        return out
-    if cut.rows == 1:
-        one_row.product(rows, weights, order.experts, out, by_token, gate, cut)
         return out
     unused = order.starts
     launch(
