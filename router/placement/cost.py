@@ -54,7 +54,7 @@ FETCHED_SHARE: Final = 8
 """A fetch takes at most this part of the pool, an eighth. The worker bounds it, too."""
 
 
-class _Usual(NamedTuple):
+class Usual(NamedTuple):
     """What is assumed of a worker instead of what it has measured itself."""
 
     rate: float
@@ -190,7 +190,7 @@ class Cost:
         return [self._fastest(demand, worker, everyone, usual) for worker in workers]
 
     def _fastest(
-        self, demand: Demand, worker: WorkerLink, everyone: Sequence[WorkerLink], usual: _Usual
+        self, demand: Demand, worker: WorkerLink, everyone: Sequence[WorkerLink], usual: Usual
     ) -> Way:
         """The fastest way of a worker. Of equals it is the one that moves least."""
         own = self._own(demand, worker)
@@ -211,7 +211,7 @@ class Cost:
         return best._replace(just_routed=own.pool_pages > reported.pool_pages)
 
     def _way(
-        self, demand: Demand, worker: WorkerLink, usual: _Usual, pages: int, moved_s: float
+        self, demand: Demand, worker: WorkerLink, usual: Usual, pages: int, moved_s: float
     ) -> Way:
         """The way on which the worker has so many leading pages after `moved_s`."""
         capacity, tokens = worker.capacity(), demand.prompt_tokens
@@ -300,16 +300,16 @@ def policy_of(name: str, holdings: Holdings | None = None) -> Policy:
     return policies[name]()
 
 
-def _usual(workers: Sequence[WorkerLink], everyone: Sequence[WorkerLink]) -> _Usual:
+def _usual(workers: Sequence[WorkerLink], everyone: Sequence[WorkerLink]) -> Usual:
     """What is assumed where these workers are compared."""
     by_role: dict[int, list[Capacity]] = {}
     for one in everyone:
         by_role.setdefault(one.identity.role, []).append(one.capacity())
     pieces = {role: usual_piece(capacities) for role, capacities in by_role.items()}
-    return _Usual(rate_of_unmeasured([worker.capacity() for worker in workers]), pieces)
+    return Usual(rate_of_unmeasured([worker.capacity() for worker in workers]), pieces)
 
 
-def _usual_beside(worker: WorkerLink, everyone: Sequence[WorkerLink]) -> _Usual:
+def _usual_beside(worker: WorkerLink, everyone: Sequence[WorkerLink]) -> Usual:
     """The same of a worker that was chosen. Its rate, if it was not measured, is that of the
     fastest worker that computes prompts."""
     prefills = [one for one in everyone if one.identity.role in PREFILLS]
