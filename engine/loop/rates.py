@@ -123,11 +123,10 @@ class StepRates:
         """Time at which a step began: at its launch, or when the step before it was done."""
         return max(launched_at, self._last_done)
 
-    def settled(self, plan: StepPlan, launched_at: float) -> None:
+    def settled(self, plan: StepPlan, launched_at: float, ended_at: float) -> None:
         """The step is done."""
-        now = time.monotonic()
-        self.step_s = now - self.began(launched_at)
-        self._last_done = now
+        self.step_s = ended_at - self.began(launched_at)
+        self._last_done = ended_at
         self.prompt_tokens += plan.prompt_tokens
         self.tokens_sampled += len(plan.sample_slots)
         if plan.num_decodes:

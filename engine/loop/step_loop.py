@@ -66,6 +66,9 @@ class _Flight:
     """Time of the launch, by `time.monotonic`."""
     launched: Launched = field(init=False)
     """Set by the launch."""
+    ended_s: float = 0.0
+    """Time at which the device had finished it. The loop may hear of it later, since it launches
+    another step meanwhile."""
     ended: bool = False
     """Whether the loop knows that the device has finished it."""
 
@@ -268,8 +271,13 @@ class StepLoop:
         self._publish_load()
         self.profiler.launching()
         flight.launched = self._executor.launch(plan)
-        flight.launched.add_done_callback(lambda _: self._commands.put(flight))
+        flight.launched.add_done_callback(lambda _: self._end(flight))
         self._pacer.launched()
+
+    def _end(self, flight: _Flight) -> None:
+        """The device has finished a step. Runs on the executor's thread."""
+        flight.ended_s = time.monotonic()
+        self._commands.put(flight)
 
     def _sample(self, plan: StepPlan) -> None:
         """Fills the masks of the step launched last, whose draw waits for them."""
@@ -289,7 +297,7 @@ class StepLoop:
                 self._on_lost()
             self._flush()
         else:
-            self._rates.settled(plan, flight.at_s)
+            self._rates.settled(plan, flight.at_s, flight.ended_s)
             self._scheduler.tiers.note_rate(self._rates.prefill.tokens_per_s)
             self._pacer.settled(plan, self._rates.step_s)
             with self._slow.verb("tokens"):

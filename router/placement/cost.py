@@ -5,9 +5,9 @@ them from host memory, or fetches them from a peer. For each way,
 
     seconds = queue + load or fetch + uncached tokens / rate(context) + delay of its streams
 
-The delay is what the prompt costs others: decode rows x the measured delay of a step with a piece
-of a prompt (`router.placement.placing`). A worker's way is its fastest. Among workers the fastest
-wins, and on a tie the first, as for `least_work`.
+The delay is what the prompt costs others: decode rows x the delay of a step with a piece of a
+prompt, as the workers of that role have measured it on average (`placing.usual_piece`). A worker's
+way is its fastest. Among workers the fastest wins, and on a tie the first, as for `least_work`.
 
 Among decode workers that are to receive a prompt, the one under the least pressure is taken, as by
 `least_work`. One that holds the prompt already may have `SLACK` more, and one that holds a part of
@@ -18,17 +18,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from prefixes.index import Held
 from router.placement.just_routed import JustRouted
 from router.placement.placing import (
     LocalReason,
+    Piece,
     break_even_tokens,
     delay_s,
     finish_s,
     rate_of_unmeasured,
     rest_s,
+    usual_piece,
 )
 from router.placement.policies import LeastWork, Policy, RoundRobin, pressure
 from router.placement.ways import Way
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from router.jobs import Demand
     from router.settings import LocalPrefill
     from router.workers.link import WorkerLink
+    from router.workers.load_estimate import Capacity
 
 _NOTHING: Final = Held(0, 0)
 TRIED: Final = 4
@@ -49,6 +52,19 @@ SLACK: Final = 0.0625
 """A decode worker that holds the whole prompt is taken up to this much more pressure."""
 FETCHED_SHARE: Final = 8
 """A fetch takes at most this part of the pool, an eighth. The worker bounds it, too."""
+
+
+class Usual(NamedTuple):
+    """What is assumed of a worker instead of what it has measured itself."""
+
+    rate: float
+    """Tokens per second of one without a fresh rate."""
+    pieces: Mapping[int, Piece]
+    """By role."""
+
+    def piece(self, worker: WorkerLink) -> Piece:
+        """The piece of a prompt at a worker."""
+        return self.pieces.get(worker.identity.role, Piece())
 
 
 class Cost:
@@ -136,10 +152,10 @@ class Cost:
         allowed = [i for i, most in enumerate(holds_most) if most or mode == "auto"]
         if not allowed or demand.prompt_logprobs:
             return None
-        unmeasured = _unmeasured(rivals)
-        ways = [self._fastest(demand, candidates[i], everyone, unmeasured) for i in allowed]
+        usual = _usual(rivals, everyone)
+        ways = [self._fastest(demand, candidates[i], everyone, usual) for i in allowed]
         seconds = [way.seconds for way in ways]
-        others = [self._fastest(demand, one, everyone, unmeasured) for one in rivals]
+        others = [self._fastest(demand, one, everyone, usual) for one in rivals]
         rival_s = min(way.seconds for way in others)
         if min(seconds) >= rival_s:
             return None
@@ -156,54 +172,53 @@ class Cost:
         everyone: Sequence[WorkerLink],
     ) -> int:
         """The most tokens that the decode worker may compute and still be first."""
-        unmeasured = _unmeasured_beside(prefill, everyone)
-        capacity, tokens = decode.capacity(), demand.prompt_tokens
-        return break_even_tokens(capacity, way.seconds, tokens, unmeasured)
+        usual = _usual_beside(prefill, everyone)
+        capacity, piece = decode.capacity(), usual.piece(decode)
+        return break_even_tokens(capacity, piece, way.seconds, demand.prompt_tokens, usual.rate)
 
     # -- ways ---------------------------------------------------------------------------------
 
     def way(self, demand: Demand, worker: WorkerLink, everyone: Sequence[WorkerLink]) -> Way:
         """The way of the worker that was chosen, with what it computes again and why."""
-        unmeasured = _unmeasured_beside(worker, everyone)
-        way = self._fastest(demand, worker, everyone, unmeasured)
+        way = self._fastest(demand, worker, everyone, _usual_beside(worker, everyone))
         return way._replace(again=self._again(demand, worker, way, everyone))
 
     def _ways(
         self, demand: Demand, workers: Sequence[WorkerLink], everyone: Sequence[WorkerLink]
     ) -> list[Way]:
-        unmeasured = _unmeasured(workers)
-        return [self._fastest(demand, worker, everyone, unmeasured) for worker in workers]
+        usual = _usual(workers, everyone)
+        return [self._fastest(demand, worker, everyone, usual) for worker in workers]
 
     def _fastest(
-        self, demand: Demand, worker: WorkerLink, everyone: Sequence[WorkerLink], unmeasured: float
+        self, demand: Demand, worker: WorkerLink, everyone: Sequence[WorkerLink], usual: Usual
     ) -> Way:
         """The fastest way of a worker. Of equals it is the one that moves least."""
         own = self._own(demand, worker)
-        ways = [self._way(demand, worker, unmeasured, own.pool_pages, 0.0)]
+        ways = [self._way(demand, worker, usual, own.pool_pages, 0.0)]
         load_s, capacity = 0.0, worker.capacity()
         if own.host_pages > own.pool_pages and capacity.load_bytes_per_s:
             load_bytes = (own.host_pages - own.pool_pages) * worker.page_bytes
             load_s = load_bytes / capacity.load_bytes_per_s
-            ways.append(self._way(demand, worker, unmeasured, own.host_pages, load_s))
+            ways.append(self._way(demand, worker, usual, own.host_pages, load_s))
         if (peer := self._source(worker, own, everyone)) is not None:
             pages = self._fetchable(worker, peer, own)
             fetch_s = load_s + capacity.fetch_latency_s
             fetch_s += (pages - own.host_pages) * worker.page_bytes / _path_rate(worker, peer)
-            way = self._way(demand, worker, unmeasured, pages, fetch_s)
+            way = self._way(demand, worker, usual, pages, fetch_s)
             ways.append(way._replace(holder=peer, fetched_pages=pages))
         best = min(ways, key=lambda way: way.seconds)
         reported = self._reported(worker)
         return best._replace(just_routed=own.pool_pages > reported.pool_pages)
 
     def _way(
-        self, demand: Demand, worker: WorkerLink, unmeasured: float, pages: int, moved_s: float
+        self, demand: Demand, worker: WorkerLink, usual: Usual, pages: int, moved_s: float
     ) -> Way:
         """The way on which the worker has so many leading pages after `moved_s`."""
         capacity, tokens = worker.capacity(), demand.prompt_tokens
         cached = min(pages * demand.model.page_size_tokens, tokens - 1)
-        seconds = finish_s(capacity, 0, unmeasured) + moved_s
-        seconds += rest_s(capacity, cached, tokens, unmeasured)
-        seconds += delay_s(capacity, tokens - cached)
+        seconds = finish_s(capacity, 0, usual.rate) + moved_s
+        seconds += rest_s(capacity, cached, tokens, usual.rate)
+        seconds += delay_s(capacity, usual.piece(worker), tokens - cached)
         return Way(seconds, cached)
 
     # -- who holds what -----------------------------------------------------------------------
@@ -285,15 +300,20 @@ def policy_of(name: str, holdings: Holdings | None = None) -> Policy:
     return policies[name]()
 
 
-def _unmeasured(workers: Sequence[WorkerLink]) -> float:
-    return rate_of_unmeasured([worker.capacity() for worker in workers])
+def _usual(workers: Sequence[WorkerLink], everyone: Sequence[WorkerLink]) -> Usual:
+    """What is assumed where these workers are compared."""
+    by_role: dict[int, list[Capacity]] = {}
+    for one in everyone:
+        by_role.setdefault(one.identity.role, []).append(one.capacity())
+    pieces = {role: usual_piece(capacities) for role, capacities in by_role.items()}
+    return Usual(rate_of_unmeasured([worker.capacity() for worker in workers]), pieces)
 
 
-def _unmeasured_beside(worker: WorkerLink, everyone: Sequence[WorkerLink]) -> float:
-    """The rate of a worker that was chosen, if it was not measured: that of the fastest worker that
-    computes prompts."""
+def _usual_beside(worker: WorkerLink, everyone: Sequence[WorkerLink]) -> Usual:
+    """The same of a worker that was chosen. Its rate, if it was not measured, is that of the
+    fastest worker that computes prompts."""
     prefills = [one for one in everyone if one.identity.role in PREFILLS]
-    return _unmeasured([worker, *prefills])
+    return _usual([worker, *prefills], everyone)
 
 
 def _is_reachable(worker: WorkerLink, peer: WorkerLink) -> bool:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     from router.workers.load_estimate import Capacity
@@ -41,6 +41,30 @@ class LocalReason(enum.StrEnum):
     """It holds the larger part of the prompt and would finish the rest first."""
     FASTER = "faster"
     """It would finish the prompt before any prefill worker."""
+
+
+class Piece(NamedTuple):
+    """A piece of a prompt that is computed beside decode rows, on average."""
+
+    tokens: float = 0.0
+    """0 while unknown."""
+    delay_s: float = 0.0
+    """How much longer the step takes with it, seconds."""
+
+
+def usual_piece(capacities: Sequence[Capacity]) -> Piece:
+    """The piece of workers that are alike: the mean of what each of them has measured.
+
+    A worker's own figure is not used where workers are compared. It is multiplied by dozens of
+    rows, so that an error of a millisecond would outweigh a prompt in the queue. And it changes
+    only while the worker computes prompts. So one whose figure was too high for a moment would get
+    no prompt, and all of them would go to another until its figure was higher.
+    """
+    known = [one for one in capacities if one.piece_tokens and one.piece_delay_s]
+    if not known:
+        return Piece()
+    tokens = sum(one.piece_tokens for one in known) / len(known)
+    return Piece(tokens, sum(one.piece_delay_s for one in known) / len(known))
 
 
 def rate_of_unmeasured(capacities: Sequence[Capacity]) -> float:
@@ -86,25 +110,26 @@ def rest_s(capacity: Capacity, cached: int, tokens: int, unmeasured: float) -> f
     return (tokens - cached) * _token_s(capacity, (cached + tokens) / 2, unmeasured)
 
 
-def delay_s(capacity: Capacity, tokens: int) -> float:
+def delay_s(capacity: Capacity, piece: Piece, tokens: int) -> float:
     """Seconds by which `tokens` prompt tokens delay the streams that the worker decodes, all
-    streams together. Each piece of the prompt delays every row by the measured delay of a step."""
-    if tokens <= 0 or not capacity.piece_tokens:
+    streams together. Each piece of the prompt delays every row."""
+    if tokens <= 0 or not piece.tokens:
         return 0.0
-    pieces = max(1.0, tokens / capacity.piece_tokens)
-    return pieces * capacity.running_sequences * capacity.piece_delay_s
+    return max(1.0, tokens / piece.tokens) * capacity.running_sequences * piece.delay_s
 
 
-def break_even_tokens(capacity: Capacity, seconds: float, tokens: int, unmeasured: float) -> int:
+def break_even_tokens(
+    capacity: Capacity, piece: Piece, seconds: float, tokens: int, unmeasured: float
+) -> int:
     """The most tokens at the end of a prompt of `tokens` tokens that a worker computes within
     `seconds`, its queue and the delay of its streams included."""
     left_s = seconds - finish_s(capacity, 0, unmeasured)
     each_s = _token_s(capacity, tokens, unmeasured)
-    if capacity.piece_tokens:
-        piece_s = capacity.running_sequences * capacity.piece_delay_s
+    if piece.tokens:
+        piece_s = capacity.running_sequences * piece.delay_s
         if piece_s > left_s:
             return 0
-        each_s += piece_s / capacity.piece_tokens
+        each_s += piece_s / piece.tokens
     return min(NO_LIMIT, max(0, math.floor(left_s / each_s)))
 
 

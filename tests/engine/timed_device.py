@@ -9,7 +9,7 @@ import numpy as np
 from engine_fakes import VOCAB, HashExecutor
 
 from engine.bounds import Bounds
-from engine.loop.step_loop import StepLoop
+from engine.loop.step_loop import OnStep, StepLoop
 from engine.pages.blocks import BlockManager
 from engine.sampling import Sampler
 from engine.schedule.scheduler import Scheduler
@@ -59,7 +59,10 @@ class TimedExecutor(HashExecutor):
 
 
 def running_loop(
-    executor: TimedExecutor | None = None, mixed_prefill_tokens: int = 128, **config_of: float
+    executor: TimedExecutor | None = None,
+    mixed_prefill_tokens: int = 128,
+    on_step: OnStep | None = None,
+    **config_of: float,
 ) -> tuple[StepLoop, TimedExecutor]:
     """A loop over PAGES pages, for at most SLOTS sequences; steps of at most 128 tokens."""
     config = Bounds(
@@ -70,7 +73,7 @@ def running_loop(
     sampler = Sampler(SLOTS, VOCAB, "cpu", [])
     executor = executor or TimedExecutor()
     loop = StepLoop(Scheduler(config, BlockManager(PAGES), sampler), executor)
-    loop.start()
+    loop.start(on_step)
     return loop, executor
 
 

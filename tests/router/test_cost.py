@@ -15,7 +15,7 @@ from router.jobs import Demand, ServedModel
 from router.placement.cost import Cost
 from router.placement.forecasts import computed_again, computed_by_takeover
 from router.placement.just_routed import JUST_ROUTED_S, JustRouted
-from router.placement.placing import LocalReason, delay_s, rest_s
+from router.placement.placing import LocalReason, Piece, delay_s, rest_s, usual_piece
 from router.placement.routing import Route
 from router.placement.ways import Way
 from router.workers.load_estimate import Capacity
@@ -51,9 +51,9 @@ class Worker:
     @property
     def identity(self) -> worker_pb2.WorkerIdentity:
         model = worker_pb2.ModelInfo(fingerprint="f")
-        decodes = self.agent_name.startswith("d")
+        roles = {"d": worker_pb2.WORKER_ROLE_DECODE, "b": worker_pb2.WORKER_ROLE_BOTH}
         return worker_pb2.WorkerIdentity(
-            role=worker_pb2.WORKER_ROLE_DECODE if decodes else worker_pb2.WORKER_ROLE_PREFILL,
+            role=roles.get(self.agent_name[0], worker_pb2.WORKER_ROLE_PREFILL),
             model=model,
             endpoint=worker_pb2.KvEndpoint(transport="nixl"),
         )
@@ -243,10 +243,38 @@ def test_a_worker_that_was_not_measured_yet_counts_as_the_fastest_prefill_worker
 
 def test_streams_that_wait_for_a_piece_count_each() -> None:
     """40 rows, 3 ms a step, 2.5 steps at least one."""
-    capacity = Worker("d0", rows=40, delay_ms=3).capacity()
-    assert delay_s(capacity, 480) == pytest.approx(40 * 0.003 * 2.5)
-    assert delay_s(capacity, 10) == pytest.approx(40 * 0.003)
-    assert delay_s(capacity, 0) == 0
+    capacity, piece = Worker("d0", rows=40).capacity(), Piece(192, 0.003)
+    assert delay_s(capacity, piece, 480) == pytest.approx(40 * 0.003 * 2.5)
+    assert delay_s(capacity, piece, 10) == pytest.approx(40 * 0.003)
+    assert delay_s(capacity, piece, 0) == delay_s(capacity, Piece(), 480) == 0
+
+
+def test_a_piece_is_the_mean_of_those_who_have_measured_one() -> None:
+    new, *others = [Worker(f"b{i}", delay_ms=delay).capacity() for i, delay in enumerate((0, 2, 4))]
+    assert usual_piece([new, *others]) == Piece(192, pytest.approx(0.003))
+    assert usual_piece([new]) == Piece()
+
+
+def test_what_one_worker_has_measured_does_not_send_prompts_to_a_longer_queue() -> None:
+    """20 rows x 8 pieces: a millisecond more or less would be as much as six prompts ahead. Without
+    a prompt it would stay so."""
+    idle, busy = Worker("b0", rows=20, delay_ms=4), Worker("b1", queued=3072, rows=20, delay_ms=3)
+    assert policy().prefill(demand(1536), [idle, busy], [idle, busy]) == 0
+    assert policy().prefill(demand(1536), [busy, idle], [busy, idle]) == 1
+    way = policy().way(demand(1536), idle, [idle, busy])
+    assert way.seconds == pytest.approx(1536 * 25e-6 + 20 * 8 * 0.0035)
+
+
+def test_of_workers_alike_the_one_with_fewer_streams_computes() -> None:
+    few, many = Worker("b1", rows=10, delay_ms=4), Worker("b0", rows=12, delay_ms=3)
+    assert policy().prefill(demand(1536), [many, few], [many, few]) == 1
+
+
+def test_workers_of_another_role_say_nothing_of_a_piece() -> None:
+    """A decode worker computes short pieces, and a worker that does both long ones."""
+    both, decode = Worker("b0", rows=20, delay_ms=24), Worker("d0", rows=20, delay_ms=3)
+    way = policy().way(demand(192), decode, [both, decode])
+    assert way.seconds == pytest.approx(192 * 25e-6 + 20 * 0.003)
 
 
 def test_the_next_turn_goes_to_the_decode_worker_that_holds_it() -> None:
