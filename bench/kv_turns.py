@@ -11,7 +11,6 @@ wall time, and in brackets of this thread's CPU time, medians over all calls:
     push ended      the look that sees its end
     one came        the look that finds its notification
     quiet look      a look that finds nothing
-    quiet, sending  a look at pushes while one is in progress, where the transport can hold it
     quiet turn      a whole turn of the transfer thread while a grant is open, without its pause
 
 Pages are small on purpose: on a CPU a push copies its bytes inside the call.
