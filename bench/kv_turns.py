@@ -25,8 +25,10 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -44,7 +46,8 @@ UNCOUNTED = 20
 NO_GRANT = b"\0" * 16
 
 
-class Pool(NamedTuple):
+@dataclass
+class Pool:
     """See `kv_transfer.ranks.build.Pool`."""
 
     data: torch.Tensor
@@ -129,7 +132,7 @@ def push_and_look(
         pages = in_runs(arguments.pages, runs)
         handle = times.take(
             f"post, {runs} run{'s' * (runs > 1)}",
-            lambda pages=pages: sender.push(target, pages, pages, b"x" * 64),
+            partial(sender.push, target, pages, pages, b"x" * 64),
         )
         ended = times.take("push ended", sender.poll_pushes) or until(sender.poll_pushes)
         assert ended == [(handle, PushState.DONE)], ended
@@ -145,7 +148,12 @@ def quiet_turns(
     """Turns of a receiver with an open grant."""
     exchange = Exchange(receiver, 1, lambda event: None, TransferCounters())
     exchange.meet(sender.endpoint)
-    until(lambda: exchange.turn() or not exchange.peers.any_testing)
+
+    def is_tested() -> bool:
+        exchange.turn()
+        return not exchange.peers.any_testing
+
+    until(is_tested)
     name = sender.endpoint.agent_name
     exchange.receiver.expect(
         ReceiveSpec(
