@@ -144,9 +144,10 @@ class SlotTable:
 
     def growth(self) -> NDArray[np.int32]:
         """Pages that each sequence in a slot may still ask for."""
-        used = np.flatnonzero(self.state != SlotState.EMPTY)
+        used = np.flatnonzero(self.state)  # EMPTY is 0
         final = -(-self.limit_len[used] // self.page_size)
-        return np.asarray(np.maximum(final - self.page_count[used], 0), np.int32)
+        growth: NDArray[np.int32] = np.maximum(final - self.page_count[used], 0)
+        return growth
 
     def _reserve_outputs(self, max_tokens: int) -> None:
         width = self.outputs.shape[1]
