@@ -114,8 +114,10 @@ class Exchange:
 
     def look(self) -> None:
         """Takes what peers have sent; commands that are queued by now come before `work`."""
-        self._found += [*self._later, *self._transport.poll_notifications()]
-        self._later.clear()
+        if self._later:
+            self._found += self._later
+            self._later.clear()
+        self._found += self._transport.poll_notifications()
 
     def work(self) -> None:
         """Does what there is to do; bounded, apart from what peers have sent."""

@@ -16,6 +16,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 from kv_transfer.events import TransferCounters, TransferEvent
@@ -32,6 +33,39 @@ Command = Callable[[Exchange], None]
 LONGEST_PAUSE_S = 1.0
 START_TIMEOUT_S = 300.0
 """Registering the largest pool takes seconds; a driver that hangs would take for ever."""
+
+
+class _Commands:
+    """Commands of other threads, in order, for one that waits for them.
+
+    The transfer thread waits here thousands of times a second. One timed lock is all that a wait
+    takes. A `queue.Queue` makes a lock for each wait and takes two more: 36 us of CPU time instead
+    of 28 for a wait of 200 us that nothing ends. The timed `get` of a SimpleQueue never ends if the
+    time is up before it begins to wait.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Command] = deque()
+        self._bell = threading.Lock()
+        """Released after a command was put; held by whoever waits."""
+        self._bell.acquire()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, command: Command) -> None:
+        """Adds a command, from any thread."""
+        self._waiting.append(command)
+        with contextlib.suppress(RuntimeError):  # it rings already
+            self._bell.release()
+
+    def wait(self, pause_s: float) -> None:
+        """Waits up to so long for a command. It may also return early without one."""
+        self._bell.acquire(timeout=pause_s)
+
+    def get(self) -> Command:
+        """The oldest one, which must be there."""
+        return self._waiting.popleft()
 
 
 class TransferThread:
@@ -57,8 +91,7 @@ class TransferThread:
         self._epoch = epoch
         self._on_event = on_event
         self._start_timeout_s = start_timeout_s
-        # No SimpleQueue: its timed `get` never ends where the time is up before it begins to wait.
-        self._commands: queue.Queue[Command] = queue.Queue()
+        self._commands = _Commands()
         self._started: queue.Queue[Endpoint | TransportError] = queue.Queue()
         self._stop_at_s: float | None = None
         self._left_nothing = True
@@ -176,14 +209,13 @@ class TransferThread:
         In this order: a chunk may be there already whose `expect` is the last command in the queue,
         but none is found whose `expect` is not queued yet.
         """
-        with contextlib.suppress(queue.Empty):
-            exchange.run_command(self._commands.get(timeout=pause_s))
+        self._commands.wait(pause_s)
         exchange.look()
-        for _ in range(self._commands.qsize()):
-            exchange.run_command(self._commands.get_nowait())
+        for _ in range(len(self._commands)):
+            exchange.run_command(self._commands.get())
 
     def _is_over(self, exchange: Exchange) -> bool:
         if self._stop_at_s is None:
             return False
-        is_idle = self._commands.empty() and not exchange.pushes_in_progress
+        is_idle = not self._commands and not exchange.pushes_in_progress
         return is_idle or time.monotonic() >= self._stop_at_s

@@ -11,6 +11,10 @@ from engine.schedule.sequences import RequestState
 from engine.schedule.step import StepPlan
 from engine.types import EngineLoad, Mode
 
+_ACTIVE, _RESERVED, _HELD = RequestState.ACTIVE, RequestState.RESERVED, RequestState.HELD
+_RECEIVE = Mode.RECEIVE
+"""Names of this module: Python 3.11 looks a member of an enumeration up at each use."""
+
 
 def load_of(
     scheduler: Scheduler,
@@ -30,6 +34,7 @@ def load_of(
         long_step_ms: expected duration of the step in flight, if it is long; else 0.
     """
     blocks, cost, fetches = scheduler.blocks, rates.token_cost, scheduler.fetches
+    granted, quarantined = _transferred_pages(scheduler)
     return EngineLoad(
         progress=progress,
         queued_prefill_tokens=_queued_prefill_tokens(scheduler, in_flight),
@@ -42,8 +47,8 @@ def load_of(
         total_pages=blocks.total,
         free_pages=blocks.free,
         evictable_pages=blocks.evictable,
-        granted_pages=_pages_in(scheduler, RequestState.RESERVED) + fetches.coming_pages,
-        quarantined_pages=_pages_in(scheduler, RequestState.HELD) + fetches.quarantined_pages,
+        granted_pages=granted + fetches.coming_pages,
+        quarantined_pages=quarantined + fetches.quarantined_pages,
         damaged_pages=blocks.damaged,
         step_ms=rates.step_s * 1e3,
         prefill_tokens_per_s=rates.prefill.tokens_per_s,
@@ -91,11 +96,16 @@ def _wanted_sequences(scheduler: Scheduler) -> int:
     return sum(active.request.choices for active in decoding)
 
 
-def _pages_in(scheduler: Scheduler, state: RequestState) -> int:
-    """Pages of RECEIVE requests in this state: RESERVED are granted, HELD quarantined."""
-    count = 0
+def _transferred_pages(scheduler: Scheduler) -> tuple[int, int]:
+    """Pages of RECEIVE requests: those granted, and those in quarantine. One pass, since most
+    requests run and are asked for no more than their state."""
+    granted = quarantined = 0
     for active in scheduler.requests.values():
-        if active.request.mode is Mode.RECEIVE and active.state is state:
-            held = len(active.held_pages)
-            count += held or int(scheduler.slots.page_count[active.sequences[0].slot])
-    return count
+        state = active.state
+        if state is _ACTIVE or active.request.mode is not _RECEIVE:
+            continue
+        if state is _HELD:
+            quarantined += len(active.held_pages)
+        elif state is _RESERVED:
+            granted += int(scheduler.slots.page_count[active.sequences[0].slot])
+    return granted, quarantined

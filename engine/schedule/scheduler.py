@@ -238,7 +238,7 @@ class Scheduler:
             state, len(request.prompt_ids), sequence.outputs, request.stop, active.seniority
         )
         if request.mode is Mode.PREFILL:
-            self.slots.limit_len[slot] = len(request.prompt_ids)
+            self.slots.set_limit(slot, len(request.prompt_ids))
         self.slots.choice[slot] = sequence.choice
         self.slots.noise_choice[slot] = sequence.noise_choice
         self.slots.request_id[slot], self.slots.sink[slot] = request.id, active.sink

@@ -53,6 +53,8 @@ class SlotTable:
         self.limit_len = np.zeros(max_slots, np.int32)
         """Length of prompt and output when `max_tokens` is reached. A PREFILL request counts no
         output."""
+        self.final_pages = np.zeros(max_slots, np.int32)
+        """Pages of so many tokens; 0 in an empty slot."""
         self.min_tokens = np.zeros(max_slots, np.int32)
         self.kv_len = np.zeros(max_slots, np.int32)
         self.output_len = np.zeros(max_slots, np.int32)
@@ -88,7 +90,7 @@ class SlotTable:
         slot = self._free.pop()
         self.state[slot] = state
         self.prompt_len[slot] = prompt_len
-        self.limit_len[slot] = prompt_len + stop.max_tokens
+        self.set_limit(slot, prompt_len + stop.max_tokens)
         self.min_tokens[slot] = stop.min_tokens
         self.kv_len[slot] = 0
         self.in_flight[slot] = 0
@@ -98,6 +100,11 @@ class SlotTable:
         self.outputs[slot, : len(outputs)] = outputs
         self.output_len[slot] = len(outputs)
         return slot
+
+    def set_limit(self, slot: int, length: int) -> None:
+        """Sets `limit_len` of the sequence in `slot`."""
+        self.limit_len[slot] = length
+        self.final_pages[slot] = -(-length // self.page_size)
 
     def set_stop_ids(self, slot: int, ids: list[int]) -> None:
         """Sets the ids that end the sequence in `slot`. There are only as many columns as the
@@ -117,7 +124,7 @@ class SlotTable:
         assert self.state[slot] != SlotState.EMPTY
         self.state[slot] = SlotState.EMPTY
         self.generation[slot] += 1
-        self.page_count[slot] = 0
+        self.page_count[slot] = self.final_pages[slot] = 0
         self._stop_counts[slot] = 0
         self._free.append(slot)
 
@@ -143,10 +150,10 @@ class SlotTable:
         self.in_flight += step * np.bincount(drawn, minlength=self.max_slots)
 
     def growth(self) -> NDArray[np.int32]:
-        """Pages that each sequence in a slot may still ask for."""
-        used = np.flatnonzero(self.state != SlotState.EMPTY)
-        final = -(-self.limit_len[used] // self.page_size)
-        return np.asarray(np.maximum(final - self.page_count[used], 0), np.int32)
+        """Pages that the sequence in each slot may still ask for; 0 for an empty slot. Every load
+        report asks for it, several times a step."""
+        growth: NDArray[np.int32] = np.maximum(self.final_pages - self.page_count, 0)
+        return growth
 
     def _reserve_outputs(self, max_tokens: int) -> None:
         width = self.outputs.shape[1]

@@ -22,9 +22,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from kv_transfer.ranks.part import Part
+from kv_transfer.ranks.part import NOTHING, Part, Told
 from kv_transfer.ranks.plan import Pair, plan
-from kv_transfer.transports.pool import check_pages, check_payload, check_same_kind
+from kv_transfer.transports.pool import check_payload, check_same_kind
 from kv_transfer.types import (
     MAX_NOTIFICATION_BYTES,
     Endpoint,
@@ -142,9 +142,9 @@ class GroupTransport:
 
     def push(self, agent_name: str, source: PageIds, target: PageIds, payload: bytes) -> int:
         """See `KvTransport`."""
+        # The first part is rank 0's, which looks at the page ids before anything is started.
         check_payload(payload, MAX_NOTIFICATION_BYTES)
         peer = self._open_peer(agent_name)
-        check_pages(source, self._endpoint.num_pages, target, peer.endpoint.num_pages)
         handle, self._next = self._next, self._next + 1
         payloads = _parts_of(payload, handle, len(peer.writes))
         for (own, other), part_payload in zip(peer.writes, payloads, strict=True):
@@ -208,12 +208,20 @@ class GroupTransport:
         """Asks all ranks at once, and reads all answers."""
         for part in self._parts:
             part.ask()
-        answers = [part.told() for part in self._parts]
-        for answer in answers:
+        news: list[tuple[int, Told]] = []
+        for rank, part in enumerate(self._parts):
+            if (answer := part.told()) is not NOTHING:
+                news.append((rank, answer))
+        if news:
+            self._take(news)
+
+    def _take(self, news: Sequence[tuple[int, Told]]) -> None:
+        """Takes what ranks have told."""
+        for _, answer in news:
             for part_handle, state in answer.ended:
                 self._part_ended(self._handles.pop(part_handle), state)
         behind: list[Notification] = []
-        for rank, answer in enumerate(answers):
+        for rank, answer in news:
             for told in answer.notifications:
                 if not told.payload.startswith(_MAGIC):
                     behind.append(told)

@@ -169,6 +169,8 @@ class NixlTransport:
     def poll_notifications(self) -> list[Notification]:
         """See `KvTransport`."""
         received = self._agent.getNotifs({}, [])
+        if not received:
+            return []
         return [
             Notification(peer, data) for peer, all_data in received.items() for data in all_data
         ]

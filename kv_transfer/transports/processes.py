@@ -47,6 +47,8 @@ class ProcessWatch:
         """Peer by pidfd, of processes that live."""
         self._alive: dict[str, int] = {}
         """Processes of each peer that have not ended."""
+        self._over: list[str] = []
+        """Peers of which no process is left, and that are not reported yet."""
 
     def watch(self, name: str, processes: Sequence[str]) -> None:
         """Watches all processes of peer `name`. If one of them cannot be watched from here, the
@@ -65,6 +67,8 @@ class ProcessWatch:
             if pidfd is not None:
                 pidfds.append(pidfd)
         self._alive[name] = len(pidfds)
+        if not pidfds:
+            self._over.append(name)
         for pidfd in pidfds:
             self._names[pidfd] = name
             self._poll.register(pidfd, select.POLLIN)
@@ -74,10 +78,13 @@ class ProcessWatch:
         if not self._alive:
             return []
         for pidfd, _ in self._poll.poll(0):
-            self._alive[self._names.pop(pidfd)] -= 1
+            name = self._names.pop(pidfd)
+            self._alive[name] -= 1
+            if not self._alive[name]:
+                self._over.append(name)
             self._poll.unregister(pidfd)
             os.close(pidfd)
-        gone = [name for name, alive in self._alive.items() if not alive]
+        gone, self._over = self._over, []
         for name in gone:
             del self._alive[name]
         return gone
@@ -88,6 +95,7 @@ class ProcessWatch:
             os.close(pidfd)
         self._names.clear()
         self._alive.clear()
+        self._over.clear()
 
 
 def _open(process: _Process) -> int | None:
