@@ -86,11 +86,10 @@ FOUR_BITS_MANY = [
 ]  # fmt: skip
 """Where it has more."""
 FOUR_BITS_ROW = [
-    (4, 512, 1, 2), (4, 512, 1, 3), (4, 512, 1, 4), (8, 512, 1, 1), (8, 512, 1, 2), (8, 512, 1, 3),
-    (8, 512, 1, 4), (16, 512, 1, 2), (16, 512, 1, 3), (8, 512, 2, 3), (16, 512, 2, 2),
-    (16, 512, 2, 3), (16, 512, 2, 4), (32, 512, 4, 3), (4, 2048, 4, 1), (8, 2048, 4, 1),
+    (2, 512, 1), (4, 512, 1), (8, 512, 1), (16, 512, 1), (8, 512, 2), (16, 512, 2), (32, 512, 4),
+    (4, 1024, 1), (4, 1024, 2), (8, 1024, 2), (2, 2048, 4), (4, 2048, 4), (8, 2048, 4),
 ]  # fmt: skip
-"""Outputs, bytes, warps and stages of one row, which has a kernel of its own."""
+"""Outputs, bytes and warps of one row, which has a kernel of its own without stages."""
 
 
 class Work(NamedTuple):
@@ -197,7 +196,7 @@ def candidates(work: Work, tokens: int, own: ExpertsConfig) -> list[Tiles]:
         cuts, rows = (FOUR_BITS_FEW, {usual}) if each < 1 else (FOUR_BITS_MANY, {usual, usual // 2})
         found = [Tiles(*cut[:2], at_once, *cut[2:]) for at_once in sorted(rows) for cut in cuts]
         if tokens == 1 and four_bits_row.takes(work.weights[0]):
-            found += [Tiles(*cut[:2], 1, *cut[2:]) for cut in FOUR_BITS_ROW]
+            found += [Tiles(*cut[:2], 1, *cut[2:], 1) for cut in FOUR_BITS_ROW]
         return found
     if tokens >= MANY:
         return MANY_TILES
