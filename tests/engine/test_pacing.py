@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import pairwise
 
@@ -188,6 +189,38 @@ def test_pages_are_found_while_a_step_runs_not_when_the_next_is_due() -> None:
         waits_s.append(reserved.get(timeout=WAIT_S) - asked)
     loop.stop()
     assert sorted(waits_s)[len(waits_s) // 2] < 0.4 * STEP_S, waits_s
+
+
+class Posting(TimedExecutor):
+    """Some launches post a command, behind which the step before soon ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.command: Callable[[], None] | None = None
+
+    def launch(self, step: StepPlan) -> Future[StepResult]:
+        future = super().launch(step)
+        if self.command is not None and len(self.plans) in (10, 20, 30):
+            self.command()
+        return future
+
+
+def test_a_command_runs_behind_the_tokens_of_a_step_that_is_about_to_end() -> None:
+    """Run when it comes, it might still run when the step ends, and all streams would wait."""
+    assert any(steps_told_before_commands() == [9, 19, 29] for _ in range(TRIES))
+
+
+def steps_told_before_commands() -> list[int]:
+    """How many steps had been told of when each command ran."""
+    told: list[float] = []
+    found: list[int] = []
+    executor = Posting()
+    loop, _ = running_loop(executor, on_step=lambda step_s, _: told.append(step_s))
+    executor.command = lambda: loop.post(lambda _: found.append(len(told)))
+    submit(loop, 0, output=40)
+    wait_until(lambda: len(found) == 3)
+    loop.stop()
+    return found
 
 
 def to_be_received(number: int) -> Request:
