@@ -301,11 +301,12 @@ def test_a_profile_tells_the_time_of_sums_over_ranks(tmp_path):
     path = write_tiny_model(tmp_path / "model", tokenizer=False, **SHAPES["llama"])
     engine = build_on_gpus(path, 2)
     engine.profile(8, tmp_path / "profiles")
-    runs_of(engine, PLAIN, (64,))
+    # With `min_tokens` some tokens are forbidden, and whole rows would be gathered.
+    finish(submit(engine, prompt_of(64), TOKENS, ignore_eos=True, sampling=PLAIN), timeout_s=120)
     names = written(tmp_path / "profiles")
     engine.stop()
     assert names["all_reduce_one_shot"] >= 2 * 8
-    assert names["all_gather"] >= 4, names
+    assert names["all_gather"] >= 4
 
 
 @two_gpus
