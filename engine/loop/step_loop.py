@@ -3,8 +3,9 @@
 One step is always in flight while the host settles the one before it. The next is launched shortly
 before the one in flight ends (`engine.loop.pacing`). The loop waits in one place, for its queue.
 Others post commands there, and a step that has ended posts its end. Requests that arrive while the
-loop waits get slots and pages at once. Only the loop touches the scheduler. Others use `post` and
-read `load`.
+loop waits get slots and pages at once. Between a launch and the end of a decode step before it,
+commands are kept, so that tokens do not wait for them. Only the loop touches the scheduler. Others
+use `post` and read `load`.
 """
 
 from __future__ import annotations
