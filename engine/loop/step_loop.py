@@ -53,7 +53,8 @@ YIELD_S = 1e-4
 otherwise. On a busy CPU of two cores the transfer thread handled a prompt's end 0.3 ms after the
 event, and 0.6 ms without this sleep."""
 HOLD_S = 5e-3
-"""Commands wait for the end of a step at most so long, seconds."""
+"""Commands wait for the end of a step at most so long, seconds. A launch comes less than that
+before the end. A step that hangs keeps no command for longer."""
 PROFILE_END_S = 10.0
 """Announced duration of the end of a profile, seconds. The loop's thread gathers its events."""
 STOP_S = 60.0
