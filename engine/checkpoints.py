@@ -35,20 +35,22 @@ class Weights:
 
 
 def safetensors_files(folder: Path) -> list[Path]:
-    """The files of the index, else the file with the usual name, else all safetensors files.
+    """The file with the usual name, else those of the index, else all safetensors files:
+    transformers' order.
 
     Raises:
         CheckpointError: there are none, or the index cannot be read.
     """
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if single.is_file():
+        return [single]
     if index.is_file():
         try:
             names = set(json.loads(index.read_text())["weight_map"].values())
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise CheckpointError(f"{index} is no index of shards") from None
         return [folder / name for name in sorted(names)]
-    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
-    if not files:
+    if not (files := sorted(folder.glob("*.safetensors"))):
         raise CheckpointError(f"{folder} holds no safetensors")
     return files
 

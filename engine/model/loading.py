@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -35,6 +35,8 @@ log = logging.getLogger("baton.engine")
 Check = Callable[[Weights], None]
 """Takes the number of weights before they are read, and may refuse them."""
 Progress = Callable[[str, int, int], None]
+_ROWS_COMPARED = 4096
+"""Rows of embedding and head that are read at once to compare them."""
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 
@@ -92,6 +94,11 @@ def load_model(
     folder, gguf = _locate(path, load_format)
     file = GgufFile(gguf) if gguf else None
     config = file.config(max_context_tokens) if file else read_config(folder, max_context_tokens)
+    is_dummy = load_format == "dummy"
+    source: Source | None = file
+    if source is None and not is_dummy:
+        source = Safetensors(folder)
+        config = replace(config, tie_embeddings=_ties(config, source, dtype))
     form = None if file else read_format(read_json(folder / "config.json"), folder)
     precision = Precision(device, dtype, form, quantization)
     check_ranks(config, precision, shard.count)
@@ -99,13 +106,11 @@ def load_model(
         check(_weights(config, dtype, precision, shard))
     model = Model(config, dtype, device, precision, shard, collective)
     precision.log_widened()
-    is_dummy = load_format == "dummy"
-    places = list(_places(model, None if is_dummy else form))
-    source: Source
-    if is_dummy:
+    if is_dummy or source is None:
+        places = list(_places(model, None, ()))
         source = Dummy(_shapes(places), seed, dtype, device)
     else:
-        source = file or Safetensors(folder)
+        places = list(_places(model, form, source.headers))
         _check(places, source, form, tied=config.tie_embeddings)
     revision = _fill(places, source, config, progress)
     return LoadedModel(model, config, revision, str(gguf or folder), precision.name)
@@ -160,17 +165,44 @@ def _wants_gguf(folder: Path, load_format: str) -> bool:
 # -- places of a checkpoint's tensors -----------------------------------------------------------
 
 
-def _places(model: Model, form: Format | None) -> Iterator[Place]:
-    """All parts of the model, in a fixed order. `form`: the format of quantised weights."""
+def _places(model: Model, form: Format | None, there: Collection[str]) -> Iterator[Place]:
+    """All parts of the model, in a fixed order. `form`: the format of quantised weights. `there`:
+    names of the checkpoint's tensors."""
     config, shard = model.config, model.shard
-    yield plain(f"{config.prefix}model.embed_tokens.weight", model.embedding)
+    embedding, head = _ends(config)
+    if config.tie_embeddings and embedding not in there and head in there:
+        embedding = head  # One of the two is enough, whichever it is.
+    yield plain(embedding, model.embedding)
     yield of_norm(f"{config.prefix}model.norm", model.norm)
     if not config.tie_embeddings:
         rows = shard.vocab(config)
-        yield plain(f"{config.prefix}lm_head.weight", model.head, rows, whole=config.vocab_size)
+        yield plain(head, model.head, rows, whole=config.vocab_size)
     for layer in model.layers:
         assert isinstance(layer, Layer)
         yield from layer.places(form, shard)
+
+
+def _ends(config: ModelConfig) -> tuple[str, str]:
+    """The names of embedding and head."""
+    return f"{config.prefix}model.embed_tokens.weight", f"{config.prefix}lm_head.weight"
+
+
+def _ties(config: ModelConfig, source: Source, dtype: torch.dtype) -> bool:
+    """Whether the embedding is also the head. As in transformers it is not where a checkpoint has
+    both and they differ, whatever its config says."""
+    names = _ends(config)
+    if not config.tie_embeddings or not all(name in source.headers for name in names):
+        return config.tie_embeddings
+    rows, *others = (source.headers[name].shape[0] for name in names)
+    if others != [rows]:
+        return False  # The shape will be refused.
+    for at in range(0, rows, _ROWS_COMPARED):
+        where = Range(at, min(at + _ROWS_COMPARED, rows))
+        embedding, head = (source.read(name, where).to(dtype) for name in names)
+        if not torch.equal(embedding, head):
+            log.warning("the config ties the head to the embedding, and the checkpoint has two")
+            return False
+    return True
 
 
 def _shapes(places: list[Place]) -> dict[str, tuple[int, ...]]:
@@ -193,7 +225,7 @@ def _check(places: list[Place], source: Source, form: Format | None, *, tied: bo
         name
         for name in others
         if not name.endswith("rotary_emb.inv_freq")
-        and not (tied and name == "lm_head.weight")
+        and not (tied and name.endswith("lm_head.weight"))
         and name not in unused
     )
     if missing or extra:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ def test_damaged_files_are_named(folder):
     file.write_bytes(file.read_bytes()[:500])
     with pytest.raises(ModelError, match=r"model\.safetensors is damaged"):
         load(folder)
+    file.unlink()  # It would come before an index.
     for index in ("{}", "[]", '{"weight_map": []}'):
         (folder / "model.safetensors.index.json").write_text(index)
         with pytest.raises(ModelError, match=r"index\.json"):
@@ -97,3 +99,29 @@ def test_dummy_weights_are_small_and_need_a_config_only(seed, folder):
     assert model.norm.weight.eq(1).all()
     first, second = (layer.qkv.method.weight for layer in model.layers)
     assert not torch.equal(first, second)
+
+
+def test_a_whole_file_comes_before_an_index(folder):
+    want = load(folder).revision
+    zeros = {n: torch.zeros_like(t) for n, t in load_file(folder / "model.safetensors").items()}
+    save_file(zeros, folder / "stale.safetensors")
+    index = {"weight_map": dict.fromkeys(zeros, "stale.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert load(folder).revision == want
+
+
+@pytest.mark.parametrize(("head", "kept"), [("another", False), ("alone", True)])
+def test_a_tied_config_with_a_head_in_the_checkpoint(tmp_path, head, kept):
+    path = write_tiny_model(tmp_path, tokenizer=False, tie_word_embeddings=True)
+    tensors = load_file(path / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = (
+        embedding.flip(0).contiguous() if head == "another" else embedding.clone()
+    )
+    if head == "alone":
+        del tensors["model.embed_tokens.weight"]
+    save_file(tensors, path / "model.safetensors")
+    found = load(path)
+    assert found.config.tie_embeddings is kept
+    assert torch.equal(found.model.embedding, embedding)
+    assert torch.equal(found.model.head, tensors["lm_head.weight"])
