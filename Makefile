@@ -25,7 +25,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo up install install-dev install-debian test test-slow test-clients chaos lint format protos docs wheels clean
+.PHONY: help demo up install install-dev install-debian test test-slow test-clients breakages chaos lint format protos docs wheels clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -53,6 +53,9 @@ test-slow: install-dev ## What takes minutes
 
 test-clients: install-dev ## Clients that others wrote
 	$(BIN)/python tests/side_by_side.py --one --clients -m clients $(PYTEST_ARGS)
+
+breakages: install-dev ## Break the product on purpose: each fault must be caught; ONLY=NAME for one of them
+	$(BIN)/python tests/breakages.py $(ONLY)
 
 chaos: install-dev ## Runs with faults: make chaos RUNS=500 SEED=1; ONLY=7 repeats one of them
 	PYTHONPATH=tests:. $(BIN)/python -m chaos --runs $(RUNS) --seed $(SEED) $(if $(ONLY),--only $(ONLY)) $(CHAOS_ARGS)

@@ -1,0 +1,605 @@
+"""Breaks the product on purpose, one fault at a time, and shows which test catches each.
+
+python tests/breakages.py                      all of `BREAKAGES`
+python tests/breakages.py NAME [NAME ...]      some of them
+python tests/breakages.py --list               their names and rules
+python tests/breakages.py --jobs 2             so many at a time, 1 if not said
+
+A fault is one text of one file that is replaced by another, in a copy of the working tree. Then the
+test files that are to catch it run in that copy, until the first test fails. The text must stand in
+the file exactly once: who moves or rewrites it changes the entry here.
+
+The exit status is 0 if each fault was caught. A run that ended without a failed test, such as one
+whose files could not be read, has caught nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+LONGEST_S = 150
+"""Of the tests of one fault. What takes longer has not caught it."""
+FAILED = 1
+"""pytest's status where tests failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Breakage:
+    """One deliberate fault."""
+
+    name: str
+    rule: str
+    """What is broken."""
+    file: str
+    """Of the product, from the root."""
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    """Files of `tests/`. One of them has the test of the rule; the quickest comes first."""
+
+
+class Outcome(NamedTuple):
+    """What became of a fault."""
+
+    breakage: Breakage
+    caught_by: str
+    """The test that failed; "" if none did."""
+    seconds: float
+    why_not: str = ""
+
+
+BREAKAGES = (
+    # -- engine ---------------------------------------------------------------------------------
+    Breakage(
+        "page-keyed-early",
+        "a page gets its key before the KV of its last token is there",
+        "engine/schedule/scheduler.py",
+        "self._left.append((active, outputs[:-1], self.slots.pages(slot)))",
+        "self._left.append((active, outputs, self.slots.pages(slot)))",
+        ("engine/test_scheduler_property.py",),
+    ),
+    Breakage(
+        "slot-leaked",
+        "a cancelled request keeps its slot",
+        "engine/schedule/scheduler.py",
+        "                self.blocks.release(self.slots.pages(sequence.slot))\n"
+        "                self.leave_slot(sequence)\n",
+        "                self.blocks.release(self.slots.pages(sequence.slot))\n",
+        ("engine/test_scheduler_property.py",),
+    ),
+    Breakage(
+        "preempted-loses-a-token",
+        "a preempted sequence goes on without its last token",
+        "engine/schedule/preemption.py",
+        "sequence.outputs, sequence.wait = slots.output_ids(slot), None",
+        "sequence.outputs, sequence.wait = slots.output_ids(slot)[:-1], None",
+        ("engine/test_scheduler_property.py",),
+    ),
+    Breakage(
+        "row-of-another-sequence",
+        "a token of a sequence that has left its slot goes to the next one there",
+        "engine/schedule/settling.py",
+        "return np.asarray(current == plan.sample_generations, np.bool_)",
+        "return np.ones(len(current), np.bool_)",
+        ("engine/test_scheduler_property.py",),
+    ),
+    Breakage(
+        "reserve-forgotten",
+        "no page is kept back for the growth of running sequences",
+        "engine/schedule/admission.py",
+        "    return max(growth_reserve(scheduler, wanted), largest)\n",
+        "    return largest\n",
+        ("engine/test_admission.py",),
+    ),
+    Breakage(
+        "stop-too-early",
+        "an end counts one token before `min_tokens`",
+        "engine/stopping.py",
+        "    if index >= stop.min_tokens:",
+        "    if index + 1 >= stop.min_tokens:",
+        ("engine/test_sampling_stopping.py",),
+    ),
+    Breakage(
+        "prefix-hit-too-long",
+        "a prompt is found in the cache to its last token, so none is left to compute",
+        "engine/pages/prefix.py",
+        "    return request_keys(config, request, tokens[:-1], known)",
+        "    return request_keys(config, request, tokens, known)",
+        ("engine/test_prompt_keys.py",),
+    ),
+    Breakage(
+        "page-reused-under-a-write",
+        "a freed page is given out while a step may still write it",
+        "engine/pages/blocks.py",
+        "        written = self._last_writer[left] > self._settled_step",
+        "        written = self._last_writer[left] > self._settled_step + 1",
+        ("engine/test_blocks_stateful.py", "engine/test_scheduler_property.py"),
+    ),
+    Breakage(
+        "head-evicted-first",
+        "the head of a prompt is evicted before its tail",
+        "engine/pages/blocks.py",
+        "        left = pages[self._refcount[pages] == 0][::-1]",
+        "        left = pages[self._refcount[pages] == 0]",
+        ("engine/test_eviction.py", "engine/test_blocks_stateful.py"),
+    ),
+    Breakage(
+        "eviction-not-told",
+        "routers hear of pages that come, and not of those that go",
+        "engine/pages/prefix.py",
+        "    blocks.subscribe(left, (CacheEventKind.EVICTED,))\n",
+        "",
+        ("engine/test_tell_pages.py",),
+    ),
+    Breakage(
+        "fp8-scale-off",
+        "the exponent of a row of FP8 is one too small just above a power of two times 448",
+        "engine/pages/fp8_rounding.py",
+        "((bits & 0x7FFFFF) > 0x600000)",
+        "((bits & 0x7FFFFF) > 0x680000)",
+        ("engine/test_kv_pool.py", "engine/test_engine_fp8_kv.py"),
+    ),
+    Breakage(
+        "command-lost-in-the-loop",
+        "a command that comes as a step is about to end is dropped",
+        "engine/loop/step_loop.py",
+        "                self._held.append(command)",
+        "                pass",
+        ("engine/test_pacing.py",),
+    ),
+    Breakage(
+        "failed-step-swallowed",
+        "a step that failed is logged, and its requests wait for ever",
+        "engine/loop/step_loop.py",
+        "            recover(self._scheduler, plan, error)\n",
+        "",
+        ("engine/test_engine_paths.py", "engine/test_poison.py"),
+    ),
+    Breakage(
+        "mask-off-by-one",
+        "the mask that forbids an end leaves it one token too early",
+        "engine/masks/rules.py",
+        "        if index < self._least and",
+        "        if index + 1 < self._least and",
+        ("engine/test_engine_structure.py",),
+    ),
+    Breakage(
+        "future-attended",
+        "a prompt's later chunk sees one token of the future",
+        "engine/attention/sdpa.py",
+        "        hidden = at > own\n",
+        "        hidden = at > own + 1\n",
+        ("engine/test_attention.py",),
+    ),
+    Breakage(
+        "noise-shared-by-choices",
+        "all choices of a request draw the same tokens",
+        "engine/sampling/noise.py",
+        "counters[0], counters[1] = indices, choices",
+        "counters[0], counters[1] = indices, 0 * choices",
+        ("engine/test_noise.py",),
+    ),
+    Breakage(
+        "top-p-one-too-few",
+        "top-p leaves out the token that reaches its share",
+        "engine/sampling/ops.py",
+        "    kept &= gone_by - mass < top_p[:, None] * whole",
+        "    kept &= gone_by < top_p[:, None] * whole",
+        ("engine/test_sampling_options.py", "engine/test_sampling_draws.py"),
+    ),
+    Breakage(
+        "failed-load-counts",
+        "pages whose load from a tier failed are used",
+        "engine/tiers/tiers.py",
+        "        good = not (load.late or load.failed)",
+        "        good = not load.late",
+        ("engine/test_tiers.py", "engine/test_tiers_engine.py"),
+    ),
+    Breakage(
+        "rank-failure-swallowed",
+        "a copy counts as done though another rank could not make its part",
+        "engine/ranks/copies.py",
+        "answers, 1) if answer != DONE]",
+        "answers, 1) if not answer]",
+        ("engine/test_stores_ranks.py", "engine/test_ranks.py"),
+    ),
+    # -- hand-off -------------------------------------------------------------------------------
+    Breakage(
+        "grant-not-fenced",
+        "a write for another life of the decode worker counts",
+        "kv_transfer/receiving.py",
+        "        if from_agent != spec.peer or chunk.decode_epoch != self._epoch:\n",
+        "        if from_agent != spec.peer:\n",
+        ("kv_transfer/test_kv_orders.py", "kv_transfer/test_kv_faults.py"),
+    ),
+    Breakage(
+        "coverage-off-by-one",
+        "a prompt counts as delivered with one page missing",
+        "kv_transfer/receiving.py",
+        "return self.last is not None and self.covered == self.wanted",
+        "return self.last is not None and self.covered.bit_count() + 1 >= self.wanted.bit_count()",
+        ("kv_transfer/test_kv_orders.py", "kv_transfer/test_kv_property.py"),
+    ),
+    Breakage(
+        "quarantine-ends-by-time",
+        "pages under quarantine are free before their peer has quiesced",
+        "kv_transfer/receiving.py",
+        "            if receive.state is ReceiveState.QUARANTINED:\n"
+        "                self._ask(receive)",
+        "            if receive.state is ReceiveState.QUARANTINED:\n"
+        "                self._free(receive)",
+        ("kv_transfer/test_kv_orders.py", "kv_transfer/test_kv_faults.py"),
+    ),
+    Breakage(
+        "no-tombstone",
+        "a grant that comes after its abort is served",
+        "kv_transfer/sending.py",
+        "            self._tombstones.add(transfer_id, SendState.QUIESCED)\n"
+        "        self._emit(SendQuiesced(transfer_id))",
+        "            pass\n        self._emit(SendQuiesced(transfer_id))",
+        ("kv_transfer/test_kv_orders.py", "kv_transfer/test_kv_handoff.py"),
+    ),
+    Breakage(
+        "page-sent-before-it-is-final",
+        "a page is sent while its last tokens are still computed",
+        "kv_transfer/outgoing.py",
+        "is_final else self.end_token // spec.page_size_tokens",
+        "is_final else -(-self.end_token // spec.page_size_tokens)",
+        ("kv_transfer/test_kv_orders.py", "kv_transfer/test_kv_property.py"),
+    ),
+    # -- services of a worker -------------------------------------------------------------------
+    Breakage(
+        "grant-of-a-stranger",
+        "a prefill worker writes to another peer than its Submit named",
+        "prefill_service/outgoing.py",
+        "            and grant.decode_agent_name == peer\n",
+        "",
+        ("prefill_service/test_prefill_outgoing.py", "prefill_service/test_prefill_service.py"),
+    ),
+    Breakage(
+        "freed-under-a-write",
+        "a decode worker frees granted pages at once, and not at the end of their quarantine",
+        "decode_service/service.py",
+        "        leg.quarantined_s = self._legs.clock()\n        self._engine.cancel(leg.id)\n",
+        "        leg.quarantined_s = self._legs.clock()\n        self._engine.cancel(leg.id)\n"
+        "        self._engine.release(leg.id)\n",
+        ("decode_service/test_decode_service.py",),
+    ),
+    Breakage(
+        "old-refusal-counts",
+        "a refusal of another life's fetch frees pages that may still be written",
+        "fetch_service/fetching.py",
+        "        if fetch is None or refused.fetcher_epoch != self._epoch:",
+        "        if fetch is None:",
+        ("fetch_service/test_fetch_service.py",),
+    ),
+    Breakage(
+        "broken-event-swallowed",
+        "a leg whose handler broke is logged, and waits for ever",
+        "worker_base/legs.py",
+        "            if self._legs.get(leg.id) is leg:\n                self._give_up(leg)\n",
+        "",
+        ("worker_base/test_worker_broken_events.py",),
+    ),
+    Breakage(
+        "tokens-uncounted-in-the-outbox",
+        "a step's tokens for a slow router count as one entry",
+        "worker_base/outbox.py",
+        "        self._entries += _entries_of(message)",
+        "        self._entries += 1",
+        ("worker_base/test_worker_outbox.py",),
+    ),
+    Breakage(
+        "announced-step-counts-as-hung",
+        "a worker ends itself in a long step that it announced",
+        "worker/watchdog.py",
+        "        step_s = allowed_s + load.long_step_ms / 1e3",
+        "        step_s = allowed_s",
+        ("worker/test_worker_watchdog.py",),
+    ),
+    # -- prefixes -------------------------------------------------------------------------------
+    Breakage(
+        "tenants-share-pages",
+        "a tenant's pages are found by another",
+        "prefixes/keys.py",
+        'return kv_precision.encode() + b"\\0" + cache_salt',
+        'return kv_precision.encode() + b"\\0"',
+        ("engine/test_prompt_keys.py", "router/test_holdings.py"),
+    ),
+    Breakage(
+        "event-lost-in-the-ring",
+        "a router that asks again misses the first event",
+        "prefixes/log.py",
+        "np.arange(first, min(self.end, first + self._most_events)) % self._size",
+        "np.arange(first + 1, min(self.end, first + self._most_events)) % self._size",
+        ("prefixes/test_follow_property.py",),
+    ),
+    Breakage(
+        "index-counts-one-too-many",
+        "a holder that lost a page is thought to hold it",
+        "prefixes/index.py",
+        "runs.append((depth, was[0] & ~pool, was[1] & ~any_tier))",
+        "runs.append((depth + 1, was[0] & ~pool, was[1] & ~any_tier))",
+        ("router/test_holdings.py", "prefixes/test_follow_property.py"),
+    ),
+    # -- router ---------------------------------------------------------------------------------
+    Breakage(
+        "token-0-twice",
+        "a client gets the first token from both workers",
+        "router/dispatch/merge.py",
+        "_without_first(run, len(self.token_ids) - run.first_index)",
+        "_without_first(run, 0)",
+        ("router/test_router_merge.py",),
+    ),
+    Breakage(
+        "retry-forgets-what-was-sent",
+        "an attempt that goes on begins the answer anew",
+        "router/dispatch/job_run.py",
+        "        if not self.run.started:\n            return []\n        return [list(",
+        "        if self.run.started:\n            return []\n        return [list(",
+        ("router/test_dispatch_failover.py",),
+    ),
+    Breakage(
+        "message-of-a-closed-leg",
+        "a worker that has no part in an attempt any more is heard",
+        "router/dispatch/attempt.py",
+        "        if self.phase is Phase.ENDED or leg is None or not leg.open:",
+        "        if self.phase is Phase.ENDED or leg is None:",
+        ("router/test_dispatch_failures.py", "router/test_dispatch_jobs.py"),
+    ),
+    Breakage(
+        "tenant-counted-twice",
+        "a job takes two parts of its tenant's quota",
+        "router/requests/quotas.py",
+        "        usage.add(job, 1)\n",
+        "        usage.add(job, 2)\n",
+        ("router/test_dispatch_shares.py",),
+    ),
+    Breakage(
+        "quota-not-given-back",
+        "a job that is over still counts for its tenant",
+        "router/dispatch/dispatcher.py",
+        "            self._quotas.leave(job)\n",
+        "",
+        ("router/test_dispatch_shares.py",),
+    ),
+    Breakage(
+        "absent-tenant-saves-up",
+        "a tenant that comes back goes before all who stayed",
+        "router/dispatch/queue.py",
+        "        self._floor = self._given[entry.tenant]\n",
+        "",
+        ("router/test_dispatch_shares.py", "router/test_dispatch_queue.py"),
+    ),
+    Breakage(
+        "reservation-counted-twice",
+        "an attempt counts beside the load report that contains it",
+        "router/workers/load_estimate.py",
+        "fresh = _sum([entry.reservation for entry in entries if not entry.known])",
+        "fresh = _sum([entry.reservation for entry in entries])",
+        ("router/test_router_link.py", "router/test_router_policies.py"),
+    ),
+    Breakage(
+        "placement-forgets-the-cache",
+        "a prompt that a worker holds costs as much there as elsewhere",
+        "router/placement/cost.py",
+        "        cached = min(pages * demand.model.page_size_tokens, tokens - 1)\n",
+        "        cached = 0 * min(pages * demand.model.page_size_tokens, tokens - 1)\n",
+        ("router/test_cost.py",),
+    ),
+    Breakage(
+        "seed-not-passed",
+        "a client's seed is replaced by a drawn one",
+        "router/requests/filling.py",
+        'seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64)',
+        "seed=secrets.randbits(64)",
+        ("router/test_router_validation.py", "router/test_openai_fields.py"),
+    ),
+    Breakage(
+        "lists-uncounted",
+        "a body of a million empty lists is parsed",
+        "router/requests/bounds.py",
+        '        if body.count(b"{") + body.count(b"[") > most:',
+        '        if body.count(b"{") > most:',
+        ("router/test_shape_http.py",),
+    ),
+    Breakage(
+        "any-scheme-lets-in",
+        "a token behind another scheme than Bearer lets its caller in",
+        "router/doors/auth.py",
+        " if scheme.lower() == _SCHEME else None",
+        "",
+        ("router/test_auth.py",),
+    ),
+    Breakage(
+        "stop-text-in-two-pieces",
+        "a stop text that came in two pieces is not found",
+        "router/answers/detokenization.py",
+        "text.find(stop, max(0, held + 1 - len(stop)))",
+        "text.find(stop, held)",
+        ("router/test_router_detokenization.py",),
+    ),
+    Breakage(
+        "required-call-left-out",
+        "an answer that must call a function may have another form",
+        "router/structure/grammar.py",
+        '"calls" if rules.required or not self._has_form else "calls | form"',
+        '"calls" if not self._has_form else "calls | form"',
+        ("engine/test_engine_schemas.py", "router/test_openai_forms.py"),
+    ),
+    # -- clients, console, telemetry ------------------------------------------------------------
+    Breakage(
+        "tls-name-not-checked",
+        "a server of another name is trusted",
+        "baton/tls.py",
+        "            trust(context, self.ca)\n",
+        "            context.check_hostname = False\n            trust(context, self.ca)\n",
+        ("baton/test_tls.py", "router/test_router_tls.py"),
+    ),
+    Breakage(
+        "dropped-stream-goes-on",
+        "a client that leaves its stream lets the generation go on",
+        "baton/client/streams.py",
+        "    def __exit__(self, *_: object) -> None:\n        self.close()",
+        "    def __exit__(self, *_: object) -> None:\n        pass",
+        ("baton/test_client.py",),
+    ),
+    Breakage(
+        "router-restarted-in-silence",
+        "the death of the router does not end `baton up`",
+        "baton/console/supervisor.py",
+        "            if self.spec.essential or not self._owner.settled:",
+        "            if not self._owner.settled:",
+        ("baton/test_supervisor.py",),
+    ),
+    Breakage(
+        "failed-requests-count-as-good",
+        "the goodput of `baton bench` has requests that failed",
+        "baton/console/loadgen/report/summary.py",
+        "        if not outcome.ok:\n            return False\n",
+        "",
+        ("baton/test_bench_figures.py",),
+    ),
+    Breakage(
+        "unsampled-trace-recorded",
+        "a caller's decision against a trace is not passed on",
+        "telemetry/tracing.py",
+        "    flags = span.trace_flags & TraceFlags.SAMPLED",
+        "    flags = TraceFlags.SAMPLED",
+        ("telemetry/test_telemetry_tracing.py", "telemetry/test_telemetry_rpc.py"),
+    ),
+)
+_ticks = count(1)
+
+
+def break_it(breakage: Breakage, tree: Path) -> str:
+    """Writes the fault into a tree, and returns the file's text without it.
+
+    Raises:
+        ValueError: the text to replace does not stand in the file exactly once.
+    """
+    path = tree / breakage.file
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    if (found := text.count(breakage.old)) != 1:
+        where = f"{breakage.file} has its text {found} times" if text else "its file is gone"
+        raise ValueError(f"{breakage.name}: {where}; the entry in tests/breakages.py must follow")
+    _write(path, text.replace(breakage.old, breakage.new))
+    return text
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes a file whose time differs from all it had: Python compares only seconds."""
+    path.write_text(text, encoding="utf-8")
+    later = time.time() + 10 * next(_ticks)
+    os.utime(path, (later, later))
+
+
+def copy_tree(target: Path) -> None:
+    """Copies what git knows or would add."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in filter(None, names.split("\0")):
+        source = ROOT / name
+        if source.exists():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target / name, follow_symlinks=False)
+
+
+def try_one(breakage: Breakage, tree: Path) -> Outcome:
+    """Breaks a tree, runs the tests, and mends it."""
+    began_s = time.monotonic()
+    whole = break_it(breakage, tree)
+    try:
+        caught_by, why_not = _run(breakage.tests, tree)
+    finally:
+        _write(tree / breakage.file, whole)
+    return Outcome(breakage, caught_by, time.monotonic() - began_s, why_not)
+
+
+def _run(tests: Iterable[str], tree: Path) -> tuple[str, str]:
+    """The test that failed and "", or "" and why there is none."""
+    files = [f"tests/{name}" for name in tests]
+    if missing := [name for name in files if not (tree / name).exists()]:
+        return "", f"there is no {missing[0]}"
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "--tb=no", "--timeout=60"]
+    environment = {**os.environ, "CI": "true", "PYTHONPATH": str(tree)}
+    try:
+        run = subprocess.run(
+            [*command, "-p", "no:cacheprovider", *files],
+            cwd=tree,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=LONGEST_S,
+        )
+    except subprocess.TimeoutExpired:
+        return "", f"its tests took more than {LONGEST_S} s"
+    failed = re.search(r"^(?:FAILED|ERROR) tests/(\S+)", run.stdout, re.MULTILINE)
+    if failed and run.returncode == FAILED:
+        return failed[1], ""
+    return "", f"pytest ended with {run.returncode}: {run.stdout.strip().splitlines()[-1:]}"
+
+
+def run(breakages: Iterable[Breakage], jobs: int) -> list[Outcome]:
+    """Tries faults, `jobs` at a time, each in a tree of its own. Tells each outcome."""
+    with tempfile.TemporaryDirectory(prefix="breakages-") as folder:
+        trees: SimpleQueue[Path] = SimpleQueue()
+        for job in range(jobs):
+            copy_tree(Path(folder, str(job)))
+            trees.put(Path(folder, str(job)))
+
+        def one(breakage: Breakage) -> Outcome:
+            tree = trees.get()
+            try:
+                outcome = try_one(breakage, tree)
+            except ValueError as error:
+                outcome = Outcome(breakage, "", 0.0, str(error))
+            finally:
+                trees.put(tree)
+            told = outcome.caught_by or f"NOT CAUGHT: {outcome.why_not}"
+            print(f"{breakage.name:32} {outcome.seconds:5.0f} s  {told}", flush=True)
+            return outcome
+
+        with ThreadPoolExecutor(jobs) as pool:
+            return list(pool.map(one, breakages))
+
+
+def main() -> int:
+    """Tries the faults that the arguments name."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    known = {breakage.name: breakage for breakage in BREAKAGES}
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a fault; none: all")
+    parser.add_argument("--list", action="store_true", help="show names and rules")
+    parser.add_argument("--jobs", type=int, default=1, help="so many at a time")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.names) - known.keys():
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    chosen = [known[name] for name in arguments.names] or list(BREAKAGES)
+    if arguments.list:
+        for breakage in chosen:
+            print(f"{breakage.name:32} {breakage.file:42} {breakage.rule}")
+        return 0
+    began_s = time.monotonic()
+    outcomes = run(chosen, arguments.jobs)
+    caught = sum(bool(outcome.caught_by) for outcome in outcomes)
+    print(f"{caught} of {len(outcomes)} caught in {time.monotonic() - began_s:.0f} s")
+    return int(caught < len(outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
