@@ -1,18 +1,18 @@
-"""Baton: disaggregated LLM serving. The public face: stubs, clients, settings, command line.
+"""Baton: disaggregated LLM serving. The public face: stubs, clients, errors, addresses, TLS.
 
-Two distributions hold this package: `baton-llm` has all of it, `baton-client` what clients need.
+Two distributions hold this package: `baton-client` has it alone, `baton-llm` the servers, too.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from baton.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from baton.client import AsyncClient as AsyncClient
     from baton.client import Client as Client
-    from baton.local.llm import LLM as LLM
-
-__version__ = "0.1.0"
+    from local import LLM as LLM
 
 _CLIENTS = ("AsyncClient", "Client")
 
@@ -36,13 +36,10 @@ def __getattr__(name: str) -> Any:
 
 def _llm() -> Any:
     try:
-        from baton.local.llm import LLM
-    except ModuleNotFoundError as error:
-        if error.name in ("baton.local", "baton.local.llm"):
+        from local import LLM
+    except ImportError as error:
+        if error.name == "local":
             problem = "baton-client has no LLM: pip uninstall baton-client, then install baton-llm"
             raise ImportError(problem, name=error.name) from None
-        from baton.installing import install_line
-
-        error.add_note(f"LLM needs what servers need: {install_line('worker', 'router')}")
         raise
     return LLM

@@ -1,5 +1,5 @@
 """`python -m baton` is the `baton` command."""
 
-from baton.console.cli import main
+from console.cli import main
 
 main()

@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from baton.console.loadgen.trace_files import read_trace
 from bench.engine import GREEDY, SHAPE
+from console.loadgen.trace_files import read_trace
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.loop.pacing import LaunchPacer

@@ -35,9 +35,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import numpy as np
 
-from baton.console.loadgen.trace_files import read_trace
 from baton.worker.v1 import worker_pb2
 from bench.two_queues import MODEL, Queue
+from console.loadgen.trace_files import read_trace
 from engine.loop.pacing import LaunchPacer
 from engine.loop.rates import StepRates
 from router.jobs import Demand

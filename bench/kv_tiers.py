@@ -42,7 +42,7 @@ from engine.schedule.scheduler import Scheduler
 from engine.tiers.arena import HostArena
 from engine.tiers.build import StoreConfig, build_tiers
 from engine.tiers.movers import PageMover, mover_for
-from telemetry import failpoints
+from faults import failpoints
 
 KIB = 1 << 10
 RUNS = 5

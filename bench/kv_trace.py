@@ -48,7 +48,7 @@ OBJECT_BYTES = 2 * PAGE_BYTES
 
 def trace(path: str) -> list[list[int]]:
     """The blocks of each request's prompt."""
-    head = files("baton.console.loadgen") / "traces" / "mooncake_conversation_head.jsonl.gz"
+    head = files("console.loadgen") / "traces" / "mooncake_conversation_head.jsonl.gz"
     data = Path(path).read_bytes() if path else head.read_bytes()
     text = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
     return [json.loads(line)["hash_ids"] for line in text.splitlines()]

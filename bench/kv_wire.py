@@ -46,7 +46,6 @@ import numpy as np
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from baton.process.event_loop import prepare_to_serve
 from bench import kv_stamps
 from kv_transfer.nccl.groups import RECEIVER, SENDER, form_group
 from kv_transfer.nccl.staging import ChannelOptions
@@ -54,6 +53,7 @@ from kv_transfer.nccl.transport import NcclTransport
 from kv_transfer.transports.factory import make_transport
 from kv_transfer.transports.pool import PoolMemory
 from kv_transfer.types import KvTransport, PageIds, PushState
+from serving.event_loop import prepare_to_serve
 
 POLL_S = 5e-5
 UNCOUNTED = 2

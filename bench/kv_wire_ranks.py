@@ -30,12 +30,12 @@ import numpy as np
 import torch
 import zmq
 
-from baton.process.event_loop import prepare_to_serve
 from bench.kv_wire import POLL_S, UNCOUNTED, WAIT_S, Pipe, scattered
 from kv_transfer.ranks.build import Others, group_transport, serve
 from kv_transfer.ranks.group import GroupTransport
 from kv_transfer.ranks.plan import heads_of
 from kv_transfer.types import PageIds, PushState
+from serving.event_loop import prepare_to_serve
 
 KV_HEADS = 8
 START_S = 90.0

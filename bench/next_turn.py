@@ -30,8 +30,8 @@ from typing import Any
 import numpy as np
 
 from baton.client.clients import Client
-from baton.console.loadgen.workload import Conversations, Planned, prompt_ids
 from bench.up import Figures, Up
+from console.loadgen.workload import Conversations, Planned, prompt_ids
 from prefixes.keys import page_keys
 
 PAGE = 16

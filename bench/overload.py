@@ -43,8 +43,8 @@ from unittest import mock
 import numpy as np
 from opentelemetry.context import Context
 
-from baton.console.loadgen.trace_files import read_trace
 from baton.worker.v1 import worker_pb2
+from console.loadgen.trace_files import read_trace
 from router.dispatch.dispatcher import JobDispatcher
 from router.dispatch.merge import pack_ids
 from router.dispatch.pace import Pace

@@ -42,7 +42,7 @@ from prefixes.log import PageLog
 from router.jobs import Demand, ServedModel
 from router.workers.holdings import WorkerPages
 from router.workers.link import LinkState, Loss, WorkerLink
-from telemetry.garbage import set_apart
+from serving.garbage import set_apart
 from worker_base.outbox import Outbox
 from worker_base.page_reports import PageReports
 

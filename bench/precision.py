@@ -174,7 +174,7 @@ def _run(engine: Engine, ids: Sequence[int]) -> None:
 
 def main() -> None:
     """Prints the table."""
-    from baton import demo_model
+    from serving.models import demo_model
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -22,7 +22,7 @@ import numpy as np
 import psutil
 
 from baton.client.clients import Client
-from baton.console import up
+from console import up
 from engine.model.families import read_config
 from telemetry.names import Metric
 from worker.settings import Role

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from baton.client.clients import Client
-from baton.console import up
+from console import up
 
 KILL_AFTER_TOKENS = 20
 VOCABULARY = 300

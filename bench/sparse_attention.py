@@ -332,7 +332,7 @@ def main() -> None:
         return
     from transformers import AutoTokenizer
 
-    from baton import demo_model
+    from serving.models import demo_model
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

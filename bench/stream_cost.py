@@ -37,9 +37,6 @@ from baton.client.channels import TLS_SCHEME, open_aio_channel
 from baton.grpc_options import channel_options, server_options
 from baton.inference.v1 import inference_pb2 as api
 from baton.inference.v1 import inference_pb2_grpc
-from baton.process.certificates import write_set
-from baton.process.event_loop import loop_factory
-from baton.process.release import stamp
 from baton.tls import NO_FILES, TlsFiles, holders_files
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from router.dispatch.merge import pack_ids
@@ -48,6 +45,9 @@ from router.jobs import ChoiceEnded, Job, JobEvent, JobFinished, JobStarted, Job
 from router.requests.tokenization import Tokenizers
 from router.server import RouterServer
 from router.settings import RouterDebug, RouterSettings
+from serving.event_loop import loop_factory
+from serving.net.certificates import write_set
+from serving.release import stamp
 from telemetry.names import Metric
 
 MODEL = ServedModel("bench", "r", "/nowhere", 1 << 20, 1 << 16, (), 16)

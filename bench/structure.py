@@ -25,7 +25,6 @@ from typing import Any, Final
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
-from baton import demo_model
 from baton.inference.v1 import inference_pb2 as api
 from bench import engine as gpu
 from engine.engine import Engine
@@ -33,6 +32,7 @@ from engine.masks.matchers import LIMITS, MASK_THREADS, MaskFiller, Masks, Token
 from engine.masks.rules import words_of
 from engine.types import SamplingParams
 from router.structure.grammar import Grammar
+from serving.models import demo_model
 
 PERSON: Final[dict[str, Any]] = {
     "type": "object",

@@ -27,10 +27,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from baton import demo_model
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.types import Event, Request, RequestFailed, SamplingParams, SequenceEnded, StopRules
+from serving.models import demo_model
 
 CROWD = 32
 SHORTEST, LONGEST = 24, 128

@@ -27,11 +27,11 @@ from baton.client.channels import TLS_SCHEME, open_aio_channel
 from baton.grpc_options import client_options
 from baton.inference.v1 import inference_pb2 as api
 from baton.inference.v1 import inference_pb2_grpc
-from baton.process.certificates import write_set
-from baton.process.event_loop import loop_factory
 from baton.tls import NO_FILES, TlsFiles, holders_files
 from router.server import RouterServer
 from router.settings import RouterSettings
+from serving.event_loop import loop_factory
+from serving.net.certificates import write_set
 
 ANY: Final = "127.0.0.1:0"
 TURNS: Final = 5

@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from baton.console import traces
-from baton.console.traces import Span, Trace
+from console.tracing import traces
+from console.tracing.traces import Span, Trace
 from telemetry.names import Attr, SpanName
 
 Found = dict[str, Any]

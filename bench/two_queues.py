@@ -36,8 +36,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
-from baton.console.loadgen.trace_files import read_trace
 from baton.worker.v1 import worker_pb2
+from console.loadgen.trace_files import read_trace
 from router.jobs import Demand, ServedModel
 from router.placement import routing
 from router.placement.policies import LeastWork

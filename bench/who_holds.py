@@ -37,10 +37,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from baton.console.loadgen.trace_files import BLOCK_TOKENS, read_trace
-from baton.console.loadgen.workload import Conversations
 from baton.worker.v1 import worker_pb2
 from bench.two_queues import Queue
+from console.loadgen.trace_files import BLOCK_TOKENS, read_trace
+from console.loadgen.workload import Conversations
 from prefixes.index import Held
 from router.jobs import Demand, ServedModel
 from router.placement import cost, routing

@@ -57,6 +57,7 @@ from engine.types import (
     Sink,
     TakenOver,
 )
+from faults import failpoints
 from kv_transfer.events import (
     Delivered,
     ReceiveAborted,
@@ -65,7 +66,6 @@ from kv_transfer.events import (
     TransferEvent,
 )
 from kv_transfer.specs import TRANSFER_ID_BYTES, ReceiveSpec
-from telemetry import failpoints
 from telemetry.metrics.worker import WorkerMetrics
 from worker_base.legs import CANCELLED, EXPIRED, KV_TRANSFER, LegService
 from worker_base.messages import (

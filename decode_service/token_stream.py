@@ -8,7 +8,7 @@ from collections import defaultdict
 from baton.worker.v1 import worker_pb2
 from decode_service.leg import DecodeLeg
 from engine.types import NewTokens, SequenceEnded
-from telemetry import failpoints
+from faults import failpoints
 from telemetry.metrics.worker import WorkerMetrics
 from worker_base.legs import LegTable
 from worker_base.messages import tokens_message

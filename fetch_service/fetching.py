@@ -29,6 +29,7 @@ from typing import Final, Protocol
 
 from baton.worker.v1 import worker_pb2
 from engine.tiers.peers import AskPeer, FetchWanted
+from faults import failpoints
 from fetch_service.outcomes import (
     FETCHED,
     INTERNAL,
@@ -48,7 +49,6 @@ from kv_transfer.events import (
     TransferEvent,
 )
 from kv_transfer.specs import ReceiveSpec
-from telemetry import failpoints
 from telemetry.metrics.worker import WorkerMetrics
 from worker_base.legs import WorkerLeg
 from worker_base.messages import pack_ids

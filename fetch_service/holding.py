@@ -29,12 +29,12 @@ from typing import Final, Protocol
 from baton.worker.v1 import worker_pb2
 from engine.tiers.peers import TellHeld
 from engine.types import PageIds
+from faults import failpoints
 from fetch_service.fetching import Paths
 from fetch_service.outcomes import MALFORMED, MISSING, NO_PATH
 from fetch_service.spans import write_give_span
 from kv_transfer.events import SendFailed, SendQuiesced, SendStats, Sent, TransferEvent
 from kv_transfer.specs import TRANSFER_ID_BYTES, SendSpec
-from telemetry import failpoints
 from telemetry.metrics.worker import WorkerMetrics
 from worker_base.messages import MalformedMessage, unpack_ids
 from worker_base.outbox import CallOnLoop, Outbox

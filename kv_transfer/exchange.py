@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import ParamSpec
 
+from faults import failpoints
 from kv_transfer.events import QuiesceAnswered, TransferCounters, TransferEvent
 from kv_transfer.peers import Peers
 from kv_transfer.receiving import Receiver
@@ -29,7 +30,6 @@ from kv_transfer.wire import (
     Quiesced,
     decode,
 )
-from telemetry import failpoints
 from telemetry.trouble import describe
 
 logger = logging.getLogger(__name__)

@@ -23,11 +23,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from faults import failpoints
 from kv_transfer.events import PeerFailed, PeerOpened, TransferEvent
 from kv_transfer.tables import BoundedMemory, Clock
 from kv_transfer.types import SCRATCH_PAGE, Endpoint, KvTransport, PushState, TransportError
 from kv_transfer.wire import Message, Probe, encode
-from telemetry import failpoints
 
 logger = logging.getLogger(__name__)
 

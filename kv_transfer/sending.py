@@ -25,6 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from faults import failpoints
 from kv_transfer.events import SendFailed, SendQuiesced, Sent, TransferCounters, TransferEvent
 from kv_transfer.outgoing import Outgoing, PageRange, SendState, count_runs
 from kv_transfer.peers import Peers
@@ -32,7 +33,6 @@ from kv_transfer.specs import SendSpec
 from kv_transfer.tables import BoundedMemory, Clock, Timers
 from kv_transfer.types import KvTransport, PushState, TransportError
 from kv_transfer.wire import Quiesce, Quiesced, encode
-from telemetry import failpoints
 from telemetry.trouble import describe
 
 logger = logging.getLogger(__name__)

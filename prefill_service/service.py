@@ -42,13 +42,13 @@ from engine.types import (
     RequestFailed,
     Sink,
 )
+from faults import failpoints
 from kv_transfer.events import SendFailed, SendQuiesced, SendStats, Sent, TransferEvent
 from kv_transfer.specs import TRANSFER_ID_BYTES
 from prefill_service import spans
 from prefill_service.leg import PrefillLeg, PrefillState
 from prefill_service.outgoing import Destination, OutgoingPrompt
 from prefill_service.stats import PrefillStats
-from telemetry import failpoints
 from telemetry.metrics.worker import WorkerMetrics
 from worker_base.legs import KV_TRANSFER, LegService
 from worker_base.messages import encode_first_tokens, kv_tokens, scores_message

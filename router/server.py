@@ -26,19 +26,8 @@ from grpc_health.v1 import health_pb2
 
 from baton.addresses import host_of, is_loopback
 from baton.grpc_options import public_server_options, server_options
-from baton.process.event_loop import EndSignals, loop_factory, prepare_to_serve
-from baton.process.grpc_services import add_health_and_reflection
-from baton.process.internal_net import routers_net
-from baton.process.refusals import Callers
-from baton.process.spans import exporter_to_router
-from baton.process.tls import (
-    Rotating,
-    TlsError,
-    http_context,
-    read_door,
-    server_credentials,
-)
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
+from faults import failpoints
 from router.dispatch.dispatcher import JobDispatcher
 from router.doors.auth import TokensFileError, gate_of
 from router.doors.frontdoor import SERVICE_NAME, InferenceService
@@ -52,8 +41,20 @@ from router.trace_store import TraceStore, add_trace_receiver, trace_routes
 from router.workers.discovery import discovery_route
 from router.workers.model_folders import AllowedFolders, AnyFolder, ModelFolders
 from router.workers.registry import Registry, RegistryServicer
-from telemetry import failpoints, garbage
-from telemetry.admin import AdminServer, metrics_route
+from serving import garbage
+from serving.admin import AdminServer, metrics_route
+from serving.event_loop import EndSignals, loop_factory, prepare_to_serve
+from serving.grpc_services import add_health_and_reflection
+from serving.net.internal_net import routers_net
+from serving.net.refusals import Callers
+from serving.net.spans import exporter_to_router
+from serving.net.tls import (
+    Rotating,
+    TlsError,
+    http_context,
+    read_door,
+    server_credentials,
+)
 from telemetry.logs import log_loop_errors, setup_logging
 from telemetry.metrics.loop_lag import EventLoopLag
 from telemetry.metrics.router import RouterLoad, RouterMetrics, WorkerUp

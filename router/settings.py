@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from baton.addresses import ROUTER_ADDRESS, ROUTER_INTERNAL_ADDRESS
-from baton.process.internal_net import check_exposure, check_receiver
-from baton.process.settings import MOST_TOKENS, SETTINGS, Address, OtlpEndpoint, Words
 from baton.tls import TlsFiles
-from telemetry.failpoints import check as check_failpoints
+from faults.failpoints import check as check_failpoints
+from serving.net.internal_net import check_exposure, check_receiver
+from serving.settings import MOST_TOKENS, SETTINGS, Address, OtlpEndpoint, Words
 
 LocalPrefill = Literal["never", "cached", "auto"]
 """The cases in which decode workers compute prompts."""

@@ -138,7 +138,7 @@ class TraceStore:
     def trace(self, trace_id: str) -> dict[str, Any] | None:
         """One trace as JSON, its spans by start. None if the store does not have it.
 
-        Its form is that of `baton.console.traces.Trace`. May be called on any thread: it parses
+        Its form is that of `console.tracing.traces.Trace`. May be called on any thread: it parses
         every span.
         """
         try:

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from baton.process.certificates import (
+from baton.tls import TlsFiles
+from serving.net.certificates import (
     Authority,
     issue,
     names_of_pool,
     names_of_router,
     new_authority,
 )
-from baton.tls import TlsFiles
 
 ROUTER = names_of_router()
 EXPIRED = {"from_now_days": -3.0, "days": 2.0}

@@ -22,13 +22,13 @@ from waiting import wait_until
 
 from baton.client.channels import TLS_SCHEME
 from baton.client.clients import Client
-from baton.console import up
-from baton.console.supervisor import ProcessSpec
-from baton.process.internal_net import InternalNet, routers_net
-from baton.process.release import stamp
 from baton.tls import TlsFiles
 from baton.worker.v1 import worker_pb2 as worker
 from baton.worker.v1 import worker_pb2_grpc as worker_grpc
+from console import up
+from console.supervisor import ProcessSpec
+from serving.net.internal_net import InternalNet, routers_net
+from serving.release import stamp
 
 READY_S = 100.0
 """Interpreters that import torch and transformers at once took 60 on two cores that others use."""

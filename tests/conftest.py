@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from stand_in_names import Names, lookup
 
-from baton import demo_model as demo
-from telemetry.garbage import set_apart
+from serving.garbage import set_apart
+from serving.models import demo_model as demo
 
 # An example may take long on a machine that stands still for a moment. Where `CI` is set examples
 # are the same every time.

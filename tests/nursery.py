@@ -33,7 +33,7 @@ ANSWER_S: Final = 100.0
 """Its first answer comes when it has imported everything: that took 60 on two cores that others
 use."""
 PRELOADED: Final = (
-    "baton.console.cli",
+    "console.cli",
     "worker.process",
     "router.server",
     "kv_transfer.transports.nixl",
@@ -202,7 +202,7 @@ def _become(order: dict[str, Any]) -> None:
 
 def _run() -> int:
     """Runs `baton` with the arguments in `sys.argv`; its exit code."""
-    from baton.console.cli import main
+    from console.cli import main
 
     try:
         main()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from baton.process.settings import DEBUG, debug_settings, fields
 from router.settings import RouterSettings
+from serving.settings import DEBUG, debug_settings, fields
 from worker.settings import WorkerSettings
 
 Kind = TypeVar("Kind", WorkerSettings, RouterSettings)

@@ -15,6 +15,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (
     "baton",
+    "console",
+    "local",
+    "serving",
+    "faults",
     "router",
     "prefill_service",
     "prefixes",

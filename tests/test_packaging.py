@@ -96,7 +96,7 @@ sys.meta_path.insert(0, Blocker())
 COMMANDS = """
 import sys
 from typer.testing import CliRunner
-from baton.console.cli import app
+from console.cli import app
 for arguments in {arguments!r}:
     result = CliRunner().invoke(app, arguments)
     print(result.exit_code, result.output)
@@ -119,7 +119,7 @@ def test_a_command_that_needs_more_says_which_extra() -> None:
 
 
 def test_a_model_in_ones_own_process_needs_what_servers_need() -> None:
-    assert "baton.local.llm" in run_with(("worker", "router"), "from baton import LLM; print(LLM)")
+    assert "local.llm" in run_with(("worker", "router"), "from baton import LLM; print(LLM)")
     hint = """
 try:
     from baton import LLM
@@ -138,7 +138,7 @@ def test_the_router_extra_is_what_a_router_imports() -> None:
         for path in sorted((ROOT / "router").rglob("*.py"))
     ]
     imports = "".join(f"import {module}\n" for module in modules)
-    run_with(("router",), imports + "import baton.client, baton.console.commands.serve\n")
+    run_with(("router",), imports + "import baton.client, console.commands.serve\n")
 
 
 def test_every_extra_is_declared() -> None:
@@ -160,14 +160,14 @@ def test_the_version_is_said_once() -> None:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what git knows of; links stay links."""
+    """A copy of what git knows of."""
     folder = tmp_path_factory.mktemp("source")
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(os.path.lexists, (ROOT / name for name in names.split("\0") if name)):
         copy = folder / name.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(name, copy, follow_symlinks=False)
+        shutil.copy2(name, copy)
     return folder
 
 
@@ -310,7 +310,7 @@ def test_both_distributions_say_the_same_of_what_they_share() -> None:
 
 
 def test_the_client_alone_has_the_files_that_it_needs_and_no_others(client_wheel: Path) -> None:
-    modules = ("__init__", "addresses", "errors", "grpc_options", "tls")
+    modules = ("__init__", "addresses", "errors", "grpc_options", "tls", "version")
     wanted = {"baton/py.typed"} | {f"baton/{name}.py" for name in modules}
     for room in ("client", "inference"):
         files = (ROOT / "baton" / room).rglob("*.*")

@@ -14,7 +14,7 @@ READERS = (
     "engine/test_engine_demo_model.py",
     "engine/test_precision_paths.py",
     "e2e/test_e2e_tokens.py",
-    "baton/test_llm.py",
+    "local/test_llm.py",
 )
 
 

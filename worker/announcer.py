@@ -24,9 +24,9 @@ from typing import Final
 import grpc
 
 from baton.grpc_options import channel_options
-from baton.process.internal_net import ROUTER_NAME, ClearNet, InternalNet, is_untrusted
-from baton.process.refusals import Cause
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
+from serving.net.internal_net import ROUTER_NAME, ClearNet, InternalNet, is_untrusted
+from serving.net.refusals import Cause
 from worker.router_addresses import RouterAddresses
 
 logger = logging.getLogger(__name__)

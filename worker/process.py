@@ -25,18 +25,19 @@ from typing import Final
 
 import torch
 
-from baton.process.event_loop import EndSignals, loop_factory, prepare_to_serve
-from baton.process.gpu_slots import NoSlotError, claimed_for
-from baton.process.internal_net import InternalNet, workers_net
-from baton.process.release import stamp
-from baton.process.spans import exporter_to_router
-from baton.process.tls import TlsError
 from baton.worker.v1 import worker_pb2
 from engine.engine import Engine, EngineError
 from engine.model import ModelError
+from faults import failpoints
 from kv_transfer.ranks.build import BESIDE
 from kv_transfer.types import TransportError
-from telemetry import failpoints, garbage
+from serving import garbage
+from serving.event_loop import EndSignals, loop_factory, prepare_to_serve
+from serving.gpu_slots import NoSlotError, claimed_for
+from serving.net.internal_net import InternalNet, workers_net
+from serving.net.spans import exporter_to_router
+from serving.net.tls import TlsError
+from serving.release import stamp
 from telemetry.logs import log_loop_errors, setup_logging
 from telemetry.names import Service
 from telemetry.tracing import Tracing, setup_tracing

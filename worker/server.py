@@ -24,10 +24,6 @@ from grpc_health.v1 import health, health_pb2
 
 from baton.addresses import advertised, reachable
 from baton.grpc_options import server_options
-from baton.process.grpc_services import add_health_and_reflection
-from baton.process.internal_net import ClearNet, InternalNet, agent_name
-from baton.process.refusals import Callers
-from baton.process.release import stamp
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from decode_service.service import DecodeService
 from engine.engine import Engine
@@ -41,7 +37,11 @@ from kv_transfer.thread import TransferThread
 from kv_transfer.transports.factory import FETCHED_BY
 from kv_transfer.types import Endpoint, KvTransport
 from prefill_service.service import PrefillService
-from telemetry.admin import AdminServer
+from serving.admin import AdminServer
+from serving.grpc_services import add_health_and_reflection
+from serving.net.internal_net import ClearNet, InternalNet, agent_name
+from serving.net.refusals import Callers
+from serving.release import stamp
 from telemetry.metrics.gpu import gpu_reader
 from telemetry.metrics.loop_lag import EventLoopLag
 from telemetry.metrics.worker import WorkerMetrics

@@ -9,11 +9,13 @@ from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 
-from baton import models
 from baton.addresses import ROUTER_INTERNAL_ADDRESS, host_of, is_loopback
-from baton.demo_model import Progress
-from baton.process.internal_net import check_exposure, check_receiver
-from baton.process.settings import (
+from baton.tls import TlsFiles
+from faults.failpoints import check as check_failpoints
+from serving.models import finding
+from serving.models.demo_model import Progress
+from serving.net.internal_net import check_exposure, check_receiver
+from serving.settings import (
     MOST_TOKENS,
     SETTINGS,
     Address,
@@ -22,8 +24,6 @@ from baton.process.settings import (
     OtlpEndpoint,
     Words,
 )
-from baton.tls import TlsFiles
-from telemetry.failpoints import check as check_failpoints
 
 
 class Role(StrEnum):
@@ -276,6 +276,6 @@ def with_model_found(settings: WorkerSettings, progress: Progress) -> WorkerSett
         DemoModelError, HubError: they cannot be fetched.
     """
     weights = settings.debug.load_format != "dummy"
-    found = models.find(settings.model, progress, weights=weights)
+    found = finding.find(settings.model, progress, weights=weights)
     names = {"model": found.path, "served_name": settings.served_name or found.name}
     return settings.model_copy(update=names)

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Final
 
 import grpc
 
-from baton.process.internal_net import ClearNet, InternalNet
-from baton.process.refusals import Cause
-from baton.process.release import refusal
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
-from telemetry import failpoints
+from faults import failpoints
+from serving.net.internal_net import ClearNet, InternalNet
+from serving.net.refusals import Cause
+from serving.release import refusal
 from worker.load import Report
 from worker_base.messages import MalformedMessage, failed_message
 from worker_base.outbox import Outbox

@@ -12,7 +12,6 @@ from typing import Final, NamedTuple
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from baton.extensions import MAX_EXTENSION_BYTES, MAX_EXTENSIONS, extension_bytes
 from baton.worker.v1 import worker_pb2
 from engine.types import (
     EndReason,
@@ -30,6 +29,7 @@ from engine.types import (
     TokenRecord,
 )
 from kv_transfer.types import SCRATCH_PAGE, Endpoint
+from serving.extensions import MAX_EXTENSION_BYTES, MAX_EXTENSIONS, extension_bytes
 
 MAX_PAYLOAD_BYTES: Final = 3584
 """Most bytes of first-token records in the last notification of a transfer."""

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from baton.console.cli import app
+from console.cli import app
 from reference import GENERATED, table
 
 SETTINGS = {"router": "router", "worker": "worker", "prefill": "worker", "decode": "worker"}

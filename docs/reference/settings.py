@@ -10,9 +10,9 @@ from unittest import mock
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from baton.process.settings import CONFIG_VARIABLE, DEBUG, DEFAULT_FILE, debug_settings, fields
 from reference import GENERATED, table
 from router.settings import RouterSettings
+from serving.settings import CONFIG_VARIABLE, DEBUG, DEFAULT_FILE, debug_settings, fields
 from worker.settings import Role, WorkerSettings
 
 INTRODUCTION = f"""\

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from baton.console.vllm_flags import FLAGS
+from console.vllm_flags import FLAGS
 from reference import table
 from router.doors.openai.schema import HARMLESS, CompletionRequest, GenerationRequest
 from router.doors.openai.turns import ChatRequest

@@ -50,7 +50,7 @@ from engine.model import Model
 from engine.pages.kv_pool import KvPool
 from engine.sampling import Masks, Sampler
 from engine.schedule.step import StepPlan, StepResult
-from telemetry import failpoints
+from faults import failpoints
 
 Progress = Callable[[str, int, int], None]
 NO_HOOKS = Hooked()

@@ -20,7 +20,7 @@ from engine.loop.running import TorchSteps
 from engine.masks.rules import words_of
 from engine.sampling import Masks, Sampler, SampleResult, score
 from engine.schedule.step import ScorePlan, ScoreResult, StepPlan, StepResult
-from telemetry import failpoints
+from faults import failpoints
 
 Launched = Future[StepResult]
 """A launched step. It is done when the device is done, and raises the device's error."""

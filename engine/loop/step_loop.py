@@ -35,7 +35,7 @@ from engine.schedule.scheduler import Scheduler
 from engine.schedule.settling import settle_step
 from engine.schedule.step import StepPlan
 from engine.types import EngineLoad, Event, Prefilled, Request, Sink
-from telemetry import failpoints
+from faults import failpoints
 
 log = logging.getLogger("baton.engine")
 

@@ -29,7 +29,7 @@ import zmq
 from engine.ranks.keeper import RankError
 from engine.tiers.movers import PageMover
 from engine.types import PageIds
-from telemetry import failpoints
+from faults import failpoints
 
 log = logging.getLogger("baton.engine")
 

@@ -62,7 +62,7 @@ from engine.ranks.process import (
 from engine.ranks.steps import decode
 from engine.schedule.step import StepPlan
 from engine.tiers.movers import mover_for
-from telemetry import failpoints
+from faults import failpoints
 
 log = logging.getLogger("baton.engine")
 

@@ -22,7 +22,7 @@ from engine.tiers.stores.objects import OBJECT_TOKENS
 from engine.tiers.stores.process import Job, StoreProcess
 from engine.tiers.stores.protocol import StoreError
 from engine.tiers.tiers import HostTiers
-from telemetry import failpoints
+from faults import failpoints
 
 log = logging.getLogger("baton.engine")
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from engine.tiers.movers import PageMover
 from engine.types import PageIds
-from telemetry import failpoints
+from faults import failpoints
 
 log = logging.getLogger("baton.engine")
 

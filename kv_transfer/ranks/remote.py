@@ -28,6 +28,7 @@ from typing import Final
 import numpy as np
 import zmq
 
+from faults import failpoints
 from kv_transfer.ranks.part import LocalPart, Told
 from kv_transfer.types import (
     Endpoint,
@@ -38,7 +39,6 @@ from kv_transfer.types import (
     PushState,
     TransportError,
 )
-from telemetry import failpoints
 from telemetry.trouble import describe
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from baton.grpc_options import PUBLIC_MESSAGE_BYTES
-from baton.process.event_loop import MAX_OPEN_FILES
 from router import errors
 from router.requests.wire_shape import count_fields
+from serving.event_loop import MAX_OPEN_FILES
 
 if TYPE_CHECKING:
     from google.protobuf.descriptor import Descriptor

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from baton.extensions import MAX_EXTENSION_BYTES, MAX_EXTENSIONS, extension_bytes
 from baton.inference.v1 import inference_pb2 as api
 from router import errors
 from router.errors import PROMPT, Violation
 from router.requests.bounds import MAX_TURNS
 from router.structure.fields import MAX_ALLOWED_TOKENS, check_answer, check_chat
+from serving.extensions import MAX_EXTENSION_BYTES, MAX_EXTENSIONS, extension_bytes
 
 if TYPE_CHECKING:
     from router.jobs import ServedModel

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Final, Protocol
 import grpc
 
 from baton.grpc_options import channel_options
-from baton.process.internal_net import ClearNet, InternalNet, is_untrusted
-from baton.process.release import stamp
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
+from faults import failpoints
 from router.workers.load_estimate import Capacity, LoadEstimate
-from telemetry import failpoints
+from serving.net.internal_net import ClearNet, InternalNet, is_untrusted
+from serving.release import stamp
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Set

@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import grpc
 
-from baton.process.internal_net import ClearNet, InternalNet, agent_name
-from baton.process.refusals import Cause
-from baton.process.release import refusal
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from router.workers.between import Between, can_fetch
 from router.workers.holdings import WorkerPages
 from router.workers.link import LinkOwner, LinkState, Loss, WorkerLink
 from router.workers.model_folders import AnyFolder, ModelFolders
+from serving.net.internal_net import ClearNet, InternalNet, agent_name
+from serving.net.refusals import Cause
+from serving.release import refusal
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine

@@ -27,7 +27,7 @@ ASKS = """
 import asyncio, sys
 from baton.client.clients import AsyncClient, Client
 from baton.errors import UnreachableError
-from baton.console.health import check
+from console.health import check
 
 async def names(address):
     async with AsyncClient(address, retries=False) as client:

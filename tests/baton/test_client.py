@@ -24,7 +24,6 @@ from waiting import until
 
 from baton.client.clients import AsyncClient, AsyncGenerationStream, Client
 from baton.client.generation import FinishReason
-from baton.console.cli import app
 from baton.errors import (
     BatonError,
     BrokenOffError,
@@ -38,6 +37,7 @@ from baton.errors import (
 from baton.grpc_options import server_options
 from baton.inference.v1 import inference_pb2 as pb
 from baton.inference.v1 import inference_pb2_grpc as pb_grpc
+from console.cli import app
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 Script = Callable[[pb.GenerationInput, grpc.ServicerContext], Iterator[pb.StreamGenerateResponse]]

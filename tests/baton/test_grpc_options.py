@@ -8,7 +8,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.grpc_options import channel_options, server_options
-from baton.process.grpc_services import add_health_and_reflection
+from serving.grpc_services import add_health_and_reflection
 
 SLOW_S = 0.6
 """A handshake over a long way, or on a busy machine."""

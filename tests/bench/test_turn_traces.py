@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from baton.console.traces import Span, Trace
 from bench import turn_traces
+from console.tracing.traces import Span, Trace
 from telemetry.names import Attr, SpanName
 
 MIB = 1 << 20

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from tiny_models import write_tiny_model
 
-from baton.process.certificates import write_set
 from chaos.arena import Arena, Blow
 from chaos.checker import Excuses, Violation, check
 from chaos.clients import ask_all
@@ -25,6 +24,7 @@ from chaos.history import History
 from chaos.plan import RUNS_PER_CLUSTER, RunPlan, Topology, plan_run
 from chaos.quiet import Baselines, wait_for_quiet
 from chaos.reference import ReferenceEngine
+from serving.net.certificates import write_set
 from telemetry.names import Metric
 
 

@@ -25,7 +25,7 @@ from chaos.plan import (
     plan_of_rank,
     plan_run,
 )
-from telemetry.failpoints import POINTS
+from faults.failpoints import POINTS
 
 SEED = 3
 RUNS = range(20)

@@ -56,7 +56,7 @@ async def test_what_fires_below_workers_is_counted_by_its_own_point(tmp_path: Pa
     dead = SimpleNamespace(logs=tmp_path)
     arena = OfTheDead(cast("Cluster", dead), Topology(1, 1))
     lines = [
-        "WARNING telemetry.failpoints: failpoint fires: store.load\n",
+        "WARNING faults.failpoints: failpoint fires: store.load\n",
         "rank 1: WARNING failpoint fires: rank.step\n",
     ]
     (tmp_path / "prefill-0.log").write_text(lines[0])

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.demo_model import cache_folder
-from baton.installing import TORCH_INDEX
+from serving.installing import TORCH_INDEX
+from serving.models.demo_model import cache_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 CONSTRAINTS = ROOT / "constraints-cpu.txt"

@@ -15,7 +15,7 @@ from cluster import Cluster, make_cluster
 from node_kit import run_program
 from tool_templates import HERMES
 
-from baton.demo_model import MODEL_NAME
+from serving.models.demo_model import MODEL_NAME
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(1200)]
 

@@ -15,8 +15,8 @@ import pytest
 import yaml
 from compose_kit import COMPOSE, ROOT, run_tool, seconds, services
 
-from baton.process.settings import resolve
 from router.settings import RouterSettings
+from serving.settings import resolve
 from telemetry.metrics.table import DECLARED
 from worker.settings import WorkerSettings
 

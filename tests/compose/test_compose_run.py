@@ -14,7 +14,7 @@ import pytest
 from compose_kit import MAX_TOKENS, Container, Host, ask
 from waiting import wait_until
 
-from baton import demo_model
+from serving.models import demo_model
 
 pytestmark = pytest.mark.timeout(300)  # several processes start, on a machine that may be shared
 

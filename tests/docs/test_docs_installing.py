@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from docs_kit import PAGES
 
-from baton import installing
-from baton.installing import TORCH_INDEX, install_line
+from serving import installing
+from serving.installing import TORCH_INDEX, install_line
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

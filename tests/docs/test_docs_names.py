@@ -13,10 +13,10 @@ import typer
 import yaml
 from docs_kit import DOCS, PAGES, ROOT, blocks, commands, spans
 
-from baton.console import vllm_flags
-from baton.console.cli import app
-from baton.process.settings import fields
+from console import vllm_flags
+from console.cli import app
 from router.settings import RouterSettings
+from serving.settings import fields
 from telemetry.metrics.table import DECLARED
 from telemetry.names import SpanName
 from worker.settings import WorkerSettings

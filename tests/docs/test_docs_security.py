@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 KEPT = {
     "no process opens these ports to other machines, unless `--insecure`": (
-        "tests/baton/test_tls.py", "test_an_internal_port_is_not_open_to_others_by_mistake",
+        "tests/serving/test_tls.py", "test_an_internal_port_is_not_open_to_others_by_mistake",
     ),
     "with `--tls-client-ca` only to clients with a certificate": (
         "tests/router/test_router_tls.py", "test_doors_speak_tls",
@@ -42,13 +42,13 @@ KEPT = {
         "test_certificates_are_renewed_under_load_without_a_failed_request",
     ),
     "A replacement that is not valid is named in the log and not taken": (
-        "tests/baton/test_tls.py", "test_a_good_replacement_is_taken_and_a_bad_one_is_named",
+        "tests/serving/test_tls.py", "test_a_good_replacement_is_taken_and_a_bad_one_is_named",
     ),
     "A worker that listens on loopback keeps UCX, NCCL and Gloo on": (
         "tests/e2e/test_e2e_tls.py", "test_every_process_listens_on_loopback_alone",
     ),
     "it is refused where TLS is on and the worker listens beyond loopback": (
-        "tests/baton/test_tls.py", "test_settings_that_tls_cannot_protect_are_refused",
+        "tests/serving/test_tls.py", "test_settings_that_tls_cannot_protect_are_refused",
     ),
     "**A worker names no folder on the router.**": (
         "tests/router/test_model_folders.py",

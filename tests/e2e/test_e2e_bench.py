@@ -13,7 +13,7 @@ from cluster import make_cluster
 from tiny_models import write_tiny_model
 from typer.testing import CliRunner, Result
 
-from baton.console.cli import app
+from console.cli import app
 
 VOCABULARY = "380"
 OUTPUT_TOKENS = 12

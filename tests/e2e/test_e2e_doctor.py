@@ -9,7 +9,7 @@ from cluster import make_cluster
 from tiny_models import write_tiny_model
 from typer.testing import CliRunner
 
-from baton.console.cli import app
+from console.cli import app
 
 
 def test_the_doctor_names_every_slow_path_and_the_cluster_serves_all_the_same(

@@ -15,7 +15,7 @@ from tiny_models import write_tiny_model
 from waiting import wait_until
 
 from baton.client.generation import Generation
-from baton.console.traces import fetch as fetch_trace
+from console.tracing.traces import fetch as fetch_trace
 from telemetry.names import Attr, Metric, SpanName
 
 TURNS = 4

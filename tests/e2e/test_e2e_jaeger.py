@@ -12,7 +12,7 @@ import pytest
 from cluster import make_cluster
 from tiny_models import write_tiny_model
 
-from baton.console.traces import JAEGER_URL, fetch, missing_spans
+from console.tracing.traces import JAEGER_URL, fetch, missing_spans
 from telemetry.names import SpanName
 
 pytestmark = pytest.mark.skipif(

@@ -20,7 +20,7 @@ from scraping import SETTLED_S, Figures, scrape, scrape_until
 from tiny_models import write_tiny_model
 
 from baton.client.generation import Generation
-from baton.console.traces import fetch, missing_spans
+from console.tracing.traces import fetch, missing_spans
 from telemetry.names import Attr, Metric
 
 MAX_TOKENS = 12

@@ -12,8 +12,8 @@ from scraping import SETTLED_S, Figures, read, scrape, scrape_until
 from tiny_models import write_tiny_model
 
 from baton.client.generation import Generation
-from baton.console.traces import DEFAULT_PATIENCE_S, fetch, missing_spans
 from baton.errors import BatonError
+from console.tracing.traces import DEFAULT_PATIENCE_S, fetch, missing_spans
 from telemetry.metrics.table import OWN_FAULTS
 from telemetry.names import Metric
 

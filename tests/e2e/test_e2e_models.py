@@ -16,8 +16,8 @@ from waiting import wait_until
 from worker_kit import DECODE, PREFILL, Attempted
 
 from baton.errors import InvalidRequestError, NotFoundError, UnavailableError
-from baton.process.release import stamp
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
+from serving.release import stamp
 
 PROMPT = list(range(10, 50))
 MAX_TOKENS = 16

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 from waiting import wait_until
 
 from baton.client.clients import Client
-from baton.console.cli import app
-from baton.console.traces import fetch, missing_spans
 from baton.errors import BatonError
+from console.cli import app
+from console.tracing.traces import fetch, missing_spans
 
 OPTIONS = {"temperature": 0.0, "ignore_eos": True}
 MOST_CONNECTIONS = 64

@@ -21,8 +21,8 @@ from streams import prompt_of, read
 from tiny_models import write_tiny_model
 from waiting import wait_until
 
-from baton.console.traces import fetch
 from baton.errors import BatonError
+from console.tracing.traces import fetch
 
 HOUR_S = 3600
 NOTICED_S = 3.0

@@ -25,12 +25,12 @@ from tiny_models import write_tiny_model
 from waiting import wait_until
 
 from baton.client.clients import AsyncClient
-from baton.process.certificates import write_set
-from baton.process.internal_net import ROUTER_NAME, TlsNet, agent_name
-from baton.process.refusals import Refusals
-from baton.process.release import stamp
 from baton.tls import TlsFiles, holders_files
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
+from serving.net.certificates import write_set
+from serving.net.internal_net import ROUTER_NAME, TlsNet, agent_name
+from serving.net.refusals import Refusals
+from serving.release import stamp
 
 POOLS = ("prefill", "decode", "both")
 TOKENS = 24

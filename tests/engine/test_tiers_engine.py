@@ -18,7 +18,7 @@ from engine.tiers.lanes import measure
 from engine.tiers.movers import CpuMover
 from engine.tiers.touching import HostMemoryError
 from engine.types import SamplingParams
-from telemetry import failpoints
+from faults import failpoints
 
 MIB = 1 << 20
 SMALL = {"num_pages": 41, "max_sequences": 4, "kv_host_bytes": 24 * MIB}

@@ -14,7 +14,7 @@ from waiting import wait_until
 
 from engine.config import EngineConfig
 from engine.engine import Engine, EngineError
-from telemetry import failpoints
+from faults import failpoints
 
 MIB = 1 << 20
 SMALL = {

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from kv_world import DECODE_EPOCH, Transfer, World
 
+from faults import failpoints
 from kv_transfer.events import (
     PeerFailed,
     QuiesceAnswered,
@@ -18,7 +19,6 @@ from kv_transfer.events import (
 )
 from kv_transfer.receiving import ReceiveState
 from kv_transfer.wire import Quiesce, Quiesced
-from telemetry import failpoints
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from frontdoor_kit import ScriptedDispatcher, served_model, write_tokenizer
 from openai_kit import open_port, says
 
-from baton import __version__
+from baton.version import __version__
 from router import errors
 from router.doors.openai.server import OpenAiServer
 from router.jobs import ServedModel

@@ -16,9 +16,9 @@ from scripted_worker import PREFILL, WAIT_S, until
 from baton.client.clients import AsyncClient
 from baton.grpc_options import channel_options
 from baton.inference.v1 import inference_pb2, inference_pb2_grpc
-from baton.process.grpc_services import REFLECTION_V1
 from router.doors.frontdoor import SERVICE_NAME
 from router.requests.tokenization import Tokenizer
+from serving.grpc_services import REFLECTION_V1
 
 
 def request(max_tokens: int = 2) -> inference_pb2.StreamGenerateRequest:

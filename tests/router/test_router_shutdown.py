@@ -20,9 +20,9 @@ from scripted_worker import BOTH, WAIT_S, ScriptedWorker
 from baton.grpc_options import channel_options
 from baton.inference.v1 import inference_pb2 as api
 from baton.inference.v1 import inference_pb2_grpc as api_grpc
-from baton.process.event_loop import MAX_OPEN_FILES
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from router.doors.frontdoor import SERVICE_NAME
+from serving.event_loop import MAX_OPEN_FILES
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 START_S = 60.0

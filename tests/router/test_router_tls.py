@@ -28,17 +28,17 @@ from router_kit import a_router
 from scripted_worker import DECODE, ScriptedWorker, until
 
 from baton.client.clients import AsyncClient
-from baton.console.health import SERVING, check_at
 from baton.errors import UnreachableError
-from baton.process.event_loop import loop_factory
-from baton.process.internal_net import ROUTER_NAME, TlsNet, agent_name
-from baton.process.refusals import Refusals
 from baton.tls import NO_FILES, TlsFiles
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
+from console.health import SERVING, check_at
 from router.requests.bounds import ConnectionLimits
 from router.server import RouterServer
 from router.workers.link import Loss
 from router.workers.registry import process_is_gone
+from serving.event_loop import loop_factory
+from serving.net.internal_net import ROUTER_NAME, TlsNet, agent_name
+from serving.net.refusals import Refusals
 from worker.announcer import announce_forever
 from worker.router_addresses import RouterAddresses
 from worker.stream import WorkerServicer
@@ -130,7 +130,7 @@ async def test_who_has_no_valid_certificate_is_refused_named_and_counted(
     caplog: pytest.LogCaptureFixture,
     made: dict[str, Any] | None,
 ) -> None:
-    monkeypatch.setattr("baton.process.refusals.FIRST_CALL_S", 0.2)
+    monkeypatch.setattr("serving.net.refusals.FIRST_CALL_S", 0.2)
     files = written(tmp_path / "worker", ("decode", "decode-*"), **(made or {}))
     if made is None:
         files = files._replace(cert="", key="")
@@ -211,8 +211,8 @@ async def test_a_worker_serves_routers_alone(
 SERVER = """
 import asyncio, sys
 import grpc.aio
-from baton.process.internal_net import TlsNet
-from baton.process.refusals import Refusals
+from serving.net.internal_net import TlsNet
+from serving.net.refusals import Refusals
 from baton.tls import TlsFiles
 
 async def main():

@@ -22,10 +22,10 @@ from scripted_worker import DECODE, PREFILL, ScriptedWorker, until
 from baton.grpc_options import channel_options
 from baton.inference.v1 import inference_pb2 as api
 from baton.inference.v1 import inference_pb2_grpc as api_grpc
-from baton.process.release import stamp
 from baton.worker.v1 import worker_pb2
 from router.errors import DOMAIN
 from router.server import RouterServer
+from serving.release import stamp
 
 HTTP_STATUSES = {
     "INVALID_ARGUMENT": 400,

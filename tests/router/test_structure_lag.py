@@ -25,7 +25,7 @@ import asyncio, sys
 from pathlib import Path
 import numpy as np
 from openai_kit import open_port, says
-from telemetry.garbage import set_apart
+from serving.garbage import set_apart
 
 async def late(times):
     loop = asyncio.get_running_loop()

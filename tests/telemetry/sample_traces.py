@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from baton.console.traces import Span, Trace
+from console.tracing.traces import Span, Trace
 from telemetry.names import Attr, Service, SpanName
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"

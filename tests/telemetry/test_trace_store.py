@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from router import trace_store
 from router.trace_store import TraceStore, add_trace_receiver, trace_routes
-from telemetry.admin import AdminServer
+from serving.admin import AdminServer
 from telemetry.names import Attr, Service, SpanName
 from telemetry.tracing import (
     SpanKind,

@@ -30,7 +30,7 @@ from sample_traces import (
     whole,
 )
 
-from baton.console.traces import (
+from console.tracing.traces import (
     JAEGER_URL,
     Span,
     Trace,
@@ -40,7 +40,7 @@ from baton.console.traces import (
     from_store,
     missing_spans,
 )
-from baton.console.waterfall import draw
+from console.tracing.waterfall import draw
 from router.trace_store import TraceStore
 from telemetry.names import Attr, SpanName
 

@@ -13,9 +13,9 @@ import pytest
 from worker_kit import DECODE, PREFILL, WAIT_S, WHOLE, Attempted, Node, a_pair, until
 
 from baton.grpc_options import channel_options, server_options
-from baton.process.release import stamp
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
-from telemetry import failpoints
+from faults import failpoints
+from serving.release import stamp
 from worker.load import PrefillRoom, Report, load_message
 from worker.stream import WorkerServicer
 

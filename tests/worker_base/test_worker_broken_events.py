@@ -10,7 +10,7 @@ import pytest
 from worker_kit import Attempted, Node, Pair, a_pair, until
 
 from baton.worker.v1 import worker_pb2
-from telemetry import failpoints
+from faults import failpoints
 
 SHORT, LONGER = 9, 10
 """Prompt tokens of two attempts: a failpoint can tell them apart, and one step computes both."""

@@ -41,7 +41,7 @@ from engine.tiers.stores.messages import (
 from engine.tiers.stores.objects import HEADER_BYTES, ObjectForm, read_secret
 from engine.tiers.stores.opening import open_store
 from engine.tiers.stores.protocol import Buffers, PageStore, RegisteringStore, StoreError
-from telemetry import failpoints
+from faults import failpoints
 
 log = logging.getLogger("baton.store")
 

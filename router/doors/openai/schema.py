@@ -15,7 +15,6 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, Field, PlainValidator, ValidationError
 
-from baton.extensions import MAX_EXTENSIONS
 from baton.inference.v1 import inference_pb2 as api
 from router import errors
 from router.doors.openai.forms import FormFields
@@ -40,6 +39,7 @@ from router.requests.validation import (
     MAX_TOP_LOGPROBS,
 )
 from router.structure.fields import MAX_ALLOWED_TOKENS, MAX_BAD_WORDS
+from serving.extensions import MAX_EXTENSIONS
 
 
 class StreamOptions(BaseModel):

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from baton import __version__
+from baton.version import __version__
 from router import errors
 from router.doors.auth import AUTHORIZATION, OPEN, Gate
 from router.doors.http import statuses
@@ -34,7 +34,7 @@ from router.errors import Violation
 from router.events import NO_EVENTS, RouterEvents
 from router.requests.bounds import BodyShape, most_connections
 from router.requests.generation import Generations
-from telemetry.embedded_http import EmbeddedHttpServer
+from serving.embedded_http import EmbeddedHttpServer
 from telemetry.rpc import TRACEPARENT
 from telemetry.tracing import context_of, trace_id_of
 

@@ -1,5 +1,0 @@
-"""The checks of `baton doctor`.
-
-`host` checks this machine, `path` the transport on it, `cluster` the processes behind a router.
-Each check yields findings; `baton.console.commands.doctor` shows them.
-"""

@@ -1,1 +1,0 @@
-"""A model in the caller's process, without servers: a worker's engine behind a router's doors."""

@@ -1,0 +1,5 @@
+"""The checks of `baton doctor`.
+
+`host` checks this machine, `path` the transport on it, `cluster` the processes behind a router.
+Each check yields findings; `console.commands.doctor` shows them.
+"""

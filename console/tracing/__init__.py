@@ -1,0 +1,1 @@
+"""Traces of requests: read from a router, drawn as waterfalls."""

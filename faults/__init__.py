@@ -1,0 +1,1 @@
+"""Makes a process fail at places that it names, for tests."""

@@ -1,0 +1,348 @@
+"""A model in this process: no server, no network.
+
+    with LLM("./SmolLM2-135M-Instruct") as llm:
+        print(llm.generate("The capital of France is", max_tokens=8).text)
+        for answer in llm.generate(["One, two,", "Eins, zwei,"], temperature=0):
+            print(answer.text)
+        print(llm.chat([{"role": "user", "content": "Hello!"}]).text)
+
+It is a worker's engine behind a router's front door. Requests, defaults, bounds, texts, results and
+errors are those of `baton.client.Client`; settings are those of `baton worker`. Any thread may call
+any method. Concurrent requests share one batch.
+
+Life: the model is loaded, and then it generates. `close`, the end of the `with` block, or the end
+of the main thread cancels running requests and ends the threads. The memory is freed once nothing
+refers to the LLM. An LLM belongs to the process that made it: a fork can neither use nor end it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, Final, Self, TypeVar, Unpack, overload
+
+import torch
+
+from baton.client.clients import LONGEST_S
+from baton.client.generation import Gathering, Generation
+from baton.client.options import Message, Options
+from baton.client.requests import generation_request, tokenize_request
+from baton.client.streams import GenerationStream
+from baton.errors import BatonError
+from baton.inference.v1 import inference_pb2 as pb
+from engine.engine import Engine
+from local.engine_dispatcher import EngineDispatcher
+from local.llm_events import Events, typed_cancellation, typed_errors
+from local.loop_thread import LoopThread
+from router.doors.frontdoor import InferenceService
+from router.doors.grpc_edge import Call
+from router.requests.tokenization import Tokenizers
+from router.requests.validation import Limits
+from serving.gpu_slots import claimed_for
+from serving.output import model_progress
+from serving.settings import resolve
+from worker.engine_config import engine_config
+from worker.loading import loading_progress, terminal
+from worker.settings import Role, WorkerSettings, with_model_found
+
+Prompt = str | Sequence[int] | Sequence[Message]
+"""A text, token ids, or the turns of a chat."""
+T = TypeVar("T")
+
+
+class LLM:
+    """Generates with one model on one device, for many prompts at once."""
+
+    def __init__(self, model: str | os.PathLike[str] | None = None, **settings: Any) -> None:
+        """Loads the model, which takes a while. A terminal shows the progress.
+
+        Args:
+            model: folder, GGUF file or Hugging Face id; `demo` fetches a small one. None:
+                `BATON_MODEL`, else `demo`.
+            settings: fields of `worker.settings.WorkerSettings`. They beat `BATON_*`, which
+                beats `baton.toml`. Those about serving, logs and spans mean nothing here. `debug`
+                is a dict of rarely needed settings.
+
+        Raises:
+            SettingsError: a setting is unknown, or its value does not fit.
+            DemoModelError: the demo model cannot be fetched.
+            HubError: another model cannot be fetched.
+            ModelError: the model cannot be read, or the engine does not support it.
+            EngineError: the settings do not fit the model or the device.
+            NoSlotError: `gpu_slots_dir` has no GPU left.
+        """
+        flags = {"model": model and os.fspath(model), **settings, "role": Role.BOTH}
+        self.settings = resolve(WorkerSettings, "worker", flags).settings
+        with ExitStack() as stack:
+            self.engine = _build(self.settings, stack)
+            """The engine. `load()` returns its figures; `model` describes the model."""
+            self._loop = LoopThread("baton-llm")
+            stack.callback(self._loop.stop)
+            self._service = self._loop.run(_open(self.engine, self.settings, stack))
+            stack.callback(self._loop.close)
+            self._end = partial(_end, stack.pop_all(), os.getpid())
+        self._dropped = weakref.finalize(self, _dropped, self._end)
+        _OPEN.add(self)
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]  # A str is a sequence of str, but one prompt.
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        token_ids: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[Options],
+    ) -> Generation: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: Sequence[Prompt],
+        *,
+        timeout_s: float | None = None,
+        **options: Unpack[Options],
+    ) -> list[Generation]: ...
+
+    def generate(
+        self,
+        prompt: str | Sequence[Prompt] | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        token_ids: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[Options],
+    ) -> Generation | list[Generation]:
+        """Generates for one prompt, or for many at once, and returns whole results.
+
+        If one of many fails, the others are cancelled. A note on the error names the failed prompt.
+
+        Args:
+            prompt: raw text; or several prompts, each a text, token ids or chat turns; or
+            messages: chat turns, rendered with the model's template; or
+            token_ids: ids, used as they are.
+            timeout_s: bounds the whole call. None: no bound.
+            options: see `baton.client.options.Options`; the same for all prompts.
+
+        Returns:
+            The generation of one prompt, or a list for several, in their order.
+
+        Raises:
+            BatonError: a generation failed; `InvalidRequestError` says what is wrong with it.
+            EngineError: with `tp`, a rank has ended; make a new LLM.
+            ValueError, TypeError: not exactly one form of prompt was given, or an option is wrong.
+            RuntimeError: the LLM is closed.
+        """
+        ends_s = None if timeout_s is None else time.monotonic() + timeout_s
+        if prompt is None or isinstance(prompt, str):
+            request = _request(prompt, messages, token_ids, options)
+            return self._run(self._generate(request, ends_s))
+        if messages is not None or token_ids is not None:
+            raise ValueError("give exactly one of prompt, messages and token_ids")
+        prompts: Sequence[Any] = [prompt] if isinstance(prompt, Mapping) else prompt
+        requests = [_request(*_form(one), options) for one in prompts]
+        with _bar(len(requests)) as done:
+            return self._run(self._generate_all(requests, ends_s, done))
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        timeout_s: float | None = None,
+        **options: Unpack[Options],
+    ) -> Generation:
+        """Answers a conversation: `generate(messages=messages)`."""
+        return self.generate(messages=messages, timeout_s=timeout_s, **options)
+
+    def stream(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        token_ids: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[Options],
+    ) -> GenerationStream:
+        """Starts a generation for one prompt and returns its stream of deltas.
+
+        Arguments and errors are those of `generate`. Leaving the stream's `with` block, or dropping
+        the stream, cancels the generation.
+        """
+        request = generation_request(pb.StreamGenerateRequest, prompt, messages, token_ids, options)
+        call = Call(time_left_s=timeout_s)
+        events = Events(self._loop, self._service, request, call, self.engine, keeps=self)
+        return GenerationStream(events, events.cancel, options.get("choices", 1))
+
+    def tokenize(
+        self,
+        text: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        add_special_tokens: bool | None = None,
+    ) -> tuple[int, ...]:
+        """Returns the token ids of a text or of chat turns, as `baton.client.Client.tokenize`."""
+        request = tokenize_request(text, messages, "", add_special_tokens)
+        return tuple(self._run(self._tokenize(request)).token_ids)
+
+    def close(self) -> None:
+        """Cancels running requests and ends the engine. Further calls do nothing."""
+        if self._dropped.detach() is not None:
+            self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine on the loop and waits. An interrupted caller cancels it."""
+        with typed_cancellation():
+            return self._loop.run(work)
+
+    async def _generate(self, request: pb.GenerateRequest, ends_s: float | None) -> Generation:
+        left_s = None if ends_s is None else max(0.0, ends_s - time.monotonic())
+        call = Call(time_left_s=left_s, whole=True)
+        with typed_errors(call, self.engine):
+            response = await self._service.generate(request, call)
+        return Gathering(request.input.choices or 1).add_whole(response)
+
+    async def _generate_all(
+        self,
+        requests: Sequence[pb.GenerateRequest],
+        ends_s: float | None,
+        done: Callable[[Generation], None],
+    ) -> list[Generation]:
+        async def one(number: int, request: pb.GenerateRequest) -> Generation:
+            try:
+                generation = await self._generate(request, ends_s)
+            except BatonError as error:
+                error.add_note(f"prompt {number} of {len(requests)}, counted from 0")
+                raise
+            done(generation)
+            return generation
+
+        tasks = [asyncio.create_task(one(*each)) for each in enumerate(requests)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
+        call = Call()
+        with typed_errors(call, self.engine):
+            return await self._service.tokenize(request, call)
+
+
+def _end(held: ExitStack, process: int) -> None:
+    """Ends an LLM in its own process. A fork has none of its threads and must release nothing."""
+    if os.getpid() == process:
+        held.close()
+
+
+def _dropped(end: Callable[[], None]) -> None:
+    """Ends an LLM that nothing refers to any more.
+
+    The garbage collector may call this on any thread. One of Baton's own threads must not end the
+    LLM here: it would wait for itself, or for a lock that it holds.
+    """
+    if threading.current_thread().name.startswith("baton-"):
+        threading.Thread(target=end, name="baton-ending", daemon=True).start()
+    else:
+        end()
+
+
+_OPEN: Final[weakref.WeakSet[LLM]] = weakref.WeakSet()
+"""LLMs to close when the process ends."""
+
+
+def _close_all() -> None:
+    for llm in list(_OPEN):
+        llm.close()
+
+
+# Thread pools, also the engine's, register themselves here; later registrations run first. `atexit`
+# itself would run too late.
+getattr(threading, "_register_atexit", atexit.register)(_close_all)
+
+
+def _build(settings: WorkerSettings, stack: ExitStack) -> Engine:
+    """Builds the engine without starting it. Resources that must outlive it go onto the stack."""
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    with model_progress() as fetching:
+        settings = with_model_found(settings, fetching)
+    stack.enter_context(
+        claimed_for(settings.device, settings.gpu_slots_dir, settings.name, settings.tp)
+    )
+    with loading_progress(terminal(settings.log_format)) as loading:
+        return Engine.build(engine_config(settings), loading)
+
+
+async def _open(engine: Engine, settings: WorkerSettings, stack: ExitStack) -> InferenceService:
+    """Starts the engine and its front door on the running loop."""
+    tokenizers = Tokenizers()
+    stack.callback(tokenizers.close)
+    dispatcher = EngineDispatcher(engine, settings.max_sequences)
+    dispatcher.start()
+    stack.callback(engine.stop)
+    if settings.debug.profile:
+        engine.profile(settings.debug.profile, settings.debug.profile_dir)
+    await tokenizers.warm([engine.model.path])
+    limits = Limits(
+        max_choices=min(Limits().max_choices, settings.max_sequences),
+        max_request_duration_s=LONGEST_S,
+        max_unread_tokens=sys.maxsize,
+    )
+    return InferenceService(dispatcher, tokenizers, limits)
+
+
+def _request(
+    prompt: str | None,
+    messages: Sequence[Message] | None,
+    token_ids: Sequence[int] | None,
+    options: Options,
+) -> pb.GenerateRequest:
+    return generation_request(pb.GenerateRequest, prompt, messages, token_ids, options)
+
+
+def _form(prompt: Any) -> tuple[str | None, Sequence[Message] | None, Sequence[int] | None]:
+    """Sorts a prompt by its form: (text, messages, token ids), two of which are None."""
+    if isinstance(prompt, str):
+        return prompt, None, None
+    if isinstance(prompt, bytes | Mapping) or not hasattr(prompt, "__getitem__"):
+        raise TypeError(
+            f"a prompt is a text, token ids or chat turns, and not of type {type(prompt).__name__};"
+            " of one prompt, ids are its token_ids and turns its messages"
+        )
+    is_chat = len(prompt) > 0 and isinstance(prompt[0], Mapping)
+    return (None, prompt, None) if is_chat else (None, None, prompt)
+
+
+@contextmanager
+def _bar(prompts: int) -> Iterator[Callable[[Generation], None]]:
+    """Draws the progress of many prompts on a terminal. Yields a callback for finished prompts."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    console = terminal("text")
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), "{task.fields[rate]}")
+    began_s, tokens = time.monotonic(), 0
+    with Progress(*columns, console=console, transient=True, disable=console is None) as bar:
+        task = bar.add_task("", total=prompts, rate="")
+
+        def done(generation: Generation) -> None:
+            nonlocal tokens
+            tokens += generation.usage.output_tokens
+            rate = tokens / (time.monotonic() - began_s)
+            bar.update(task, advance=1, rate=f"{rate:,.0f} tokens/s")
+
+        yield done

@@ -1,0 +1,1 @@
+"""Models by the name that users give them: folders, the hub, the demo model."""

@@ -1,0 +1,201 @@
+"""Flags beat the environment, the environment beats the file, the file beats the defaults."""
+
+import math
+import tomllib
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from pydantic import ValidationError
+from settings_kit import settings_of
+
+from console.commands.config import to_toml
+from router.settings import RouterSettings
+from serving.settings import DEBUG, SettingsError, fields, resolve
+from worker.engine_config import engine_config
+from worker.settings import Role, WorkerSettings
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import os
+
+    for name in os.environ:
+        if name.startswith("BATON_"):
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_each_source_beats_the_next(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    Path("baton.toml").write_text(
+        "[worker]\nthreads = 1\nmax_sequences = 2\npage_size_tokens = 32\n[router]\nname = 'r'\n"
+    )
+    monkeypatch.setenv("BATON_THREADS", "3")
+    monkeypatch.setenv("BATON_MAX_SEQUENCES", "4")
+    settings, sources = resolve(WorkerSettings, "worker", {"threads": 5, "dtype": None})
+    assert (settings.threads, settings.max_sequences, settings.page_size_tokens) == (5, 4, 32)
+    assert settings.dtype == "auto"
+    assert {name: sources[name] for name in ("threads", "max_sequences", "page_size_tokens")} == {
+        "threads": "flag",
+        "max_sequences": "BATON_MAX_SEQUENCES",
+        "page_size_tokens": "baton.toml",
+    }
+    assert sources["dtype"] == "default"
+
+
+def test_the_file_can_be_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    first, second = tmp_path / "a.toml", tmp_path / "b.toml"
+    first.write_text("[worker]\nthreads = 1\n")
+    second.write_text("[worker]\nthreads = 2\n")
+    monkeypatch.setenv("BATON_CONFIG", str(first))
+    assert resolve(WorkerSettings, "worker", {}).settings.threads == 1
+    assert resolve(WorkerSettings, "worker", {}, second).settings.threads == 2
+
+
+def test_lists_come_with_commas_or_as_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_ROUTERS", "a:1, b:2")
+    assert resolve(WorkerSettings, "worker", {}).settings.routers == ("a:1", "b:2")
+    flags = {"routers": ["c:3", "d:4,e:5"]}
+    assert resolve(WorkerSettings, "worker", flags).settings.routers == ("c:3", "d:4", "e:5")
+
+
+def test_what_few_need_has_a_table_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("baton.toml").write_text(
+        "[worker]\nthreads = 1\n[worker.debug]\nnum_pages = 7\neviction = 'lfu'\n"
+    )
+    monkeypatch.setenv("BATON_DEBUG_EVICTION", "cost")
+    settings, sources = resolve(WorkerSettings, "worker", {"debug": {"step_timeout_s": 5}})
+    debug = settings.debug
+    assert (debug.num_pages, debug.eviction, debug.step_timeout_s) == (7, "cost", 5)
+    assert sources["debug.num_pages"] == "baton.toml"
+    assert sources["debug.eviction"] == "BATON_DEBUG_EVICTION"
+    assert (sources["debug.step_timeout_s"], sources["debug.profile"]) == ("flag", "default")
+
+
+def test_a_variable_is_read_in_any_case_and_no_other_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("baton_threads", "3")
+    monkeypatch.setenv("BATON_DEBUG", "1")
+    assert resolve(WorkerSettings, "worker", {}).settings.threads == 3
+
+
+def test_defaults_follow_the_role() -> None:
+    prefill = resolve(WorkerSettings, "worker", {"role": "prefill"}).settings
+    decode = resolve(WorkerSettings, "worker", {"role": Role.DECODE}).settings
+    assert prefill.name.startswith("prefill-")
+    assert prefill.admin != decode.admin
+
+
+def test_settings_are_frozen() -> None:
+    settings = resolve(WorkerSettings, "worker", {}).settings
+    with pytest.raises(ValidationError):
+        settings.threads = 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ({"device": "tpu"}, "`device`"),
+        ({"routers": ["nowhere"]}, "HOST:PORT"),
+        ({"listen": "host:70000"}, "`listen`: must be HOST:PORT"),
+        ({"listen": "http://host:80"}, "`listen`: must be HOST:PORT"),
+        ({"advertise": "10.0.0.5"}, "`advertise`: must be HOST:PORT"),
+        ({"drain_s": math.inf}, "`drain_s`: Input should be a finite number"),
+        ({"threads": 99_999}, "`threads`"),
+        ({"max_step_tokens": 10**11}, "`max_step_tokens`"),
+        ({"max_step_tokens": 16, "page_size_tokens": 32}, "at least page_size_tokens"),
+        ({"role": "cook", "seed": -1}, "`seed`"),
+        ({"transport": "nccl", "tp": 2}, "nccl cannot serve several ranks"),
+        ({"device": "cuda:1", "tp": 2}, "names one GPU for several ranks"),
+    ],
+)
+def test_wrong_values_are_named(flags: dict[str, object], complaint: str) -> None:
+    with pytest.raises(SettingsError, match=complaint):
+        resolve(WorkerSettings, "worker", flags)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "is_sound"),
+    [
+        ("", True),
+        ("collector:4317", True),
+        ("http://127.0.0.1:4317", True),
+        ("http://[::1]:4317/", True),
+        ("https://spans.example.com", True),
+        ("nonsense", False),
+        ("http://collector", False),
+        ("http://collector:0", False),
+        ("collector:70000", False),
+        ("grpc://collector:4317", False),
+        ("://collector:4317", False),
+        ("http://collector:4318/v1/traces", False),
+        ("http://user:word@collector:4317", False),
+        (" collector:4317", False),
+    ],
+)
+@pytest.mark.parametrize(
+    ("kind", "table"), [(WorkerSettings, "worker"), (RouterSettings, "router")]
+)
+def test_where_spans_go_is_an_address(
+    kind: type[WorkerSettings | RouterSettings], table: str, endpoint: str, is_sound: bool
+) -> None:
+    flags = {"otlp_endpoint": endpoint}
+    if is_sound:
+        assert resolve(kind, table, flags).settings.otlp_endpoint == endpoint
+    else:
+        with pytest.raises(SettingsError, match="`otlp_endpoint`: must be http://HOST:PORT"):
+            resolve(kind, table, flags)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("[worker]\nvigour = 1\n", "no setting `vigour`$"),
+        ("[worker]\nnum_pages = 1\n", "no setting `num_pages`.*in the table `debug`"),
+        ("[worker]\ndebug = 1\n", "`debug` must be a table"),
+        ("[worker.debug]\nnum_page = 1\n", r"`debug.num_page` \(did you mean `debug.num_pages`"),
+        (
+            "[worker]\nmax_sequence = 1\n",
+            r"no setting `max_sequence` \(did you mean `max_sequences`",
+        ),
+        ("[wroker]\nseed = 1\n", "`wroker` is neither"),
+        ("seed = 1\n", "`seed` is neither"),
+        ("worker = 1\n", "must be a table"),
+        ("[worker", "not TOML"),
+    ],
+)
+def test_a_wrong_file_is_named(tmp_path: Path, content: str, complaint: str) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(content)
+    with pytest.raises(SettingsError, match=complaint):
+        resolve(WorkerSettings, "worker", {}, path)
+    with pytest.raises(SettingsError, match="cannot read"):
+        resolve(WorkerSettings, "worker", {}, tmp_path / "missing.toml")
+
+
+@pytest.mark.parametrize(
+    ("table", "kind"), [("worker", WorkerSettings), ("router", RouterSettings)]
+)
+def test_what_config_prints_is_a_settings_file(table: str, kind: type, tmp_path: Path) -> None:
+    printed = to_toml(table, resolve(kind, table, {}))
+    assert tomllib.loads(printed)[table]
+    path = tmp_path / "printed.toml"
+    path.write_text(printed)
+    assert resolve(kind, table, {}, path).settings == resolve(kind, table, {}).settings
+
+
+def test_every_setting_says_what_it_is() -> None:
+    for kind, most in ((WorkerSettings, 37), (RouterSettings, 34)):
+        described = fields(kind)
+        usual = [name for name in described if not name.startswith(f"{DEBUG}.")]
+        assert len(usual) <= most, "what few need is in the table `debug`"
+        assert all(field.description for field in described.values())
+
+
+def test_an_operator_may_choose_every_policy_that_there_is() -> None:
+    from engine.pages.eviction import EVICTION_POLICIES
+    from engine.schedule.policies import POLICIES
+
+    for setting, known in (("scheduling", POLICIES), ("debug.eviction", EVICTION_POLICIES)):
+        assert get_args(fields(WorkerSettings)[setting].annotation) == tuple(known)
+    chosen = engine_config(settings_of(WorkerSettings, scheduling="fair", eviction="cost"))
+    assert (chosen.scheduling, chosen.eviction) == ("fair", "cost")

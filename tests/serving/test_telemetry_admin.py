@@ -1,0 +1,104 @@
+"""The admin port, asked over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from serving.admin import AdminServer
+from telemetry.metrics.router import RouterLoad, RouterMetrics
+from telemetry.names import Metric
+
+
+class Process:
+    """One with an admin port."""
+
+    def __init__(self) -> None:
+        self.ready = False
+        self.metrics = RouterMetrics(lambda: RouterLoad(queued_requests=5))
+        self.admin = AdminServer(
+            "127.0.0.1:0",
+            self.metrics.registry,
+            lambda: self.ready,
+            [Route("/traces", lambda request: PlainTextResponse("mine"))],
+        )
+
+    async def get(self, path: str, accept: str = "") -> tuple[int, str]:
+        def fetch() -> tuple[int, str]:
+            request = urllib.request.Request(
+                f"http://{self.admin.address}{path}", headers={"accept": accept}
+            )
+            try:
+                with urllib.request.urlopen(request, timeout=10) as response:
+                    return response.status, response.read().decode()
+            except urllib.error.HTTPError as error:
+                with error:
+                    return error.code, ""
+
+        return await asyncio.to_thread(fetch)
+
+
+@pytest.fixture
+async def process() -> AsyncIterator[Process]:
+    made = Process()
+    await made.admin.start()
+    yield made
+    await made.admin.stop()
+
+
+async def test_metrics_are_scraped(process: Process) -> None:
+    process.metrics.first_token("m", 0.01, 3, "ab" * 16)
+    status, page = await process.get("/metrics")
+    families = {family.name: family for family in text_string_to_metric_families(page)}
+    assert status == 200
+    assert families[Metric.QUEUE_DEPTH].samples[0].value == 5
+    assert "process_cpu_seconds" in families
+    assert "trace_id" not in page
+    _, openmetrics = await process.get("/metrics", "application/openmetrics-text; version=1.0.0")
+    assert "trace_id" in openmetrics
+    assert openmetrics.endswith("# EOF\n")
+
+
+async def test_health(process: Process) -> None:
+    assert (await process.get("/health/live"))[0] == 200
+    assert (await process.get("/health/ready"))[0] == 503
+    process.ready = True
+    assert (await process.get("/health/ready"))[0] == 200
+
+
+async def test_the_process_adds_pages(process: Process) -> None:
+    assert await process.get("/traces") == (200, "mine")
+    assert (await process.get("/else"))[0] == 404
+
+
+async def test_signals_stay_the_process_own(process: Process) -> None:
+    got = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, got.set)
+    try:
+        signal.raise_signal(signal.SIGTERM)
+        await asyncio.wait_for(got.wait(), 5)
+        assert (await process.get("/health/live"))[0] == 200
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+
+
+async def test_an_address_in_use_is_said_at_the_start(process: Process) -> None:
+    second = AdminServer(process.admin.address, process.metrics.registry)
+    with pytest.raises(OSError, match="in use"):
+        await second.start()
+
+
+async def test_stopping_frees_the_port(process: Process) -> None:
+    await process.admin.stop()
+    again = AdminServer(process.admin.address, process.metrics.registry)
+    await again.start()
+    await again.stop()
