@@ -1,1 +1,0 @@
-../../../baton/addresses.py

@@ -1,1 +1,0 @@
-../../../baton/errors.py

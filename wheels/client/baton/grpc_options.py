@@ -1,1 +1,0 @@
-../../../baton/grpc_options.py
