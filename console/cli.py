@@ -57,9 +57,12 @@ TRY_LATER: Final = 3
 INTERRUPTED: Final = 130
 _LONG: Final = frozenset(("router", "worker", "prefill", "decode"))
 """Commands that take the settings of a process as options."""
-_ROOMS: Final = frozenset(
-    ("baton", "router", "prefill_service", "decode_service", "engine", "kv_transfer", "telemetry")
+_SHARED: Final = frozenset(
+    ("baton", "console", "faults", "local", "prefixes", "serving", "telemetry")
 )
+_ENDS: Final = frozenset(("router", "worker", "worker_base", "engine", "kv_transfer"))
+_SERVICES: Final = frozenset(("prefill_service", "decode_service", "fetch_service"))
+ROOMS: Final = _SHARED | _ENDS | _SERVICES
 """Baton's own packages: a missing one is a bug. Any other package belongs to an extra."""
 
 
@@ -106,7 +109,7 @@ def explain(error: Exception) -> tuple[str, int] | None:
         case RuntimeError() if str(error).startswith("Failed to bind"):  # gRPC's words
             address = str(error).removeprefix("Failed to bind to address ").partition(";")[0]
             return f"cannot listen on {address}: is something else there?", FAILED
-        case ModuleNotFoundError(name=str(name)) if name.partition(".")[0] not in _ROOMS:
+        case ModuleNotFoundError(name=str(name)) if name.partition(".")[0] not in ROOMS:
             return (
                 f"{name.partition('.')[0]} is not installed. A router needs "
                 f"`{install_line('router')}`, all else "

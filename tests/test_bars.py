@@ -65,9 +65,13 @@ SERVICES = {"prefill_service", "decode_service", "fetch_service"}
 WORKER_SIDE = {"engine", "kv_transfer", "worker_base", *SERVICES}
 NEVER = {
     "router": {"torch", "worker", *WORKER_SIDE},
-    "engine": {"grpc", *set(ROOMS) - {"engine", "prefixes", "telemetry"}},
-    "kv_transfer": {"grpc", *set(ROOMS) - {"kv_transfer", "telemetry"}},
+    "engine": {"grpc", *set(ROOMS) - {"engine", "prefixes", "telemetry", "faults"}},
+    "kv_transfer": {"grpc", *set(ROOMS) - {"kv_transfer", "telemetry", "faults"}},
     "telemetry": set(ROOMS) - {"telemetry"},
+    "faults": set(ROOMS) - {"faults"},
+    "baton": set(ROOMS) - {"baton", "console", "local"},  # these on demand: tests/test_rooms.py
+    "serving": set(ROOMS) - {"serving", "baton", "telemetry", "faults"},
+    "local": {"console"},
     "prefixes": {"torch", "grpc", "google", *set(ROOMS) - {"prefixes"}},
     "worker_base": {"router", "worker", *SERVICES},
     "prefill_service": {"router", "worker", *SERVICES - {"prefill_service"}},
@@ -137,6 +141,7 @@ def modules_of(room: str) -> list[str]:
         ("engine", {"grpc", "google", "kv_transfer", "nixl", "nixl_cu13"}),
         ("kv_transfer", {"grpc", "google", "engine"}),
         ("telemetry", set(ROOMS) - {"telemetry"}),
+        ("faults", set(ROOMS) - {"faults"}),
         ("prefixes", {"torch", "grpc", "google", *set(ROOMS) - {"prefixes"}}),
     ],
 )

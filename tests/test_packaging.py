@@ -29,6 +29,7 @@ from tiny_models import write_tiny_model
 from waiting import wait_until
 
 import baton
+from console import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -116,6 +117,7 @@ def test_a_command_that_needs_more_says_which_extra() -> None:
     said = run_with((), COMMANDS.format(arguments=[["router"], ["worker", "--model", "x"]]))
     assert said.count("1 error ") == 2, said
     assert "[router]'" in " ".join(said.split())
+    assert set(ROOMS) == cli.ROOMS  # a package that nobody else has
 
 
 def test_a_model_in_ones_own_process_needs_what_servers_need() -> None:

@@ -29,7 +29,7 @@ SHOWN: Final = re.compile(r"\{\{ ?(?:or )?\$labels\.(\w+)")
 LEGEND: Final = re.compile(r"\{\{(\w+)\}\}")
 SOURCES: Final = "".join(
     path.read_text()
-    for room in ("baton", "router", "telemetry", "kv_transfer", "worker", "worker_base")
+    for room in ("router", "serving", "telemetry", "kv_transfer", "worker", "worker_base")
     for path in sorted((ROOT / room).rglob("*.py"))
     if path.name != "metric_table.py"
 )

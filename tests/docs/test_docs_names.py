@@ -12,6 +12,7 @@ import pytest
 import typer
 import yaml
 from docs_kit import DOCS, PAGES, ROOT, blocks, commands, spans
+from test_bars import ROOMS
 
 from console import vllm_flags
 from console.cli import app
@@ -28,12 +29,7 @@ FLAGS = {
 }
 FOREIGN_FLAGS = {"--scale", "--summary", "--merge", "--profile", "--exact", "--help", "--version"}
 """Of Docker, of `python -m chaos` and of benchmarks. vLLM's are in a table of their own."""
-SOURCES = {
-    path: path.read_text()
-    for path in ROOT.rglob("*.py")
-    if path.relative_to(ROOT).parts[0]
-    in {"baton", "router", "telemetry", "engine", "kv_transfer", "worker", "worker_base"}
-}
+SOURCES = {path: path.read_text() for room in ROOMS for path in (ROOT / room).rglob("*.py")}
 
 
 def every_page() -> pytest.MarkDecorator:
