@@ -8,7 +8,7 @@ Life of a request:
    a stream the first token, so a refused request gets its own status.
 3. The answer goes out at the client's pace. A stream that is silent for long shows that it lives by
    a comment, which begins its answer if nothing else has. An error after that is its last event. A
-   complete stream ends with `[DONE]`.
+   complete stream ends as the API's `Dialect` says.
 4. A client that leaves cancels the work at once, at any point, and counts as 499. A client that
    stays and does not read loses its connection a little after the deadline.
 5. The access log gets one line.
@@ -37,11 +37,12 @@ from starlette.requests import ClientDisconnect, Request
 
 from router import errors
 from router.doors.access import AccessRecord
-from router.doors.auth import AUTHORIZATION, Gate
+from router.doors.auth import Gate
 from router.doors.grpc_edge import Call
 from router.doors.http.bodies import Bodies, Body
 from router.doors.http.connections import connection_of
-from router.doors.http.statuses import CLIENT_LEFT, JSON, error_body, http_status, retry_headers
+from router.doors.http.dialect import CHATS, Dialect
+from router.doors.http.statuses import CLIENT_LEFT, JSON, http_status, retry_headers
 from router.requests.deadlines import UnreadError, read_by
 from router.requests.validation import MAX_CLIENT_TAG_BYTES
 from telemetry.names import Attr
@@ -57,7 +58,6 @@ REQUEST_ID: Final = "x-request-id"
 """Header. In a request it is the caller's own tag, for logs. In an answer it is the trace id."""
 _JSON_TYPE: Final = "application/json"
 _EVENTS_TYPE: Final = "text/event-stream; charset=utf-8"
-_LAST_EVENT: Final = b"[DONE]"
 SILENT_S: Final = 5.0
 """A stream that has sent nothing for so long sends a comment. Proxies cut silent connections, most
 after a minute."""
@@ -84,6 +84,10 @@ class Answer(Protocol):
         """The answer in parts, one event each."""
         ...
 
+    def failure(self, error: JSON) -> JSON:
+        """The last event of a stream that fails, for an error in the form of its dialect."""
+        ...
+
 
 Method = Callable[[bytes, Call, str], Awaitable[Answer]]
 """Takes (body, call, the caller's tag); may raise any RouterError."""
@@ -101,7 +105,15 @@ class Guards(NamedTuple):
 class HttpEndpoint:
     """An ASGI application around one method."""
 
-    def __init__(self, route: str, method: Method, guards: Guards, events: RouterEvents) -> None:
+    def __init__(
+        self,
+        route: str,
+        method: Method,
+        guards: Guards,
+        events: RouterEvents,
+        dialect: Dialect = CHATS,
+    ) -> None:
+        self._dialect = dialect
         self._route = route
         self._method = method
         self._guards = guards
@@ -109,7 +121,7 @@ class HttpEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
-        response = _Response(self._route, Request(scope, receive), send)
+        response = _Response(self._route, Request(scope, receive), send, self._dialect)
         try:
             async with read_by(self._guards.longest_s):
                 await self._answer(response, receive)
@@ -129,7 +141,7 @@ class HttpEndpoint:
         except ClientDisconnect:
             response.status = CLIENT_LEFT
         except Exception as error:
-            if isinstance(error, errors.RouterError) and not response.begun:
+            if isinstance(error, errors.RouterError) and response.answer is None:
                 self._events.rejected(error.reason)
             await response.fail(error)
 
@@ -137,7 +149,7 @@ class HttpEndpoint:
         tag = _client_tag(response.request)
         answer = await self._method(body.take(), response.call, tag)
         body.let_go()
-        response.begun = True
+        response.answer = answer
         if not answer.stream:
             content = await answer.whole()
             await response.whole(content, answer.headers)
@@ -145,15 +157,16 @@ class HttpEndpoint:
         response.headers = answer.headers
         async with response.kept_alive(), aclosing(answer.chunks()) as chunks:
             async for chunk in chunks:
-                await response.event(to_json(chunk))
-        await response.end(_LAST_EVENT)
+                await response.event(chunk)
+        await response.end()
 
 
 class _Response:
     """The outgoing response, and its records in span and access log."""
 
-    def __init__(self, route: str, request: Request, send: Send) -> None:
+    def __init__(self, route: str, request: Request, send: Send, dialect: Dialect) -> None:
         self.request = request
+        self._dialect = dialect
         self._send = send
         self._error = ""
         self._span = start_span(
@@ -170,7 +183,7 @@ class _Response:
                 method=f"{request.method} {route}", client_tag=_client_tag(request)
             ),
         )
-        self.begun = False
+        self.answer: Answer | None = None
         """Set when the method took the request. From then on the generations count refusals."""
         self.status = 0
         """Set when the answer begins; 0 before."""
@@ -188,7 +201,8 @@ class _Response:
         Raises:
             RouterError: UNAUTHENTICATED.
         """
-        self.call = self.call.admitted(gate, self.request.headers.get(AUTHORIZATION))
+        authorization = self._dialect.authorization(self.request.headers)
+        self.call = self.call.admitted(gate, authorization)
 
     async def whole(self, content: JSON, headers: Mapping[str, str], status: int = 200) -> None:
         """Sends a whole answer."""
@@ -196,10 +210,10 @@ class _Response:
         await self._begin(status, _JSON_TYPE, {**headers, "content-length": str(len(body))})
         await self._write(body, last=True)
 
-    async def event(self, data: bytes) -> None:
+    async def event(self, content: JSON) -> None:
         """Sends an event of a stream; returns when the connection has taken it."""
         async with self._writing:
-            await self._part(b"data: %b\n\n" % data)
+            await self._part(self._dialect.event(content))
         self._wrote_s = asyncio.get_running_loop().time()
 
     @asynccontextmanager
@@ -232,18 +246,21 @@ class _Response:
             await self._begin(200, _EVENTS_TYPE, {"cache-control": "no-cache", **self.headers})
         await self._write(data)
 
-    async def end(self, data: bytes) -> None:
-        """Sends a stream's last event."""
-        await self.event(data)
+    async def end(self) -> None:
+        """Ends a complete stream."""
+        async with self._writing:
+            await self._part(self._dialect.last)
         await self._write(b"", last=True)
 
     async def fail(self, error: Exception) -> None:
         """Sends an error as a status, or as an event once the stream has begun, and notes it."""
         described = errors.describe(error, self.call.id)
         self._error, status = described.reason, http_status(described)
-        content = error_body(described, self.call.id)
+        content = self._dialect.error(described, self.call.id)
         if self.status:
-            await self.end(to_json(content))
+            assert self.answer is not None, "only an answer begins a stream"
+            await self.event(self.answer.failure(content))
+            await self._write(b"", last=True)
         else:
             await self.whole(content, retry_headers(described), status)
 
@@ -265,7 +282,8 @@ class _Response:
 
     async def _begin(self, status: int, media_type: str, headers: dict[str, str]) -> None:
         self.status = status
-        fields = {"content-type": media_type, REQUEST_ID: self.call.id, **headers}
+        own = {"content-type": media_type, REQUEST_ID: self.call.id}
+        fields = {**own, **self._dialect.headers(self.call.id), **headers}
         encoded = [(name.encode(), value.encode()) for name, value in fields.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": encoded})
 

@@ -7,7 +7,9 @@ whether a retry can help, and when.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, Final
+from urllib.parse import quote
 
 from grpc import StatusCode
 
@@ -15,6 +17,9 @@ from router.errors import RouterError
 
 JSON = dict[str, Any]
 
+DROPPED: Final = "x-dropped-keywords"
+"""Header that names the keywords of a schema that are not enforced."""
+_MAX_HEADER_CHARS: Final = 2048
 CLIENT_LEFT: Final = 499
 """Status in the log for a caller that left. It is never sent."""
 _STATUSES: Final = {
@@ -66,17 +71,29 @@ def http_status(error: RouterError) -> int:
     return _STATUSES.get(error.code, 500)
 
 
-def error_body(error: RouterError, trace_id: str = "") -> JSON:
-    """The body of an error; its fields under their names in this API."""
-    params = [_param(violation.field) for violation in error.violations]
+def chat_name(path: str) -> str:
+    """The name of a field of `inference.proto` in chats and completions."""
+    return name_by(_PARAMS, path)
+
+
+def error_body(
+    error: RouterError, trace_id: str = "", name_of: Callable[[str], str] = chat_name
+) -> JSON:
+    """The body of an error; `name_of` gives its fields their names in the API."""
+    status, params = http_status(error), [name_of(one.field) for one in error.violations]
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    message = message_of(error, trace_id, name_of)
+    return body(message, _TYPES.get(status, kind), params[0] if params else None, error.reason)
+
+
+def message_of(error: RouterError, trace_id: str, name_of: Callable[[str], str]) -> str:
+    """The text of an error, with every violation."""
     message = error.message
     if error.reason == "INVALID_FIELD":
-        rules = zip(params, error.violations, strict=True)
-        message = "; ".join(f"{param}: {violation.description}" for param, violation in rules)
-    if (status := http_status(error)) >= 500 and trace_id:
+        message = "; ".join(f"{name_of(one.field)}: {one.description}" for one in error.violations)
+    if http_status(error) >= 500 and trace_id:
         message = f"{message} (trace {trace_id})"
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return body(message, _TYPES.get(status, kind), params[0] if params else None, error.reason)
+    return message
 
 
 def body(message: str, kind: str, param: str | None, reason: str) -> JSON:
@@ -97,8 +114,17 @@ def retry_headers(error: RouterError) -> dict[str, str]:
     }
 
 
-def _param(path: str) -> str:
-    for beginning, name in _PARAMS:
+def dropped_header(pointers: Sequence[str]) -> dict[str, str]:
+    """The header for keywords that are not enforced; it names as many as it holds."""
+    value = ", ".join(quote(pointer, safe="/~$") for pointer in pointers)
+    if len(value) > _MAX_HEADER_CHARS:
+        value = value[: value.rindex(", ", 0, _MAX_HEADER_CHARS)] + ", ..."
+    return {DROPPED: value} if value else {}
+
+
+def name_by(names: Sequence[tuple[str, str]], path: str) -> str:
+    """A path with the first of the beginnings that fits replaced by its name."""
+    for beginning, name in names:
         rest = path.removeprefix(beginning)
         if path.startswith(beginning) and (beginning[-1] == "." or rest[:1] in ("", ".", "[")):
             return name + rest

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from baton.inference.v1 import inference_pb2 as api
 from router.answers.calls import CallPart, joined_calls
+from router.doors.http.parsing import parse
 from router.doors.openai.logprobs import chat_logprobs
 from router.doors.openai.reply import Reply, ReplyOrder, ReplyPart
-from router.doors.openai.schema import StreamOptions, parse
+from router.doors.openai.schema import StreamOptions
 from router.doors.openai.turns import ChatRequest
 
 if TYPE_CHECKING:

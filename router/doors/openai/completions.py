@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 from baton.inference.v1 import inference_pb2 as api
 from router import errors
+from router.doors.http.parsing import parse
+from router.doors.http.values import Prompt
 from router.doors.openai.logprobs import completion_logprobs
 from router.doors.openai.reply import Echo, Reply, ReplyOrder, ReplyPart
-from router.doors.openai.schema import CompletionRequest, StreamOptions, parse
-from router.doors.openai.values import Prompt
+from router.doors.openai.schema import CompletionRequest, StreamOptions
 from router.errors import Violation
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, Field
 
 from baton.inference.v1 import inference_pb2 as api
-from router.doors.openai.values import ApiObject, JsonText, Unless
+from router.doors.http.values import ApiObject, JsonText, Unless
 from router.errors import Violation
 from router.structure.fields import MAX_CHOICES, MAX_TOOLS
 

@@ -12,12 +12,11 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar
-from urllib.parse import quote
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from baton.inference.v1 import inference_pb2 as api
 from router.answers.calls import CallPart
-from router.doors.http.statuses import JSON
+from router.doors.http.statuses import JSON, dropped_header
 from router.doors.openai.logprobs import ScoredToken, Scorer
 from router.requests.outputs import FINISH_WORDS, Finished, Started, TextDelta
 
@@ -29,9 +28,6 @@ if TYPE_CHECKING:
     from router.requests.tokenization import Tokenizer
 
 Item = TypeVar("Item")
-DROPPED: Final = "x-dropped-keywords"
-"""Header that names the keywords of a schema that are not enforced."""
-_MAX_HEADER_CHARS: Final = 2048
 
 
 @dataclass(slots=True)
@@ -174,6 +170,10 @@ class Reply:
         if options.include_usage:
             yield {**self._head, "choices": [], "usage": self._usage.json()}
 
+    def failure(self, error: JSON) -> JSON:
+        """The error itself."""
+        return error
+
     async def _pieces(self) -> AsyncGenerator[ReplyPart, None]:
         async with aclosing(merged(self._streams)) as outputs:
             async for prompt, output in outputs:
@@ -208,8 +208,7 @@ class Reply:
         if self._order.service_tier is not None:
             tier = self._order.service_tier
             self._head["service_tier"] = tier if tier in ("flex", "priority") else "default"
-        if started.dropped_keywords:
-            self.headers[DROPPED] = named(started.dropped_keywords)
+        self.headers |= dropped_header(started.dropped_keywords)
         first = prompt * self._choices_per_prompt
         new = [_Choice(first + index, self._order) for index in range(self._choices_per_prompt)]
         self._choices.update({choice.index: choice for choice in new})
@@ -289,14 +288,6 @@ class _Usage:
     def _details(self) -> JSON:
         details: JSON = {"cached_tokens": self.cached_tokens}
         return details | ({"loaded_tokens": dict(self.loaded_tokens)} if self.loaded_tokens else {})
-
-
-def named(pointers: Sequence[str]) -> str:
-    """JSON pointers as a header's value, as many as it holds."""
-    value = ", ".join(quote(pointer, safe="/~$") for pointer in pointers)
-    if len(value) <= _MAX_HEADER_CHARS:
-        return value
-    return value[: value.rindex(", ", 0, _MAX_HEADER_CHARS)] + ", ..."
 
 
 async def merged(

@@ -1,37 +1,32 @@
 """Request bodies: the fields of OpenAI's API, and the extra fields of vLLM's server.
 
-A request passes through here once. `parse` reads it. `sampling`, `stopping` and `output` translate
-it into the messages of `inference.proto`, and `router.requests.validation` checks those. This
-module checks only the values that these messages cannot hold. `null` means that a field is not set.
+A request passes through here once. `router.doors.http.parsing` reads it. `sampling`, `stopping` and
+`output` translate it into the messages of `inference.proto`. `router.requests.validation` checks
+those, and this module only the values that they cannot hold. `null` means that a field is not set.
 
-Unknown fields are ignored and dropped, as is usual for this API. Some known fields change the
-result and are not supported. They are refused by name, unless their value asks for nothing. The
-models keep only whether they were set.
+The models keep of fields that are not supported only whether they were set.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, PlainValidator, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, PlainValidator
 
 from baton.inference.v1 import inference_pb2 as api
-from router import errors
-from router.doors.openai.forms import FormFields
-from router.doors.openai.values import (
+from router.doors.http.parsing import ModelRequest
+from router.doors.http.values import (
     MAX_PROMPTS,
-    ApiObject,
     AtMost,
     Prompt,
     UInt32,
     Unless,
     ids_of,
-    name_of,
     prompts,
     texts_of,
 )
+from router.doors.openai.forms import FormFields
 from router.errors import Violation
-from router.requests.bounds import LEAST_ELEMENTS
 from router.requests.validation import (
     MAX_LOGIT_BIASES,
     MAX_STOP_TEXTS,
@@ -49,17 +44,6 @@ class StreamOptions(BaseModel):
     """Adds a last chunk with the token counts."""
     continuous_usage_stats: bool = False
     """Adds the counts so far to every chunk, if `include_usage` is set."""
-
-
-class ModelRequest(ApiObject):
-    """The part that every method's request has."""
-
-    model: Annotated[str, BeforeValidator(name_of)] = ""
-    """May be left out if just one model is served."""
-
-    def refused(self) -> list[Violation]:
-        """Violations: fields that are not supported, or that contradict each other."""
-        return self.refusals("")
 
 
 HARMLESS: Final = frozenset(
@@ -271,44 +255,3 @@ class DetokenizeRequest(ModelRequest):
     """A request of /detokenize."""
 
     tokens: Annotated[list[int], PlainValidator(ids_of)]
-
-
-Request = TypeVar("Request", bound=ModelRequest)
-
-
-def parse(kind: type[Request], body: bytes, most_ids: int = LEAST_ELEMENTS) -> Request:
-    """Reads a request whose shape was checked (`router.requests.bounds.BodyShape`).
-
-    Args:
-        kind: the kind of request.
-        body: JSON.
-        most_ids: most ids that a prompt may have.
-
-    Raises:
-        RouterError: MALFORMED_REQUEST, or INVALID_FIELD with every violation.
-    """
-    try:
-        request = kind.model_validate_json(body, context={"most_ids": most_ids})
-    except ValidationError as error:
-        raise _refusal(error) from None
-    if found := request.refused():
-        raise errors.invalid_fields(found)
-    return request
-
-
-def _refusal(error: ValidationError) -> errors.RouterError:
-    details = error.errors(include_url=False, include_context=False, include_input=False)
-    if any(detail["type"] == "json_invalid" for detail in details):
-        return errors.malformed_request("the body is not JSON")
-    shown = details[: errors.MAX_VIOLATIONS]
-    found = [Violation(_path(detail["loc"]), detail["msg"]) for detail in shown]
-    return errors.invalid_fields(found, len(details))
-
-
-def _path(location: tuple[int | str, ...]) -> str:
-    """The path of a location, such as `messages[0].content`. An empty location is the body
-    itself."""
-    path = ""
-    for part in location:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}"
-    return path.lstrip(".") or "body"

@@ -7,7 +7,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from baton.inference.v1 import inference_pb2 as api
-from router.doors.openai.schema import DetokenizeRequest, parse
+from router.doors.http.parsing import parse
+from router.doors.openai.schema import DetokenizeRequest
 from router.doors.openai.turns import TokenizeRequest
 
 if TYPE_CHECKING:
@@ -34,6 +35,10 @@ class Said:
     async def chunks(self) -> AsyncGenerator[JSON, None]:
         """The same."""
         yield self._content
+
+    def failure(self, error: JSON) -> JSON:
+        """The error itself."""
+        return error
 
 
 class Tokens:

@@ -10,9 +10,10 @@ from pydantic import AfterValidator, BeforeValidator, Field, JsonValue
 from pydantic_core import PydanticCustomError
 
 from baton.inference.v1 import inference_pb2 as api
+from router.doors.http.parsing import ModelRequest
+from router.doors.http.values import ApiObject, UInt32, Unless
 from router.doors.openai.forms import Call, ToolChoice, Tools, tool_fields
-from router.doors.openai.schema import GenerationRequest, ModelRequest
-from router.doors.openai.values import ApiObject, UInt32, Unless
+from router.doors.openai.schema import GenerationRequest
 from router.errors import Violation
 from router.requests.bounds import MAX_CONTENT_PARTS, MAX_TEMPLATE_VALUES, MAX_TURNS
 from router.structure.fields import MAX_TOOLS
