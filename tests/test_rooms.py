@@ -58,6 +58,7 @@ FLOORS = (
         "router.doors",
         "router.doors.openai",
         "router.doors.http",
+        "router.doors.responses",
     ),
     ("local",),
     (

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 
 from console.vllm_flags import FLAGS
 from reference import table
+from router.doors.http.values import Unless
 from router.doors.openai.schema import HARMLESS, CompletionRequest, GenerationRequest
 from router.doors.openai.turns import ChatRequest
-from router.doors.openai.values import Unless
+from router.doors.responses.schema import ResponseRequest
 
 
 def flags_table() -> str:
@@ -19,9 +20,10 @@ def flags_table() -> str:
 def fields_table() -> str:
     """The fields of a request: those that are honoured, and those that are refused."""
     kinds = {
-        "both": GenerationRequest,
+        "all": GenerationRequest,
         "`/v1/completions` alone": CompletionRequest,
         "`/v1/chat/completions` alone": ChatRequest,
+        "`/v1/responses` alone": ResponseRequest,
     }
     return (
         table(
@@ -39,7 +41,7 @@ def _fields(kind: type[GenerationRequest], *, refused: bool) -> str:
     """Names of the fields that are new in a kind of request."""
     old = set() if kind is GenerationRequest else GenerationRequest.model_fields.keys()
     names = [
-        name
+        field.alias or name
         for name, field in kind.model_fields.items()
         if name not in old and any(isinstance(mark, Unless) for mark in field.metadata) == refused
     ]

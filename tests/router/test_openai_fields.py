@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 from openai.types import completion_create_params as completions
 from openai.types.chat import completion_create_params as chat
+from openai.types.responses import response_create_params as responses
 from pydantic import BaseModel
 
 from router.doors.openai.schema import HARMLESS, CompletionRequest, GenerationRequest
 from router.doors.openai.turns import ChatRequest
+from router.doors.responses.schema import ResponseRequest
 
 VLLM = """
     add_special_tokens allowed_token_ids bad_words cache_salt echo frequency_penalty ignore_eos
@@ -44,6 +46,7 @@ def known(kind: type[BaseModel]) -> set[str]:
     [
         (CompletionRequest, completions.CompletionCreateParamsBase),
         (ChatRequest, chat.CompletionCreateParamsBase),
+        (ResponseRequest, responses.ResponseCreateParamsBase),
     ],
 )
 def test_every_field_of_openais_api_is_known(

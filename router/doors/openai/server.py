@@ -25,11 +25,13 @@ from router.doors.auth import AUTHORIZATION, OPEN, Gate
 from router.doors.http import statuses
 from router.doors.http.bodies import Bodies
 from router.doors.http.connections import Connections
+from router.doors.http.dialect import CHATS, NAMED_EVENTS, Dialect
 from router.doors.http.edge import REQUEST_ID, Guards, HttpEndpoint, Method
 from router.doors.http.origins import guarded
 from router.doors.openai.chat import ChatCompletions
 from router.doors.openai.completions import Completions
 from router.doors.openai.tokens import Tokens
+from router.doors.responses.method import Responses
 from router.errors import Violation
 from router.events import NO_EVENTS, RouterEvents
 from router.requests.bounds import BodyShape, most_connections
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 
 COMPLETIONS: Final = "/v1/completions"
 CHAT_COMPLETIONS: Final = "/v1/chat/completions"
+RESPONSES: Final = "/v1/responses"
 MODELS: Final = "/v1/models"
 TOKENIZE: Final = "/tokenize"
 DETOKENIZE: Final = "/detokenize"
@@ -57,7 +60,17 @@ TOKENIZER_INFO: Final = "/tokenizer_info"
 HEALTH: Final = "/health"
 VERSION: Final = "/version"
 _SERVED: Final = ", ".join(
-    (CHAT_COMPLETIONS, COMPLETIONS, MODELS, TOKENIZE, DETOKENIZE, TOKENIZER_INFO, HEALTH, VERSION)
+    (
+        CHAT_COMPLETIONS,
+        COMPLETIONS,
+        RESPONSES,
+        MODELS,
+        TOKENIZE,
+        DETOKENIZE,
+        TOKENIZER_INFO,
+        HEALTH,
+        VERSION,
+    )
 )
 
 
@@ -102,6 +115,7 @@ class OpenAiServer(EmbeddedHttpServer):
         api = (
             method(COMPLETIONS, completions),
             method(CHAT_COMPLETIONS, chat),
+            method(RESPONSES, Responses(generations), NAMED_EVENTS),
             method(TOKENIZE, tokens.tokenize),
             method(DETOKENIZE, tokens.detokenize),
             Route(MODELS, self._pages.models),
@@ -129,8 +143,11 @@ class OpenAiServer(EmbeddedHttpServer):
         self._pages.draining = True
 
 
-def _method(guards: Guards, events: RouterEvents, path: str, method: Method) -> Route:
-    return Route(path, HttpEndpoint(path, method, guards, events), methods=["POST"])
+def _method(
+    guards: Guards, events: RouterEvents, path: str, method: Method, dialect: Dialect = CHATS
+) -> Route:
+    endpoint = HttpEndpoint(path, method, guards, events, dialect)
+    return Route(path, endpoint, methods=["POST"])
 
 
 class _Pages:

@@ -1,0 +1,169 @@
+"""Items of a conversation, and the turns of a chat that they stand for.
+
+The model's answer to one request is one turn of the assistant, and comes as several items:
+thinking, text, calls. `Turns` joins them again, so that the prompt is that of a chat.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Final, Literal, NamedTuple
+
+from pydantic import BeforeValidator, Field
+
+from baton.inference.v1 import inference_pb2 as api
+from router.doors.http.values import ApiObject
+from router.errors import Violation
+from router.requests.bounds import MAX_CONTENT_PARTS
+
+TEXTS: Final = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
+"""Types of parts that hold text."""
+_ROLES: Final = {
+    "system": api.ROLE_SYSTEM,
+    "developer": api.ROLE_SYSTEM,
+    "user": api.ROLE_USER,
+    "assistant": api.ROLE_ASSISTANT,
+}
+_NEEDED: Final = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": (),
+}
+"""Kinds of items, and their fields that must be set."""
+REFERENCE: Final = "item_reference"
+
+
+class Part(ApiObject):
+    """A part of a content."""
+
+    type: str = "text"
+    text: str | None = None
+    refusal: str | None = None
+
+
+def _parts(value: object) -> object:
+    """A text is a list of one part."""
+    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
+
+
+Content = Annotated[list[Part] | None, Field(max_length=MAX_CONTENT_PARTS), BeforeValidator(_parts)]
+
+
+class Item(ApiObject):
+    """One item, of any kind."""
+
+    type: str = "message"
+    id: str | None = None
+    status: str | None = None
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: Content = None
+    """Of a message and of thinking."""
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: Content = None
+    summary: Content = None
+    """Of thinking, where the thinking itself is not given."""
+
+    def refused(self, path: str) -> Iterator[Violation]:
+        """Violations: a kind that is not supported, missing fields, parts without text."""
+        if self.type not in _NEEDED:
+            known = ", ".join(_NEEDED)
+            yield Violation(f"{path}.type", f"is not supported: there are {known}")
+            return
+        for name in _NEEDED[self.type]:
+            if getattr(self, name) is None:
+                yield Violation(f"{path}.{name}", "must be set")
+        for name in ("content", "output", "summary"):
+            for index, part in enumerate(getattr(self, name) or ()):
+                where = f"{path}.{name}[{index}]"
+                if part.type not in TEXTS:
+                    yield Violation(f"{where}.type", "only parts with text are supported")
+                elif part.text is None and part.refusal is None:
+                    yield Violation(f"{where}.text", "must be set")
+
+
+def text_of(parts: Sequence[Part] | None) -> str:
+    """The texts of a content, a line each, as in a chat."""
+    return "\n".join(part.text or part.refusal or "" for part in parts or ())
+
+
+class Source(NamedTuple):
+    """An item and its path in the request; for an item of the store, the field that named it."""
+
+    item: Item
+    path: str
+
+
+class Turns:
+    """The turns that items stand for, in order, and where each came from."""
+
+    def __init__(self) -> None:
+        self.messages: list[api.ChatMessage] = []
+        self._paths: list[str] = []
+        self._call_paths: dict[tuple[int, int], str] = {}
+        self._is_open = False
+        """Whether the last turn is the assistant's and may have further items."""
+        self._called_last = False
+
+    def add(self, item: Item, path: str) -> None:
+        """Adds the next item."""
+        match item.type:
+            case "function_call":
+                self._call(item, path)
+            case "function_call_output":
+                message = self._begin(api.ROLE_TOOL, path)
+                message.content, message.tool_call_id = text_of(item.output), item.call_id or ""
+            case "reasoning":
+                self._think(item, path)
+            case _ if item.role == "assistant":
+                self._say(item, path)
+            case _:
+                message = self._begin(_ROLES[item.role or "user"], path)
+                message.content = text_of(item.content)
+
+    def name_of(self, path: str) -> str | None:
+        """The path of an item for a path below `input.chat.messages`; None for another one."""
+        found = re.fullmatch(
+            r"input\.chat\.messages\[(\d+)\](?:\.tool_calls\[(\d+)\])?(.*)", path, re.DOTALL
+        )
+        if found is None:
+            return None
+        turn, call = int(found[1]), found[2]
+        where = self._paths[turn] if call is None else self._call_paths[turn, int(call)]
+        return f"{where}{found[3]}" if "[" in where else where
+
+    def _begin(self, role: api.Role.ValueType, path: str) -> api.ChatMessage:
+        self.messages.append(api.ChatMessage(role=role))
+        self._paths.append(path)
+        self._is_open, self._called_last = role == api.ROLE_ASSISTANT, False
+        return self.messages[-1]
+
+    def _assistants(self, path: str, *, joins: bool) -> api.ChatMessage:
+        """The open turn of the assistant, if this item belongs to it."""
+        return (
+            self.messages[-1] if self._is_open and joins else self._begin(api.ROLE_ASSISTANT, path)
+        )
+
+    def _call(self, item: Item, path: str) -> None:
+        turn = self._assistants(path, joins=True)
+        self._call_paths[len(self.messages) - 1, len(turn.tool_calls)] = path
+        turn.tool_calls.add(
+            id=item.call_id or "", name=item.name or "", arguments=item.arguments or ""
+        )
+        self._called_last = True
+
+    def _think(self, item: Item, path: str) -> None:
+        last = self.messages[-1] if self.messages else None
+        begins = last is None or bool(last.content or last.tool_calls)
+        turn = self._assistants(path, joins=not begins)
+        turn.reasoning += text_of(item.content or item.summary)
+
+    def _say(self, item: Item, path: str) -> None:
+        last = self.messages[-1] if self.messages else None
+        is_new = last is not None and bool(last.content) and not self._called_last
+        turn = self._assistants(path, joins=not is_new)
+        turn.content += text_of(item.content)
+        self._called_last = False
