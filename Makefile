@@ -8,6 +8,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
 RUNS ?= 500
+MINUTES ?= 10
 SEED ?= $(shell date +%s)
 export PROMPT
 
@@ -25,7 +26,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo up install install-dev install-debian test test-slow test-clients breakages chaos lint format protos docs wheels clean
+.PHONY: help demo up install install-dev install-debian test test-slow test-clients test-turn breakages chaos lint format protos docs wheels clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -53,6 +54,9 @@ test-slow: install-dev ## What takes minutes
 
 test-clients: install-dev ## Clients that others wrote
 	$(BIN)/python tests/side_by_side.py --one --clients -m clients $(PYTEST_ARGS)
+
+test-turn: install-dev ## A part of the two above, another one with each commit: MINUTES=10
+	$(BIN)/python tests/side_by_side.py --one --slow --clients -m "slow or clients" --minutes $(MINUTES) $(PYTEST_ARGS)
 
 breakages: install-dev ## Break the product on purpose: each fault must be caught; ONLY=NAME for one of them
 	$(BIN)/python tests/breakages.py $(ONLY)

@@ -1,4 +1,7 @@
-"""What every test can use: `--slow`, reasons for skipping, the demo model, names of hosts."""
+"""What every test can use: `--slow`, reasons for skipping, the demo model, names of hosts.
+
+`suite_plugins` measures runs, and orders those that have only some minutes (`--minutes`).
+"""
 
 import os
 import signal
@@ -10,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 from stand_in_names import Names, lookup
+from suite_plugins import Files, Progress, Turn, this_turn
 
 from serving.garbage import set_apart
 from serving.models import demo_model as demo
@@ -30,12 +34,24 @@ for name, examples in (("baton", 200), ("slow", 2000)):
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests that take minutes, too")
     parser.addoption("--clients", action="store_true", help="run clients of others, too")
+    parser.addoption("--minutes", type=float, help="begin no test after these; see suite_plugins")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # As in the background of a shell.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     settings.load_profile("slow" if config.getoption("--slow") else "baton")
+    config.pluginmanager.register(Files())
+    if (minutes := config.getoption("--minutes")) is not None:
+        config.pluginmanager.register(Turn(this_turn(), minutes))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    config = session.config
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if terminal and (config.getoption("--slow") or config.getoption("--clients")):
+        config.pluginmanager.register(Progress(terminal))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -11,6 +11,9 @@ Many tests hold something to a bound on time, and a machine may stand still for 
 at most `FEW` tests of a part failed, they are run once more, alone, when both parts have ended. Who
 passes then is named at the end as passed on the second try; who fails twice has failed.
 
+At the end it names the files that took the most CPU time, and says how much the whole run took with
+all processes that it started and that have ended.
+
 The exit status is that of the part that fared worse; 0 means that all is well.
 """
 
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -25,9 +29,13 @@ import threading
 import time
 from pathlib import Path
 
+from suite_plugins import FILES_KEY
+
 ROOT = Path(__file__).resolve().parent.parent
 WAITING = ("tests/e2e", "tests/chaos", "tests/compose")
 ONE = "--one"
+SLOWEST = 20
+"""So many files are named."""
 FEW = 3
 """As many tests may fail by a stall; more that fail are a fault."""
 FAILED = 1
@@ -85,6 +93,11 @@ class Part:
         self.passed_again = failed
         return 0
 
+    def files(self) -> dict[str, list[float]]:
+        """CPU seconds, seconds and number of tests of the last run, by file."""
+        kept = self._cache / "v" / FILES_KEY
+        return json.loads(kept.read_text()) if kept.exists() else {}
+
     def _start(self, *more: str) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "pytest", *self._arguments, *more],
@@ -115,7 +128,9 @@ def run(parts: list[Part]) -> int:
         statuses = [part.wait() for part in parts]
     except KeyboardInterrupt:  # which both processes got, too: they end by themselves
         statuses = [part.wait() for part in parts]
+    files = {name: spent for part in parts for name, spent in part.files().items()}
     statuses = [part.try_again(status) for part, status in zip(parts, statuses, strict=True)]
+    tell_slowest(files)
     for part in parts:
         print(f"{part.name:8} {part.last_line}")
         for test in part.passed_again:
@@ -123,6 +138,14 @@ def run(parts: list[Part]) -> int:
     if len(parts) > 1 and statuses.count(NO_TESTS) == 1:
         statuses.remove(NO_TESTS)
     return max(map(abs, statuses))
+
+
+def tell_slowest(files: dict[str, list[float]]) -> None:
+    """Names the files that took the most CPU time."""
+    print(f"the {SLOWEST} slowest files:    CPU s       s  tests")
+    slowest = sorted(files.items(), key=lambda file: file[1], reverse=True)[:SLOWEST]
+    for name, (cpu_s, wall_s, tests) in slowest:
+        print(f"  {name:44} {cpu_s:6.1f} {wall_s:7.1f} {tests:6.0f}")
 
 
 def main(arguments: list[str]) -> int:
@@ -139,7 +162,9 @@ def main(arguments: list[str]) -> int:
         parts = {"clusters": [*arguments, *WAITING], "units": [*arguments, *others]}
     with tempfile.TemporaryDirectory() as caches:
         status = run([Part(name, given, Path(caches, name)) for name, given in parts.items()])
-    print(f"took {time.monotonic() - began_s:.0f} s")
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = spent.ru_utime + spent.ru_stime
+    print(f"took {time.monotonic() - began_s:.0f} s, and {cpu_s:.0f} s of CPU time")
     return status
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from side_by_side import FAILED, FEW, NO_TESTS, Part, main, run
+from suite_plugins import TENTHS, in_turn
 
 SOUND = "def test_sound(): pass\n"
 BROKEN = "def test_broken(): assert False\n"
@@ -20,10 +22,11 @@ def test_stalled():
 """
 
 
-def part(folder: Path, name: str, *texts: str) -> Part:
+def part(folder: Path, name: str, *texts: str, conftest: str = "") -> Part:
     tests = folder / name
     tests.mkdir()
-    (tests / "pytest.ini").write_text("[pytest]\n")
+    (tests / "pytest.ini").write_text(f"[pytest]\npythonpath = {Path(__file__).parent}\n")
+    (tests / "conftest.py").write_text(conftest)
     for number, text in enumerate(texts):
         (tests / f"test_{number}.py").write_text(text)
     return Part(name, ["-q"], folder / "caches" / name, tests)
@@ -76,3 +79,30 @@ def test_one_part_may_have_nothing_to_run(tmp_path: Path) -> None:
     assert run([part(tmp_path, "one"), part(tmp_path, "two", SOUND)]) == 0
     assert run([part(tmp_path, "three"), part(tmp_path, "four")]) == NO_TESTS
     assert run([part(tmp_path, "five")]) == NO_TESTS
+
+
+def test_ten_turns_in_a_row_begin_with_everything() -> None:
+    names = [f"test_{file}.py::test_{file}[{case}]" for file in range(70) for case in range(file)]
+    items = [SimpleNamespace(nodeid=name) for name in names]
+    for first in (0, 7, 1234):
+        turns = [in_turn(items, first + turn) for turn in range(TENTHS)]
+        assert all(sorted(map(id, turn)) == sorted(map(id, items)) for turn in turns)
+        begun = {item.nodeid for turn in turns for item in turn[: len(items) // 8]}
+        assert begun == set(names)
+
+
+TURN = """
+from suite_plugins import Turn
+def pytest_configure(config): config.pluginmanager.register(Turn(number=3, minutes={minutes}))
+"""
+
+
+@pytest.mark.parametrize(("minutes", "told"), [(0, "1 of 1"), (9, "0 of 1")])
+def test_what_a_turn_does_not_reach_is_named_and_does_not_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], minutes: int, told: str
+) -> None:
+    one = part(tmp_path, "one", BROKEN, conftest=TURN.format(minutes=minutes))
+    assert run([one]) == int(minutes > 0)
+    shown = capsys.readouterr().out
+    assert f"turn 3: {told} tests not reached in {minutes} minutes" in shown
+    assert ("not reached: test_0.py::test_broken (1)" in shown) == (minutes == 0)
