@@ -33,7 +33,7 @@ from console.loadgen.trace_files import read_trace
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.loop.pacing import LaunchPacer
-from engine.schedule.step import StepPlan
+from engine.step.plan import StepPlan
 from engine.types import Event, NewTokens, Request, RequestFailed, SequenceEnded, StopRules
 
 PIECE = 192

@@ -46,7 +46,7 @@ from router.placement.placing import Piece, usual_piece
 from router.workers.load_estimate import Capacity, LoadEstimate
 
 if TYPE_CHECKING:
-    from engine.schedule.step import StepPlan
+    from engine.step.plan import StepPlan
     from router.placement.policies import Policy
     from router.workers.link import WorkerLink
 

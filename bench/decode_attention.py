@@ -28,12 +28,12 @@ from typing import Any
 import torch
 from triton.runtime.errors import OutOfResources
 
-from engine.attention import AttentionSpec
 from engine.attention.parts import FP8, PLAIN, Division, Tiles, division, lengths_differ
 from engine.cuda.decode_attention import decode_attention
 from engine.cuda.kv.fp8_decode import decode_attention_fp8
-from engine.pages.fp8_pool import Fp8Pool
-from engine.pages.kv_pool import PlainPool
+from engine.pool.fp8_pool import Fp8Pool
+from engine.pool.kv_pool import PlainPool
+from engine.step.attention import AttentionSpec
 
 KV_HEADS, GROUP, DIM, PAGE_TOKENS, LAYERS = 8, 4, 128, 16, 4
 CALLS, REPLAYS = 8, 5

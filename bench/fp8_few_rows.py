@@ -44,7 +44,7 @@ from engine.model.precision.fp8 import Fp8Blocks, Fp8Channels, scaled_rows
 from engine.model.precision.rounding import Rounded, Rounding, restored, round_rows
 from engine.model.region import Region
 from engine.model.shard import Shard
-from engine.ranks.collective import Alone
+from engine.step.collective import Alone
 
 ROWS: Final = (1, 16, 64, 128)
 PROCESSES: Final = 12

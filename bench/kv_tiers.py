@@ -34,11 +34,11 @@ import torch
 
 from bench.tier_engine import GIB, ROWS, Clients, measure
 from engine.bounds import Bounds
-from engine.loop.executor import NullExecutor
 from engine.loop.step_loop import StepLoop
 from engine.pages.blocks import BlockManager
 from engine.sampling import Sampler
 from engine.schedule.scheduler import Scheduler
+from engine.step.executor import NullExecutor
 from engine.tiers.arena import HostArena
 from engine.tiers.build import StoreConfig, build_tiers
 from engine.tiers.movers import PageMover, mover_for

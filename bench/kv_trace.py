@@ -30,12 +30,12 @@ import numpy as np
 import torch
 
 from engine.bounds import Bounds
-from engine.loop.executor import NullExecutor
 from engine.loop.step_loop import StepLoop
 from engine.pages.blocks import BlockManager
 from engine.pages.eviction import EVICTION_POLICIES
 from engine.sampling import Sampler
 from engine.schedule.scheduler import Scheduler
+from engine.step.executor import NullExecutor
 from engine.tiers import fetching, saving
 from engine.tiers.build import StoreConfig, build_tiers
 from engine.types import Event, Request, RequestFailed, SamplingParams, SequenceEnded, StopRules

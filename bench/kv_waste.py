@@ -17,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.bounds import Bounds
-from engine.loop.executor import NullExecutor
 from engine.loop.step_loop import hand_out
 from engine.pages.blocks import BlockManager
 from engine.sampling import Sampler
@@ -25,7 +24,8 @@ from engine.schedule.admission import admit
 from engine.schedule.planning import plan_step
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.settling import settle_step
-from engine.schedule.step import StepPlan
+from engine.step.executor import NullExecutor
+from engine.step.plan import StepPlan
 from engine.types import Event, Request, SamplingParams, StopRules
 
 PAGE_SIZES = (16, 64, 128)

@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
+from engine.eager.executor import TorchExecutor
 from engine.engine import Engine
-from engine.loop.executor import TorchExecutor
 from engine.types import Event, Request, RequestFailed, SamplingParams, SequenceEnded, StopRules
 
 TEXT = Path(__file__).with_name("texts") / "docs.txt"

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from engine.cuda.kernels import add_rms_norm
 from engine.cuda.ranks.collective import CudaCollective
-from engine.ranks.collective import GroupCollective
+from engine.eager.collective import GroupCollective
 
 HIDDEN: Final = 5120
 ROWS: Final = (1, 4, 16, 64, 128, 256)

@@ -45,10 +45,10 @@ import torch
 from bench import sparse_checkpoint
 from bench.rank_workers import hand_off, kill
 from engine.config import EngineConfig
+from engine.eager.collective import GlooCollective
 from engine.engine import Engine
 from engine.model import load_model
 from engine.model.shard import Shard
-from engine.ranks.collective import GlooCollective
 from engine.types import (
     Event,
     Request,

@@ -37,9 +37,9 @@ from bench import sparse_steps
 from bench.sparse_steps import quest
 from engine.building import backend_of, load, make_pool, torch_steps
 from engine.config import EngineConfig
-from engine.ranks.collective import Alone
-from engine.sampling import SamplePlan
-from engine.schedule.step import StepPlan
+from engine.step.collective import Alone
+from engine.step.plan import StepPlan
+from engine.step.sampling import SamplePlan
 
 TEXT = Path(__file__).with_name("texts") / "long.txt"
 TEXT_SHA256 = "04f8e76d0fa62c91b86e912ba2229ac41c59d93a9c37cd00ac1f7fe5f8a11b36"

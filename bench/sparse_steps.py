@@ -48,11 +48,11 @@ from torch import Tensor
 from bench.engine import SHAPE
 from engine.building import build_executor, load, make_pool
 from engine.config import EngineConfig
-from engine.hooks.protocol import AttentionHook, Hook
-from engine.loop.executor import Executor, Launched
-from engine.ranks.collective import Alone
 from engine.sampling import Sampler
-from engine.schedule.step import StepPlan
+from engine.step.collective import Alone
+from engine.step.executor import Executor, Launched
+from engine.step.hooks import AttentionHook, Hook
+from engine.step.plan import StepPlan
 from engine.types import SamplingParams, StopRules
 
 QUEST = Path(__file__).parents[1] / "examples" / "hook-quest"

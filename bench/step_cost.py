@@ -27,7 +27,6 @@ from opentelemetry.context import Context
 from baton.worker.v1 import worker_pb2
 from decode_service.service import DecodeService
 from engine.bounds import Bounds
-from engine.loop.executor import NullExecutor
 from engine.loop.step_loop import hand_out
 from engine.pages.blocks import BlockManager
 from engine.sampling import Sampler
@@ -35,7 +34,8 @@ from engine.schedule.admission import admit
 from engine.schedule.planning import plan_step
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.settling import settle_step
-from engine.schedule.step import StepPlan
+from engine.step.executor import NullExecutor
+from engine.step.plan import StepPlan
 from engine.types import EngineLoad
 from kv_transfer.events import TransferCounters
 from kv_transfer.specs import ReceiveSpec

@@ -32,12 +32,13 @@ from bench.engine import SHAPE
 from engine.attention import choose_backend
 from engine.attention.paged import PagedAttention
 from engine.bounds import Bounds
+from engine.cuda.attention_kernels import CudaKernels
 from engine.cuda.executor import CudaExecutor
 from engine.cuda.steps import shapes
 from engine.model import load_model
-from engine.pages.pools import POOLS, pool_type
+from engine.pool.kinds import POOLS, pool_type
 from engine.sampling import Sampler
-from engine.schedule.step import StepPlan
+from engine.step.plan import StepPlan
 from engine.types import SamplingParams, StopRules
 
 PAGE_TOKENS = 16
@@ -76,7 +77,7 @@ class Stepper:
             self._sampler.assign(
                 slot, SamplingParams(temperature=0.0), StopRules(99), 0, NOTHING, NOTHING
             )
-        attention = choose_backend(backend, self._pool, loaded.model.attention_specs)
+        attention = choose_backend(backend, self._pool, loaded.model.attention_specs, CudaKernels())
         assert isinstance(attention, PagedAttention), f"{backend} reads no pages"
         bounds = Bounds(
             max_sequences=SLOTS,

@@ -29,7 +29,7 @@ from baton.inference.v1 import inference_pb2 as api
 from bench import engine as gpu
 from engine.engine import Engine
 from engine.masks.matchers import LIMITS, MASK_THREADS, MaskFiller, Masks, TokenMatcher
-from engine.masks.rules import words_of
+from engine.step.sampling import words_of
 from engine.types import SamplingParams
 from router.structure.grammar import Grammar
 from serving.models import demo_model

@@ -11,25 +11,28 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine import memory
-from engine.attention import AttentionBackend, AttentionError, choose_backend
+from engine.attention import AttentionError, choose_backend
 from engine.attention.paged import PagedAttention
 from engine.checkpoints import Weights
 from engine.config import EngineConfig
-from engine.hooks.attention import HookedAttention
+from engine.cuda.attention_kernels import CudaKernels
+from engine.eager.executor import TorchExecutor
+from engine.eager.steps import TorchSteps
+from engine.hooks.attention import HookedAttention, MakeBackend
 from engine.hooks.opening import attach, bytes_beside, open_hooks
-from engine.hooks.protocol import Hook, HookError, HookSite
 from engine.hooks.steps import StepHooks
 from engine.hooks.warming import warm
-from engine.loop.executor import Executor, TorchExecutor
-from engine.loop.running import TorchSteps
 from engine.model import LoadedModel, load_model
 from engine.model.loading import Check
 from engine.model.precision.int4 import compile_all
 from engine.model.shard import Shard
-from engine.pages.kv_pool import KvPool
-from engine.pages.pools import pool_type
-from engine.ranks.collective import Collective
+from engine.pool.kinds import pool_type
+from engine.pool.kv_pool import KvPool
 from engine.sampling import Sampler
+from engine.step.attention import AttentionBackend
+from engine.step.collective import Collective
+from engine.step.executor import Executor
+from engine.step.hooks import Hook, HookError, HookSite
 from engine.tiers.arena import HostArena
 from engine.tiers.touching import HostMemoryError
 
@@ -247,7 +250,7 @@ def torch_steps(
     step_hooks, site = own
     _warm(config, loaded, step_hooks, site, torch.int64)
     if step_hooks.attends:
-        backend = HookedAttention(partial(choose_backend, config.attention), site, step_hooks)
+        backend = HookedAttention(_backends(config), site, step_hooks)
     return TorchSteps(loaded.model, pool, backend, *rest, step_hooks)
 
 
@@ -289,6 +292,10 @@ def _warm(
         raise EngineError(str(error)) from error
 
 
+def _backends(config: EngineConfig) -> MakeBackend:
+    return partial(choose_backend, config.attention, kernels=CudaKernels())
+
+
 def backend_of(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> AttentionBackend:
     """Attention over a rank's pool.
 
@@ -296,7 +303,7 @@ def backend_of(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> Atten
         EngineError: there is none as configured.
     """
     try:
-        return choose_backend(config.attention, pool, loaded.model.attention_specs)
+        return _backends(config)(pool, loaded.model.attention_specs)
     except AttentionError as error:
         raise EngineError(str(error)) from error
 
@@ -327,7 +334,7 @@ def _hooked(
         _warm(config, loaded, step_hooks, site, torch.int32)
     if not step_hooks.chooses:
         return Hooked(step_hooks, ranks=several)
-    heads = choose_backend(config.attention, pool.by_head(), site.specs)
+    heads = _backends(config)(pool.by_head(), site.specs)
     assert isinstance(heads, PagedAttention), "a pool by heads is read as the pool is"
     return Hooked(step_hooks, ChosenAttention(attention, heads, site, step_hooks), several)
 

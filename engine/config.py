@@ -22,7 +22,7 @@ class EngineConfig(Bounds):
     quantization: str = ""
     """"fp8" rounds the weights of a float checkpoint while they are loaded; "": nothing."""
     kv_cache_dtype: str = "auto"
-    """How KV is stored, one of `engine.pages.pools.POOLS`; auto: in the model's dtype."""
+    """How KV is stored, one of `engine.pool.kinds.POOLS`; auto: in the model's dtype."""
     device: str = "auto"
     """"cpu", "cuda", "cuda:1"; auto: cuda where there is one."""
     tp: int = 1

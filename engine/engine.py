@@ -26,7 +26,6 @@ from engine.building import (
 )
 from engine.checkpoints import Weights
 from engine.config import EngineConfig
-from engine.hooks.protocol import Hook
 from engine.hooks.requests import RequestHooks
 from engine.loop.fetch_port import FetchPort
 from engine.loop.profiling import StepProfiler
@@ -36,16 +35,17 @@ from engine.model import LoadedModel
 from engine.model.shard import Shard
 from engine.pages.blocks import BlockManager
 from engine.pages.eviction import EVICTION_POLICIES
-from engine.pages.kv_pool import KvPool
 from engine.pages.poison import PagePoison
-from engine.pages.pools import PoolError, pool_type
 from engine.pages.prefix import TellPages, tell_pages
 from engine.pages.watch import CacheEvent, CacheEvents
+from engine.pool.kinds import PoolError, pool_type
+from engine.pool.kv_pool import KvPool
 from engine.ranks.keeper import Pulse, RankError
 from engine.ranks.leader import HostRanks, NoRanks, Ranks
 from engine.sampling import Sampler
 from engine.schedule.policies import POLICIES
 from engine.schedule.scheduler import Scheduler
+from engine.step.hooks import Hook
 from engine.tiers.build import StoreConfig, build_tiers
 from engine.tiers.protocol import PageTiers
 from engine.tiers.stores.protocol import StoreError

@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 TokenIds = NDArray[np.int32]
 PageIds = NDArray[np.int32]
+SCRATCH_PAGE = 0
+"""Padding is written to this page. Nobody holds it."""
 
 
 class Mode(enum.Enum):

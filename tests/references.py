@@ -114,7 +114,7 @@ def rounding_cache() -> Any:
     stores them."""
     from transformers import DynamicCache
 
-    from engine.pages.fp8_rounding import round_rows, widen
+    from engine.pool.fp8_rounding import round_rows, widen
 
     class RoundingCache(DynamicCache):
         def update(self, key_states: Any, value_states: Any, *args: Any, **options: Any) -> Any:

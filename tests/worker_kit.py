@@ -33,7 +33,7 @@ from engine.pages.blocks import BlockManager
 from engine.pages.eviction import EVICTION_POLICIES
 from engine.sampling import Sampler
 from engine.schedule.scheduler import Scheduler
-from engine.schedule.step import StepPlan, StepResult
+from engine.step.plan import StepPlan, StepResult
 from engine.types import ModelInfo
 from fetch_service.fetching import FetchService
 from fetch_service.holding import HoldService

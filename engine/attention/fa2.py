@@ -14,9 +14,9 @@ from types import ModuleType
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.base import Specs
 from engine.attention.paged import PagedAttention, PagedStep, views_of, window_of
-from engine.pages.kv_pool import KvPool
+from engine.pool.kv_pool import KvPool
+from engine.step.attention import Specs
 
 PAGE_MULTIPLE = 256
 

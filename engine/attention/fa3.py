@@ -13,10 +13,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.attention.base import AttentionSpec, Specs
 from engine.attention.paged import PagedAttention, PagedStep, views_of
 from engine.attention.parts import PLAIN, Division, division
-from engine.pages.kv_pool import KvPool
+from engine.pool.kv_pool import KvPool
+from engine.step.attention import AttentionSpec, Specs
 
 LONG_PIECE = 192
 LONG_PIECE_SPLITS = 2

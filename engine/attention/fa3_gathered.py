@@ -11,11 +11,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.attention.base import AttentionBatch, Specs
 from engine.attention.fa3 import DecodeKernel, Fa3Backend, splits_of
 from engine.attention.paged import PagedStep
 from engine.attention.parts import FP8
-from engine.pages.kv_pool import KvPool
+from engine.pool.kv_pool import KvPool
+from engine.step.attention import AttentionBatch, Specs
 
 
 class Gather(Protocol):

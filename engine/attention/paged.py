@@ -22,10 +22,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.attention.base import AttentionBatch, AttentionSpec, Specs
 from engine.attention.beside import Beside
 from engine.attention.parts import lengths_differ
-from engine.pages.kv_pool import KvPool
+from engine.pool.kv_pool import KvPool
+from engine.step.attention import AttentionBatch, AttentionSpec, Specs
 
 Decode = Callable[[int, Tensor], Tensor | None]
 """Attention of decode rows [B, Hq, D] in a layer; None: it has none of its own there."""

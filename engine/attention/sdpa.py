@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.base import AttentionBatch, AttentionSpec, Specs
-from engine.pages.kv_pool import KvPool
+from engine.pool.kv_pool import KvPool
+from engine.step.attention import AttentionBatch, AttentionSpec, Specs
 
 HIDDEN = float("-inf")
 

@@ -8,13 +8,14 @@ from collections.abc import Callable
 
 import torch
 
-from engine.attention.base import AttentionBackend, Specs
 from engine.attention.fa2 import PAGE_MULTIPLE, Fa2Backend
 from engine.attention.fa3 import Fa3Backend, sinks_option
 from engine.attention.fa3_gathered import Fa3GatheredBackend
+from engine.attention.kernels import OwnKernels
 from engine.attention.sdpa import SdpaBackend
 from engine.attention.triton import TritonBackend
-from engine.pages.kv_pool import KvPool
+from engine.pool.kv_pool import KvPool
+from engine.step.attention import AttentionBackend, Specs
 
 log = logging.getLogger("baton.engine")
 
@@ -29,13 +30,14 @@ class AttentionError(Exception):
     """The requested backend does not exist or cannot run here."""
 
 
-def choose_backend(name: str, pool: KvPool, specs: Specs) -> AttentionBackend:
+def choose_backend(name: str, pool: KvPool, specs: Specs, kernels: OwnKernels) -> AttentionBackend:
     """Builds the backend called `name`, or the best one for the pool's device for "auto".
 
     Args:
         name: one of `BACKENDS`.
         pool: the pool with K and V.
         specs: attention of each layer.
+        kernels: those of our own, for backends that take some.
 
     Raises:
         AttentionError: there is no such backend, or it cannot run here.
@@ -46,12 +48,12 @@ def choose_backend(name: str, pool: KvPool, specs: Specs) -> AttentionBackend:
         if obstacle := _OBSTACLES[name](pool, specs):
             raise AttentionError(f"attention backend {name} cannot run here: {obstacle}")
         log.info("attention: %s (as configured)", name)
-        return _BUILDERS[name](pool, specs)
+        return _BUILDERS[name](pool, specs, kernels)
     obstacles = {other: _OBSTACLES[other](pool, specs) for other in BACKENDS[1:]}
     best = next(other for other, obstacle in obstacles.items() if not obstacle)
     reasons = "; ".join(f"not {other}: {why}" for other, why in obstacles.items() if why)
     log.info("attention: %s (%s)", best, reasons or "the best backend")
-    return _BUILDERS[best](pool, specs)
+    return _BUILDERS[best](pool, specs, kernels)
 
 
 def _fa3_obstacle(pool: KvPool, specs: Specs) -> str:
@@ -124,27 +126,24 @@ def _import_obstacle(library: str) -> str:
     return ""
 
 
-def _build_fa3(pool: KvPool, specs: Specs) -> AttentionBackend:
+def _build_fa3(pool: KvPool, specs: Specs, kernels: OwnKernels) -> AttentionBackend:
     library = importlib.import_module("flash_attn_interface")
     if pool.gathers:
-        from engine.cuda.kv.fp8_decode import decode_attention_fp8
-        from engine.cuda.kv.fp8_gather import Gatherer
-
-        return Fa3GatheredBackend(pool, specs, library, decode_attention_fp8, Gatherer(pool))
-    from engine.cuda.decode_attention import decode_attention
-
-    return Fa3Backend(pool, specs, library, decode_attention)
+        gather = kernels.gather(pool)
+        return Fa3GatheredBackend(pool, specs, library, kernels.decode_fp8(), gather)
+    return Fa3Backend(pool, specs, library, kernels.decode())
 
 
-def _build_fa2(pool: KvPool, specs: Specs) -> AttentionBackend:
+def _build_fa2(pool: KvPool, specs: Specs, _kernels: OwnKernels) -> AttentionBackend:
     return Fa2Backend(pool, specs, importlib.import_module("flash_attn"))
 
 
-def _build_triton(pool: KvPool, specs: Specs) -> AttentionBackend:
-    from engine.cuda.decode_attention import decode_attention
-    from engine.cuda.kv.prompt_attention import prompt_attention
+def _build_triton(pool: KvPool, specs: Specs, kernels: OwnKernels) -> AttentionBackend:
+    return TritonBackend(pool, specs, kernels.prompt(), kernels.decode())
 
-    return TritonBackend(pool, specs, prompt_attention, decode_attention)
+
+def _build_sdpa(pool: KvPool, specs: Specs, _kernels: OwnKernels) -> AttentionBackend:
+    return SdpaBackend(pool, specs)
 
 
 _OBSTACLES: dict[str, Callable[[KvPool, Specs], str]] = {
@@ -153,9 +152,9 @@ _OBSTACLES: dict[str, Callable[[KvPool, Specs], str]] = {
     "triton": _triton_obstacle,
     "sdpa": _no_obstacle,
 }
-_BUILDERS: dict[str, Callable[[KvPool, Specs], AttentionBackend]] = {
+_BUILDERS: dict[str, Callable[[KvPool, Specs, OwnKernels], AttentionBackend]] = {
     "fa3": _build_fa3,
     "fa2": _build_fa2,
     "triton": _build_triton,
-    "sdpa": SdpaBackend,
+    "sdpa": _build_sdpa,
 }

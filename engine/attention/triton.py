@@ -11,11 +11,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.attention.base import AttentionSpec, Specs
 from engine.attention.fa3 import DecodeKernel
 from engine.attention.paged import PagedAttention, PagedStep
 from engine.attention.parts import division
-from engine.pages.kv_pool import KvPool
+from engine.pool.kv_pool import KvPool
+from engine.step.attention import AttentionSpec, Specs
 
 
 class PromptKernel(Protocol):

@@ -18,11 +18,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from engine.attention.base import AttentionSpec
 from engine.attention.parts import LEAST_TOKENS_OF_FEW, Division
 from engine.cuda.early import early
 from engine.cuda.kernels import launch
-from engine.pages.kv_pool import KvPool
+from engine.pool.kv_pool import KvPool
+from engine.step.attention import AttentionSpec
 
 LOG2_E = 1.4426950408889634
 MERGE_WARPS = 1

@@ -42,14 +42,14 @@ from engine.cuda.steps.inputs import Inputs, attention_of, ends_of, narrowed_of
 from engine.cuda.steps.packing import PackedStep, counts_of, pack, reads_of, rows_of, stores_of
 from engine.cuda.steps.shapes import PROMPT_ROWS, Shape, Shapes
 from engine.cuda.steps.staging import StepStaging
-from engine.hooks.protocol import DecodeRows, Narrowed
-from engine.loop.executor import Launched
-from engine.loop.waiting import Read, StepWaiter
-from engine.masks.rules import words_of
+from engine.cuda.waiting import Read, StepWaiter
 from engine.model import Model
-from engine.pages.kv_pool import KvPool
-from engine.sampling import Masks, Sampler
-from engine.schedule.step import StepPlan, StepResult
+from engine.pool.kv_pool import KvPool
+from engine.sampling import Sampler
+from engine.step.executor import Launched
+from engine.step.hooks import DecodeRows, Narrowed
+from engine.step.plan import StepPlan, StepResult
+from engine.step.sampling import Masks, words_of
 from faults import failpoints
 
 Progress = Callable[[str, int, int], None]

@@ -23,7 +23,7 @@ from engine.model.config import Rope
 from engine.model.decoder import Layer
 from engine.model.head_norms import HeadNorm, WholeNorm
 from engine.model.precision.rounding import Rounded
-from engine.pages.kv_pool import KvPool
+from engine.pool.kv_pool import KvPool
 
 _STORES = {"fp8": rope_store_fp8}
 """Kernels that store K and V in another precision than the model's."""

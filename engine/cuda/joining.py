@@ -19,7 +19,7 @@ from engine.cuda.products.rounding import add_rms_norm_rounded, rms_norm_rounded
 from engine.cuda.ranks.collective import CudaCollective
 from engine.model.linear import RmsNorm
 from engine.model.precision.rounding import Rounded, Rounding
-from engine.ranks.collective import Collective
+from engine.step.collective import Collective
 
 
 class Join(NamedTuple):

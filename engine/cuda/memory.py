@@ -9,8 +9,8 @@ from engine.bounds import Bounds
 from engine.cuda.forward import FusedForward
 from engine.cuda.steps.shapes import LONGEST_GRAPH
 from engine.model import Model
-from engine.pages.blocks import SCRATCH_PAGE
-from engine.pages.kv_pool import KvPool
+from engine.pool.kv_pool import KvPool
+from engine.types import SCRATCH_PAGE
 
 CONTEXT_BYTES = 1 << 30
 """More than what CUDA itself takes for a process."""

@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention import AttentionBackend, AttentionBatch, Specs
-from engine.hooks.protocol import DecodeRows, HookSite, Narrowed
 from engine.hooks.steps import StepHooks
-from engine.pages.kv_pool import KvPool
+from engine.pool.kv_pool import KvPool
+from engine.step.attention import AttentionBackend, AttentionBatch, Specs
+from engine.step.hooks import DecodeRows, HookSite, Narrowed
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 MakeBackend = Callable[[KvPool, Specs], AttentionBackend]

@@ -6,9 +6,9 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 
-from engine.hooks.protocol import Hook
+from engine.step.hooks import Hook, HookFailure
 
 log = logging.getLogger("baton.engine")
 
@@ -20,16 +20,6 @@ LOG_AGAIN_S: Final = 10.0
 
 def _nothing(_result: object) -> None:
     """What most methods return."""
-
-
-class HookFailure(NamedTuple):
-    """A hook failed in a step."""
-
-    hook: int
-    """Its index, in the order in which hooks were named."""
-    name: str
-    point: str
-    """The method that raised, or in which it was found to be too slow."""
 
 
 Failures = Callable[[], tuple[HookFailure, ...]]

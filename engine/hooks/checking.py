@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.hooks.protocol import Narrowed, StepRows, Term
+from engine.step.hooks import Narrowed, StepRows, Term
 
 MOST: Final = np.iinfo(np.int32).max
 """Terms travel as int32."""

@@ -8,8 +8,8 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Final
 from urllib.parse import parse_qsl
 
-from engine.hooks.protocol import AttentionHook, Hook, HookError, HookSite
-from engine.pages.kv_pool import KvPool
+from engine.pool.kv_pool import KvPool
+from engine.step.hooks import AttentionHook, Hook, HookError, HookSite
 
 HOOKS: Final = "baton.hooks"
 ATTENTION: Final = "baton.attention"

@@ -8,18 +8,36 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import numpy as np
 
 from engine.bounds import UNBOUNDED
-from engine.hooks.calling import Caller, HookFailure
+from engine.hooks.calling import Caller
 from engine.hooks.checking import check_term
-from engine.hooks.protocol import AttentionHook, ExtensionError, Hook, Int32s, OnFailure, Term
+from engine.step.hooks import (
+    AttentionHook,
+    ExtensionError,
+    Hook,
+    HookFailure,
+    Int32s,
+    OnFailure,
+    Term,
+)
 from engine.types import FailureReason, Request, RequestFailed
 
-if TYPE_CHECKING:
-    from engine.schedule.sequences import ActiveRequest
+
+@dataclass(eq=False, slots=True)
+class HookedRequest:
+    """A request, and what the hooks have to do with it."""
+
+    request: Request
+    terms: tuple[int, ...] = ()
+    """By hook, if there are hooks (`engine.step.hooks.Term`)."""
+    heard_by: tuple[int, ...] = ()
+    """The hooks that hear of its end, by their indices."""
+    exact_tokens: int = UNBOUNDED
+    """KV that is decoded here from this index on is never keyed, since a hook has changed it."""
 
 
 class RequestHooks:
@@ -32,19 +50,19 @@ class RequestHooks:
         """By hook and slot; 0: the hook leaves the sequence alone."""
         self.failures: Counter[tuple[str, str]] = Counter()
         """By hook and point, since the start."""
-        self._ended: deque[tuple[int, ActiveRequest]] = deque()
+        self._ended: deque[tuple[int, HookedRequest]] = deque()
         """Requests that ended, each with the last step that may have a row of it."""
         self._settled_step = -1
 
-    def began(self, active: ActiveRequest) -> RequestFailed | None:
+    def began(self, hooked: HookedRequest) -> RequestFailed | None:
         """Asks the hooks about a request. Returns why it cannot run; None: it can."""
-        request = active.request
+        request = hooked.request
         if unknown := set(request.extensions) - self._names:
             return RequestFailed(request.id, FailureReason.EXTENSION, min(unknown))
         terms, refusal = [], None
         for caller in self._callers:
             try:
-                term = self._ask(caller, active)
+                term = self._ask(caller, hooked)
             except ExtensionError:
                 refusal = RequestFailed(request.id, FailureReason.EXTENSION, caller.hook.name)
                 break
@@ -56,20 +74,20 @@ class RequestHooks:
             terms.append(term.value if term else 0)
             if term:
                 exact = _exact_tokens(caller.hook, term, request)
-                active.exact_tokens = min(active.exact_tokens, exact)
-        active.terms = tuple(terms)
+                hooked.exact_tokens = min(hooked.exact_tokens, exact)
+        hooked.terms = tuple(terms)
         if refusal is not None:
-            self._tell_end(active)
+            self._tell_end(hooked)
         return refusal
 
-    def _ask(self, caller: Caller, active: ActiveRequest) -> Term | None:
+    def _ask(self, caller: Caller, hooked: HookedRequest) -> Term | None:
         """A hook's term for a request. A term that comes too late has an end, too.
 
         Raises:
             ExtensionError: the request's bytes mean nothing to it.
         """
         refused: list[ExtensionError] = []
-        request = active.request
+        request = hooked.request
 
         def request_began() -> Term | None:
             try:
@@ -81,7 +99,7 @@ class RequestHooks:
         def check(term: object) -> Term | None:
             checked = check_term(term)
             if checked is not None:
-                active.hooked += (caller.index,)
+                hooked.heard_by += (caller.index,)
             return checked
 
         caller.restart()
@@ -90,15 +108,15 @@ class RequestHooks:
             raise refused[0]
         return term
 
-    def entered(self, slot: int, active: ActiveRequest) -> None:
+    def entered(self, slot: int, hooked: HookedRequest) -> None:
         """A sequence of the request has got a slot."""
-        self.terms[:, slot] = active.terms
+        self.terms[:, slot] = hooked.terms
 
-    def ended(self, active: ActiveRequest, step: int) -> None:
+    def ended(self, hooked: HookedRequest, step: int) -> None:
         """The engine holds nothing of the request any more. Steps up to `step` may have a row of
         it, so its hooks hear of the end when that has settled."""
-        if active.hooked:
-            self._ended.append((step, active))
+        if hooked.heard_by:
+            self._ended.append((step, hooked))
             self.settled(self._settled_step)
 
     def settled(self, step: int) -> None:
@@ -107,22 +125,22 @@ class RequestHooks:
         while self._ended and self._ended[0][0] <= step:
             self._tell_end(self._ended.popleft()[1])
 
-    def _tell_end(self, active: ActiveRequest) -> None:
-        for index in active.hooked:
+    def _tell_end(self, hooked: HookedRequest) -> None:
+        for index in hooked.heard_by:
             caller = self._callers[index]
             caller.restart()
-            caller.call(caller.hook.request_ended, active.request.id)
+            caller.call(caller.hook.request_ended, hooked.request.id)
             if caller.failure:
                 self.count(caller.failure)
 
-    def leave(self, active: ActiveRequest, index: int) -> None:
-        """A hook leaves a request alone from now on. What it has done counts as inexact still."""
-        terms = list(active.terms)
+    def leave(self, hooked: HookedRequest, index: int, slots: Sequence[int]) -> None:
+        """A hook leaves a request, which has these slots, alone from now on. What it has done
+        counts as inexact still."""
+        terms = list(hooked.terms)
         terms[index] = 0
-        active.terms = tuple(terms)
-        for sequence in active.sequences:
-            if sequence.slot >= 0:
-                self.terms[:, sequence.slot] = terms
+        hooked.terms = tuple(terms)
+        for slot in slots:
+            self.terms[:, slot] = terms
 
     def hook(self, failure: HookFailure) -> Hook:
         """The hook that has failed."""
@@ -140,11 +158,11 @@ def _exact_tokens(hook: Hook, term: Term, request: Request) -> int:
     return len(request.prompt_ids) if chooses else UNBOUNDED
 
 
-def ask_hooks(hooks: RequestHooks | None, active: ActiveRequest) -> RequestFailed | None:
+def ask_hooks(hooks: RequestHooks | None, hooked: HookedRequest) -> RequestFailed | None:
     """Asks the hooks there are about a request that has come. See `RequestHooks.began`."""
     if hooks is not None:
-        return hooks.began(active)
-    request = active.request
+        return hooks.began(hooked)
+    request = hooked.request
     if not request.extensions:
         return None
     return RequestFailed(request.id, FailureReason.EXTENSION, min(request.extensions))

@@ -22,19 +22,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.hooks.calling import Caller, Failures, HookFailure
+from engine.hooks.calling import Caller, Failures
 from engine.hooks.checking import check_narrowed, check_wanted
-from engine.hooks.protocol import (
+from engine.step.collective import Collective
+from engine.step.hooks import (
     AttentionHook,
     DecodeRows,
     Hook,
     HookError,
+    HookFailure,
     HookSite,
     Narrowed,
     StepRows,
 )
-from engine.ranks.collective import Collective
-from engine.schedule.step import StepPlan
+from engine.step.plan import StepPlan
 
 
 def _hears_layers(hook: AttentionHook) -> bool:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from engine.hooks.protocol import DecodeRows, HookSite
 from engine.hooks.steps import StepHooks
-from engine.pages.blocks import SCRATCH_PAGE
+from engine.step.hooks import DecodeRows, HookSite
+from engine.types import SCRATCH_PAGE
 
 
 @torch.inference_mode()

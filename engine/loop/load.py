@@ -8,7 +8,7 @@ from engine.loop.rates import StepRates
 from engine.schedule.admission import grantable_pages
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequences import RequestState
-from engine.schedule.step import StepPlan
+from engine.step.plan import StepPlan
 from engine.types import EngineLoad, Mode
 
 _ACTIVE, _RESERVED, _HELD = RequestState.ACTIVE, RequestState.RESERVED, RequestState.HELD

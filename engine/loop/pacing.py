@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from engine.schedule.step import StepPlan
+from engine.step.plan import StepPlan
 
 SLACK_S: Final = 3e-4
 """Extra lead, seconds: the event loop may hold the interpreter this long when the wait is over."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from engine.schedule.step import StepPlan
+from engine.step.plan import StepPlan
 
 TELLING_TOKENS = 64
 """Least prompt tokens of a step that counts for the rate of computing prompts."""
@@ -154,5 +154,5 @@ def _averaged(old: float, new: float) -> float:
 
 def _mean_context(plan: StepPlan) -> float:
     """Tokens before a prompt token of the step, on average."""
-    before = sum((one.end - one.start) * (one.start + one.end) / 2 for one in plan.chunks)
-    return before / plan.prompt_tokens
+    new, after = plan.query_lens[plan.num_decodes :], plan.context_lens[plan.num_decodes :]
+    return float((new * (after - new / 2)).sum()) / plan.prompt_tokens

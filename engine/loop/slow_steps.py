@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Final
 
 from engine.schedule.scheduler import Scheduler
-from engine.schedule.step import StepPlan
+from engine.step.plan import StepPlan
 
 log = logging.getLogger("baton.engine")
 

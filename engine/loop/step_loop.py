@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from engine.loop.executor import Executor, Launched
 from engine.loop.load import load_of
 from engine.loop.pacing import LaunchPacer
 from engine.loop.profiling import StepProfiler
@@ -33,7 +32,8 @@ from engine.schedule.planning import plan_step
 from engine.schedule.recovery import is_lost, recover
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.settling import settle_step
-from engine.schedule.step import StepPlan
+from engine.step.executor import Executor, Launched
+from engine.step.plan import StepPlan
 from engine.types import EngineLoad, Event, Prefilled, Request, Sink
 from faults import failpoints
 

@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.step.sampling import words_of
 from engine.types import ThinkingBudget
 
 Bits = NDArray[np.int32]
@@ -142,11 +143,6 @@ def bits_of(token_ids: Iterable[int], vocab_size: int) -> Bits:
     flags = np.zeros(words_of(vocab_size) * 32, np.uint8)
     flags[ids] = 1
     return np.packbits(flags, bitorder="little").view(np.int32)
-
-
-def words_of(vocab_size: int) -> int:
-    """Words of 32 bits in a mask."""
-    return -(-vocab_size // 32)
 
 
 def _clear(bits: Bits, token_id: int) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.ranks.collective import Collective
+from engine.step.collective import Collective
 
 TOLD = 3
 """Numbers a row that a rank tells."""

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.attention import AttentionBackend, AttentionSpec, Specs
 from engine.model.best import best_of_parts
 from engine.model.config import ModelConfig, Rope
 from engine.model.experts.weights import ExpertWeights
@@ -29,7 +28,8 @@ from engine.model.precision.base import Format, Kernels, parameter
 from engine.model.precision.choice import Precision
 from engine.model.precision.packing import pack, product
 from engine.model.shard import Shard
-from engine.ranks.collective import Alone, Collective
+from engine.step.attention import AttentionBackend, AttentionSpec, Specs
+from engine.step.collective import Alone, Collective
 
 ALL = Shard()
 """The whole model."""

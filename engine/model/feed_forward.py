@@ -21,7 +21,7 @@ from engine.model.linear import Build, Linear
 from engine.model.places import Place, of_linear
 from engine.model.precision.base import Format
 from engine.model.shard import Shard
-from engine.ranks.collective import Alone
+from engine.step.collective import Alone
 
 ACTIVATIONS: Final[dict[Activation, Callable[[Tensor], Tensor]]] = {
     Activation.SILU: F.silu,

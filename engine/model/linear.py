@@ -16,7 +16,7 @@ from engine.model.precision.base import Part, parameter
 from engine.model.precision.choice import Precision
 from engine.model.precision.rounding import Rounded
 from engine.model.shard import Shard
-from engine.ranks.collective import Collective
+from engine.step.collective import Collective
 
 
 class Build(NamedTuple):

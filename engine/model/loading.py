@@ -28,7 +28,7 @@ from engine.model.precision.formats import read_format
 from engine.model.region import Range
 from engine.model.shard import Shard, check_ranks
 from engine.model.sources import Dummy, Safetensors, Source
-from engine.ranks.collective import Collective
+from engine.step.collective import Collective
 
 log = logging.getLogger("baton.engine")
 

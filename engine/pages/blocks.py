@@ -23,9 +23,8 @@ from engine.pages.arrivals import Arrivals
 from engine.pages.eviction import EvictionPolicy, LruEviction
 from engine.pages.lending import Lending, Loan
 from engine.pages.watch import CacheEventKind, CacheEvents, PageWatch, Unwatched
-from engine.types import PageIds
+from engine.types import SCRATCH_PAGE, PageIds
 
-SCRATCH_PAGE = 0
 AHEAD, AHEAD_SHARE = 8, 16
 """Bounds on the pages that are evicted ahead of time to make a run. The first is a multiple of the
 run's pages. The second is a divisor of the pool."""

@@ -20,8 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.pages.blocks import SCRATCH_PAGE
-from engine.types import PageIds
+from engine.types import SCRATCH_PAGE, PageIds
 
 logger = logging.getLogger(__name__)
 

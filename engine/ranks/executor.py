@@ -9,10 +9,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.loop.executor import Executor, Launched
 from engine.ranks.keeper import Keeper, RankError
-from engine.sampling import Masks
-from engine.schedule.step import StepPlan, StepResult
+from engine.step.executor import Executor, Launched
+from engine.step.plan import StepPlan, StepResult
+from engine.step.sampling import Masks
 
 REASON_S: Final = 2.0
 """A step that failed waits this long for the reason, seconds: the kernel tells of a dead rank a

@@ -38,9 +38,10 @@ from typing import Final, NamedTuple, TypeVar
 import numpy as np
 from torch import Tensor
 
-from engine.ranks.collective import Collective, Float64s, GroupCollective
+from engine.eager.collective import Float64s, GroupCollective
 from engine.ranks.keeper import Pulse, is_stopped
 from engine.ranks.skew import SkewHistory
+from engine.step.collective import Collective
 
 FILE: Final = "figures"
 STEPS, BUSY_S, WAITED_S, BEGAN_S, STEP_S, IS_BUSY, STAGE, SIGNS = range(8)

@@ -33,14 +33,11 @@ from engine.building import (
     resolved,
     torch_steps,
 )
-from engine.hooks.protocol import Hook
-from engine.loop.executor import Executor, Launched
-from engine.loop.running import TorchSteps
+from engine.eager.steps import TorchSteps
 from engine.model import LoadedModel, ModelError
 from engine.model.shard import Shard
-from engine.pages.kv_pool import KvPool
 from engine.parent import end_with_parent
-from engine.ranks.collective import CollectiveError
+from engine.pool.kv_pool import KvPool
 from engine.ranks.copies import begin_copying, send_memory
 from engine.ranks.figures import RankFigures, Stage, watched
 from engine.ranks.groups import device_of, group_on
@@ -60,7 +57,10 @@ from engine.ranks.process import (
     steps_of,
 )
 from engine.ranks.steps import decode
-from engine.schedule.step import StepPlan
+from engine.step.collective import CollectiveError
+from engine.step.executor import Executor, Launched
+from engine.step.hooks import Hook
+from engine.step.plan import StepPlan
 from engine.tiers.movers import mover_for
 from faults import failpoints
 

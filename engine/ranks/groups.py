@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.ranks.collective import GlooCollective, GroupCollective
+from engine.eager.collective import GlooCollective, GroupCollective
 
 
 def device_of(device: str, rank: int) -> torch.device:

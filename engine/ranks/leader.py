@@ -29,8 +29,6 @@ import torch
 import zmq
 
 from engine.config import EngineConfig
-from engine.loop.executor import Executor
-from engine.ranks.collective import Alone, Collective
 from engine.ranks.copies import DIRECTIONS, LOAD, SAVE, MemoryInbox, SharedMover
 from engine.ranks.executor import RankedExecutor
 from engine.ranks.figures import RankFigures, RankLoad, Stage, watched
@@ -51,6 +49,8 @@ from engine.ranks.process import (
     write_config,
 )
 from engine.ranks.steps import encode
+from engine.step.collective import Alone, Collective
+from engine.step.executor import Executor
 from engine.tiers.movers import PageMover
 
 MEET_LOOK_MS: Final = 50

@@ -13,8 +13,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.sampling import SamplePlan
-from engine.schedule.step import ScorePlan, StepPlan
+from engine.step.plan import ScorePlan, StepPlan
+from engine.step.sampling import SamplePlan
 
 Int32s = NDArray[np.int32]
 

@@ -30,7 +30,6 @@ plan alone, and nothing here waits for the device.
 """
 
 from engine.sampling.ops import Scores, score
-from engine.sampling.plan import Masks, SamplePlan
 from engine.sampling.sampler import Sampler, SampleResult
 
-__all__ = ["Masks", "SamplePlan", "SampleResult", "Sampler", "Scores", "score"]
+__all__ = ["SampleResult", "Sampler", "Scores", "score"]

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import enum
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.sampling.noise import uniform
-from engine.sampling.plan import (
+from engine.step.sampling import (
     I64,
     Adjustments,
     Draw,
+    Ints,
     LogprobRows,
     Nucleus,
     Penalties,
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
     from engine.types import SamplingParams, StopRules, TokenIds
 
-Ints = NDArray[np.integer[Any]]
 
 NARROW = 1024
 """Largest top-k for which a row's best logits are selected. Beyond it the row is sorted."""

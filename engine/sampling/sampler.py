@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.sampling import ops
-from engine.sampling.columns import Columns, Ints
+from engine.sampling.columns import Columns
 from engine.sampling.history import History
 
 if TYPE_CHECKING:
@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from engine.sampling.plan import (
+    from engine.step.sampling import (
         Adjustments,
         Draw,
+        Ints,
         LogprobRows,
         Masks,
         Nucleus,

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.masks.matchers import MaskFiller, TokenMatcher
-from engine.sampling import Masks
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequences import Sequence
-from engine.schedule.step import StepPlan
+from engine.step.plan import StepPlan
+from engine.step.sampling import Masks
 from engine.types import FailureReason, RequestFailed
 
 

@@ -22,14 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.bounds import UNBOUNDED
-from engine.pages.blocks import SCRATCH_PAGE
-from engine.sampling import SamplePlan
 from engine.schedule.preemption import preempt
 from engine.schedule.scheduler import Scheduler
-from engine.schedule.sequences import PrefillTask, Sequence
+from engine.schedule.sequences import ChunkPlan, PrefillTask, Sequence
 from engine.schedule.slots import SlotState
-from engine.schedule.step import ChunkPlan, Int32s, ScorePlan, StepPlan
-from engine.types import Mode, PrefillStarted
+from engine.step.plan import Int32s, ScorePlan, StepPlan
+from engine.step.sampling import SamplePlan
+from engine.types import SCRATCH_PAGE, Mode, PrefillStarted
 
 Slots = NDArray[np.intp]
 NO_TERMS: Int32s = np.zeros((0, 0), np.int32)
@@ -52,6 +51,8 @@ def plan_step(scheduler: Scheduler) -> StepPlan | None:
         return None
     plan = _build(scheduler, rows, chunks, scores)
     scheduler.next_step += 1
+    if chunks:
+        scheduler.chunks[plan.number] = tuple(chunks)
     slots = scheduler.slots
     slots.kv_len[rows] += 1
     slots.count_in_flight(plan.sample_slots, 1)
@@ -217,7 +218,6 @@ def _build(
         masked=masked,
         whole_logits=masked.size > 0 or (sample is not None and not sample.is_greedy),
         scores=tuple(scores),
-        chunks=tuple(chunks),
     )
 
 

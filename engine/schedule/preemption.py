@@ -40,7 +40,7 @@ def finish_preemption(scheduler: Scheduler, sequence: Sequence, *, computed: boo
     pages = slots.pages(slot)
     if scheduler.tiers.on:
         if computed and slots.state[slot] != SlotState.PREFILLING:
-            computed_tokens = sequence.tokens()[:-1][: sequence.active.exact_tokens]
+            computed_tokens = sequence.tokens()[:-1][: sequence.active.hooked.exact_tokens]
             scheduler.publish(sequence.active, computed_tokens, pages)
         scheduler.tiers.preempted(pages)
     scheduler.blocks.release(pages)

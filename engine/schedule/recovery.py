@@ -19,13 +19,12 @@ from typing import Final
 import numpy as np
 import torch
 
-from engine.hooks.calling import HookFailure
-from engine.hooks.protocol import OnFailure
 from engine.schedule.preemption import finish_preemption, preempt
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequences import Sequence
 from engine.schedule.slots import SlotState
-from engine.schedule.step import StepPlan
+from engine.step.hooks import HookFailure, OnFailure
+from engine.step.plan import StepPlan
 from engine.types import FailureReason, Mode
 
 MAX_SHRINKS: Final = 3
@@ -53,6 +52,7 @@ def recover(scheduler: Scheduler, plan: StepPlan, error: Exception) -> None:
     step_is_over(scheduler, plan)
     scheduler.blocks.arrivals.note(plan.arrived)  # Hooks have not seen these yet.
     touched = _touched(scheduler, plan)
+    scheduler.chunks.pop(plan.number, None)
     # A step in flight behind a failed one has lost its requests by now and shows nothing new.
     scheduler.failed_steps += bool(touched)
     lacks_memory = isinstance(error, torch.OutOfMemoryError)
@@ -71,9 +71,10 @@ def lose_hooks(scheduler: Scheduler, plan: StepPlan, failures: Seq[HookFailure])
     for failure in failures:
         hooks.count(failure)
         hook = hooks.hook(failure)
-        for active in [one for one in touched if one.terms[failure.hook]]:
+        for active in [one for one in touched if one.hooked.terms[failure.hook]]:
             if hook.on_failure is OnFailure.LEAVE:
-                hooks.leave(active, failure.hook)
+                slots = [one.slot for one in active.sequences if one.slot >= 0]
+                hooks.leave(active.hooked, failure.hook, slots)
             else:
                 scheduler.fail(active, FailureReason.HOOK, hook.name)
                 del touched[active]
@@ -100,7 +101,7 @@ def _touched(scheduler: Scheduler, plan: StepPlan) -> list[Sequence]:
     current = scheduler.slots.generation
     alive = current[plan.sample_slots] == plan.sample_generations
     slots = {*plan.sample_slots[alive].tolist(), *plan.write_slots.tolist()}
-    for chunk in plan.chunks:
+    for chunk in scheduler.chunks.get(plan.number, ()):
         if scheduler.runs(chunk.task):
             slots.update(one.slot for one in chunk.task.sequences if one.slot >= 0)
     for slot in scheduler.slots.running().tolist():

@@ -32,10 +32,10 @@ from engine.hooks.requests import RequestHooks, ask_hooks
 from engine.masks.matchers import TokenMatcher
 from engine.pages.blocks import BlockManager
 from engine.pages.prefix import request_keys
-from engine.sampling import Sampler
 from engine.schedule.policies import Fcfs, SchedulingPolicy
-from engine.schedule.sequences import ActiveRequest, PrefillTask, RequestState, Sequence
+from engine.schedule.sequences import ActiveRequest, ChunkPlan, PrefillTask, RequestState, Sequence
 from engine.schedule.slots import SlotState, SlotTable
+from engine.step.sampling import SamplePlanner
 from engine.stopping import end_ids, end_reason
 from engine.tiers.peers import Fetches
 from engine.tiers.protocol import NoTiers, PageTiers
@@ -64,7 +64,7 @@ class Scheduler:
         self,
         config: Bounds,
         blocks: BlockManager,
-        sampler: Sampler,
+        sampler: SamplePlanner,
         policy: SchedulingPolicy | None = None,
         tiers: PageTiers | None = None,
         hooks: RequestHooks | None = None,
@@ -88,6 +88,8 @@ class Scheduler:
         self.preempted: list[Sequence] = []
         self.prefills: list[PrefillTask] = []
         """Tasks with tokens left to launch, in order of admission."""
+        self.chunks: dict[int, tuple[ChunkPlan, ...]] = {}
+        """The prefill rows of steps in flight, by step number."""
         self.next_step = 0
         self.preemptions = 0
         self.step_tokens = config.max_step_tokens
@@ -126,7 +128,7 @@ class Scheduler:
             self.emit(active.sink, RequestFailed(request.id, FailureReason.INTERNAL))
         elif not self.config.can_ever_hold(request, self.blocks.total):
             self.emit(active.sink, RequestFailed(request.id, FailureReason.TOO_LARGE))
-        elif (refusal := ask_hooks(self.hooks, active)) is not None:
+        elif (refusal := ask_hooks(self.hooks, active.hooked)) is not None:
             self.emit(active.sink, refusal)
         else:
             self.requests[request.id] = active
@@ -217,7 +219,7 @@ class Scheduler:
     def _forget(self, active: ActiveRequest) -> None:
         del self.requests[active.request.id]
         if self.hooks is not None:
-            self.hooks.ended(active, self.next_step - 1)
+            self.hooks.ended(active.hooked, self.next_step - 1)
 
     def fail(self, active: ActiveRequest, reason: FailureReason, hook: str = "") -> None:
         """Gives a request up and tells its sink. Pages that a transfer may read wait for
@@ -247,7 +249,7 @@ class Scheduler:
         sequence.slot = slot
         self.owners[slot] = sequence
         if self.hooks is not None:
-            self.hooks.entered(slot, active)
+            self.hooks.entered(slot, active.hooked)
         self._assign_sampler(sequence)
 
     def _assign_sampler(self, sequence: Sequence) -> None:
@@ -340,7 +342,7 @@ class Scheduler:
         for active, outputs, pages in left:
             if self.config.prefix_cache:
                 tokens = np.concatenate([active.request.prompt_ids, outputs])
-                self.publish(active, tokens[: active.exact_tokens], pages)
+                self.publish(active, tokens[: active.hooked.exact_tokens], pages)
             self.blocks.release(pages)
 
     def publish(self, active: ActiveRequest, tokens: TokenIds, pages: PageIds) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.bounds import UNBOUNDED
+from engine.hooks.requests import HookedRequest
 from engine.masks.matchers import TokenMatcher
 from engine.tiers.protocol import Wait
 from engine.types import PageIds, Request, Sink, TokenIds, TokenRecord
@@ -56,14 +56,12 @@ class ActiveRequest:
     """Whether its sequences have been in the batch."""
     passed_over: int = 0
     """Number of smaller requests that were admitted before it."""
-    terms: tuple[int, ...] = ()
-    """What each hook has to do with it, if there are hooks (`engine.hooks.protocol.Term`)."""
-    hooked: tuple[int, ...] = ()
-    """The hooks that hear of its end, by their indices."""
-    exact_tokens: int = UNBOUNDED
-    """KV that is decoded here from this index on is never keyed, since a hook has changed it."""
+    hooked: HookedRequest = field(init=False)
     matchers: Future[list[TokenMatcher]] | None = None
     """For each choice the tokens that it may draw; None: all of them may draw any."""
+
+    def __post_init__(self) -> None:
+        self.hooked = HookedRequest(self.request)
 
     @property
     def is_prepared(self) -> bool:
@@ -143,3 +141,22 @@ class PrefillTask:
     def sequences(self) -> list[Sequence]:
         """All sequences, leader first."""
         return [self.leader, *self.followers]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlan:
+    """One prefill row: tokens [start, end) of a task."""
+
+    task: PrefillTask
+    start: int
+    end: int
+    first_sample: int
+    """Index of this row's first sample among the step's. It has a meaning only on the last
+    chunk."""
+    score: int
+    """Index among the step's scores; -1 for none."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this chunk completes the prompt."""
+        return self.end == self.task.num_tokens

@@ -17,9 +17,9 @@ from engine.schedule.masking import consume
 from engine.schedule.preemption import finish_preemption
 from engine.schedule.recovery import lose_hooks, step_is_over
 from engine.schedule.scheduler import Scheduler
-from engine.schedule.sequences import RequestState, Sequence
+from engine.schedule.sequences import ChunkPlan, RequestState, Sequence
 from engine.schedule.slots import SlotState
-from engine.schedule.step import ChunkPlan, ScoreResult, StepPlan, StepResult
+from engine.step.plan import ScoreResult, StepPlan, StepResult
 from engine.stopping import end_reason
 from engine.types import (
     ChunkComputed,
@@ -59,7 +59,8 @@ def settle_step(
     _fail_rows(scheduler, plan, alive & ~result.finite)
     if result.hook_failures:
         lose_hooks(scheduler, plan, result.hook_failures)
-    chunks = [chunk for chunk in plan.chunks if scheduler.runs(chunk.task)]
+    planned = scheduler.chunks.pop(plan.number, ())
+    chunks = [chunk for chunk in planned if scheduler.runs(chunk.task)]
     for chunk in chunks:
         _tell_chunk(scheduler, chunk, result, now_ns)
     hand_out()

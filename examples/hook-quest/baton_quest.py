@@ -39,7 +39,7 @@ from engine.hooks.protocol import (
     StepRows,
     Term,
 )
-from engine.pages.kv_pool import KvPool
+from engine.pool.kv_pool import KvPool
 from engine.types import Mode, PageIds, Request
 
 LEAST_TOKENS = 256

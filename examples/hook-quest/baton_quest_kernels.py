@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.hooks.protocol import DecodeRows
-from engine.pages.kv_pool import KvPool
+from engine.pool.kv_pool import KvPool
 
 PAGES_AT_ONCE = 64
 """Of a program that scores. Each has a summary of 4 * D bytes, which is 32 KiB for D = 128."""

@@ -19,9 +19,9 @@ from chaos.checker import Choice, Token
 from chaos.history import Ask
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.loop.executor import Launched
-from engine.sampling import Masks
-from engine.schedule.step import StepPlan
+from engine.step.executor import Launched
+from engine.step.plan import StepPlan
+from engine.step.sampling import Masks
 from engine.types import (
     EndReason,
     Event,

@@ -69,7 +69,7 @@ def test_shapes_take_what_the_engine_takes() -> None:
     """The formula of the sizing page, and the pool's own arithmetic."""
     import torch
 
-    from engine.pages.kv_pool import PlainPool
+    from engine.pool.kv_pool import PlainPool
 
     config = json.loads((ROOT / "bench" / "shapes" / "llama-8b" / "config.json").read_text())
     shape = next(shape for shape in shapes.SHAPES if shape.name == "Llama-3.1-8B")

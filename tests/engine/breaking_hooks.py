@@ -8,7 +8,7 @@ import time
 import numpy as np
 import torch
 
-from engine.hooks.protocol import AttentionHook, ExtensionError, Hook, Narrowed, OnFailure, Term
+from engine.step.hooks import AttentionHook, ExtensionError, Hook, Narrowed, OnFailure, Term
 
 POINTS = (
     "request_began",

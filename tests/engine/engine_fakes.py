@@ -11,7 +11,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from engine.schedule.step import StepPlan, StepResult
+from engine.step.plan import StepPlan, StepResult
 from engine.tiers.lanes import Copy
 
 VOCAB = 997

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from engine.attention import AttentionSpec, Specs
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.schedule.scheduler import Scheduler
+from engine.step.attention import AttentionSpec, Specs
 from engine.types import (
     Event,
     Mode,

@@ -23,7 +23,7 @@ from engine.model.precision.fp8 import quantised_by_block, quantised_by_channel
 from engine.model.precision.rounding import restored
 from engine.model.region import Region
 from engine.model.shard import Shard
-from engine.ranks.collective import Alone
+from engine.step.collective import Alone
 
 __all__ = ["Linear"]
 

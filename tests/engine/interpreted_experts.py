@@ -35,7 +35,7 @@ from engine.model.precision import mxfp4
 from engine.model.precision.choice import Precision
 from engine.model.precision.rounding import Rounding
 from engine.model.shard import Shard
-from engine.ranks.collective import Alone
+from engine.step.collective import Alone
 
 OSS = Gate(sharpness=1.702, shift=1.0, limit=1.0)
 ROUTINGS = {

@@ -28,7 +28,6 @@ from tiny_models import write_tiny_model
 from torch import Tensor
 from triton.runtime import interpreter
 
-from engine.attention import AttentionBatch, Specs
 from engine.attention.triton import TritonBackend
 from engine.cuda.decode_attention import decode_attention
 from engine.cuda.forward import FusedForward, RowEnds
@@ -36,11 +35,12 @@ from engine.cuda.hooks.choosing import ChosenAttention
 from engine.cuda.hooks.hooked import Hooked
 from engine.cuda.kv.prompt_attention import prompt_attention
 from engine.hooks.attention import Attend
-from engine.hooks.protocol import AttentionHook, DecodeRows, HookSite, Narrowed
 from engine.hooks.steps import StepHooks
 from engine.model import LoadedModel
 from engine.model.precision.choice import Precision
-from engine.pages.kv_pool import KvPool, PlainPool
+from engine.pool.kv_pool import KvPool, PlainPool
+from engine.step.attention import AttentionBatch, Specs
+from engine.step.hooks import AttentionHook, DecodeRows, HookSite, Narrowed
 
 CPU = torch.device("cpu")
 PAGE, PAGES = 16, 24

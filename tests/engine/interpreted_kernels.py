@@ -13,14 +13,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
-from engine.attention import AttentionSpec
 from engine.attention.parts import Division, Tiles
 from engine.cuda.kv import fp8_gather
 from engine.cuda.kv.fp8_decode import decode_attention_fp8
 from engine.cuda.kv.fp8_store import rope_store_fp8
 from engine.cuda.kv.rope_store import HeadNorms, RopeTable, rope_store
-from engine.pages.fp8_pool import Fp8Pool
-from engine.pages.kv_pool import PlainPool
+from engine.pool.fp8_pool import Fp8Pool
+from engine.pool.kv_pool import PlainPool
+from engine.step.attention import AttentionSpec
 
 CPU = torch.device("cpu")
 DIM, KV_HEADS, HEADS, LAYERS = 32, 2, 8, 2

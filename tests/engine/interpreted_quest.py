@@ -12,11 +12,11 @@ import torch
 from baton_quest import Quest
 from torch import Tensor
 
-from engine.attention import AttentionSpec
 from engine.cuda.hooks.choosing import head_tables
-from engine.hooks.protocol import DecodeRows, HookSite, StepRows
-from engine.pages.fp8_pool import Fp8Pool
-from engine.pages.kv_pool import PlainPool
+from engine.pool.fp8_pool import Fp8Pool
+from engine.pool.kv_pool import PlainPool
+from engine.step.attention import AttentionSpec
+from engine.step.hooks import DecodeRows, HookSite, StepRows
 
 CPU = torch.device("cpu")
 PAGE, HEADS, GROUP, DIM, LAYERS, PAGES = 16, 2, 3, 24, 5, 90

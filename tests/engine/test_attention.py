@@ -14,16 +14,11 @@ import torch
 from engine_kit import specs_of
 from torch import Tensor
 
-from engine.attention import (
-    AttentionBackend,
-    AttentionBatch,
-    AttentionError,
-    AttentionSpec,
-    Specs,
-    choose_backend,
-)
+from engine.attention import AttentionError, choose_backend
 from engine.attention.fa2 import Fa2Backend
-from engine.pages.kv_pool import PlainPool
+from engine.cuda.attention_kernels import CudaKernels
+from engine.pool.kv_pool import PlainPool
+from engine.step.attention import AttentionBackend, AttentionBatch, AttentionSpec, Specs
 
 CPU = torch.device("cpu")
 LAYERS, HEADS, KV_HEADS, DIM, PAGES = 3, 6, 2, 16, 96
@@ -91,7 +86,7 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
 def backend_over(name: str, pool: PlainPool, specs: Specs) -> AttentionBackend:
     if name == "fa2":
         return Fa2Backend(pool, specs, flash_attn_like)
-    return choose_backend(name, pool, specs)
+    return choose_backend(name, pool, specs, CudaKernels())
 
 
 def check(
@@ -177,7 +172,7 @@ def test_new_tokens_go_where_the_batch_says_and_nowhere_else():
     pool = make_pool(8)
     rows = [Row(1, 12), Row(5, 10)]
     batch = make_batch(rows, 8, np.random.default_rng(0), decodes=1)
-    backend = choose_backend("auto", pool, specs_of((None,) * LAYERS, DIM))
+    backend = choose_backend("auto", pool, specs_of((None,) * LAYERS, DIM), CudaKernels())
     backend.begin(batch)
     k, v = torch.randn(2, 6, KV_HEADS, DIM)
     before = pool.elements.clone()
@@ -194,7 +189,7 @@ def test_half_precision_ignores_bytes_that_overflow(dtype):
     pool = make_pool(16, dtype)
     pool.elements.fill_(torch.finfo(dtype).max / 2)
     rows = [Row(1, 3), Row(1, 18), Row(4, 4)]
-    backend = choose_backend("sdpa", pool, specs_of((None, 2, None), DIM))
+    backend = choose_backend("sdpa", pool, specs_of((None, 2, None), DIM), CudaKernels())
     backend.begin(make_batch(rows, 16, np.random.default_rng(0), decodes=2))
     for stored in pool.layer(1):
         stored[:, :, :3] = 0.5
@@ -208,7 +203,7 @@ def test_an_int32_page_table_will_do():
     pool = make_pool(8)
     batch = make_batch([Row(1, 9), Row(4, 12)], 8, np.random.default_rng(0), decodes=1)
     q, k, v = (torch.randn(5, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
-    backend = choose_backend("sdpa", pool, specs_of((4, None, None), DIM))
+    backend = choose_backend("sdpa", pool, specs_of((4, None, None), DIM), CudaKernels())
     backend.begin(batch)
     want = backend(0, q, k, v)
     narrow = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
@@ -219,9 +214,9 @@ def test_an_int32_page_table_will_do():
 @pytest.mark.parametrize("name", ["fa3", "fa2"])
 def test_a_backend_that_cannot_run_says_why(name):
     with pytest.raises(AttentionError, match=f"{name} cannot run here: the device is a cpu"):
-        choose_backend(name, make_pool(256), specs_of((None,) * LAYERS, DIM))
+        choose_backend(name, make_pool(256), specs_of((None,) * LAYERS, DIM), CudaKernels())
 
 
 def test_a_backend_that_does_not_exist_is_refused():
     with pytest.raises(AttentionError, match=r"'flash'.*sdpa"):
-        choose_backend("flash", make_pool(8), specs_of((None,) * LAYERS, DIM))
+        choose_backend("flash", make_pool(8), specs_of((None,) * LAYERS, DIM), CudaKernels())

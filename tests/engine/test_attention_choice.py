@@ -10,7 +10,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from engine.attention import AttentionSpec, choose_backend, select
+from engine.attention import choose_backend, select
+from engine.cuda.attention_kernels import CudaKernels
+from engine.step.attention import AttentionSpec
 
 PLAIN = (AttentionSpec(0.1), AttentionSpec(0.1, 64))
 CAPPED = (AttentionSpec(0.1), AttentionSpec(0.1, 64, soft_cap=50.0))
@@ -42,7 +44,7 @@ def choose(monkeypatch, caplog):
         )
         caplog.clear()
         with caplog.at_level(logging.INFO, "baton.engine"):
-            found = choose_backend("auto", pool, specs)
+            found = choose_backend("auto", pool, specs, CudaKernels())
         return found, caplog.messages[-1]
 
     return chosen

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from test_scheduler_property import Bench, deliver
 
-from engine.schedule.step import StepPlan
+from engine.step.plan import StepPlan
 from engine.types import Mode
 
 PAGE, CHOICES, OUTPUT = 4, 4, 9

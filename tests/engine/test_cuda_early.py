@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionSpec
 from engine.attention.parts import OF_FEW, Division
 from engine.model.experts.config import Gate, Routing
 from engine.model.linear import Build, Linear, RmsNorm
@@ -20,8 +19,9 @@ from engine.model.precision.base import Part
 from engine.model.precision.choice import Precision
 from engine.model.region import Region
 from engine.model.shard import Shard
-from engine.pages.kv_pool import PlainPool
-from engine.ranks.collective import Alone
+from engine.pool.kv_pool import PlainPool
+from engine.step.attention import AttentionSpec
+from engine.step.collective import Alone
 
 pytestmark = pytest.mark.gpu
 

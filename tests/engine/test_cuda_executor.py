@@ -11,10 +11,11 @@ from tiny_models import write_tiny_model
 
 from engine.attention import choose_backend
 from engine.bounds import Bounds
+from engine.cuda.attention_kernels import CudaKernels
 from engine.model import load_model
-from engine.pages.kv_pool import PlainPool
+from engine.pool.kv_pool import PlainPool
 from engine.sampling import Sampler
-from engine.schedule.step import StepPlan, StepResult
+from engine.step.plan import StepPlan, StepResult
 from engine.types import SamplingParams, StopRules
 
 pytestmark = pytest.mark.gpu
@@ -50,7 +51,7 @@ class Device:
         wanted = SamplingParams(temperature=0.0, top_logprobs=5)
         for slot in range(SLOTS):
             self.sampler.assign(slot, wanted, StopRules(99), 0, NOTHING, NOTHING)
-        backend = choose_backend("fa3", self.pool, loaded.model.attention_specs)
+        backend = choose_backend("fa3", self.pool, loaded.model.attention_specs, CudaKernels())
         bounds = Bounds(max_sequences=SLOTS, max_step_tokens=1024, max_context_tokens=most_context)
         torch.cuda.synchronize()
         self.executor = CudaExecutor(loaded.model, self.pool, backend, self.sampler, bounds)

@@ -10,10 +10,12 @@ from test_cuda_engine import build_on_gpu, prompt_of, run_all
 from test_cuda_executor import Device, assert_same, loaded, random_rows
 from test_cuda_kernels import CUDA, PAGE_SIZE, draw, pool_of, relative_error
 
-from engine.attention import AttentionBatch, AttentionSpec, choose_backend
+from engine.attention import choose_backend
 from engine.attention.parts import LARGE, MIDDLE, OF_FEW, SMALL, Division
-from engine.pages.fp8_pool import Fp8Pool
-from engine.pages.kv_pool import KvPool, PlainPool
+from engine.cuda.attention_kernels import CudaKernels
+from engine.pool.fp8_pool import Fp8Pool
+from engine.pool.kv_pool import KvPool, PlainPool
+from engine.step.attention import AttentionBatch, AttentionSpec
 
 pytestmark = pytest.mark.gpu
 __all__ = ["loaded"]
@@ -132,7 +134,7 @@ def test_fa3_equals_sdpa(rows, heads, kv_heads, dim, window):
     q, k, v = (draw(total, n, dim, seed=i) for i, n in enumerate((heads, kv_heads, kv_heads)))
     got = []
     for name in ("fa3", "sdpa"):
-        backend = choose_backend(name, pool, specs_of((None, window), dim))
+        backend = choose_backend(name, pool, specs_of((None, window), dim), CudaKernels())
         backend.begin(batch)
         got.append([backend(layer, q, k, v) for layer in (0, 1)])
     for ours, theirs in zip(*got, strict=True):

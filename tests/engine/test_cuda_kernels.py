@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from engine_kit import specs_of
 
-from engine.attention import AttentionBatch, AttentionSpec, choose_backend
+from engine.attention import choose_backend
 from engine.attention.parts import LARGE, MIDDLE, OF_FEW, SMALL, Division, division
+from engine.cuda.attention_kernels import CudaKernels
 from engine.model.decoder import rotate
-from engine.pages.kv_pool import KvPool, PlainPool
+from engine.pool.kv_pool import KvPool, PlainPool
+from engine.step.attention import AttentionBatch, AttentionSpec
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -219,7 +221,7 @@ def test_fa3_equals_sdpa(rows, heads, kv_heads, dim, window):
     )
     got = []
     for name in ("fa3", "sdpa"):
-        backend = choose_backend(name, pool, specs_of((None, window), dim))
+        backend = choose_backend(name, pool, specs_of((None, window), dim), CudaKernels())
         backend.begin(batch)
         got.append([backend(layer, q, k, v) for layer in (0, 1)])
     for ours, theirs in zip(*got, strict=True):
@@ -235,7 +237,7 @@ def test_fa3_reads_pages_beyond_two_to_the_31_elements():
     q, k, v = draw(6, 32, 128), draw(6, 8, 128), draw(6, 8, 128, seed=5)
     for where, first in ((pool, 2050), (small, 1)):
         table = torch.arange(first, first + 10, device=CUDA)[None]
-        backend = choose_backend("fa3", where, specs_of((None,) * 32, 128))
+        backend = choose_backend("fa3", where, specs_of((None,) * 32, 128), CudaKernels())
         queries, contexts = np.array([1, 5], np.int32), np.array([80, 80], np.int32)
         batch = AttentionBatch(
             queries, contexts, 1, table.view(2, 5), table.view(-1)[[4, 9, 9, 9, 9, 9]],

@@ -16,11 +16,11 @@ from hooks_kit import ALL, QUEST, check_rank_1, installed
 from test_cuda_ranks import two_gpus
 from tiny_models import write_tiny_model
 
-from engine.attention import AttentionSpec
 from engine.engine import Engine, EngineError
-from engine.hooks.protocol import DecodeRows, HookSite, StepRows
-from engine.pages.fp8_pool import Fp8Pool
-from engine.pages.kv_pool import PlainPool
+from engine.pool.fp8_pool import Fp8Pool
+from engine.pool.kv_pool import PlainPool
+from engine.step.attention import AttentionSpec
+from engine.step.hooks import DecodeRows, HookSite, StepRows
 from engine.types import SamplingParams, TokenRecord
 
 pytestmark = pytest.mark.gpu

@@ -21,7 +21,7 @@ from engine.cuda.steps.shapes import (
     bucket_sizes,
 )
 from engine.cuda.steps.staging import ALIGNMENT, StagingError, StepStaging
-from engine.schedule.step import ScorePlan, StepPlan
+from engine.step.plan import ScorePlan, StepPlan
 
 PAGE_SIZE = 4
 NOBODY = 99

@@ -16,8 +16,8 @@ from tiny_models import write_tiny_model
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.loop.executor import Executor, Launched
-from engine.schedule.step import StepPlan
+from engine.step.executor import Executor, Launched
+from engine.step.plan import StepPlan
 from engine.types import Event, NewTokens, Request, SamplingParams, StopRules
 
 PAGE = 16
@@ -210,7 +210,11 @@ def test_chunks_and_decodes_share_steps(path, solo):
     with running(path, max_step_tokens=128, mixed_prefill_tokens=64) as (engine, plans):
         check_survivors(streams, run_crowd(engine, streams), solo)
     mixed = [plan for plan in plans if plan.num_decodes and len(plan.row_slots) > plan.num_decodes]
-    assert any(not chunk.is_last and chunk.start for plan in mixed for chunk in plan.chunks)
+    prompts = [
+        (plan.query_lens[plan.num_decodes :], plan.context_lens[plan.num_decodes :])
+        for plan in mixed
+    ]
+    assert any(((ends > new) & (ends < 700)).any() for new, ends in prompts), "in the middle"
     assert all(plan.num_tokens - plan.num_decodes <= 64 for plan in mixed)
     assert len(mixed) >= 4 * 700 // 64, "prompts were not computed beside decodes"
 

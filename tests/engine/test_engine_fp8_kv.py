@@ -25,10 +25,11 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from engine.attention import AttentionError, choose_backend
 from engine.attention.sdpa import SdpaBackend
+from engine.cuda.attention_kernels import CudaKernels
 from engine.engine import Engine, EngineError
 from engine.model.decoder import Model
-from engine.pages.fp8_rounding import Rounded, round_rows, widen
 from engine.pages.watch import CacheEvent, CacheEventKind
+from engine.pool.fp8_rounding import Rounded, round_rows, widen
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -271,7 +272,7 @@ def test_a_key_bias_of_900_gives_the_same_tokens_as_without_fp8(tmp_path, monkey
         values = x.clamp(-448, 448).to(torch.float8_e4m3fn)
         return Rounded(values, torch.zeros(x.shape[:-1], dtype=torch.int8))
 
-    monkeypatch.setattr("engine.pages.fp8_pool.round_rows", clipped)
+    monkeypatch.setattr("engine.pool.fp8_pool.round_rows", clipped)
     clipping = outputs_of(path, **FP8)
     assert all(one != other for one, other in zip(clipping, want, strict=True)), "and would be off"
 
@@ -324,4 +325,4 @@ def test_what_does_not_go_together_is_refused_before_weights_are_read(tiny):
         build(tiny, page_size=256, max_step_tokens=512, attention="fa2", **FP8)
     pool = engines_of(tiny, FP8)[0].pool
     with pytest.raises(AttentionError, match="cannot read fp8 KV: fa3 and sdpa can"):
-        choose_backend("fa2", pool, (None, None))
+        choose_backend("fa2", pool, (None, None), CudaKernels())

@@ -256,7 +256,7 @@ def test_flash_attention_2_over_a_stand_in_for_its_library(model_path, reference
     """Chunks, decode rows and a prefix from the cache, pages of 256 tokens."""
     monkeypatch.setattr(
         "engine.building.choose_backend",
-        lambda _name, pool, specs: Fa2Backend(pool, specs, flash_attn_like),
+        lambda _name, pool, specs, **_: Fa2Backend(pool, specs, flash_attn_like),
     )
     engine = build(model_path, page_size=256, num_pages=40, max_step_tokens=300)
     try:
@@ -288,7 +288,7 @@ def test_prompt_log_probabilities_read_no_cache_and_are_computed_in_row_chunks(
     whole = submit(engine, prompt, 4, prompt_logprobs=True)
     finish(whole)
     before = engine.load().prompt_tokens_cached
-    monkeypatch.setattr("engine.loop.running.SCORE_ROWS", 7)
+    monkeypatch.setattr("engine.eager.steps.SCORE_ROWS", 7)
     monkeypatch.setattr(Model, "logits", logits)
     chunked = submit(engine, prompt, 4, prompt_logprobs=True)
     finish(chunked)

@@ -27,7 +27,7 @@ from engine.model.precision.rounding import (
 )
 from engine.model.region import Region
 from engine.model.shard import Shard
-from engine.ranks.collective import Alone
+from engine.step.collective import Alone
 
 
 def test_the_largest_of_a_row_is_exact_and_others_are_near():

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention import AttentionBatch, AttentionSpec
 from engine.attention.sdpa import SdpaBackend
 from engine.hooks.attention import CalledAttention, HookedAttention
-from engine.hooks.protocol import AttentionHook, Hook, HookError, HookSite, Narrowed
 from engine.hooks.steps import StepHooks
-from engine.pages.kv_pool import PlainPool
-from engine.sampling import SamplePlan
-from engine.schedule.step import StepPlan
+from engine.pool.kv_pool import PlainPool
+from engine.step.attention import AttentionBatch, AttentionSpec
+from engine.step.hooks import AttentionHook, Hook, HookError, HookSite, Narrowed
+from engine.step.plan import StepPlan
+from engine.step.sampling import SamplePlan
 
 PAGE, HEADS, SIZE = 4, 2, 8
 NOTHING = np.zeros(0, np.int32)

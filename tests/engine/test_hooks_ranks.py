@@ -24,10 +24,10 @@ from test_hooks_graphs import (
 from engine.bounds import Bounds
 from engine.cuda.hooks.hooked import Hooked
 from engine.cuda.steps.shapes import Shapes
-from engine.hooks.protocol import HookError, Narrowed
 from engine.ranks.steps import decode, encode
-from engine.sampling import SamplePlan
-from engine.schedule.step import StepPlan
+from engine.step.hooks import HookError, Narrowed
+from engine.step.plan import StepPlan
+from engine.step.sampling import SamplePlan
 
 CPU = torch.device("cpu")
 PAGES = 4

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.pages.fp8_pool import Fp8Pool
-from engine.pages.fp8_rounding import Rounded, round_rows, widen
-from engine.pages.kv_pool import KvPool, PlainPool
-from engine.pages.pools import PoolError, pool_type
+from engine.pool.fp8_pool import Fp8Pool
+from engine.pool.fp8_rounding import Rounded, round_rows, widen
+from engine.pool.kinds import PoolError, pool_type
+from engine.pool.kv_pool import KvPool, PlainPool
 
 PAGES, HEADS, LAYERS, SIZE, DIM = 7, 3, 4, 16, 8
 KINDS = [(PlainPool, torch.float32), (PlainPool, torch.bfloat16), (Fp8Pool, torch.float32)]

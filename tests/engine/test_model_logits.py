@@ -8,9 +8,11 @@ import torch
 from tiny_families import EVERY, LONGROPE, YARN
 from tiny_models import write_tiny_model
 
-from engine.attention import AttentionBatch, choose_backend
+from engine.attention import choose_backend
+from engine.cuda.attention_kernels import CudaKernels
 from engine.model import LoadedModel, UnsupportedModelError, load_model
-from engine.pages.kv_pool import PlainPool
+from engine.pool.kv_pool import PlainPool
+from engine.step.attention import AttentionBatch
 
 CPU = torch.device("cpu")
 LLAMA3 = {
@@ -55,7 +57,9 @@ class Runner:
             num_pages=num_pages, num_layers=config.num_layers, num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim, page_size=page_size, dtype=dtype, device=CPU,
         )  # fmt: skip
-        self.attention = choose_backend("auto", self.pool, loaded.model.attention_specs)
+        self.attention = choose_backend(
+            "auto", self.pool, loaded.model.attention_specs, CudaKernels()
+        )
         self.free = np.random.default_rng(seed).permutation(np.arange(1, num_pages)).tolist()
         self.pages: dict[int, list[int]] = {}
         self.length: dict[int, int] = {}

@@ -15,7 +15,7 @@ from timed_device import STEP_S, TimedExecutor, plan, running_loop, submit
 from waiting import WAIT_S, wait_until
 
 from engine.loop.pacing import NEARLY, SLACK_S, LaunchPacer
-from engine.schedule.step import StepPlan, StepResult
+from engine.step.plan import StepPlan, StepResult
 from engine.types import Mode, Request, SamplingParams, StopRules
 
 TRIES = 5

@@ -10,7 +10,7 @@ from test_scheduler_property import Bench, prompt_of
 from engine.schedule.admission import admit
 from engine.schedule.planning import plan_step
 from engine.schedule.settling import settle_step
-from engine.schedule.step import StepPlan
+from engine.step.plan import StepPlan
 from engine.types import NewTokens
 
 PAGE, STEP, FULL = 4, 64, 32
@@ -28,7 +28,7 @@ def chunks_of(lengths: list[int], **options) -> list[list[int]]:
         bench.submit(prompt_of(random.Random(length), length), 1)
     steps = []
     while (plan := planned(bench)) is not None:
-        steps.append([chunk.end - chunk.start for chunk in plan.chunks])
+        steps.append(plan.query_lens[plan.num_decodes :].tolist())
         settle_step(bench.scheduler, plan, bench.device.launch(plan).result())
     return steps
 

@@ -14,11 +14,11 @@ from tiny_models import write_tiny_model
 from waiting import wait_until
 
 from engine.engine import Engine
-from engine.pages.blocks import SCRATCH_PAGE, BlockManager
-from engine.pages.fp8_pool import Fp8Pool
-from engine.pages.kv_pool import KvPool, PlainPool
+from engine.pages.blocks import BlockManager
 from engine.pages.poison import PATTERN, PagePoison
-from engine.types import Mode, SamplingParams, TokenRecord
+from engine.pool.fp8_pool import Fp8Pool
+from engine.pool.kv_pool import KvPool, PlainPool
+from engine.types import SCRATCH_PAGE, Mode, SamplingParams, TokenRecord
 
 PROMPT = list(range(7, 60))
 

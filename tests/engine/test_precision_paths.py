@@ -37,8 +37,8 @@ from test_engine_demo_model import CHATS, NOT_ASCII, PROSE, first_difference, ru
 from test_precision_logits import FAMILIES, SHAPE
 from tiny_models import write_tiny_model
 
+from engine.eager.executor import TorchExecutor
 from engine.engine import Engine
-from engine.loop.executor import TorchExecutor
 from engine.model import Model
 
 pytestmark = pytest.mark.timeout(600)

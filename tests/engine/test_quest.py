@@ -9,11 +9,11 @@ from engine_kit import build, check_baseline, finish, hand_off, submit
 from hooks_kit import fixture_of_installed_hooks  # noqa: F401
 from tiny_models import write_tiny_model
 
-from engine.attention import AttentionSpec
 from engine.engine import Engine
-from engine.hooks.protocol import DecodeRows, HookSite, StepRows
-from engine.pages.fp8_pool import Fp8Pool
-from engine.pages.kv_pool import PlainPool
+from engine.pool.fp8_pool import Fp8Pool
+from engine.pool.kv_pool import PlainPool
+from engine.step.attention import AttentionSpec
+from engine.step.hooks import DecodeRows, HookSite, StepRows
 
 rng = np.random.default_rng(5)
 PROMPT = rng.integers(1, 380, 500).tolist()

@@ -33,15 +33,15 @@ from waiting import wait_until
 
 from baton import LLM
 from engine.config import EngineConfig
+from engine.eager.collective import GlooCollective
 from engine.engine import Engine, EngineError
-from engine.loop.executor import NullExecutor
 from engine.model.best import TOLD, best_of_parts
 from engine.model.shard import Shard
 from engine.ranks import figures
-from engine.ranks.collective import GlooCollective
 from engine.ranks.executor import RankedExecutor
 from engine.ranks.keeper import RankError
 from engine.ranks.leader import HostRanks
+from engine.step.executor import NullExecutor
 from engine.types import FailureReason, SamplingParams
 
 pytestmark = pytest.mark.timeout(300)

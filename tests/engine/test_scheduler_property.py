@@ -191,7 +191,7 @@ def test_a_chunk_in_flight_is_void_where_its_sequence_began_again_in_another_slo
     (sequence,) = bench.scheduler.requests[request_id].sequences
     used, (other, _) = sequence.slot, bench.previous
     preempt(bench.scheduler, sequence)
-    bench.scheduler.slots.generation[:] = other.chunks[0].task.generation
+    bench.scheduler.slots.generation[:] = bench.scheduler.chunks[other.number][0].task.generation
     bench.scheduler.slots._free.reverse()
     admit(bench.scheduler)
     assert sequence.slot != used

@@ -18,8 +18,8 @@ from engine.model.region import Range
 from engine.model.shard import Shard
 from engine.model.sources import Safetensors
 from engine.ranks.steps import COLUMNS, decode, encode
-from engine.sampling import SamplePlan
-from engine.schedule.step import ScorePlan, StepPlan
+from engine.step.plan import ScorePlan, StepPlan
+from engine.step.sampling import SamplePlan
 
 CPU = torch.device("cpu")
 BIASES = {"attention_bias": True, "mlp_bias": True}

@@ -13,7 +13,7 @@ from engine.loop.step_loop import OnStep, StepLoop
 from engine.pages.blocks import BlockManager
 from engine.sampling import Sampler
 from engine.schedule.scheduler import Scheduler
-from engine.schedule.step import StepPlan, StepResult
+from engine.step.plan import StepPlan, StepResult
 from engine.types import Request, SamplingParams, StopRules
 
 PAGES, PAGE_TOKENS, SLOTS = 400, 16, 64

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from engine.hooks.protocol import AttentionHook, ExtensionError, Hook, Narrowed, OnFailure, Term
+from engine.step.hooks import AttentionHook, ExtensionError, Hook, Narrowed, OnFailure, Term
 
 TERMS = {
     "no term": 7,

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from engine.attention.paged import PagedAttention, PagedStep
 from engine.cuda.kernels import launch
-from engine.hooks.protocol import DecodeRows, HookSite
 from engine.hooks.steps import StepHooks
+from engine.step.hooks import DecodeRows, HookSite
 
 _BLOCK = 512
 

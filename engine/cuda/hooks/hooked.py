@@ -22,9 +22,9 @@ from engine.cuda.steps.packing import reads_of
 from engine.cuda.steps.shapes import Shape, Shapes
 from engine.hooks.attention import Attend, CalledAttention
 from engine.hooks.calling import Failures
-from engine.hooks.protocol import DecodeRows, HookError, Narrowed
 from engine.hooks.steps import StepHooks
-from engine.schedule.step import BY_EACH_RANK, NO_SHAPE, StepPlan
+from engine.step.hooks import DecodeRows, HookError, Narrowed
+from engine.step.plan import BY_EACH_RANK, NO_SHAPE, StepPlan
 
 if TYPE_CHECKING:
     from engine.cuda.hooks.choosing import ChosenAttention

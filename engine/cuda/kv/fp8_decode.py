@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.attention.base import AttentionSpec
 from engine.attention.parts import Division
 from engine.cuda.decode_attention import (
     MIN_GROUP,
@@ -32,7 +31,8 @@ from engine.cuda.decode_attention import (
 )
 from engine.cuda.kernels import launch
 from engine.cuda.kv.fp8_store import power_of_two
-from engine.pages.kv_pool import KvPool
+from engine.pool.kv_pool import KvPool
+from engine.step.attention import AttentionSpec
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.cuda.kernels import launch
 from engine.cuda.kv.fp8_store import power_of_two
-from engine.pages.kv_pool import KvPool
+from engine.pool.kv_pool import KvPool
 
 _PROGRAMS_OF_A_HEAD = 256
 _TILE = 64

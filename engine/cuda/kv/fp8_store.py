@@ -1,4 +1,4 @@
-"""Rope and the KV store in FP8. K and V are rounded as `engine.pages.fp8_rounding` says.
+"""Rope and the KV store in FP8. K and V are rounded as `engine.pool.fp8_rounding` says.
 
 The rounded K and V also replace those that fresh prompts attend to. So every path sees the same
 numbers, and no pass of its own rounds them.
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from engine.cuda.kernels import launch
 from engine.cuda.kv.rope_store import HEADS_AT_ONCE, HeadNorms, RopeTable, rotated
-from engine.pages.fp8_rounding import EXPONENTS
-from engine.pages.kv_pool import KvPool
+from engine.pool.fp8_rounding import EXPONENTS
+from engine.pool.kv_pool import KvPool
 
 
 @triton.jit

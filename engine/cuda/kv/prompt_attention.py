@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.attention.base import AttentionSpec
 from engine.cuda.decode_attention import capped, features_of
 from engine.cuda.kernels import launch
-from engine.pages.kv_pool import KvPool
+from engine.pool.kv_pool import KvPool
+from engine.step.attention import AttentionSpec
 
 
 class PromptTiles(NamedTuple):

@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.cuda.early import early
 from engine.cuda.kernels import launch
-from engine.pages.kv_pool import KvPool
+from engine.pool.kv_pool import KvPool
 
 HEADS_AT_ONCE = 8
 

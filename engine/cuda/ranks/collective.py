@@ -20,13 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.cuda.ranks.symmetric import SymmetricMemory, map_memory
-from engine.ranks.collective import (
-    LONGEST_S,
-    CollectiveError,
-    GroupCollective,
-    at_once,
-    wait,
-)
+from engine.eager.collective import LONGEST_S, GroupCollective, at_once, wait
+from engine.step.collective import CollectiveError
 
 if TYPE_CHECKING:
     from engine.cuda.ranks.shared import Shared

@@ -27,12 +27,12 @@ from engine.cuda.kernels import greedy
 from engine.cuda.ranks.best import best_of_ranks, told_of_part
 from engine.cuda.ranks.collective import CudaCollective
 from engine.cuda.steps.staging import Int32s
+from engine.cuda.waiting import Read
 from engine.hooks.calling import Failures
-from engine.loop.running import SCORE_ROWS
-from engine.loop.waiting import Read
 from engine.model import Model
-from engine.sampling import Masks, SamplePlan, Sampler, SampleResult, Scores, score
-from engine.schedule.step import ScorePlan, ScoreResult, StepResult
+from engine.sampling import Sampler, SampleResult, Scores, score
+from engine.step.plan import SCORE_ROWS, ScorePlan, ScoreResult, StepResult
+from engine.step.sampling import Masks, SamplePlan
 
 Logits = Callable[[Tensor], Tensor]
 """[S, H] -> [S, vocab], or a rank's part of it."""

@@ -11,7 +11,7 @@ from engine.cuda.forward import RowEnds
 from engine.cuda.kernels import StepInputs, unpack_step
 from engine.cuda.steps.packing import PackedStep
 from engine.cuda.steps.shapes import Shape
-from engine.hooks.protocol import DecodeRows
+from engine.step.hooks import DecodeRows
 
 
 class Inputs:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from engine.cuda.steps.shapes import Shape
 from engine.cuda.steps.staging import Int32s, StepStaging
-from engine.hooks.protocol import Narrowed
-from engine.pages.blocks import SCRATCH_PAGE
-from engine.schedule.step import StepPlan
+from engine.step.hooks import Narrowed
+from engine.step.plan import StepPlan
+from engine.types import SCRATCH_PAGE
 
 
 class PackedPrompts(NamedTuple):

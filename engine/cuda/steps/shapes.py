@@ -23,7 +23,7 @@ from typing import NamedTuple
 from engine.attention.parts import has_two, lengths_differ
 from engine.bounds import Bounds
 from engine.cuda.steps.staging import Int32s
-from engine.schedule.step import StepPlan
+from engine.step.plan import StepPlan
 
 SMALL = (1, 2, 4)
 SPACING = 8

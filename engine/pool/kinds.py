@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.pages.fp8_pool import Fp8Pool
-from engine.pages.kv_pool import KvPool, PlainPool
+from engine.pool.fp8_pool import Fp8Pool
+from engine.pool.kv_pool import KvPool, PlainPool
 
 POOLS: dict[str, type[KvPool]] = {"auto": PlainPool, "fp8": Fp8Pool}
 """By `kv_cache_dtype`. `auto` is the model's dtype."""

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from engine.loop.executor import Launched
-from engine.schedule.step import StepResult
+from engine.step.executor import Launched
+from engine.step.plan import StepResult
 
 Read = Callable[[], StepResult]
 """Makes the result from pinned memory, once the data is there."""

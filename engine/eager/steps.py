@@ -15,14 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention import AttentionBackend, AttentionBatch
 from engine.hooks.steps import StepHooks
 from engine.model import Model
-from engine.pages.kv_pool import KvPool
-from engine.schedule.step import ScorePlan, StepPlan
-
-SCORE_ROWS = 256
-"""Most positions whose logits are held at once when a prompt is scored."""
+from engine.pool.kv_pool import KvPool
+from engine.step.attention import AttentionBackend, AttentionBatch
+from engine.step.plan import SCORE_ROWS, ScorePlan, StepPlan
 
 
 class TorchSteps:

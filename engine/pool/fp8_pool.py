@@ -1,7 +1,7 @@
 """The KV pool in FP8: half the bytes of bfloat16, and no calibration.
 
 A head's bytes have the e4m3 values of its K and V of all layers, then all their exponents
-(`engine.pages.fp8_rounding`):
+(`engine.pool.fp8_rounding`):
 
     values     layers x (K [page_size, head_dim], V [head_dim, page_size])
     exponents  layers x 2 x page_size, int8
@@ -16,8 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.pages.fp8_rounding import FP8, Rounded, round_rows, widen
-from engine.pages.kv_pool import KvPool
+from engine.pool.fp8_rounding import FP8, Rounded, round_rows, widen
+from engine.pool.kv_pool import KvPool
 
 
 class Fp8Pool(KvPool):

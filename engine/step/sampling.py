@@ -4,14 +4,17 @@ the executor's thread reads them. A part is None if no row needs it."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.types import SamplingParams, StopRules, TokenIds
+
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
+Ints = NDArray[np.integer[Any]]
 
 
 class Adjustments(NamedTuple):
@@ -91,6 +94,11 @@ class Masks(NamedTuple):
     """[M, W]: bit i % 32 of word i // 32 stands for token i."""
 
 
+def words_of(vocab_size: int) -> int:
+    """Words of 32 bits in a mask."""
+    return -(-vocab_size // 32)
+
+
 @dataclass(frozen=True, slots=True)
 class SamplePlan:
     """The sampling of one step. If every part is None, it is an argmax over the rows."""
@@ -105,3 +113,23 @@ class SamplePlan:
     def is_greedy(self) -> bool:
         """Whether each token is the best of its row."""
         return self == SamplePlan(self.num_rows)
+
+
+class SamplePlanner(Protocol):
+    """What the scheduler knows of the sampler. The step loop's thread calls it."""
+
+    def assign(
+        self,
+        slot: int,
+        params: SamplingParams,
+        stop: StopRules,
+        choice: int,
+        prompt_ids: TokenIds,
+        generated_ids: TokenIds,
+    ) -> None:
+        """Gives the slot to a sequence, whose output so far is `generated_ids`."""
+        ...
+
+    def plan(self, slots: Ints, indices: Ints, choices: Ints | None = None) -> SamplePlan:
+        """Plans one draw a row: [R] slots, output indices, and choices that key the noise."""
+        ...

@@ -8,9 +8,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.hooks.calling import HookFailure
-from engine.sampling import SamplePlan
-from engine.schedule.sequences import PrefillTask
+from engine.step.hooks import HookFailure
+from engine.step.sampling import SamplePlan
 
 Int32s = NDArray[np.int32]
 
@@ -18,6 +17,8 @@ BY_EACH_RANK: Final = -2
 """`StepPlan.shape`: each rank finds it, and all find the same."""
 NO_SHAPE: Final = -1
 """`StepPlan.shape`: the kernels run one by one."""
+SCORE_ROWS = 256
+"""Most positions whose logits are held at once when a prompt is scored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class StepPlan:
     arrived: Int32s = field(default_factory=lambda: np.zeros(0, np.int32))
     """[A]. Pages whose KV came from another worker or a lower tier since the last step."""
     hook_terms: Int32s = field(default_factory=lambda: np.zeros((0, 0), np.int32))
-    """[H, R]. What each of H hooks has to do with each row (`engine.hooks.protocol.Term`)."""
+    """[H, R]. What each of H hooks has to do with each row (`engine.step.hooks.Term`)."""
     masked: Int32s = field(default_factory=lambda: np.zeros(0, np.int32))
     """[M]. Rows among the samples that may draw only some tokens. Their masks come after the
     launch, by `Executor.sample`."""
@@ -82,8 +83,6 @@ class StepPlan:
     """The place among all shapes (`engine.cuda.steps.shapes`) of that to which every rank pads the
     step. Set by `Executor.shaped`."""
     scores: tuple[ScorePlan, ...] = ()
-    chunks: tuple[ChunkPlan, ...] = field(default=(), repr=False)
-    """Set by the scheduler for its own settling. The executor does not read it."""
 
     @property
     def num_tokens(self) -> int:
@@ -99,25 +98,6 @@ class StepPlan:
     def only_decodes(self) -> bool:
         """Whether the step only decodes. Such steps take about equally long."""
         return 0 < self.num_tokens == self.num_decodes
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkPlan:
-    """One prefill row: tokens [start, end) of a task."""
-
-    task: PrefillTask
-    start: int
-    end: int
-    first_sample: int
-    """Index of this row's first sample among the step's. It has a meaning only on the last
-    chunk."""
-    score: int
-    """Index among the step's scores; -1 for none."""
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this chunk completes the prompt."""
-        return self.end == self.task.num_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""The memory of pages: how a pool stores K and V."""
