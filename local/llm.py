@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, Final, Self, TypeVar, Unpack, overload
 
@@ -297,7 +297,8 @@ async def _open(engine: Engine, settings: WorkerSettings, stack: ExitStack) -> I
     stack.callback(engine.stop)
     if settings.debug.profile:
         engine.profile(settings.debug.profile, settings.debug.profile_dir)
-    await tokenizers.warm([engine.model.path])
+    with suppress(Exception):  # It is told to the requests that need it.
+        await tokenizers.get(engine.model.path)
     limits = Limits(
         max_choices=min(Limits().max_choices, settings.max_sequences),
         max_request_duration_s=LONGEST_S,

@@ -314,8 +314,8 @@ def numerical_error() -> RouterError:
 
 
 def structure_too_complex(tokens_sent: int) -> RouterError:
-    """The grammar of the output needs more fuel for a token than it has, or leaves no token. It
-    would do so again."""
+    """The form of the output takes more time or memory to check than it may, needs more fuel for a
+    token than it has, or leaves no token. It would do so again."""
     return RouterError(
         grpc.StatusCode.INVALID_ARGUMENT,
         "STRUCTURE_TOO_COMPLEX",

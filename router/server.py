@@ -272,7 +272,7 @@ class RouterServer:
         changed = self.dispatcher.membership_changed
         while True:
             changed.clear()
-            await self._tokenizers.warm(model.path for model in self.dispatcher.attached_models())
+            await self._tokenizers.warm(self.dispatcher.attached_models())
             can_run = bool(self.dispatcher.models())
             await self._health.set(SERVICE_NAME, _SERVING if can_run else _NOT_SERVING)
             if can_run and not self.address:

@@ -57,6 +57,7 @@ FLOORS = (
         "router.workers",
         "router.placement",
         "router.dispatch",
+        "router.aside",
         "router.answers",
         "router.structure",
         "router.requests",

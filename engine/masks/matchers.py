@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,7 +35,11 @@ KEPT_COMPILATIONS: Final = 128
 """Compiled grammars that are kept, the latest used ones; the largest allowed take 1 MB each."""
 MASK_THREADS: Final = max(1, min(16, os.cpu_count() or 1))
 """Threads that fill the masks of a step."""
+STACK_BYTES: Final = 64 << 20
+"""Of the thread that compiles. llguidance recurses along chains of rules, by some 3 KB a rule. A
+router has checked each grammar with a 64th of it (`router.structure.checking`)."""
 _ALL: Final = np.int32(-1)
+_THREADS_START: Final = threading.Lock()
 
 
 class GrammarError(Exception):
@@ -73,7 +78,7 @@ class Matchers:
         self._folder = Path(folder)
         self._vocab_size = vocab_size
         self._eos_ids = tuple(eos_ids)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="baton-grammars")
+        self._thread = _thread_with_stack()
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[tuple[bytes, int], LLMatcher] = OrderedDict()
         self._turns = itertools.cycle(range(MASK_THREADS))
@@ -144,6 +149,18 @@ class Matchers:
                 raise GrammarError("the model has no tokenizer")
             self._tokenizer = read_tokenizer(file, self._vocab_size, self._eos_ids)
         return self._tokenizer
+
+
+def _thread_with_stack() -> ThreadPoolExecutor:
+    """A pool of one thread. Stacks of threads are set for the whole process, so it starts now."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="baton-grammars")
+    with _THREADS_START:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            pool.submit(int).result()
+        finally:
+            threading.stack_size(before)
+    return pool
 
 
 def read_tokenizer(file: Path, vocab_size: int, eos_ids: Iterable[int]) -> LLTokenizer:

@@ -101,7 +101,7 @@ class Generations:
                     most = model.max_context_tokens
                     prompt = await self._tokenize(request.input, tokenizer, "input", most)
                     plan = await self._tokenizers.plans.plan(
-                        request.input, model, tokenizer, prompt.text
+                        request.input, model, tokenizer, prompt.text, call.holder
                     )
                     job = self._job(request.input, call, span, model, prompt.ids)
                     job = replace(job, keys=await self._tokenizers.page_keys(job))

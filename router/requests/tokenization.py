@@ -41,7 +41,7 @@ from router.requests.longest_token import longest_token_bytes
 from router.structure.plan import AnswerPlans
 
 if TYPE_CHECKING:
-    from router.jobs import Job
+    from router.jobs import Job, ServedModel
 
 PromptIds = NDArray[np.uint32]
 Result = TypeVar("Result")
@@ -102,6 +102,12 @@ class Tokenizer:
             if token.special
         )
         """Ids that have no text."""
+        self.special_token_ids = {
+            token: token_id
+            for token_id in self.special_ids
+            if (token := backend.id_to_token(token_id)) is not None
+        }
+        """Ids of special tokens by their texts."""
         self._longest_token_bytes = longest_token_bytes(backend)
 
     @classmethod
@@ -165,16 +171,11 @@ class Tokenizer:
         batch = [token_ids]
         return self._backend.decode_batch(batch, skip_special_tokens=skip_special_tokens)[0]
 
-    def special_id(self, text: str) -> int | None:
-        """The id of a special token; None if the text is none."""
-        token_id = self._backend.token_to_id(text)
-        return token_id if token_id in self.special_ids else None
-
     def ids_within(self, texts: Iterable[str]) -> frozenset[int]:
         """The special tokens whose names stand in one of the texts."""
         whole = "\n".join(texts)
-        names = ((one, self._backend.id_to_token(one)) for one in self.special_ids)
-        return frozenset(token_id for token_id, name in names if name and name in whole)
+        named = self.special_token_ids.items()
+        return frozenset(token_id for name, token_id in named if name and name in whole)
 
     def token_text(self, token_id: int) -> str:
         """Text of one token as it is inside a text; the name of a special token."""
@@ -206,9 +207,14 @@ class Tokenizers:
         # Shielded: a caller that gives up must not cancel the load for other waiting callers.
         return await asyncio.shield(load)
 
-    async def warm(self, folders: Iterable[str]) -> None:
-        """Reads folders that were not read yet. Errors are left to the requests that need them."""
-        await asyncio.gather(*map(self.get, folders), return_exceptions=True)
+    async def warm(self, models: Iterable[ServedModel]) -> None:
+        """Reads the tokenizers that were not read yet. What checks forms of answers gets ready
+        meanwhile and is not waited for. Errors are left to the requests that need them."""
+        models = list(models)
+        found = await asyncio.gather(*(self.get(m.path) for m in models), return_exceptions=True)
+        for model, tokenizer in zip(models, found, strict=True):
+            if isinstance(tokenizer, Tokenizer):
+                self.plans.grammars.warm(model)
 
     async def encode(
         self,

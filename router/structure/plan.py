@@ -1,23 +1,17 @@
 """Plans the answer to one request: its grammar, its bound on thinking, how to find its parts.
 
-Grammars are written and checked on a thread of their own, with the model's tokenizer and the fuel
-that workers have, and the latest ones are kept. A grammar that passes here can be compiled by
-workers, and has a first token.
+Grammars are written and checked by processes aside (`router.structure.grammars`), with the model's
+tokenizer and the fuel that workers have. A grammar that passes there can be compiled by workers,
+and has a first token.
 """
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
-from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from baton.inference.v1 import inference_pb2 as api
@@ -26,14 +20,12 @@ from router import errors
 from router.answers.forms import ResponseForm, Thought, thought_of
 from router.answers.parser import AnswerParser
 from router.errors import Violation
-from router.structure.grammar import CallRules, Grammar, Tool
-from router.structure.schema import LIMITS, SchemaError, read
+from router.structure.checking import Question, mode_of
+from router.structure.grammars import Grammars
 
 if TYPE_CHECKING:
     from router.jobs import ServedModel
 
-KEPT: Final = 64
-"""Grammars, and refusals of grammars, that are kept."""
 _EFFORT_NAMES: Final = frozenset(("reasoning_effort", "enable_thinking", "thinking"))
 
 
@@ -42,10 +34,7 @@ class AnswerTokenizer(Protocol):
 
     form: ResponseForm
     template_names: frozenset[str]
-
-    def special_id(self, text: str) -> int | None:
-        """The id of a special token; None if the text is none."""
-        ...
+    special_token_ids: dict[str, int]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> NDArray[np.uint32]:
         """Ids of a text."""
@@ -81,14 +70,12 @@ class AnswerPlan:
 class AnswerPlans:
     """Makes plans. Belongs to the event loop."""
 
-    def __init__(self, threads: int = 2) -> None:
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="baton-structure")
-        self._tokenizers: dict[str, asyncio.Future[LLTokenizer]] = {}
-        self._kept: OrderedDict[bytes, tuple[str, tuple[str, ...]] | SchemaError] = OrderedDict()
+    def __init__(self) -> None:
+        self.grammars = Grammars()
 
     def close(self) -> None:
-        """Ends the threads after their current work."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Ends the processes."""
+        self.grammars.close()
 
     async def plan(
         self,
@@ -96,17 +83,19 @@ class AnswerPlans:
         model: ServedModel,
         tokenizer: AnswerTokenizer | None,
         prompt: str,
+        caller: str,
     ) -> AnswerPlan:
-        """The plan of the answer to a prompt.
+        """The plan of the answer to a prompt. `caller` waits for its turn where many ask.
 
         Raises:
             RouterError: INVALID_FIELD. The form cannot be enforced, or the model has none for it.
+                STRUCTURE_TOO_COMPLEX.
         """
         has_chat = generation.WhichOneof("prompt") == "chat"
         if tokenizer is None or not (has_chat or generation.HasField("structure")):
             return AnswerPlan()
         chat = generation.chat
-        mode = _mode(chat)
+        mode = mode_of(chat)
         form = tokenizer.form if mode is not None else tokenizer.form.without_calls()
         if found := list(_refusals(generation, tokenizer, mode)):
             raise errors.invalid_fields(found)
@@ -129,52 +118,9 @@ class AnswerPlans:
             raise errors.invalid_fields(
                 [Violation("input.stop.ignore_eos", "cannot stand beside strict or required tools")]
             )
-        grammar, dropped = await self._grammar(generation, model, tokenizer, form, thought)
-        return replace(plan, grammar=grammar, dropped=dropped)
-
-    async def _grammar(
-        self,
-        generation: api.GenerationInput,
-        model: ServedModel,
-        tokenizer: AnswerTokenizer,
-        form: ResponseForm,
-        thought: Thought,
-    ) -> tuple[str, tuple[str, ...]]:
-        key = _key(generation, model, thought)
-        known = self._kept.get(key)
-        if known is not None:
-            self._kept.move_to_end(key)
-        else:
-            loop = asyncio.get_running_loop()
-            checker = await self._tokenizer(model)
-            known = await loop.run_in_executor(
-                self._pool, _write_checked, generation, tokenizer, form, thought, checker
-            )
-            self._kept[key] = known
-            if len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
-        if isinstance(known, SchemaError):
-            raise errors.invalid_fields([Violation(known.field, known.rule)])
-        return known
-
-    async def _tokenizer(self, model: ServedModel) -> LLTokenizer:
-        load = self._tokenizers.get(model.path)
-        if load is None or (load.done() and (load.cancelled() or load.exception())):
-            loop = asyncio.get_running_loop()
-            load = loop.run_in_executor(self._pool, _read_tokenizer, model)
-            self._tokenizers[model.path] = load
-        # Shielded: a caller that gives up must not cancel the load for other waiting callers.
-        return await asyncio.shield(load)
-
-
-def _mode(chat: api.ChatPrompt) -> api.ToolMode.ValueType | None:
-    """How tools may be called; None if they may not."""
-    choice = chat.tool_choice
-    if not chat.tools or choice.mode == api.TOOL_MODE_NONE:
-        return None
-    if choice.WhichOneof("choice") == "name":
-        return api.TOOL_MODE_REQUIRED
-    return choice.mode or api.TOOL_MODE_AUTO
+        question = _question(generation, tokenizer, form, thought)
+        checked = await self.grammars.grammar(question, model, caller)
+        return replace(plan, grammar=checked.grammar, dropped=checked.dropped)
 
 
 def _refusals(
@@ -225,77 +171,18 @@ def _packed(tokenizer: AnswerTokenizer, text: str) -> bytes:
     return tokenizer.encode(text, add_special_tokens=False).astype("<u4").tobytes()
 
 
-def _key(generation: api.GenerationInput, model: ServedModel, thought: Thought) -> bytes:
-    """A digest of everything that a grammar is made of."""
-    chat = api.ChatPrompt(
-        tools=generation.chat.tools,
-        tool_choice=generation.chat.tool_choice,
-        parallel_tool_calls=generation.chat.parallel_tool_calls,
-    )
-    parts = (model.path, model.revision, repr(thought))
-    data = [one.encode() for one in parts]
-    data += [one.SerializeToString(deterministic=True) for one in (generation.structure, chat)]
-    return hashlib.sha256(b"".join(b"%d:%b" % (len(one), one) for one in data)).digest()
-
-
-def _read_tokenizer(model: ServedModel) -> LLTokenizer:
-    text = (Path(model.path) / "tokenizer.json").read_text(encoding="utf-8")
-    return LLTokenizer(text, model.vocab_size, list(model.eos_token_ids))
-
-
-def _write_checked(
+def _question(
     generation: api.GenerationInput,
     tokenizer: AnswerTokenizer,
     form: ResponseForm,
     thought: Thought,
-    checker: LLTokenizer,
-) -> tuple[str, tuple[str, ...]] | SchemaError:
-    """The grammar of an answer and the dropped keywords, or the reason why there is none."""
-    grammar = Grammar(tokenizer.special_id)
-    try:
-        _write(grammar, generation, form, thought)
-        text = grammar.text()
-        matcher = LLMatcher(checker, text, log_level=0, limits=LIMITS)
-        if not matcher.is_error():
-            matcher.compute_bitmask()
-        if matcher.is_error():
-            raise SchemaError("cannot be compiled: it is wrong or too complex")
-    except SchemaError as error:
-        error.field = error.field or _field(generation)
-        return error
-    return text, tuple(grammar.dropped)
-
-
-def _write(
-    grammar: Grammar, generation: api.GenerationInput, form: ResponseForm, thought: Thought
-) -> None:
-    mode = _mode(generation.chat)
-    if form.thinking is not None and (thought.is_open or thought.may_begin):
-        grammar.thinking(form.thinking, thought)
+) -> Question:
+    chat, slim = generation.chat, api.GenerationInput()
     if generation.HasField("structure"):
-        grammar.structure(generation.structure)
-    if mode is None:
-        return
-    assert form.calls is not None, "calls without a form are refused before"
-    chat = generation.chat
-    several = not chat.HasField("parallel_tool_calls") or chat.parallel_tool_calls
-    tools = []
-    is_held = mode == api.TOOL_MODE_REQUIRED
-    for index, tool in enumerate(chat.tools):
-        if chat.tool_choice.name in ("", tool.name):
-            try:
-                has_schema = tool.parameters and (tool.strict or is_held)
-                schema = read(tool.parameters) if has_schema else {}
-            except SchemaError as error:
-                error.field = f"input.chat.tools[{index}].parameters"
-                raise
-            tools.append(Tool(index, tool.name, schema, tool.strict))
-    rules = CallRules(tools, is_held, several)
-    grammar.calls(form.calls, rules)
-
-
-def _field(generation: api.GenerationInput) -> str:
-    """The field that a refused grammar came from."""
-    if (kind := generation.structure.WhichOneof("form")) is None:
-        return "input.chat.tools"
-    return f"input.structure.{kind}" + ".schema" * (kind == "json_schema")
+        slim.structure.CopyFrom(generation.structure)
+    slim.chat.tools.extend(chat.tools)
+    slim.chat.tool_choice.CopyFrom(chat.tool_choice)
+    if chat.HasField("parallel_tool_calls"):
+        slim.chat.parallel_tool_calls = chat.parallel_tool_calls
+    data = slim.SerializeToString(deterministic=True)
+    return Question(data, form, thought, tokenizer.special_token_ids)

@@ -166,7 +166,10 @@ def _drop_blamed(prepared: Prepared, problem: str) -> list[str]:
 def _problem(schema: dict[str, Any], *, coerce_one_of: bool) -> str:
     """The first problem that llguidance has with a schema; "" for none."""
     overrides: Any = {"coerce_one_of": coerce_one_of, "lenient": False}
-    grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides)
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides)
+    except ValueError:
+        raise SchemaError("is nested too deeply") from None
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
     return messages[0] if is_error else ""
 

@@ -263,7 +263,7 @@ async def test_the_deadline_holds_while_the_prompt_waits_to_be_tokenized(
 ) -> None:
     dispatcher.served = [replace(dispatcher.served[0], max_context_tokens=4096)]
     tokenizers, busy = Tokenizers(threads=1), threading.Event()
-    await tokenizers.warm([dispatcher.served[0].path])
+    await tokenizers.warm(dispatcher.served[:1])
     tokenizers._pool.submit(busy.wait)
     service = InferenceService(dispatcher, tokenizers, Limits(max_request_duration_s=0.1))
     text = "fox " * 2000

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from engine.masks import matchers
+from router.structure import checking
 from router.structure.schema import LIMITS
 
 AMBIGUOUS = "start: e\ne: e e | e e e | /[a-z]/"
@@ -68,3 +71,20 @@ def test_wide_schemas_have_enough(tokenizer: LLTokenizer, optional: int) -> None
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
     longest_mask_s(matcher, 80)
     assert not matcher.is_error(), matcher.get_error()
+
+
+def test_a_grammar_that_passes_a_router_cannot_end_a_worker(demo_model: Path) -> None:
+    """This is ten times as deep as a router lets pass, and too deep for a usual stack."""
+    assert 64 * checking.STACK_BYTES == matchers.STACK_BYTES
+    script = f"""
+from engine.masks.matchers import Matchers
+from engine.types import Request, SamplingParams, StopRules
+names = ["r" + "".join(chr(97 + int(digit)) for digit in str(i)) for i in range(4000)]
+rules = [f"{{one}}: {{other}}" for one, other in zip(["start", *names], names)]
+grammar = "\\n".join([*rules, names[-1] + ': "x"'])
+matchers = Matchers({str(demo_model)!r}, 49152, [2])
+request = Request(b"a", [1], SamplingParams(grammar=grammar), StopRules(max_tokens=1))
+print(matchers.prepare(request).result()[0].is_broken)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr[-2000:]

@@ -1,0 +1,175 @@
+"""What a request brings may crash, hang or fill memory: in a process aside, and of that request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from frontdoor_kit import served_model, write_tokenizer
+
+from baton.inference.v1 import inference_pb2 as api
+from router.answers.forms import ResponseForm, Thought
+from router.aside.turns import Turns
+from router.errors import RouterError
+from router.jobs import ServedModel
+from router.structure import checking, grammars
+from router.structure.checking import Question
+from router.structure.grammars import KEPT_REFUSALS, Grammars
+
+HONEST = api.Structure(json_schema=api.JsonSchema(schema='{"type": "integer"}', strict=True))
+TOO_COMPLEX, INVALID = "STRUCTURE_TOO_COMPLEX", "INVALID_FIELD"
+
+
+def name(number: int) -> str:
+    return "r" + "".join(chr(ord("a") + int(digit)) for digit in str(number))
+
+
+def lark_chain(rules: int) -> api.Structure:
+    chain = (f"{name(i)}: {name(i + 1)}" for i in range(rules))
+    return api.Structure(lark="\n".join((f"start: {name(0)}", *chain, f'{name(rules)}: "x"')))
+
+
+def lark_brackets(depth: int) -> api.Structure:
+    return api.Structure(lark=f'start: {"(" * depth}"x"{")" * depth}')
+
+
+def gbnf_chain(rules: int, times: int) -> api.Structure:
+    chain = (f"r{i} ::=" + f" r{i + 1}" * times for i in range(rules))
+    return api.Structure(gbnf="\n".join(("root ::= r0", *chain, f'r{rules} ::= "x"')))
+
+
+def schema(text: str) -> api.Structure:
+    return api.Structure(json_schema=api.JsonSchema(schema=text))
+
+
+def reference_chain(length: int) -> api.Structure:
+    chain: dict[str, object] = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(length)}
+    return schema(json.dumps({"$defs": {**chain, f"d{length}": {}}, "$ref": "#/$defs/d0"}))
+
+
+def unknown_keywords(count: int) -> api.Structure:
+    keys = (f'"z{i:x}": 1' for i in range(count))
+    return schema("{" + ", ".join((*keys, '"type": "z"')) + "}")
+
+
+ATTACKS = {
+    "rules in a chain": lark_chain(12_000),
+    "brackets in a grammar": lark_brackets(100_000),
+    "references in a chain": reference_chain(6_000),
+    "a chain that doubles": gbnf_chain(4_000, 2),
+    "unknown keywords": unknown_keywords(15_000),
+    "a deep schema": schema('{"items":' * 127 + "{}" + "}" * 127),
+    "a deep text": schema("[" * 100_000),
+    "brackets in a regex": api.Structure(regex="(" * 100_000 + ")" * 100_000),
+    "repeats of repeats": api.Structure(regex="(((((a{99}){99}){99}){99}){99}|b){99}"),
+}
+
+
+def question(structure: api.Structure) -> Question:
+    generation = api.GenerationInput(structure=structure)
+    return Question(generation.SerializeToString(), ResponseForm(), Thought(), {})
+
+
+class Checker:
+    def __init__(self, folder: Path) -> None:
+        write_tokenizer(folder)
+        self.grammars = Grammars()
+        self.model: ServedModel = served_model(folder)
+
+    async def reason(self, structure: api.Structure, caller: str = "a") -> str:
+        try:
+            await self.grammars.grammar(question(structure), self.model, caller)
+        except RouterError as error:
+            return error.reason
+        return ""
+
+    @property
+    def pid(self) -> int:
+        (server,) = self.grammars._servers.values()
+        assert server._process is not None
+        return server._process.pid
+
+    def forked(self) -> set[int]:
+        return set(map(int, Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()))
+
+    def cpu_s(self) -> float:
+        """Of the processes that it has forked and that have ended."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.fixture
+async def checker(tmp_path: Path) -> AsyncIterator[Checker]:
+    checker = Checker(tmp_path)
+    await checker.grammars.warm(checker.model)
+    yield checker
+    checker.grammars.close()
+
+
+async def ended(checker: Checker) -> None:
+    async with asyncio.timeout(30):
+        while checker.forked():
+            await asyncio.sleep(0.01)
+
+
+async def test_no_grammar_ends_or_holds_up_the_router(
+    checker: Checker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bounds = checking.BOUNDS._replace(cpu_s=0.5)
+    monkeypatch.setattr(grammars, "BOUNDS", bounds)
+    pid = checker.pid
+    for what, attack in ATTACKS.items():
+        before_s = checker.cpu_s()
+        assert await checker.reason(attack) in (TOO_COMPLEX, INVALID, ""), what
+        await ended(checker)
+        assert checker.cpu_s() - before_s < bounds.cpu_s + 0.5, what
+        assert await checker.reason(HONEST) == ""
+    assert checker.pid == pid, "nothing of it has ended the server"
+
+
+async def test_a_crash_is_remembered(checker: Checker) -> None:
+    chain = lark_chain(12_000)
+    assert await checker.reason(chain) == TOO_COMPLEX
+    os.kill(checker.pid, signal.SIGSTOP)
+    assert await checker.reason(chain) == TOO_COMPLEX, "nobody is asked again"
+    assert len(checker.grammars._refused._entries) == 1 < KEPT_REFUSALS
+
+
+async def test_a_server_that_was_lost_is_started_again(checker: Checker) -> None:
+    os.kill(checker.pid, signal.SIGKILL)
+    assert await checker.reason(HONEST) == ""
+
+
+async def test_work_ends_when_all_who_wait_have_left(checker: Checker) -> None:
+    slow = gbnf_chain(4_000, 2)
+    first, second = (asyncio.create_task(checker.reason(slow)) for _ in range(2))
+    async with asyncio.timeout(30):
+        while not checker.forked():
+            await asyncio.sleep(0.001)
+    first.cancel()
+    await asyncio.sleep(0.01)
+    assert checker.forked(), "the second still waits"
+    second.cancel()
+    await ended(checker)
+    await asyncio.wait([first, second])
+    assert checker.cpu_s() < checking.BOUNDS.cpu_s
+
+
+async def test_callers_take_turns() -> None:
+    turns, order = Turns(1), []
+
+    async def work(caller: str) -> None:
+        async with turns.turn(caller):
+            order.append(caller)
+            await asyncio.sleep(0)
+
+    tasks = [asyncio.create_task(work(caller)) for caller in "aaaaabbc"]
+    await asyncio.sleep(0)
+    tasks[1].cancel()
+    await asyncio.wait(tasks)
+    assert "".join(order) == "abcabaa"
