@@ -205,13 +205,9 @@ def quota_exceeded(
 
 def queue_timeout(waited_s: float, retry_after_s: float) -> RouterError:
     """The request waited longer than the queue allows."""
-    return RouterError(
-        grpc.StatusCode.RESOURCE_EXHAUSTED,
-        "QUEUE_TIMEOUT",
-        f"no worker had room within {waited_s:.1f} s",
-        {"waited_s": f"{waited_s:.1f}"},
-        retry_after_s,
-    )
+    code, metadata = grpc.StatusCode.RESOURCE_EXHAUSTED, {"waited_s": f"{waited_s:.1f}"}
+    message = f"no worker had room within {waited_s:.1f} s"
+    return RouterError(code, "QUEUE_TIMEOUT", message, metadata, retry_after_s)
 
 
 def deadline_unreachable(needed_s: float, left_s: float, retry_after_s: float) -> RouterError:
@@ -240,9 +236,8 @@ def workers_differ(model: str, retry_after_s: float = 1.0) -> RouterError:
 
 def model_loading(model: str, retry_after_s: float = 5.0) -> RouterError:
     """Workers still load the model."""
-    return _unavailable(
-        "MODEL_LOADING", f"model {model!r} is loading", {"model": model}, retry_after_s
-    )
+    message = f"model {model!r} is loading"
+    return _unavailable("MODEL_LOADING", message, {"model": model}, retry_after_s)
 
 
 def draining(retry_after_s: float = 1.0) -> RouterError:
@@ -328,6 +323,11 @@ def hook_failed(hook: str) -> RouterError:
     """A hook that the operator has installed raised, or was too slow. It would do so again."""
     message = f"the hook {hook} failed"
     return RouterError(grpc.StatusCode.INTERNAL, "HOOK_FAILED", message, {"hook": hook})
+
+
+def tokenizer_unsupported(why: str) -> RouterError:
+    """The model's folder has a tokenizer that is not read as transformers reads it."""
+    return RouterError(grpc.StatusCode.INTERNAL, "TOKENIZER_UNSUPPORTED", why, {"why": why})
 
 
 def cancelled() -> RouterError:

@@ -60,6 +60,7 @@ FLOORS = (
         "router.aside",
         "router.answers",
         "router.structure",
+        "router.folders",
         "router.requests",
         "router.doors",
         "router.doors.openai",

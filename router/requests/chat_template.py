@@ -31,6 +31,9 @@ _ROLES: Final[Mapping[int, str]] = {
     api.ROLE_ASSISTANT: "assistant",
     api.ROLE_TOOL: "tool",
 }
+DEFAULT: Final = "default"
+TOOLS: Final = "tool_use"
+"""Names of templates."""
 EFFORT: Final = "reasoning_effort"
 THINKING_SWITCHES: Final = ("enable_thinking", "thinking")
 """Variables by which templates turn thinking on and off."""
@@ -59,15 +62,50 @@ class Template(Protocol):
         ...
 
 
-def template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The default chat template: a file of its own, or an entry of the config."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    found = config.get("chat_template")
-    if isinstance(found, list):
-        found = {entry["name"]: entry["template"] for entry in found}.get("default")
-    return found if isinstance(found, str) else None
+def template_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The chat templates of a folder by name, as transformers finds them. Files of their own come
+    before an entry of the config. One for requests with tools is named `tool_use`."""
+    found: dict[str, str] = {}
+    if (file := folder / "chat_template.jinja").is_file():
+        found[DEFAULT] = file.read_text(encoding="utf-8")
+    for file in sorted(folder.glob("additional_chat_templates/*.jinja")):
+        found[file.stem] = file.read_text(encoding="utf-8")
+    if found:
+        return found
+    stated = config.get("chat_template")
+    if isinstance(stated, list):
+        stated = {entry["name"]: entry["template"] for entry in stated}
+    if isinstance(stated, str):
+        stated = {DEFAULT: stated}
+    return dict(stated) if isinstance(stated, dict) else {}
+
+
+class ChatTemplates:
+    """The compiled chat templates of a model."""
+
+    def __init__(self, sources: Mapping[str, str]) -> None:
+        self.sources = dict(sources)
+        used = {name: self.sources[name] for name in (DEFAULT, TOOLS) if name in self.sources}
+        self._compiled = {name: compile_template(source) for name, source in used.items()}
+        self._names = {name: names_in(source) for name, source in used.items()}
+        self.text = "\n".join(used.values())
+        """Their sources."""
+        self.names = frozenset[str]().union(*self._names.values())
+        """Variables that they read."""
+
+    def of(self, *, tools: bool) -> tuple[Template, frozenset[str]]:
+        """The template of a conversation with tools or without, and the variables that it reads.
+
+        Raises:
+            ChatTemplateError: there is none.
+        """
+        name = TOOLS if tools and TOOLS in self._compiled else DEFAULT
+        if name not in self._compiled:
+            several = (
+                "several chat templates and no default" if self.sources else "no chat template"
+            )
+            raise ChatTemplateError(f"the model has {several}")
+        return self._compiled[name], self._names[name]
 
 
 def read_template(path: str) -> str | None:
@@ -122,13 +160,18 @@ def variables_of(chat: api.ChatPrompt, end: str, known: frozenset[str]) -> dict[
     }
 
 
+def has_tools(chat: api.ChatPrompt) -> bool:
+    """Whether the model sees tools."""
+    return bool(chat.tools) and chat.tool_choice.mode != api.TOOL_MODE_NONE
+
+
 def tools_of(chat: api.ChatPrompt) -> list[dict[str, Any]]:
     """The tools as templates get them. None if no tool may be called.
 
     Raises:
         ChatTemplateError: a tool's schema is no JSON object.
     """
-    if chat.tool_choice.mode == api.TOOL_MODE_NONE:
+    if not has_tools(chat):
         return []
     return [
         {

@@ -13,13 +13,13 @@ is not begun if its caller has left.
 from __future__ import annotations
 
 import asyncio
-import json
+import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import numpy as np
 import tokenizers
@@ -27,14 +27,17 @@ from numpy.typing import NDArray
 
 from baton.inference.v1 import inference_pb2 as api
 from prefixes.keys import NO_KEYS, ShortKeys, prompt_short_keys
+from router import errors
 from router.answers.forms import ResponseForm, form_of
 from router.answers.parser import is_readable
+from router.folders.classes import TokenizerError
+from router.folders.tokenizer import FILE, read_tokenizer
 from router.requests.chat_template import (
+    DEFAULT,
     ChatTemplateError,
-    Template,
-    compile_template,
-    names_in,
-    template_source,
+    ChatTemplates,
+    has_tools,
+    template_sources,
     variables_of,
 )
 from router.requests.longest_token import longest_token_bytes
@@ -42,6 +45,8 @@ from router.structure.plan import AnswerPlans
 
 if TYPE_CHECKING:
     from router.jobs import Job, ServedModel
+
+logger = logging.getLogger(__name__)
 
 PromptIds = NDArray[np.uint32]
 Result = TypeVar("Result")
@@ -81,17 +86,16 @@ class Tokenizer:
     def __init__(
         self,
         backend: tokenizers.Tokenizer,
-        template: Template | None = None,
+        templates: ChatTemplates | None = None,
         special_tokens: Mapping[str, str] | None = None,
-        template_source: str | None = None,
         form: ResponseForm | None = None,
     ) -> None:
         self._backend = backend
-        self._template = template
-        self.template_source = template_source
-        """Source of `template`."""
-        self.template_names = frozenset(names_in(template_source) if template_source else ())
-        """Variables that the template reads."""
+        self._templates = templates or ChatTemplates({})
+        self.template_source = self._templates.sources.get(DEFAULT)
+        """Source of the chat template."""
+        self.template_names = self._templates.names
+        """Variables that chat templates read."""
         self.form = form or ResponseForm()
         """The form of the model's answers."""
         self.special_tokens = dict(special_tokens or {})
@@ -113,20 +117,22 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: str, chat_template: str | None = None) -> Tokenizer | None:
         """Reads a model folder. None if it has no `tokenizer.json`, or is ""; such a model takes
-        and gives ids. `chat_template` is the source of one that replaces the model's own."""
+        and gives ids. `chat_template` is the source of one that replaces the model's own.
+
+        Raises:
+            TokenizerError: transformers would read the folder otherwise, or not at all.
+        """
         path = Path(folder)
-        if not folder or not (path / "tokenizer.json").is_file():
+        if not folder or not (path / FILE).is_file():
             return None
-        backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-        backend.no_truncation()
-        backend.no_padding()
-        config = _read_json(path / "tokenizer_config.json")
-        source = template_source(path, config) if chat_template is None else chat_template
-        template = compile_template(source) if source is not None else None
+        backend, special, config = read_tokenizer(path)
+        sources = {DEFAULT: chat_template} if chat_template is not None else None
+        templates = ChatTemplates(template_sources(path, config) if sources is None else sources)
+        source = templates.text
         form = form_of(config, source)
         if form.spec is not None and not is_readable(form.spec):
             form = form_of({}, source)
-        return cls(backend, template, _special_tokens(config), source, form)
+        return cls(backend, templates, special, form)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> PromptIds:
         """Ids of a raw text, with the special tokens that the model expects around it."""
@@ -151,14 +157,13 @@ class Tokenizer:
         Raises:
             ChatTemplateError: there is no template, or it refuses these turns.
         """
-        if self._template is None:
-            raise ChatTemplateError("the model has no chat template")
+        template, names = self._templates.of(tools=has_tools(chat))
         if chat.tools and "tools" not in self.template_names:
             raise ChatTemplateError("the model's chat template takes none", "tools")
         end = secrets.token_hex(16) if chat.continue_last else ""
         try:
-            given = self.special_tokens | variables_of(chat, end, self.template_names)
-            text = self._template.render(**given)
+            given = self.special_tokens | variables_of(chat, end, names)
+            text = template.render(**given)
             return text[: text.rindex(end)] if end else text
         except ChatTemplateError:
             raise
@@ -198,14 +203,24 @@ class Tokenizers:
         """Plans of answers, which need tokenizers and threads as well."""
 
     async def get(self, folder: str) -> Tokenizer | None:
-        """The tokenizer of a model folder, read at most once unless reading it fails."""
+        """The tokenizer of a model folder, read at most once unless reading it fails.
+
+        Raises:
+            RouterError: TOKENIZER_UNSUPPORTED.
+        """
         load = self._loads.get(folder)
         if load is None or (load.done() and (load.cancelled() or load.exception())):
             loop = asyncio.get_running_loop()
             load = loop.run_in_executor(self._pool, Tokenizer.load, folder, self._chat_template)
             self._loads[folder] = load
         # Shielded: a caller that gives up must not cancel the load for other waiting callers.
-        return await asyncio.shield(load)
+        try:
+            return await asyncio.shield(load)
+        except TokenizerError as error:
+            logger.error(
+                "the tokenizer cannot be used", extra={"folder": folder, "why": str(error)}
+            )
+            raise errors.tokenizer_unsupported(str(error)) from None
 
     async def warm(self, models: Iterable[ServedModel]) -> None:
         """Reads the tokenizers that were not read yet. What checks forms of answers gets ready
@@ -313,19 +328,3 @@ def _chars(prompt: str | api.ChatPrompt) -> int:
 
 def _ids(encoding: tokenizers.Encoding) -> PromptIds:
     return np.asarray(encoding.ids, dtype=np.uint32)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    return cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """The named special tokens, such as `bos_token`: variables of a chat template."""
-    tokens: dict[str, str] = {}
-    for name, value in config.items():
-        token = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(token, str):
-            tokens[name] = token
-    return tokens

@@ -62,6 +62,7 @@ ROWS: list[tuple[RouterError, grpc.StatusCode, str, type[Message] | None]] = [
     (errors.kv_integrity(), Code.DATA_LOSS, "KV_INTEGRITY", None),
     (errors.numerical_error(), Code.INTERNAL, "NUMERICAL_ERROR", None),
     (errors.hook_failed("quest"), Code.INTERNAL, "HOOK_FAILED", None),
+    (errors.tokenizer_unsupported("no"), Code.INTERNAL, "TOKENIZER_UNSUPPORTED", None),
     (errors.structure_too_complex(3), Code.INVALID_ARGUMENT, "STRUCTURE_TOO_COMPLEX", None),
     (errors.cancelled(), Code.CANCELLED, "CANCELLED", None),
     (errors.deadline_exceeded(7), Code.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", None),

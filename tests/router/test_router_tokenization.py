@@ -8,10 +8,10 @@ import threading
 from pathlib import Path
 
 import pytest
-from frontdoor_kit import CHAT_TEMPLATE, CORPUS, write_tokenizer
+from frontdoor_kit import CORPUS, write_tokenizer
 
 from baton.inference.v1 import inference_pb2 as api
-from router.requests.chat_template import TemplateFileError, read_template
+from router.requests.chat_template import ChatTemplates, TemplateFileError, read_template
 from router.requests.tokenization import ChatTemplateError, Tokenizer, Tokenizers
 from router.server import main
 from router.settings import RouterSettings
@@ -137,15 +137,6 @@ def test_a_file_of_its_own_comes_before_the_config(folder: Path) -> None:
     assert tokenizer.render_chat(CHAT) == "Be brief & <polite>."
 
 
-def test_named_templates_have_a_default(folder: Path) -> None:
-    named = [
-        {"name": "tool_use", "template": "tools"},
-        {"name": "default", "template": CHAT_TEMPLATE},
-    ]
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    assert load(folder).render_chat(CHAT).startswith("<|im_start|>system\n")
-
-
 @pytest.mark.parametrize(
     "template",
     [
@@ -195,7 +186,7 @@ async def test_a_folder_is_read_once_and_long_texts_leave_the_loop_free(folder: 
 
 @pytest.mark.parametrize(("turns", "on_loop"), [(3, True), (1000, False)])
 async def test_many_turns_leave_the_loop_free_however_short_they_are(
-    folder: Path, turns: int, on_loop: bool
+    folder: Path, turns: int, on_loop: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rendered_on: list[threading.Thread] = []
 
@@ -204,7 +195,8 @@ async def test_many_turns_leave_the_loop_free_however_short_they_are(
             rendered_on.append(threading.current_thread())
             return "rendered"
 
-    tokenizer = Tokenizer(load(folder)._backend, Watched())
+    tokenizer = load(folder)
+    monkeypatch.setattr(ChatTemplates, "of", lambda self, tools: (Watched(), frozenset()))
     tokenizers = Tokenizers()
     silent = api.ChatMessage(role=api.ROLE_USER, content="")
     await tokenizers.encode(tokenizer, api.ChatPrompt(messages=[silent] * turns))

@@ -1,0 +1,1 @@
+"""Model folders as transformers reads them: which tokenizer, which special tokens."""
