@@ -65,6 +65,7 @@ FLOORS = (
         "router.doors",
         "router.doors.openai",
         "router.doors.http",
+        "router.doors.messages",
         "router.doors.responses",
     ),
     ("local",),

@@ -52,6 +52,8 @@ def fill_stopping(
     """
     room = model.max_context_tokens - prompt_tokens
     max_tokens = stop.max_tokens or max(1, min(room, limits.default_max_tokens))
+    if stop.cut_max_tokens:
+        max_tokens = max(1, min(max_tokens, room, limits.max_output_tokens))
     if max_tokens > room:
         raise errors.context_length_exceeded(prompt_tokens, max_tokens, model.max_context_tokens)
     if stop.min_tokens > max_tokens:

@@ -106,7 +106,8 @@ class Generations:
                     job = self._job(request.input, call, span, model, prompt.ids)
                     job = replace(job, keys=await self._tokenizers.page_keys(job))
                     restrict(job, request.input.sampling, tokenizer, plan)
-            if not request.input.stop.HasField("max_tokens"):
+            stop = request.input.stop
+            if stop.cut_max_tokens or not stop.HasField("max_tokens"):
                 self._shorten(job)
             span.describe_job(job)
             outbox = OutputBuffer(self._limits.max_unread_tokens, whole=call.whole)
@@ -249,8 +250,8 @@ class Generations:
         return call.arrived_ns + int(duration_s * 1e9)
 
     def _shorten(self, job: Job) -> None:
-        """Cuts a default `max_tokens` to the pool's size. A request is not refused for output that
-        the client did not ask for."""
+        """Cuts `max_tokens` to the pool's size. A request is not refused for output that the client
+        did not ask for."""
         stopping, pool_tokens = job.stopping, self._dispatcher.largest_pool_tokens(job)
         if pool_tokens is not None:
             room = pool_tokens - job.prompt_tokens

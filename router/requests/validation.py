@@ -251,7 +251,9 @@ def _check_logit_bias(found: Violations, sampling: api.SamplingOptions) -> None:
 
 def _check_stop(found: Violations, stop: api.StopOptions, limits: Limits) -> None:
     if stop.HasField("max_tokens"):
-        ok = 1 <= stop.max_tokens <= limits.max_output_tokens
+        ok = stop.max_tokens >= 1 and (
+            stop.cut_max_tokens or stop.max_tokens <= limits.max_output_tokens
+        )
         found.unless(ok, "input.stop.max_tokens", f"must be in [1, {limits.max_output_tokens}]")
     path = "input.stop.sequences"
     found.unless(

@@ -28,6 +28,8 @@ from router.doors.http.connections import Connections
 from router.doors.http.dialect import CHATS, NAMED_EVENTS, Dialect
 from router.doors.http.edge import REQUEST_ID, Guards, HttpEndpoint, Method
 from router.doors.http.origins import guarded
+from router.doors.messages.dialect import MESSAGES_DIALECT
+from router.doors.messages.method import Messages
 from router.doors.openai.chat import ChatCompletions
 from router.doors.openai.completions import Completions
 from router.doors.openai.tokens import Tokens
@@ -52,6 +54,8 @@ if TYPE_CHECKING:
 
 COMPLETIONS: Final = "/v1/completions"
 CHAT_COMPLETIONS: Final = "/v1/chat/completions"
+MESSAGES: Final = "/v1/messages"
+COUNT_TOKENS: Final = "/v1/messages/count_tokens"
 RESPONSES: Final = "/v1/responses"
 MODELS: Final = "/v1/models"
 TOKENIZE: Final = "/tokenize"
@@ -64,6 +68,8 @@ _SERVED: Final = ", ".join(
         CHAT_COMPLETIONS,
         COMPLETIONS,
         RESPONSES,
+        MESSAGES,
+        COUNT_TOKENS,
         MODELS,
         TOKENIZE,
         DETOKENIZE,
@@ -109,6 +115,7 @@ class OpenAiServer(EmbeddedHttpServer):
         shape = BodyShape(dispatcher.models)
         completions = Completions(generations, dispatcher, tokenizers, shape)
         chat = ChatCompletions(generations, dispatcher, tokenizers)
+        messages = Messages(generations)
         tokens = Tokens(generations, dispatcher, shape)
         longest_s = limits.max_request_duration_s
         method = partial(_method, Guards(Bodies(shape), gate, longest_s), events)
@@ -116,6 +123,8 @@ class OpenAiServer(EmbeddedHttpServer):
             method(COMPLETIONS, completions),
             method(CHAT_COMPLETIONS, chat),
             method(RESPONSES, Responses(generations), NAMED_EVENTS),
+            method(MESSAGES, messages.create, MESSAGES_DIALECT),
+            method(COUNT_TOKENS, messages.count_tokens, MESSAGES_DIALECT),
             method(TOKENIZE, tokens.tokenize),
             method(DETOKENIZE, tokens.detokenize),
             Route(MODELS, self._pages.models),

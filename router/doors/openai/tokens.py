@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from baton.inference.v1 import inference_pb2 as api
 from router.doors.http.parsing import parse
+from router.doors.http.said import Said
 from router.doors.openai.schema import DetokenizeRequest
 from router.doors.openai.turns import TokenizeRequest
 
@@ -17,28 +16,6 @@ if TYPE_CHECKING:
     from router.jobs import Dispatcher
     from router.requests.bounds import BodyShape
     from router.requests.generation import Generations
-
-
-class Said:
-    """An answer that is complete already."""
-
-    stream = False
-    headers: Mapping[str, str] = MappingProxyType({})
-
-    def __init__(self, content: JSON) -> None:
-        self._content = content
-
-    async def whole(self) -> JSON:
-        """All of it."""
-        return self._content
-
-    async def chunks(self) -> AsyncGenerator[JSON, None]:
-        """The same."""
-        yield self._content
-
-    def failure(self, error: JSON) -> JSON:
-        """The error itself."""
-        return error
 
 
 class Tokens:

@@ -1,0 +1,129 @@
+"""Blocks of a message's content, and the turns of a chat that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Final, Literal
+
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError, to_json
+
+from baton.inference.v1 import inference_pb2 as api
+from router.doors.http.values import ApiObject
+from router.errors import Violation
+from router.requests.bounds import MAX_CONTENT_PARTS
+
+_NEEDED: Final[dict[str, dict[str, tuple[str, ...]]]] = {
+    "user": {"text": ("text",), "tool_result": ("tool_use_id",)},
+    "assistant": {
+        "text": ("text",),
+        "thinking": ("thinking",),
+        "redacted_thinking": (),
+        "tool_use": ("id", "name", "input"),
+    },
+    "system": {"text": ("text",)},
+}
+"""The kinds of blocks in a message of each role, and their fields that must be set."""
+
+
+def _blocks(value: object) -> object:
+    """A text is a list of one block."""
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+def _arguments(value: object) -> object:
+    """An object as JSON, since models write and read it so."""
+    if not isinstance(value, dict | None):
+        raise PydanticCustomError("input", "must be an object")
+    return None if value is None else to_json(value).decode()
+
+
+class TextBlock(ApiObject):
+    """A block of a system prompt or of a tool's result."""
+
+    type: str = "text"
+    text: str | None = None
+
+
+Texts = Annotated[list[TextBlock], Field(max_length=MAX_CONTENT_PARTS), BeforeValidator(_blocks)]
+
+
+class Block(TextBlock):
+    """A block of a message, of any kind."""
+
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: Annotated[str | None, BeforeValidator(_arguments)] = None
+    tool_use_id: str | None = None
+    content: Texts | None = None
+
+
+class Message(ApiObject):
+    """One message."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[list[Block], Field(max_length=MAX_CONTENT_PARTS), BeforeValidator(_blocks)]
+
+    def refused(self, path: str) -> Iterator[Violation]:
+        """Violations: kinds of blocks that are not supported, and missing fields."""
+        kinds = _NEEDED[self.role]
+        for index, block in enumerate(self.content):
+            where = f"{path}.content[{index}]"
+            if block.type not in kinds:
+                known = ", ".join(kinds)
+                yield Violation(f"{where}.type", f"is not supported here: there are {known}")
+                continue
+            for name in kinds[block.type]:
+                if getattr(block, name) is None:
+                    yield Violation(f"{where}.{name}", "must be set")
+            yield from refused_texts(block.content or [], f"{where}.content")
+
+
+def refused_texts(blocks: list[TextBlock], path: str) -> Iterator[Violation]:
+    """Violations: blocks that are no text."""
+    for index, block in enumerate(blocks):
+        if block.type != "text" or block.text is None:
+            yield Violation(f"{path}[{index}].type", "only blocks of text are supported")
+
+
+def text_of(blocks: list[TextBlock]) -> str:
+    """The texts, a line each, as in a chat."""
+    return "\n".join(block.text or "" for block in blocks)
+
+
+def turns_of(message: Message) -> Iterator[api.ChatMessage]:
+    """The turns of a chat that a message stands for. Results of tools are turns of their own."""
+    if message.role == "assistant":
+        yield _assistants(message.content)
+        return
+    texts: list[TextBlock] = []
+    role = api.ROLE_USER if message.role == "user" else api.ROLE_SYSTEM
+    for block in message.content:
+        if block.type != "tool_result":
+            texts.append(block)
+            continue
+        if texts:
+            yield api.ChatMessage(role=role, content=text_of(texts))
+            texts = []
+        yield api.ChatMessage(
+            role=api.ROLE_TOOL,
+            content=text_of(block.content or []),
+            tool_call_id=block.tool_use_id or "",
+        )
+    if texts or not message.content:
+        yield api.ChatMessage(role=role, content=text_of(texts))
+
+
+def _assistants(blocks: list[Block]) -> api.ChatMessage:
+    texts = [block for block in blocks if block.type == "text"]
+    calls = [block for block in blocks if block.type == "tool_use"]
+    return api.ChatMessage(
+        role=api.ROLE_ASSISTANT,
+        content="".join(block.text or "" for block in texts),
+        reasoning="".join(block.thinking or "" for block in blocks if block.type == "thinking"),
+        tool_calls=[
+            api.ToolCall(id=call.id or "", name=call.name or "", arguments=call.input or "")
+            for call in calls
+        ],
+    )
