@@ -6,14 +6,18 @@
 #   azure RATE SECONDS        lengths of Azure's conversation trace, judged by SLO_TTFT_MS (400) and
 #                             SLO_ITL_P99_MS (10) request by request
 #   lognormal RATE SECONDS    the same with log-normal lengths: 2,048 tokens in and 28 out on average
+#   mooncake RATE SECONDS     lengths and shared prefixes of Mooncake's conversation trace, likewise
 #   waterfall PROMPT OUTPUT   one request, drawn: waterfall.txt
+#
+# LEVELS judges the same requests by several service levels: "400:12,1000:25" (TTFT and p99 of a
+# request's own gaps, ms).
 #
 # `bench/pd_beside.sh` runs it in turns with another commit, or with other settings.
 #
 # $OUT gets rows.jsonl, which grows from run to run, up.log of the last one (every process), and the
 # table of all rows so far, which is printed last. Every wait is bounded: the default rows take about
 # three minutes after a cold start, with REPEATS=3 about eight; no row begins later than LAST_ROW_S.
-# MODEL, DEVICE, GPUS, KV_GIB, PORT, ADMIN and BATON_* may be set from outside. Seeds are fresh unless
+# MODEL, DEVICE, GPUS, KV_GIB, PORT, ADMIN, UP_ARGS (more options of `baton up`) and BATON_* may be set from outside. Seeds are fresh unless
 # SEED is set; then each row has one of its own, for prompts of one seed begin alike and would be
 # found cached. The client needs numpy and nothing else beside Baton. On a CPU, to try it:
 # DEVICE=cpu MODEL=bench/shapes/tiny KV_GIB=1 VOCABULARY=4000.
@@ -32,7 +36,7 @@ began=$SECONDS
 rm -f "$out/waterfall.txt" "$out/up.log"
 "$python" -m baton up --model "${MODEL:-bench/shapes/llama-8b}" --device "$device" \
   --routers "$ROUTERS" --prefill "$PREFILL" --decode "$DECODE" --both "$BOTH" \
-  --kv-memory-gib "${KV_GIB:-40}" --port "$port" --http-port 0 --admin-port "$admin" --drain-s 5 >"$out/up.log" 2>&1 &
+  --kv-memory-gib "${KV_GIB:-40}" --port "$port" --http-port 0 --admin-port "$admin" --drain-s 5 ${UP_ARGS:-} >"$out/up.log" 2>&1 &
 up=$!
 stop() {
   kill -TERM $up 2>/dev/null
@@ -57,7 +61,7 @@ bench() { # bench OPTION...: one result, into row.json
   rm -f "$out/row.json"
   local before; before=$("$python" -m bench.pd_table --admin "${admins[@]}")
   timeout "${ROW_S:-400}" "$python" -m baton bench --url 127.0.0.1:"$port" --json \
-    --admin 127.0.0.1:"$admin" --vocabulary "${VOCABULARY:-49000}" \
+    --requests "$out/requests.jsonl" --admin 127.0.0.1:"$admin" --vocabulary "${VOCABULARY:-49000}" \
     ${SEED:+--seed "$((SEED + 1000 * row_number))"} "$@" >"$out/row.json" 2>"$out/row.err" ||
     { echo "row failed or is not valid: $*"; tail "$out/row.err"; }
   [ -s "$out/row.json" ] || { tail -30 "$out/up.log"; return 1; }
@@ -86,6 +90,9 @@ for row in "${list[@]}"; do
     azure)
       bench --trace azure-conversation --rate "$first" --num 6000 --duration-s "$second" \
         --slo-ttft-ms "${SLO_TTFT_MS:-400}" --slo-itl-p99-ms "${SLO_ITL_P99_MS:-10}" ;;
+    mooncake)
+      LENGTHS=mooncake bench --trace mooncake-conversation --rate "$first" --num 6000 --duration-s "$second" \
+        --slo-ttft-ms "${SLO_TTFT_MS:-400}" --slo-itl-p99-ms "${SLO_ITL_P99_MS:-10}" ;;
     lognormal)
       lognormal >"$out/lognormal.jsonl"
       LENGTHS=lognormal bench --trace "$out/lognormal.jsonl" --rate "$first" --num 6000 --duration-s "$second" \
@@ -102,7 +109,7 @@ for row in "${list[@]}"; do
         --repeats "${REPEATS:-1}" ${idle[$second]:+--simulate-idle-ttft-ms "${idle[$second]}"} ;;
   esac
 done
-rm -f "$out/row.json" "$out/row.err"
+rm -f "$out/row.json" "$out/row.err" "$out/requests.jsonl"
 grep -E "WARN|ERROR" "$out/up.log" | head -20
 [ ! -s "$out/waterfall.txt" ] || cat "$out/waterfall.txt"
 "$python" -m bench.pd_table "$out/rows.jsonl" | tee "$out/table.txt"

@@ -93,9 +93,31 @@ def add(row: Path, rows: Path, before: Counted | None, now: Counted) -> None:
         }
         for name, process in now.items()
     }
-    found = {**json.loads(row.read_text()), "cluster": cluster(), "processes": grown}
+    found = {
+        **json.loads(row.read_text()),
+        "cluster": cluster(),
+        "processes": grown,
+        "levels": levels(row.with_name("requests.jsonl")),
+    }
     with rows.open("a") as file:
         file.write(json.dumps(found) + "\n")
+
+
+def levels(requests: Path) -> dict[str, list[float]]:
+    """By each of `LEVELS` (TTFT:ITL-P99 in ms, separated by commas): the share of the requests that
+    kept both limits, and how many did a second, from the first one sent to the last one ended."""
+    lines = [json.loads(line) for line in requests.open()]
+    ends_s = [one["sent_s"] + one["e2e_ms"] / 1e3 for one in lines if "e2e_ms" in one]
+    wall_s = max(ends_s, default=0.0) - min(one["sent_s"] for one in lines)
+    found = {}
+    for level in filter(None, os.environ.get("LEVELS", "").split(",")):
+        ttft_ms, itl_ms = map(float, level.split(":"))
+        kept = sum(
+            "e2e_ms" in one and one["ttft_ms"] <= ttft_ms and one["itl_p99_ms"] <= itl_ms
+            for one in lines
+        )
+        found[level] = [kept / len(lines), kept / wall_s if ends_s else 0.0]
+    return found
 
 
 def named(row: dict[str, Any]) -> str:
@@ -146,6 +168,16 @@ def handoffs(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
                 for pair, scale in zip(found, scales, strict=True)
             ]
             yield [named(row), *cells, ", ".join(row["spans"]["transports"])]
+
+
+def by_level(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
+    """A line a row: the share of the requests that kept each of `LEVELS`, and how many a second."""
+    rows = [row for row in rows if row.get("levels")]
+    names = list(dict.fromkeys(level for row in rows for level in row["levels"]))
+    yield ["", *names]
+    for row in rows:
+        found = [row["levels"].get(name) for name in names]
+        yield [named(row), *("{:.1%}, {:.1f}/s".format(*one) if one else "" for one in found)]
 
 
 def medians(files: Mapping[str, list[dict[str, Any]]]) -> Iterator[list[str]]:
@@ -221,6 +253,9 @@ def main() -> None:
     print(table(list(latencies(rows))))
     print()
     print(table(list(handoffs(rows))))
+    if any(row.get("levels") for row in rows):
+        print()
+        print(table(list(by_level(rows))))
 
 
 if __name__ == "__main__":

@@ -57,13 +57,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if "matrix" in item.keywords:
+        if item.get_closest_marker("matrix"):
             item.add_marker(pytest.mark.slow)
     if not config.getoption("--slow"):
         _skip(items, "slow", "takes minutes: run with --slow")
     if not config.getoption("--clients"):
         _skip(items, "clients", "a client of others: run with --clients")
-    if any("gpu" in item.keywords for item in items) and not _has_gpu():
+    if any(item.get_closest_marker("gpu") for item in items) and not _has_gpu():
         _skip(items, "gpu", "needs a CUDA device, and there is none here")
 
 
@@ -73,7 +73,7 @@ def pytest_collection_finish() -> None:
 
 def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:
     for item in items:
-        if marker in item.keywords:
+        if item.get_closest_marker(marker):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 

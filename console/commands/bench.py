@@ -199,6 +199,10 @@ class Given:
             file_okay=False, help="Folder for report.html, its plots as PNG, and result.json."
         ),
     ] = None
+    requests: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, help="File for every request's times, one JSON line each."),
+    ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
 
     @property
@@ -238,7 +242,7 @@ def bench(given: Given) -> None:
     options = _options(given, targets)
     with progress_bar() as watcher:
         result = measure(options, watcher)
-    _hand_out(result, render(result), given.report, given.as_json)
+    _hand_out(result, render(result), given)
 
 
 def _need(module: str) -> None:
@@ -318,15 +322,19 @@ def _conversations(given: Given) -> Conversations:
     )
 
 
-def _hand_out(result: Result, table: object, report: Path | None, as_json: bool) -> None:
+def _hand_out(result: Result, table: object, given: Given) -> None:
     from console.loadgen.benchmark import as_json as result_json
+    from console.loadgen.benchmark import request_lines
 
     found = result_json(result)
-    if as_json:
+    if given.as_json:
         print_json(found)
     else:
         stdout.print(table, soft_wrap=False)
-    if report is not None:
+    if given.requests is not None:
+        lines = (json.dumps(line) + "\n" for line in request_lines(result))
+        given.requests.write_text("".join(lines), encoding="utf-8")
+    if (report := given.report) is not None:
         from console.loadgen.report.report import write_report
 
         page = write_report(result, report)

@@ -7,7 +7,7 @@ import platform
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
@@ -307,6 +307,22 @@ def as_json(result: Result) -> dict[str, Any]:
         "ranges": rounded(result.ranges()),
         "spans": dict(result.spans),
     }
+
+
+def request_lines(result: Result) -> Iterator[dict[str, Any]]:
+    """One line for each request: its run, times, tokens and status. Times of an answer that is not
+    complete are left out."""
+    for number, run in enumerate(result.runs, 1):
+        for one in run.outcomes:
+            line = {
+                "run": number,
+                "sent_s": one.sent_s,
+                "prompt_tokens": one.prompt_tokens,
+                "output_tokens": one.tokens,
+                "status": one.status,
+            }
+            times_s = one.times_s if one.ok else {}
+            yield rounded({**line, **{f"{name}_ms": 1e3 * at for name, at in times_s.items()}})
 
 
 def _workload_json(workload: Workload | Conversations, dropped_rows: int) -> dict[str, Any]:

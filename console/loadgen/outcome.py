@@ -77,6 +77,18 @@ class Outcome:
             return None
         return float(self.arrivals_s[-1] - self.arrivals_s[0]) / (self.tokens - 1)
 
+    @property
+    def times_s(self) -> dict[str, float]:
+        """Times of a complete request that service levels bound, seconds; 0 where a single message
+        leaves one undefined. `itl_p99` is the 99th percentile of the request's own gaps."""
+        gaps_s = self.gaps_s
+        return {
+            "ttft": self.ttft_s,
+            "itl_p99": float(np.percentile(gaps_s, 99)) if len(gaps_s) else 0.0,
+            "tpot": self.tpot_s or 0.0,
+            "e2e": self.e2e_s,
+        }
+
 
 @dataclass(slots=True)
 class SenderReport:

@@ -174,8 +174,12 @@ def test_the_report_has_everything_in_one_file(tmp_path: Path) -> None:
             *("--prompt-tokens", "20", "--output-tokens", "5", "--warm-ups", "1", "--seed", "3"),
             *("--slo-ttft-ms", "500", "--max-lag-ms", str(ANY_LAG_MS)),
             *("--simulate-idle-ttft-ms", "2", "--report", str(tmp_path), "--json"),
+            *("--requests", str(tmp_path / "requests.jsonl")),
         )
     assert found.exit_code == 0, found.output
+    lines = [json.loads(line) for line in (tmp_path / "requests.jsonl").open()]
+    assert [(one["run"], one["output_tokens"]) for one in lines] == [(1, 5)] * 40 + [(2, 5)] * 40
+    assert all(0 < one["ttft_ms"] < one["e2e_ms"] for one in lines)
     result = json.loads(found.stdout)
     assert result == json.loads((tmp_path / "result.json").read_text())
     assert [run["seed"] for run in result["runs"]] == [3, 4]

@@ -69,21 +69,10 @@ class Slo:
         """Whether the request was complete and within every limit."""
         if not outcome.ok:
             return False
-        return all(_of(outcome, name) <= limit for name, limit in self.given.items())
-
-
-def _of(outcome: Outcome, name: str) -> float:
-    """One figure of a request, ms; 0 where a single message leaves it undefined."""
-    match name:
-        case "ttft_ms":
-            return 1e3 * outcome.ttft_s
-        case "itl_p99_ms":
-            gaps = outcome.gaps_s
-            return 1e3 * float(np.percentile(gaps, 99)) if len(gaps) else 0.0
-        case "tpot_ms":
-            return 1e3 * (outcome.tpot_s or 0.0)
-        case _:
-            return 1e3 * outcome.e2e_s
+        times_s = outcome.times_s
+        return all(
+            1e3 * times_s[name.removesuffix("_ms")] <= limit for name, limit in self.given.items()
+        )
 
 
 @dataclass(frozen=True, slots=True)
