@@ -42,8 +42,8 @@ from engine.engine import Engine
 from local.engine_dispatcher import EngineDispatcher
 from local.llm_events import Events, typed_cancellation, typed_errors
 from local.loop_thread import LoopThread
+from router.call import Call
 from router.doors.frontdoor import InferenceService
-from router.doors.grpc_edge import Call
 from router.requests.tokenization import Tokenizers
 from router.requests.validation import Limits
 from serving.gpu_slots import claimed_for

@@ -14,8 +14,8 @@ from baton.inference.v1 import inference_pb2 as pb
 from engine.engine import Engine, EngineError
 from local.loop_thread import LoopThread
 from router import errors
+from router.call import Call
 from router.doors.frontdoor import InferenceService
-from router.doors.grpc_edge import Call
 
 Waiting = SimpleQueue[pb.StreamGenerateResponse | None]
 

@@ -368,7 +368,7 @@ BREAKAGES = (
     Breakage(
         "tenant-counted-twice",
         "a job takes two parts of its tenant's quota",
-        "router/requests/quotas.py",
+        "router/quotas.py",
         "        usage.add(job, 1)\n",
         "        usage.add(job, 2)\n",
         ("router/test_dispatch_shares.py",),

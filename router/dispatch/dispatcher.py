@@ -41,7 +41,7 @@ from router.placement.cost import policy_of
 from router.placement.forecasts import Found, compare
 from router.placement.models import Models
 from router.placement.placing import LocalReason
-from router.requests.quotas import Quotas
+from router.quotas import Quotas
 from telemetry.names import Attr, SpanName
 from telemetry.tracing import write_span
 

@@ -20,9 +20,10 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 from router import errors
+from router.call import Caller
 from router.jobs import NO_QUOTA, Quota
 
 logger = logging.getLogger(__name__)
@@ -38,16 +39,6 @@ _SCHEME: Final = "bearer "
 
 class TokensFileError(Exception):
     """The file of tokens cannot be used; the message quotes nothing of it."""
-
-
-class Caller(NamedTuple):
-    """Whom a token stands for."""
-
-    tenant: str = ""
-    """"" where nobody is asked for a token."""
-    quota: Quota = NO_QUOTA
-    is_alone: bool = True
-    """There is no other tenant, so that calls are what share the workers."""
 
 
 class Gate(Protocol):

@@ -15,8 +15,9 @@ import grpc.aio
 
 from baton.inference.v1 import inference_pb2 as api
 from router.answers.calls import CallPart, joined_calls
+from router.call import Call
 from router.doors.auth import OPEN, Gate
-from router.doors.grpc_edge import Call, Edge
+from router.doors.grpc_edge import Edge
 from router.events import NO_EVENTS, RouterEvents
 from router.requests.bounds import BodyShape
 from router.requests.generation import GenerationRequest, Generations

@@ -9,24 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar, cast
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
 from opentelemetry import context as otel_context
-from opentelemetry.context import Context
 
 from router import errors
-from router.doors.access import AccessRecord
+from router.call import AccessRecord, Call
 from router.doors.auth import AUTHORIZATION, OPEN, Gate
 from router.events import NO_EVENTS, RouterEvents
-from router.jobs import NO_QUOTA, Quota
 from router.requests.deadlines import UnreadError, read_by
 from telemetry.tracing import trace_id_of
 
@@ -41,59 +38,9 @@ PUSHBACK_KEY: Final = "grpc-retry-pushback-ms"
 MAX_PUSHBACK_S: Final = 5.0
 """Longest wait that a channel sits out by itself, seconds. For a longer one the caller gets
 RetryInfo."""
-_DEADLINE_SLACK_S: Final = 0.1
-"""Tolerance for a deadline, seconds. A caller's deadline passes before ours, because its call took
-some time to arrive."""
 
 Request = TypeVar("Request", bound=Message)
 Response = TypeVar("Response", bound=Message)
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call of a front door's method."""
-
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Trace id of the call's span, 32 hex digits; random if nothing is traced."""
-    arrived_ns: int = field(default_factory=time.time_ns)
-    time_left_s: float | None = None
-    """Time until the caller's deadline; None if it set none."""
-    longest_s: float = math.inf
-    """Time until the router's own deadline."""
-    context: Context = field(default_factory=Context)
-    """Holds the span of the call."""
-    tenant: str = ""
-    """Whom the caller's token stands for; "" where nobody is asked for one."""
-    quota: Quota = NO_QUOTA
-    """The tenant's."""
-    holder: str = ""
-    """Who holds the slots that the call takes; see `router.jobs.Job`."""
-    record: AccessRecord = field(default_factory=AccessRecord)
-    whole: bool = False
-    """The caller wants the answer in one message, so its tokens need not be read one by one."""
-
-    @property
-    def passed_s(self) -> float:
-        """Time since its arrival, seconds."""
-        return (time.time_ns() - self.arrived_ns) / 1e9
-
-    def admitted(self, gate: Gate, authorization: str | None) -> Call:
-        """The call with the tenant of its token.
-
-        Raises:
-            RouterError: UNAUTHENTICATED.
-        """
-        caller = gate.caller_of(authorization)
-        self.record.tenant = caller.tenant
-        holder = self.id if caller.is_alone else caller.tenant
-        return replace(self, tenant=caller.tenant, quota=caller.quota, holder=holder)
-
-    def left(self) -> errors.RouterError:
-        """The error for a caller that is gone. gRPC reports a deadline and a cancellation alike."""
-        left_s = self.longest_s if self.time_left_s is None else self.time_left_s
-        if self.passed_s > min(left_s, self.longest_s) - _DEADLINE_SLACK_S:
-            return errors.deadline_exceeded(self.record.output_tokens)
-        return errors.cancelled()
 
 
 class ServerContext(Protocol):
@@ -247,11 +194,11 @@ class Edge:
         try:
             if isinstance(request, _Refused):
                 raise request.error
-            call = call.admitted(self._gate, _authorization(context.invocation_metadata()))
+            caller = self._gate.caller_of(_authorization(context.invocation_metadata()))
         except errors.RouterError as error:
             self._events.rejected(error.reason)
             raise
-        return call
+        return call.admitted(caller)
 
     def _parser(self, message_type: type[Request]) -> Callable[[bytes], Request]:
         """Parser from bytes to a message. Bytes that are refused become a `_Refused`, because

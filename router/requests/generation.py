@@ -65,7 +65,7 @@ from router.structure.plan import AnswerPlan
 from telemetry.names import SpanName
 
 if TYPE_CHECKING:
-    from router.doors.grpc_edge import Call
+    from router.call import Call
     from router.requests.validation import Limits
 
 GenerationRequest = api.GenerateRequest | api.StreamGenerateRequest

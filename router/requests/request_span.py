@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from opentelemetry.util.types import AttributeValue
 
-    from router.doors.grpc_edge import Call
+    from router.call import Call
     from router.events import RouterEvents
     from router.jobs import Job
 

@@ -33,8 +33,8 @@ from google.rpc import error_details_pb2
 
 from baton.inference.v1 import inference_pb2 as api
 from router import errors
+from router.call import Call
 from router.doors.frontdoor import InferenceService
-from router.doors.grpc_edge import Call
 from router.errors import RouterError
 from router.jobs import Job, JobEvent, JobFinished, JobStarted, JobTokens
 from router.requests.tokenization import Tokenizers

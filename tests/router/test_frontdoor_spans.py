@@ -13,9 +13,8 @@ from opentelemetry.trace import StatusCode
 
 from baton.inference.v1 import inference_pb2 as api
 from router import errors
-from router.doors.access import AccessRecord
+from router.call import AccessRecord, Call
 from router.doors.frontdoor import InferenceService
-from router.doors.grpc_edge import Call
 from router.requests.tokenization import Tokenizers
 from telemetry.names import Attr, Service, undeclared
 from telemetry.tracing import (

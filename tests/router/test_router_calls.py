@@ -13,7 +13,8 @@ import pytest
 from frontdoor_kit import access_lines
 
 from baton.inference.v1 import inference_pb2 as api
-from router.doors.grpc_edge import Call, Edge
+from router.call import Call
+from router.doors.grpc_edge import Edge
 from router.requests.bounds import BodyShape
 
 

@@ -12,8 +12,8 @@ from scripted_worker import PREFILL, Cluster, job, until
 
 from baton.inference.v1 import inference_pb2 as api
 from router import errors
+from router.call import Call
 from router.doors.frontdoor import InferenceService
-from router.doors.grpc_edge import Call
 from router.errors import RouterError
 from router.events import NO_EVENTS, RouterEvents
 from router.requests.tokenization import Tokenizers

@@ -36,9 +36,8 @@ from pydantic_core import to_json
 from starlette.requests import ClientDisconnect, Request
 
 from router import errors
-from router.doors.access import AccessRecord
+from router.call import AccessRecord, Call
 from router.doors.auth import Gate
-from router.doors.grpc_edge import Call
 from router.doors.http.bodies import Bodies, Body
 from router.doors.http.connections import connection_of
 from router.doors.http.dialect import CHATS, Dialect
@@ -202,7 +201,7 @@ class _Response:
             RouterError: UNAUTHENTICATED.
         """
         authorization = self._dialect.authorization(self.request.headers)
-        self.call = self.call.admitted(gate, authorization)
+        self.call = self.call.admitted(gate.caller_of(authorization))
 
     async def whole(self, content: JSON, headers: Mapping[str, str], status: int = 200) -> None:
         """Sends a whole answer."""

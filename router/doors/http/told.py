@@ -14,7 +14,7 @@ from router.errors import Violation
 from router.requests.outputs import Finished, Output, Started, TextDelta
 
 if TYPE_CHECKING:
-    from router.doors.grpc_edge import Call
+    from router.call import Call
     from router.requests.generation import GenerationRequest, Generations
 
 

@@ -13,7 +13,7 @@ from router.doors.openai.schema import StreamOptions
 from router.doors.openai.turns import ChatRequest
 
 if TYPE_CHECKING:
-    from router.doors.grpc_edge import Call
+    from router.call import Call
     from router.doors.http.statuses import JSON
     from router.jobs import Dispatcher
     from router.requests.generation import Generations

@@ -14,7 +14,7 @@ from router.doors.openai.schema import CompletionRequest, StreamOptions
 from router.errors import Violation
 
 if TYPE_CHECKING:
-    from router.doors.grpc_edge import Call
+    from router.call import Call
     from router.doors.http.statuses import JSON
     from router.jobs import Dispatcher
     from router.requests.bounds import BodyShape

@@ -21,7 +21,7 @@ from router.doors.openai.logprobs import ScoredToken, Scorer
 from router.requests.outputs import FINISH_WORDS, Finished, Started, TextDelta
 
 if TYPE_CHECKING:
-    from router.doors.grpc_edge import Call
+    from router.call import Call
     from router.doors.openai.schema import StreamOptions
     from router.jobs import TokenScore
     from router.requests.generation import GenerationRequest, Generations

@@ -15,7 +15,7 @@ from router.doors.responses.teller import ResponseTeller
 from router.errors import Violation
 
 if TYPE_CHECKING:
-    from router.doors.grpc_edge import Call
+    from router.call import Call
     from router.requests.generation import Generations
 
 _NAMES: Final = (

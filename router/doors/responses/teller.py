@@ -18,7 +18,7 @@ from baton.inference.v1 import inference_pb2 as api
 from router.answers.blocks import Block, Closed, Grown, Opened, Step
 
 if TYPE_CHECKING:
-    from router.doors.grpc_edge import Call
+    from router.call import Call
     from router.doors.http.statuses import JSON
     from router.doors.responses.schema import ResponseRequest
     from router.requests.outputs import Finished, Started

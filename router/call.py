@@ -1,0 +1,139 @@
+"""A call of a front door's method: who calls, until when, and its line in the access log.
+
+The log has one line for each request, with its outcome and without its content. The edge that takes
+the request opens a record. Other parts note their facts in it. The edge writes it when the call is
+over. Times are seconds. An HTTP request with several prompts sums them up.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import uuid
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from opentelemetry.context import Context
+
+from router import errors
+from router.jobs import NO_QUOTA, Quota
+
+if TYPE_CHECKING:
+    from router.jobs import JobTimings
+
+logger = logging.getLogger("baton.access")
+
+_PHASES = ("queue", "prefill", "kv_transfer", "decode_queue", "decode")
+"""The phases of `JobTimings`, in order."""
+_DEADLINE_SLACK_S: Final = 0.1
+"""Tolerance for a deadline, seconds. A caller's deadline passes before ours, because its call took
+some time to arrive."""
+
+
+class Caller(NamedTuple):
+    """Whom a token stands for."""
+
+    tenant: str = ""
+    """"" where nobody is asked for a token."""
+    quota: Quota = NO_QUOTA
+    is_alone: bool = True
+    """There is no other tenant, so that calls are what share the workers."""
+
+
+@dataclass(slots=True)
+class AccessRecord:
+    """The facts logged about one request."""
+
+    method: str = ""
+    """`package.Service/Method`, or verb and route. The edge sets it, and `tenant`."""
+    tenant: str = ""
+    client_tag: str = ""
+    """The generation sets this field and all below."""
+    model: str = ""
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    output_tokens: int = 0
+    finish_reasons: list[str] = field(default_factory=list)
+    first_token_s: float | None = None
+    """Time from the arrival to the first token; None if none was sent."""
+    phases_s: dict[str, float] = field(default_factory=dict)
+    workers: list[str] = field(default_factory=list)
+    """Workers that got a part of it, in order, once for each attempt. The dispatcher sets it."""
+
+    def add_timings(self, timings: JobTimings) -> None:
+        """Adds the phases of a generation."""
+        for phase in _PHASES:
+            seconds = getattr(timings, f"{phase}_ns") / 1e9
+            self.phases_s[phase] = self.phases_s.get(phase, 0.0) + seconds
+
+    def write(self, trace_id: str, arrived_ns: int, status: str | int, reason: str = "") -> None:
+        """Writes the line.
+
+        Args:
+            trace_id: the trace id of the call.
+            arrived_ns: Unix nanoseconds.
+            status: name of the gRPC code, or the HTTP status.
+            reason: a reason of the error table; "" if the answer was complete.
+        """
+        line: dict[str, object] = {
+            "trace_id": trace_id,
+            "method": self.method,
+            "status": status,
+            "reason": reason,
+            "tenant": self.tenant,
+            "client_tag": self.client_tag,
+            "model": self.model,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_prompt_tokens": self.cached_prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "finish_reasons": self.finish_reasons,
+            "workers": self.workers,
+            "duration_s": round((time.time_ns() - arrived_ns) / 1e9, 6),
+        }
+        if self.first_token_s is not None:
+            line["first_token_s"] = round(self.first_token_s, 6)
+        line |= {f"{phase}_s": round(seconds, 6) for phase, seconds in self.phases_s.items()}
+        logger.info("request", extra=line)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a front door's method."""
+
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Trace id of the call's span, 32 hex digits; random if nothing is traced."""
+    arrived_ns: int = field(default_factory=time.time_ns)
+    time_left_s: float | None = None
+    """Time until the caller's deadline; None if it set none."""
+    longest_s: float = math.inf
+    """Time until the router's own deadline."""
+    context: Context = field(default_factory=Context)
+    """Holds the span of the call."""
+    tenant: str = ""
+    """Whom the caller's token stands for; "" where nobody is asked for one."""
+    quota: Quota = NO_QUOTA
+    """The tenant's."""
+    holder: str = ""
+    """Who holds the slots that the call takes; see `router.jobs.Job`."""
+    record: AccessRecord = field(default_factory=AccessRecord)
+    whole: bool = False
+    """The caller wants the answer in one message, so its tokens need not be read one by one."""
+
+    @property
+    def passed_s(self) -> float:
+        """Time since its arrival, seconds."""
+        return (time.time_ns() - self.arrived_ns) / 1e9
+
+    def admitted(self, caller: Caller) -> Call:
+        """The call, with the tenant of its token."""
+        self.record.tenant = caller.tenant
+        holder = self.id if caller.is_alone else caller.tenant
+        return replace(self, tenant=caller.tenant, quota=caller.quota, holder=holder)
+
+    def left(self) -> errors.RouterError:
+        """The error for a caller that is gone. gRPC reports a deadline and a cancellation alike."""
+        left_s = self.longest_s if self.time_left_s is None else self.time_left_s
+        if self.passed_s > min(left_s, self.longest_s) - _DEADLINE_SLACK_S:
+            return errors.deadline_exceeded(self.record.output_tokens)
+        return errors.cancelled()
