@@ -63,7 +63,7 @@ FLOORS = (
     ("router.doors.http",),
     ("router.doors.openai",),
     ("router.doors.messages", "router.doors.responses"),
-    ("router.server",),
+    ("router.doors.openai.server", "router.server"),
     ("local",),
     (
         "console",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from baton.inference.v1 import inference_pb2 as api
 from router import errors
-from router.answers.blocks import Block, Blocks, Step
+from router.doors.blocks import Block, Blocks, Step
 from router.doors.http.statuses import JSON, dropped_header
 from router.errors import Violation
 from router.requests.outputs import Finished, Output, Started, TextDelta

@@ -14,7 +14,7 @@ from router.doors.messages.schema import CountRequest, MessageRequest
 from router.doors.messages.teller import MessageTeller
 
 if TYPE_CHECKING:
-    from router.doors.grpc_edge import Call
+    from router.call import Call
     from router.requests.generation import Generations
 
 _NAMES: Final = (

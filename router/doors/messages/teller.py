@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Final
 from pydantic_core import from_json
 
 from baton.inference.v1 import inference_pb2 as api
-from router.answers.blocks import Block, Closed, Grown, Opened, Step
+from router.doors.blocks import Block, Closed, Grown, Opened, Step
 
 if TYPE_CHECKING:
-    from router.doors.grpc_edge import Call
+    from router.call import Call
     from router.doors.http.statuses import JSON
     from router.requests.outputs import Finished, Started
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from pydantic_core import from_json
 
 from baton.inference.v1 import inference_pb2 as api
-from router.answers.blocks import Block, Closed, Grown, Opened, Step
+from router.doors.blocks import Block, Closed, Grown, Opened, Step
 
 if TYPE_CHECKING:
     from router.call import Call
