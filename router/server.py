@@ -32,6 +32,7 @@ from router.dispatch.dispatcher import JobDispatcher
 from router.doors.auth import TokensFileError, gate_of
 from router.doors.frontdoor import SERVICE_NAME, InferenceService
 from router.doors.openai.server import OpenAiServer
+from router.doors.responses.store import Bounds, ResponseStore, StoreError
 from router.placement.cost import policy_of
 from router.requests.bounds import UNREAD_GRACE_S, most_connections
 from router.requests.chat_template import TemplateFileError, read_template
@@ -98,6 +99,7 @@ class RouterServer:
         template = read_template(settings.chat_template)
         self._tokenizers = Tokenizers(settings.debug.tokenizer_threads, template)
         self._limits = _limits(settings)
+        self._store = _store(settings)
         self._http = OpenAiServer(
             settings.http_listen,
             self.dispatcher,
@@ -109,6 +111,7 @@ class RouterServer:
             allowed_origins=settings.allowed_origins,
             reuse_port=settings.reuse_port,
             tls=self._door.http if self._door else None,
+            store=self._store,
         )
         self._public = grpc.aio.server(
             interceptors=[ServerSpans()],
@@ -234,6 +237,8 @@ class RouterServer:
         self._lag.stop()
         await self.admin.stop()
         self._tokenizers.close()
+        if self._store is not None:
+            self._store.close()
         return clean
 
     def _bind_door(self, address: str) -> str:
@@ -306,7 +311,7 @@ def main(settings: RouterSettings) -> int:
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             return runner.run(serve(settings))
-    except (TokensFileError, TemplateFileError, TlsError) as error:
+    except (TokensFileError, TemplateFileError, TlsError, StoreError) as error:
         logger.error("the router cannot start: %s", error)
         return 1
 
@@ -327,6 +332,14 @@ def _folders(settings: RouterSettings) -> ModelFolders:
     if settings.model_dirs or not is_local:
         return AllowedFolders(settings.model_dirs)
     return AnyFolder()
+
+
+def _store(settings: RouterSettings) -> ResponseStore | None:
+    if not settings.responses_folder:
+        return None
+    debug = settings.debug
+    bounds = Bounds(debug.responses_mib << 20, debug.responses_most, debug.responses_days)
+    return ResponseStore(settings.responses_folder, bounds)
 
 
 def _limits(settings: RouterSettings) -> Limits:

@@ -43,6 +43,13 @@ class RouterDebug(BaseModel):
     """Sets the number of threads that tokenize prompts. Texts over 64 KB share one more."""
     max_stored_traces: int = Field(default=256, ge=1)
     """Limits the number of traces in the trace store. The oldest are dropped first."""
+    responses_mib: int = Field(default=256, ge=64)
+    """Limits the bytes of the responses of one tenant that are kept, MiB. The ones used longest ago
+    go first."""
+    responses_most: int = Field(default=10_000, ge=1)
+    """Limits the number of responses of one tenant that are kept."""
+    responses_days: float = Field(default=30, gt=0)
+    """Limits how long a response is kept after its last use, days."""
     failpoints: Annotated[str, AfterValidator(check_failpoints)] = ""
     """Makes this process fail on purpose, for tests alone: NAME=ACTION[:ARG][~KEY][@NTH],..."""
 
@@ -105,6 +112,11 @@ class RouterSettings(BaseModel):
 
     chat_template: str = ""
     """Names a Jinja file that replaces the chat template of every model."""
+
+    responses_folder: str = ""
+    """Names a folder in which `/v1/responses` keeps responses, with their prompts, for
+    `previous_response_id`. It is made with mode 0700. Routers of one host may share it. Empty:
+    nothing is kept."""
 
     local_prefill: LocalPrefill = "cached"
     """Sets when a decode worker computes a new prompt itself. `cached`: if it holds the larger part

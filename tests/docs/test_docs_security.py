@@ -50,6 +50,15 @@ KEPT = {
     "it is refused where TLS is on and the worker listens beyond loopback": (
         "tests/serving/test_tls.py", "test_settings_that_tls_cannot_protect_are_refused",
     ),
+    "The folder has mode 0700 and the file 0600": (
+        "tests/router/test_responses_store.py", "test_the_folder_is_this_users_alone",
+    ),
+    "links are refused": (
+        "tests/router/test_responses_store.py", "test_a_folder_that_others_could_reach_is_refused",
+    ),
+    "a tenant's responses are not there for another": (
+        "tests/router/test_responses_store.py", "test_another_tenants_responses_are_not_there",
+    ),
     "**A worker names no folder on the router.**": (
         "tests/router/test_model_folders.py",
         "test_an_announced_folder_must_lie_below_an_allowed_one",

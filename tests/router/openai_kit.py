@@ -13,6 +13,7 @@ from openai import AsyncOpenAI
 from baton.worker.v1 import worker_pb2
 from router.doors.auth import OPEN, Gate
 from router.doors.openai.server import OpenAiServer
+from router.doors.responses.store import ResponseStore
 from router.events import NO_EVENTS, RouterEvents
 from router.jobs import (
     ChoiceEnded,
@@ -59,6 +60,7 @@ async def open_port(
     gate: Gate = OPEN,
     limits: Limits | None = None,
     max_context_tokens: int = 256,
+    store: ResponseStore | None = None,
     **client_options: object,
 ) -> AsyncIterator[Port]:
     """Serves a model with a tokenizer on a free port."""
@@ -70,7 +72,9 @@ async def open_port(
     )
     tokenizers = Tokenizers()
     limits = limits or Limits()
-    server = OpenAiServer("127.0.0.1:0", dispatcher, tokenizers, limits, events, gate=gate)
+    server = OpenAiServer(
+        "127.0.0.1:0", dispatcher, tokenizers, limits, events, gate=gate, store=store
+    )
     await server.start()
     url = f"http://{server.address}/v1"
     options = {"max_retries": 0, "timeout": 20.0, "api_key": "none", **client_options}

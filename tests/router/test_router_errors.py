@@ -13,6 +13,7 @@ from google.rpc import status_pb2
 
 from router import errors
 from router.doors.http.statuses import http_status
+from router.doors.responses import refusals
 from router.errors import RouterError, Violation
 
 Code = grpc.StatusCode
@@ -32,6 +33,13 @@ ROWS: list[tuple[RouterError, grpc.StatusCode, str, type[Message] | None]] = [
         details.BadRequest,
     ),
     (errors.model_not_found("m"), Code.NOT_FOUND, "MODEL_NOT_FOUND", details.ResourceInfo),
+    (refusals.response_not_found(), Code.NOT_FOUND, "RESPONSE_NOT_FOUND", None),
+    (
+        refusals.previous_response_not_found(),
+        Code.INVALID_ARGUMENT,
+        "PREVIOUS_RESPONSE_NOT_FOUND",
+        details.BadRequest,
+    ),
     (errors.unauthenticated(), Code.UNAUTHENTICATED, "UNAUTHENTICATED", None),
     (errors.permission_denied(), Code.PERMISSION_DENIED, "PERMISSION_DENIED", None),
     (errors.queue_full(9, 1.5), Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", details.RetryInfo),

@@ -34,6 +34,7 @@ from router.doors.openai.chat import ChatCompletions
 from router.doors.openai.completions import Completions
 from router.doors.openai.tokens import Tokens
 from router.doors.responses.method import Responses
+from router.doors.responses.pages import ResponsePages
 from router.errors import Violation
 from router.events import NO_EVENTS, RouterEvents
 from router.requests.bounds import BodyShape, most_connections
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from router.doors.http.statuses import JSON
+    from router.doors.responses.store import ResponseStore
     from router.jobs import Dispatcher, ServedModel
     from router.requests.tokenization import Tokenizers
     from router.requests.validation import Limits
@@ -94,6 +96,7 @@ class OpenAiServer(EmbeddedHttpServer):
         allowed_origins: origins of web pages that may call; see `origins`.
         reuse_port: share the port with other routers.
         tls: encrypts connections; None: they are in clear.
+        store: keeps responses; None: none are kept.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class OpenAiServer(EmbeddedHttpServer):
         allowed_origins: Sequence[str] = (),
         reuse_port: bool = False,
         tls: ssl.SSLContext | None = None,
+        store: ResponseStore | None = None,
     ) -> None:
         self._pages = _Pages(dispatcher, tokenizers, gate)
         generations = Generations(dispatcher, tokenizers, limits, events)
@@ -116,13 +120,16 @@ class OpenAiServer(EmbeddedHttpServer):
         completions = Completions(generations, dispatcher, tokenizers, shape)
         chat = ChatCompletions(generations, dispatcher, tokenizers)
         messages = Messages(generations)
+        responses = Responses(generations, shape, store)
         tokens = Tokens(generations, dispatcher, shape)
         longest_s = limits.max_request_duration_s
         method = partial(_method, Guards(Bodies(shape), gate, longest_s), events)
         api = (
             method(COMPLETIONS, completions),
             method(CHAT_COMPLETIONS, chat),
-            method(RESPONSES, Responses(generations), NAMED_EVENTS),
+            method(RESPONSES, responses.create, NAMED_EVENTS),
+            method(f"{RESPONSES}/input_tokens", responses.count_tokens, NAMED_EVENTS),
+            *ResponsePages(store, gate).routes(RESPONSES),
             method(MESSAGES, messages.create, MESSAGES_DIALECT),
             method(COUNT_TOKENS, messages.count_tokens, MESSAGES_DIALECT),
             method(TOKENIZE, tokens.tokenize),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Final, Literal, NamedTuple
+from typing import Annotated, Final, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -33,6 +33,7 @@ _NEEDED: Final = {
 }
 """Kinds of items, and their fields that must be set."""
 REFERENCE: Final = "item_reference"
+"""An item that stands for one of a stored response."""
 
 
 class Part(ApiObject):
@@ -69,6 +70,8 @@ class Item(ApiObject):
 
     def refused(self, path: str) -> Iterator[Violation]:
         """Violations: a kind that is not supported, missing fields, parts without text."""
+        if self.type == REFERENCE:
+            return
         if self.type not in _NEEDED:
             known = ", ".join(_NEEDED)
             yield Violation(f"{path}.type", f"is not supported: there are {known}")
@@ -88,13 +91,6 @@ class Item(ApiObject):
 def text_of(parts: Sequence[Part] | None) -> str:
     """The texts of a content, a line each, as in a chat."""
     return "\n".join(part.text or part.refusal or "" for part in parts or ())
-
-
-class Source(NamedTuple):
-    """An item and its path in the request; for an item of the store, the field that named it."""
-
-    item: Item
-    path: str
 
 
 class Turns:

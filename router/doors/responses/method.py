@@ -5,17 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from baton.inference.v1 import inference_pb2 as api
-from router import errors
 from router.doors.http.parsing import parse
+from router.doors.http.said import Said
 from router.doors.http.statuses import name_by
-from router.doors.http.told import Told
-from router.doors.responses.items import Item, Turns
-from router.doors.responses.schema import PREVIOUS, ResponseRequest
+from router.doors.http.told import Told, renamed
+from router.doors.responses.conversation import Conversations
+from router.doors.responses.items import Turns
+from router.doors.responses.schema import ResponseRequest
 from router.doors.responses.teller import ResponseTeller
-from router.errors import Violation
 
 if TYPE_CHECKING:
     from router.call import Call
+    from router.doors.responses.store import ResponseStore
+    from router.requests.bounds import BodyShape
     from router.requests.generation import Generations
 
 _NAMES: Final = (
@@ -37,36 +39,44 @@ _NAMES: Final = (
 
 
 class Responses:
-    """The method."""
+    """Both methods. They raise RouterError if a request cannot be understood.
 
-    def __init__(self, generations: Generations) -> None:
+    Args:
+        generations: runs the requests.
+        shape: bounds what is read for one of them.
+        store: keeps responses; None: none are kept.
+    """
+
+    def __init__(
+        self, generations: Generations, shape: BodyShape, store: ResponseStore | None
+    ) -> None:
         self._generations = generations
+        self._shape = shape
+        self._conversations = Conversations(store)
 
-    async def __call__(self, body: bytes, call: Call, client_tag: str) -> Told:
-        """Reads a request. Nothing runs before the answer is read.
-
-        Raises:
-            RouterError: the request cannot be understood.
-        """
-        request = parse(ResponseRequest, body)
-        if request.store or request.previous_response_id is not None:
-            name = PREVIOUS if request.previous_response_id is not None else "store"
-            raise errors.invalid_fields(
-                [Violation(name, "is not supported: this router keeps no responses")]
-            )
-        turns = Turns()
-        if request.instructions:
-            turns.add(_system(request.instructions), "instructions")
-        generation = request.generation(turns)
+    async def create(self, body: bytes, call: Call, client_tag: str) -> Told:
+        """The model's response. Nothing runs before the answer is read."""
+        request, turns = await self._read(body, call)
         kind = api.StreamGenerateRequest if request.stream else api.GenerateRequest
-        asked = kind(input=generation, client_tag=client_tag)
-        teller = ResponseTeller(request, call, None)
+        asked = kind(input=request.generation(turns.messages), client_tag=client_tag)
+        teller = ResponseTeller(request, call, self._conversations.keep(request, call.tenant))
         return Told(self._generations, asked, teller, call, lambda path: _name(turns, path))
+
+    async def count_tokens(self, body: bytes, call: Call, client_tag: str) -> Said:
+        """The number of tokens of the prompt that a response would run."""
+        request, turns = await self._read(body, call)
+        chat = request.generation(turns.messages).chat
+        with renamed(lambda path: _name(turns, f"input.{path}")):
+            async with self._generations.deadline(call):
+                told = await self._generations.tokenize(
+                    api.TokenizeRequest(model=request.model, chat=chat)
+                )
+        return Said({"object": "response.input_tokens", "input_tokens": len(told.token_ids)})
+
+    async def _read(self, body: bytes, call: Call) -> tuple[ResponseRequest, Turns]:
+        request, most_bytes = parse(ResponseRequest, body), self._shape.most_bytes()
+        return request, await self._conversations.turns(request, call.tenant, most_bytes)
 
 
 def _name(turns: Turns, path: str) -> str:
     return turns.name_of(path) or name_by(_NAMES, path)
-
-
-def _system(text: str) -> Item:
-    return Item.model_validate({"role": "system", "content": text})

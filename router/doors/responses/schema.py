@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Final, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator
@@ -12,7 +12,7 @@ from baton.inference.v1 import inference_pb2 as api
 from router.doors.http.values import ApiObject, JsonText, UInt32, Unless
 from router.doors.openai.forms import Function, FunctionName, NamedTool, Tool, tool_fields
 from router.doors.openai.schema import GenerationRequest
-from router.doors.responses.items import Item, Turns
+from router.doors.responses.items import Item
 from router.errors import Violation
 from router.requests.bounds import MAX_TURNS
 from router.structure.fields import MAX_TOOLS
@@ -20,7 +20,6 @@ from router.structure.fields import MAX_TOOLS
 MAX_METADATA: Final = 16
 MAX_INCLUDES: Final = 32
 _LOGPROBS: Final = "message.output_text.logprobs"
-PREVIOUS: Final = "previous_response_id"
 
 
 def _items(value: object) -> object:
@@ -151,12 +150,10 @@ class ResponseRequest(GenerationRequest):
         """The form of the text."""
         return (self.text and self.text.format) or Format()
 
-    def generation(self, turns: Turns) -> api.GenerationInput:
-        """The request as a message of the gRPC API, after the turns of earlier responses."""
-        for index, item in enumerate(self.items):
-            turns.add(item, f"input[{index}]")
+    def generation(self, turns: Sequence[api.ChatMessage]) -> api.GenerationInput:
+        """The request as a message of the gRPC API, with its turns and those before it."""
         chat = api.ChatPrompt(
-            messages=turns.messages,
+            messages=turns,
             parallel_tool_calls=self.parallel_tool_calls if self.tools else None,
             reasoning_effort=(self.reasoning and self.reasoning.effort) or "",
             thinking_token_budget=self.thinking_token_budget,
