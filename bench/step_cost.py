@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from opentelemetry.context import Context
@@ -105,9 +105,10 @@ class Worker:
     def __init__(self, engine: Engine) -> None:
         self._actions: deque[Action] = deque()
         self._outbox = Outbox(on_overflow=self._overflowed)
+        stand_in: Any = engine  # for the engine and for the transfer thread
         self.service = DecodeService(
-            engine,
-            engine,
+            stand_in,
+            stand_in,
             self._actions.append,
             WorkerMetrics(EngineLoad, TransferCounters),
             epoch=1,

@@ -36,7 +36,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from baton.worker.v1 import worker_pb2
 from decode_service import spans
@@ -78,7 +78,10 @@ from worker_base.messages import (
     tokens_message,
 )
 from worker_base.outbox import CallOnLoop, Outbox
-from worker_base.ports import LegEngine, ReceivingThread
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+    from kv_transfer.thread import TransferThread
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +94,8 @@ class DecodeService(LegService[DecodeLeg]):
 
     def __init__(
         self,
-        engine: LegEngine,
-        transfer: ReceivingThread,
+        engine: Engine,
+        transfer: TransferThread,
         call_on_loop: CallOnLoop,
         metrics: WorkerMetrics,
         *,

@@ -25,10 +25,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from baton.worker.v1 import worker_pb2
-from engine.tiers.peers import AskPeer, FetchWanted
+from engine.tiers.peers import FetchWanted
 from faults import failpoints
 from fetch_service.outcomes import (
     FETCHED,
@@ -55,6 +55,10 @@ from worker_base.messages import pack_ids
 from worker_base.outbox import CallOnLoop
 from worker_base.overdue import Unended
 
+if TYPE_CHECKING:
+    from engine.loop.fetch_port import FetchPort
+    from kv_transfer.thread import TransferThread
+
 logger = logging.getLogger(__name__)
 
 LATE: Final = 2.0
@@ -66,38 +70,6 @@ FRESH_S: Final = 30.0
 would be given no others, and could never show a better one."""
 UNMEASURED_BYTES_PER_S: Final = 1e9
 """Rate of a path that was not measured yet: that of a common network."""
-
-
-class FetchEngine(Protocol):
-    """What `engine.loop.fetch_port.FetchPort` does for fetches."""
-
-    def fetch_by(self, ask: AskPeer) -> None:
-        """Sets who makes fetches."""
-        ...
-
-    def fetched(self, fetch_id: bytes, landed_pages: int) -> None:
-        """Ends a fetch: its first pages are there."""
-        ...
-
-    def freed(self, fetch_id: bytes) -> None:
-        """Nothing can land any more in the pages that did not come."""
-        ...
-
-
-class FetchingThread(Protocol):
-    """What `kv_transfer.thread.TransferThread` does for fetches."""
-
-    def expect(self, spec: ReceiveSpec) -> None:
-        """Expects pages."""
-        ...
-
-    def abort_receive(self, transfer_id: bytes) -> None:
-        """Ends a transfer. ReceiveAborted says what has landed."""
-        ...
-
-    def quiesced(self, transfer_id: bytes, prefill_agent: str, decode_epoch: int) -> None:
-        """Nothing of the transfer can land any more."""
-        ...
 
 
 class Paths(Protocol):
@@ -136,8 +108,8 @@ class FetchService:
 
     def __init__(
         self,
-        engine: FetchEngine,
-        transfer: FetchingThread,
+        engine: FetchPort,
+        transfer: TransferThread,
         call_on_loop: CallOnLoop,
         metrics: WorkerMetrics,
         paths: Paths,

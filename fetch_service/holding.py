@@ -21,13 +21,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from baton.worker.v1 import worker_pb2
-from engine.tiers.peers import TellHeld
 from engine.types import PageIds
 from faults import failpoints
 from fetch_service.fetching import Paths
@@ -39,24 +37,14 @@ from telemetry.metrics.worker import WorkerMetrics
 from worker_base.messages import MalformedMessage, unpack_ids
 from worker_base.outbox import CallOnLoop, Outbox
 from worker_base.overdue import Unended
-from worker_base.ports import SendingThread
+
+if TYPE_CHECKING:
+    from engine.loop.fetch_port import FetchPort
+    from kv_transfer.thread import TransferThread
 
 logger = logging.getLogger(__name__)
 
 KEY_BYTES: Final = 32
-
-
-class HoldEngine(Protocol):
-    """What `engine.loop.fetch_port.FetchPort` does for holds."""
-
-    def hold(self, hold_id: bytes, keys: Sequence[bytes], tell: TellHeld) -> None:
-        """Holds the leading keys that are here, once they are in the pool, and tells their
-        pages."""
-        ...
-
-    def let_go(self, hold_id: bytes) -> None:
-        """Ends a hold."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -80,8 +68,8 @@ class HoldService:
 
     def __init__(
         self,
-        engine: HoldEngine,
-        transfer: SendingThread,
+        engine: FetchPort,
+        transfer: TransferThread,
         call_on_loop: CallOnLoop,
         metrics: WorkerMetrics,
         paths: Paths,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from baton.worker.v1 import worker_pb2
 from engine.types import PageIds
@@ -23,7 +23,9 @@ from kv_transfer.specs import TRANSFER_ID_BYTES, SendSpec
 from telemetry.names import SpanName
 from telemetry.tracing import Span, span_id_bytes, start_span
 from worker_base.messages import MalformedMessage, pages_of, unpack_ids
-from worker_base.ports import SendingThread
+
+if TYPE_CHECKING:
+    from kv_transfer.thread import TransferThread
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +67,7 @@ class OutgoingPrompt:
     """One prompt on its way out. Thread-safe."""
 
     def __init__(
-        self, transfer: SendingThread, num_tokens: int, page_size_tokens: int, traceparent: str
+        self, transfer: TransferThread, num_tokens: int, page_size_tokens: int, traceparent: str
     ) -> None:
         self.num_tokens = num_tokens
         self.span: Span | None = None

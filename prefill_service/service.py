@@ -28,7 +28,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from baton.worker.v1 import worker_pb2
 from engine.types import (
@@ -53,7 +53,10 @@ from telemetry.metrics.worker import WorkerMetrics
 from worker_base.legs import KV_TRANSFER, LegService
 from worker_base.messages import encode_first_tokens, kv_tokens, scores_message
 from worker_base.outbox import LoopInbox, Outbox
-from worker_base.ports import LegEngine, SendingThread
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+    from kv_transfer.thread import TransferThread
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +69,8 @@ class PrefillService(LegService[PrefillLeg]):
 
     def __init__(
         self,
-        engine: LegEngine,
-        transfer: SendingThread,
+        engine: Engine,
+        transfer: TransferThread,
         inbox: LoopInbox,
         metrics: WorkerMetrics,
         *,

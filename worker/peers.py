@@ -22,13 +22,16 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from baton.worker.v1 import worker_pb2
 from kv_transfer.events import PeerFailed, PeerOpened, TransferEvent
 from kv_transfer.types import Endpoint
 from telemetry.metrics.worker import PeerPath
 from worker_base.messages import endpoint_of
+
+if TYPE_CHECKING:
+    from kv_transfer.thread import TransferThread
 
 logger = logging.getLogger(__name__)
 
@@ -47,18 +50,6 @@ def why_slow(transport: str) -> str:
             return "slow_network"
         case _:
             return "slow"
-
-
-class PeeringThread(Protocol):
-    """What `kv_transfer.thread.TransferThread` does for the peers."""
-
-    def meet(self, peer: Endpoint) -> None:
-        """Wires up to a peer. PeerOpened or PeerFailed follows."""
-        ...
-
-    def part(self, agent_name: str, proven_dead: bool) -> None:
-        """Lets go of a peer that left."""
-        ...
 
 
 class PathState(enum.IntEnum):
@@ -93,7 +84,7 @@ class PeerPaths:
     def __init__(
         self,
         own: worker_pb2.WorkerIdentity,
-        transfer: PeeringThread,
+        transfer: TransferThread,
         clock: Callable[[], float] = time.monotonic,
         slow_gigabytes_per_s: float = 0.0,
     ) -> None:

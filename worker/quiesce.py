@@ -16,22 +16,13 @@ Messages that come twice or too late change nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from baton.worker.v1 import worker_pb2
 from kv_transfer.events import QuiesceAnswered, QuiesceUnanswered, TransferEvent
 
-
-class QuiescingThread(Protocol):
-    """What `kv_transfer.thread.TransferThread` does for both ends of that path."""
-
-    def quiesce(self, transfer_id: bytes, decode_agent: str, decode_epoch: int) -> None:
-        """Takes the question. QuiesceAnswered follows, unless something can still land."""
-        ...
-
-    def quiesced(self, transfer_id: bytes, prefill_agent: str, decode_epoch: int) -> None:
-        """Takes the answer: nothing can land any more."""
-        ...
+if TYPE_CHECKING:
+    from kv_transfer.thread import TransferThread
 
 
 class QuiesceRelay:
@@ -39,7 +30,7 @@ class QuiesceRelay:
 
     def __init__(
         self,
-        transfer: QuiescingThread,
+        transfer: TransferThread,
         agent_name: str,
         epoch: int,
         tell_routers: Callable[[worker_pb2.WorkResponse], None],

@@ -15,7 +15,7 @@ from telemetry.tracing import write_span
 from worker_base.legs import WorkerLeg
 
 Skew = Callable[[int, int], float]
-"""`worker_base.ports.LegEngine.rank_skew_s`."""
+"""`engine.engine.Engine.rank_skew_s`."""
 
 
 def write_prompt_spans(leg: WorkerLeg, computed_tokens: int, skew: Skew, chunks: int = 0) -> None:
