@@ -46,12 +46,12 @@ from opentelemetry.context import Context
 from baton.worker.v1 import worker_pb2
 from console.loadgen.trace_files import read_trace
 from router.dispatch.dispatcher import JobDispatcher
-from router.dispatch.merge import pack_ids
 from router.dispatch.pace import Pace
 from router.errors import RouterError
 from router.jobs import Job, ServedModel
 from router.settings import RouterSettings
 from router.workers.load_estimate import Capacity, LoadEstimate
+from serving.packing import pack_ids
 
 if TYPE_CHECKING:
     from router.jobs import Demand

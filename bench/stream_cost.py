@@ -39,7 +39,6 @@ from baton.inference.v1 import inference_pb2 as api
 from baton.inference.v1 import inference_pb2_grpc
 from baton.tls import NO_FILES, TlsFiles, holders_files
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
-from router.dispatch.merge import pack_ids
 from router.doors.frontdoor import InferenceService
 from router.jobs import ChoiceEnded, Job, JobEvent, JobFinished, JobStarted, JobTokens, ServedModel
 from router.requests.tokenization import Tokenizers
@@ -47,6 +46,7 @@ from router.server import RouterServer
 from router.settings import RouterDebug, RouterSettings
 from serving.event_loop import loop_factory
 from serving.net.certificates import write_set
+from serving.packing import pack_ids
 from serving.release import stamp
 from telemetry.names import Metric
 

@@ -258,8 +258,8 @@ class Run:
         takes_over = not route.whole and rest <= min(route.takeover_tokens, request.tokens / 2)
         runs = second if takes_over else first
         self.policy.routed(demand, cast("WorkerLink", runs))
-        holder = cast("Machine", route.fetch.holder) if route.fetch and not takes_over else None
-        pages = route.fetch.pages if route.fetch else 0
+        holder = None if takes_over else cast("Machine | None", route.way.holder)
+        pages = route.way.fetched_pages
         way = "decode" if runs.is_decode else "fetched" if holder else "computed"
         self.ways[way] += 1
         tokens = routing.prefill_reservation(demand, route.way.cached_tokens)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from baton.worker.v1 import worker_pb2
 from engine.types import Mode, PageIds, SequenceEnded
 from kv_transfer.events import Delivered
+from serving.packing import pack_ids
 from worker_base.legs import WorkerLeg
-from worker_base.messages import pack_ids
 from worker_base.outbox import Outbox
 
 

@@ -49,9 +49,9 @@ from kv_transfer.events import (
     TransferEvent,
 )
 from kv_transfer.specs import ReceiveSpec
+from serving.packing import pack_ids
 from telemetry.metrics.worker import WorkerMetrics
 from worker_base.legs import WorkerLeg
-from worker_base.messages import pack_ids
 from worker_base.outbox import CallOnLoop
 from worker_base.overdue import Unended
 

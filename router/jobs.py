@@ -141,13 +141,14 @@ class Demand:
     """Hooks that every worker of the route must have."""
 
     @classmethod
-    def of(cls, job: Job) -> Self:
-        """The demand of a whole job."""
+    def of(cls, job: Job, choices: int | None = None, done: int = 0) -> Self:
+        """The demand of a job, or of so many of its choices. Of each, `done` tokens were generated
+        before. They count as prompt, since they are computed again behind it."""
         return cls(
             model=job.model,
-            prompt_tokens=job.prompt_tokens,
-            max_tokens=job.stopping.max_tokens,
-            choices=job.choices,
+            prompt_tokens=job.prompt_tokens + done,
+            max_tokens=job.stopping.max_tokens - done,
+            choices=job.choices if choices is None else choices,
             prompt_logprobs=job.prompt_logprobs,
             holder=job.holder,
             keys=job.keys,

@@ -42,11 +42,12 @@ from kv_transfer.thread import TransferThread
 from kv_transfer.transports.loopback import LoopbackTransport
 from kv_transfer.transports.pool import PoolMemory
 from prefill_service.service import PrefillService
+from serving.packing import pack_ids
 from telemetry.metrics.worker import WorkerMetrics
 from worker.peers import PeerPaths
 from worker.quiesce import QuiesceRelay
 from worker.stream import Services
-from worker_base.messages import endpoint_message, model_message, pack_ids, unpack_ids
+from worker_base.messages import endpoint_message, model_message, unpack_ids
 from worker_base.outbox import LoopInbox, Outbox
 from worker_base.page_reports import PageReports
 

@@ -5,7 +5,6 @@ Both services use this module. It holds no state.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -30,12 +29,12 @@ from engine.types import (
 )
 from kv_transfer.types import SCRATCH_PAGE, Endpoint
 from serving.extensions import MAX_EXTENSION_BYTES, MAX_EXTENSIONS, extension_bytes
+from serving.packing import PACKED_ID, pack_ids
 
 MAX_PAYLOAD_BYTES: Final = 3584
 """Most bytes of first-token records in the last notification of a transfer."""
 LARGEST_ID: Final = (1 << 31) - 1
 """The engine's ids are int32."""
-_PACKED_ID: Final = np.dtype("<u4")
 _PACKED_LOGPROB: Final = np.dtype("<f4")
 
 _MODES: Final = {
@@ -68,19 +67,12 @@ def unpack_ids(packed: bytes) -> TokenIds | PageIds:
     Raises:
         MalformedMessage: it is not a whole number of ids, or one is beyond int32.
     """
-    if len(packed) % _PACKED_ID.itemsize:
+    if len(packed) % PACKED_ID.itemsize:
         raise MalformedMessage("ids")
-    ids = np.frombuffer(packed, _PACKED_ID)
+    ids = np.frombuffer(packed, PACKED_ID)
     if ids.size and int(ids.max()) > LARGEST_ID:
         raise MalformedMessage("ids")
     return ids.astype(np.int32)
-
-
-def pack_ids(ids: Sequence[int] | TokenIds) -> bytes:
-    """Packs ids as little-endian uint32."""
-    if not isinstance(ids, np.ndarray):
-        return struct.pack(f"<{len(ids)}I", *ids)
-    return ids.astype(_PACKED_ID).tobytes()
 
 
 def request_of(submit: worker_pb2.Submit) -> Request:

@@ -198,25 +198,16 @@ class Attempt:
         return self._clocks.timings()
 
     def _legs(self, route: Route) -> tuple[Leg | None, Leg | None]:
-        group = self.group
+        def leg(mode: worker_pb2.WorkMode.ValueType) -> Leg:
+            return Leg(mode, route, self.group, self.id)
+
         if route.whole:
-            mode = worker_pb2.WORK_MODE_WHOLE
-            whole = Leg(
-                route.prefill, mode, group, self.id, None, 0, route.fetch, route.way.cached_tokens
-            )
+            whole = leg(worker_pb2.WORK_MODE_WHOLE)
             if route.local_reason is not None:
                 whole.mark_local(route.local_reason)
             return None, whole
-        mode = worker_pb2.WORK_MODE_PREFILL
-        prefill = Leg(
-            *(route.prefill, mode, group, self.id, route.decode),
-            fetch=route.fetch,
-            cached_tokens=route.way.cached_tokens,
-        )
-        if route.decode is None:
-            return prefill, None
-        mode, peer = worker_pb2.WORK_MODE_DECODE, route.prefill
-        return prefill, Leg(route.decode, mode, group, self.id, peer, route.takeover_tokens)
+        prefill = leg(worker_pb2.WORK_MODE_PREFILL)
+        return prefill, None if route.decode is None else leg(worker_pb2.WORK_MODE_DECODE)
 
     def _had_in_hand(self, leg: Leg) -> bool:
         """Whether the worker may have run a part of the attempt. One that only kept room has

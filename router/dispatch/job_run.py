@@ -352,17 +352,7 @@ class ChoiceGroup:
         return self.earlier + self.attempt.timings()
 
     def _demand(self) -> Demand:
-        """The demand now. Generated tokens count as prompt, since they are computed again behind
-        it."""
-        job, generated = self.run.job, self.generated
+        """The demand now."""
+        generated = self.generated
         done = len(generated[0]) if generated else 0
-        return Demand(
-            model=job.model,
-            prompt_tokens=job.prompt_tokens + done,
-            max_tokens=job.stopping.max_tokens - done,
-            choices=len(self.choices),
-            prompt_logprobs=job.prompt_logprobs,
-            holder=job.holder,
-            keys=job.keys,
-            extensions=frozenset(job.extensions),
-        )
+        return Demand.of(self.run.job, len(self.choices), done)

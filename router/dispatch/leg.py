@@ -11,15 +11,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from baton.worker.v1 import worker_pb2
-from router.dispatch import merge
 from router.placement.routing import decode_reservation, prefill_reservation
+from serving.packing import pack_ids
 from telemetry.names import Attr, SpanName
 from telemetry.tracing import SpanKind, end_span, start_span, traceparent_of
 
 if TYPE_CHECKING:
     from router.dispatch.job_run import ChoiceGroup
     from router.placement.placing import LocalReason
-    from router.placement.routing import Fetch
+    from router.placement.routing import Route
+    from router.placement.ways import Way
     from router.workers.link import WorkerLink
     from router.workers.load_estimate import Reservation
 
@@ -29,32 +30,25 @@ class Leg:
 
     def __init__(
         self,
-        worker: WorkerLink,
         mode: worker_pb2.WorkMode.ValueType,
+        route: Route,
         group: ChoiceGroup,
         attempt_id: bytes,
-        peer: WorkerLink | None,
-        takeover_tokens: int = 0,
-        fetch: Fetch | None = None,
-        cached_tokens: int = 0,
     ) -> None:
-        self.worker = worker
         self.mode = mode
+        self.worker, self._peer = _ends(route, mode)
         self.open = False
         self.finished: set[int] = set()
         """Choices of the attempt that ended at this worker."""
         self._group = group
         self._attempt_id = attempt_id
-        self._peer = peer
-        self._takeover_tokens = takeover_tokens
-        self._fetch = fetch
-        self._cached_tokens = cached_tokens
+        self._route = route
         prefills = mode == worker_pb2.WORK_MODE_PREFILL
         self._span = start_span(
             SpanName.PREFILL if prefills else SpanName.DECODE,
             group.run.job.context,
             {
-                Attr.WORKER_ID: worker.worker_id,
+                Attr.WORKER_ID: self.worker.worker_id,
                 Attr.ATTEMPT_ID: attempt_id.hex(),
                 Attr.WORK_MODE: _word(worker_pb2.WorkMode.Name(mode)),
             },
@@ -90,24 +84,23 @@ class Leg:
 
     def _reservation(self) -> Reservation:
         demand = self._group.demand
-        match self.mode:
-            case worker_pb2.WORK_MODE_PREFILL:
-                return prefill_reservation(demand, self._cached_tokens)
-            case worker_pb2.WORK_MODE_DECODE:
-                return decode_reservation(demand)
-            case _:
-                prompt = prefill_reservation(demand, self._cached_tokens).prefill_tokens
-                return decode_reservation(demand)._replace(prefill_tokens=prompt)
+        if self.mode == worker_pb2.WORK_MODE_DECODE:
+            return decode_reservation(demand)
+        prompt = prefill_reservation(demand, self._route.way.cached_tokens)
+        if self.mode == worker_pb2.WORK_MODE_PREFILL:
+            return prompt
+        return decode_reservation(demand)._replace(prefill_tokens=prompt.prefill_tokens)
 
     def _message(self) -> worker_pb2.Submit:
         group, job = self._group, self._group.run.job
+        decodes = self.mode == worker_pb2.WORK_MODE_DECODE
         scores_wanted = job.prompt_logprobs and not group.run.started
         return worker_pb2.Submit(
             attempt_id=self._attempt_id,
             mode=self.mode,
-            prompt_ids=job.prompt_ids.astype("<u4").tobytes(),
+            prompt_ids=pack_ids(job.prompt_ids),
             generated=[
-                worker_pb2.GeneratedTokens(token_ids=merge.pack_ids(token_ids))
+                worker_pb2.GeneratedTokens(token_ids=pack_ids(token_ids))
                 for token_ids in group.generated
             ],
             sampling=job.sampling,
@@ -120,18 +113,29 @@ class Leg:
             deadline_unix_ns=job.deadline_ns,
             time_left_ms=max(0, round(group.run.left_s * 1e3)),
             peer_agent_name=self._peer.agent_name if self._peer else "",
-            prompt_logprobs=scores_wanted and self.mode != worker_pb2.WORK_MODE_DECODE,
+            prompt_logprobs=scores_wanted and not decodes,
             tenant=job.tenant,
-            takeover_tokens=self._takeover_tokens,
+            takeover_tokens=self._route.takeover_tokens if decodes else 0,
             extensions=job.extensions,
-            fetch=_fetch_message(self._fetch),
+            fetch=None if decodes else _fetch_message(self._route.way),
         )
 
 
-def _fetch_message(fetch: Fetch | None) -> worker_pb2.PeerFetch | None:
-    if fetch is None:
+def _ends(
+    route: Route, mode: worker_pb2.WorkMode.ValueType
+) -> tuple[WorkerLink, WorkerLink | None]:
+    """The leg's worker, and the worker of the attempt's other leg, if there is one."""
+    if mode == worker_pb2.WORK_MODE_DECODE and route.decode is not None:
+        return route.decode, route.prefill
+    return route.prefill, None if route.whole else route.decode
+
+
+def _fetch_message(way: Way) -> worker_pb2.PeerFetch | None:
+    """Where the worker that computes the prompt gets pages that it lacks; None: it computes
+    them."""
+    if way.holder is None:
         return None
-    return worker_pb2.PeerFetch(agent_name=fetch.holder.agent_name, pages=fetch.pages)
+    return worker_pb2.PeerFetch(agent_name=way.holder.agent_name, pages=way.fetched_pages)
 
 
 def _word(mode: str) -> str:

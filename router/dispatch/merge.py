@@ -115,11 +115,6 @@ def unpack_ids(packed: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{len(packed) // 4}I", packed)
 
 
-def pack_ids(ids: Sequence[int]) -> bytes:
-    """Packs ids as little-endian uint32."""
-    return struct.pack(f"<{len(ids)}I", *ids)
-
-
 def _without_first(run: JobTokens, count: int) -> JobTokens:
     if count == 0:
         return run

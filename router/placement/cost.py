@@ -25,11 +25,11 @@ from router.placement.just_routed import JustRouted
 from router.placement.placing import (
     LocalReason,
     Piece,
-    break_even_tokens,
     delay_s,
     finish_s,
     rate_of_unmeasured,
     rest_s,
+    takeover_tokens,
     usual_piece,
 )
 from router.placement.policies import LeastWork, Policy, RoundRobin, pressure
@@ -174,7 +174,7 @@ class Cost:
         """The most tokens that the decode worker may compute and still be first."""
         usual = _usual_beside(prefill, everyone)
         capacity, piece = decode.capacity(), usual.piece(decode)
-        return break_even_tokens(capacity, piece, way.seconds, demand.prompt_tokens, usual.rate)
+        return takeover_tokens(capacity, piece, way.seconds, demand.prompt_tokens, usual.rate)
 
     # -- ways ---------------------------------------------------------------------------------
 

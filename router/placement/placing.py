@@ -92,18 +92,6 @@ def soonest(capacities: Sequence[Capacity], tokens: int, unmeasured: float) -> i
     return finishes_s.index(min(finishes_s))
 
 
-def takeover_tokens(prefill: Capacity, decode: Capacity, tokens: int) -> int:
-    """The most tokens of a prompt that the decode worker may compute and still finish no later than
-    the prefill worker finishes the whole prompt:
-
-        (finish_s(prefill) - wait_s(decode)) x rate(decode)
-    """
-    unmeasured = rate_of_unmeasured([prefill])
-    rate = _rate(decode, unmeasured)
-    left_s = finish_s(prefill, tokens, unmeasured) - finish_s(decode, 0, unmeasured)
-    return min(NO_LIMIT, max(0, math.floor(left_s * rate)))
-
-
 def rest_s(capacity: Capacity, cached: int, tokens: int, unmeasured: float) -> float:
     """Seconds to compute the tokens of a prompt from `cached` on, without a queue. A token takes
     longer the more tokens are before it."""
@@ -118,11 +106,12 @@ def delay_s(capacity: Capacity, piece: Piece, tokens: int) -> float:
     return max(1.0, tokens / piece.tokens) * capacity.running_sequences * piece.delay_s
 
 
-def break_even_tokens(
+def takeover_tokens(
     capacity: Capacity, piece: Piece, seconds: float, tokens: int, unmeasured: float
 ) -> int:
-    """The most tokens at the end of a prompt of `tokens` tokens that a worker computes within
-    `seconds`, its queue and the delay of its streams included."""
+    """The most tokens at the end of a prompt of `tokens` tokens that a decode worker computes
+    within `seconds`, its queue and the delay of its streams included. The prefill worker would have
+    computed the prompt by then."""
     left_s = seconds - finish_s(capacity, 0, unmeasured)
     each_s = _token_s(capacity, tokens, unmeasured)
     if piece.tokens:

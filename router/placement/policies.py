@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from router.placement.placing import (
     LocalReason,
+    Piece,
     finish_s,
     rate_of_unmeasured,
     soonest,
@@ -126,8 +127,10 @@ class _Unaware:
         decode: WorkerLink,
         everyone: Sequence[WorkerLink],
     ) -> int:
-        """See `router.placement.placing`."""
-        return takeover_tokens(prefill.capacity(), decode.capacity(), demand.prompt_tokens)
+        """See `router.placement.placing`. Nothing is known of the delay of streams."""
+        unmeasured = rate_of_unmeasured([prefill.capacity()])
+        tokens = demand.prompt_tokens
+        return takeover_tokens(decode.capacity(), Piece(), way.seconds, tokens, unmeasured)
 
     def local(
         self,

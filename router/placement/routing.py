@@ -31,14 +31,6 @@ KEPT_FREE: Final = 16
 Test = Callable[["Demand", "WorkerLink"], bool]
 
 
-class Fetch(NamedTuple):
-    """Leading pages of the prompt that another worker holds. The worker that computes the prompt
-    gets what it lacks of them from there."""
-
-    holder: WorkerLink
-    pages: int
-
-
 class Route(NamedTuple):
     """The workers of an attempt."""
 
@@ -50,9 +42,6 @@ class Route(NamedTuple):
     takeover_tokens: int = 0
     """For a hand-off: the most tokens of the prompt that the decode worker may compute itself, if
     it holds the larger part."""
-    fetch: Fetch | None = None
-    """Where the worker that computes the prompt gets pages that it lacks; None: it computes
-    them."""
     way: Way = Way(0.0)
     """How the worker that computes the prompt comes by the first token, by estimate."""
 
@@ -144,8 +133,7 @@ def choose(
         return None
     those = everyone(demand, workers)
     way = policy.way(demand, route.prefill, those)
-    fetch = None if way.holder is None else Fetch(way.holder, way.fetched_pages)
-    route = route._replace(way=way, fetch=fetch)
+    route = route._replace(way=way)
     if route.decode is None or route.whole or local == "never" or demand.prompt_logprobs:
         return route  # Log probabilities of a prompt need every token of it computed.
     tokens = policy.takeover_tokens(demand, way, route.prefill, route.decode, those)

@@ -18,12 +18,12 @@ from baton.addresses import port_of
 from baton.grpc_options import server_options
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from router.dispatch.dispatcher import JobDispatcher
-from router.dispatch.merge import pack_ids
 from router.events import NO_EVENTS, RouterEvents
 from router.jobs import Job, JobEvent, JobTokens, ServedModel
 from router.settings import RouterSettings
 from router.workers.registry import Registry
 from serving.net.internal_net import ClearNet, InternalNet
+from serving.packing import pack_ids
 from serving.release import stamp
 
 if TYPE_CHECKING:

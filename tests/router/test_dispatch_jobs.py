@@ -11,9 +11,9 @@ import pytest
 from scripted_worker import BOTH, DECODE, PREFILL, WAIT_S, Cluster, job, tokens_of, until
 
 from baton.worker.v1 import worker_pb2
-from router.dispatch.merge import pack_ids
 from router.errors import RouterError
 from router.jobs import ChoiceEnded, JobFinished, JobStarted, JobTokens
+from serving.packing import pack_ids
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -7,6 +7,7 @@ import pytest
 from router.placement.placing import (
     FRESH_S,
     NO_LIMIT,
+    Piece,
     finish_s,
     rate_of_unmeasured,
     soonest,
@@ -30,6 +31,12 @@ def capacity(queued: int = 0, rate: float = 40_000.0, age_s: float = 0.0) -> Cap
 
 def chosen(*capacities: Capacity, tokens: int = 1000) -> int:
     return soonest(capacities, tokens, rate_of_unmeasured(capacities))
+
+
+def takeover(prefill: Capacity, decode: Capacity, tokens: int) -> int:
+    unmeasured = rate_of_unmeasured([prefill])
+    seconds = finish_s(prefill, tokens, unmeasured)
+    return takeover_tokens(decode, Piece(), seconds, tokens, unmeasured)
 
 
 def test_the_wait_and_the_prompt_itself_count() -> None:
@@ -77,23 +84,25 @@ def test_where_no_rate_is_known_the_queues_decide() -> None:
 
 def test_a_decode_worker_may_compute_what_it_gets_done_before_the_prefill_worker() -> None:
     """(4,000 + 1,000) / 40,000 is 125 ms; in those it computes 2,500 at 20,000 a second."""
-    assert takeover_tokens(capacity(4000), capacity(rate=20_000), 1000) == 2500
+    assert takeover(capacity(4000), capacity(rate=20_000), 1000) == pytest.approx(2500, abs=1)
 
 
 def test_what_the_decode_worker_has_to_do_already_counts_against_it() -> None:
-    assert takeover_tokens(capacity(4000), capacity(1000, rate=20_000), 1000) == 1500
-    assert takeover_tokens(capacity(), capacity(1000, rate=20_000), 1000) == 0
+    assert takeover(capacity(4000), capacity(1000, rate=20_000), 1000) == pytest.approx(1500, abs=1)
+    assert takeover(capacity(), capacity(1000, rate=20_000), 1000) == 0
 
 
 def test_of_two_idle_workers_the_decode_worker_may_compute_a_part_of_the_prompt() -> None:
-    assert takeover_tokens(capacity(), capacity(rate=10_000), 1000) == 250
+    assert takeover(capacity(), capacity(rate=10_000), 1000) == pytest.approx(250, abs=1)
 
 
 def test_a_takeover_without_rates_goes_by_the_queues() -> None:
     nothing = capacity(rate=0.0)
-    assert takeover_tokens(nothing._replace(queued_prefill_tokens=50), nothing, 100) == 150
+    assert takeover(nothing._replace(queued_prefill_tokens=50), nothing, 100) == pytest.approx(
+        150, abs=1
+    )
 
 
 def test_a_takeover_fits_the_message() -> None:
     slow = capacity(1 << 30, rate=1.0)
-    assert takeover_tokens(slow, capacity(rate=1e9), 1000) == NO_LIMIT
+    assert takeover(slow, capacity(rate=1e9), 1000) == NO_LIMIT

@@ -11,7 +11,8 @@ from waiting import until
 
 from baton.worker.v1 import worker_pb2
 from router.placement import routing
-from router.placement.routing import Fetch, Route
+from router.placement.routing import Route
+from router.placement.ways import Way
 
 
 @pytest.fixture
@@ -96,7 +97,8 @@ async def test_who_computes_the_prompt_is_told_where_pages_can_be_had(
 
     def fetching(*args: Any) -> Route | None:
         chosen = route(*args)
-        return chosen and chosen._replace(fetch=Fetch(cluster.link(decode), 3))
+        way = Way(0.0, holder=cluster.link(decode), fetched_pages=3)
+        return chosen and chosen._replace(way=way)
 
     monkeypatch.setattr(routing, "choose", fetching)
     reader = cluster.read(job())

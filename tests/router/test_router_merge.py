@@ -8,8 +8,9 @@ import struct
 import pytest
 
 from baton.worker.v1 import worker_pb2
-from router.dispatch.merge import ChoiceMerger, first_tokens, pack_ids, step_tokens, unpack_ids
+from router.dispatch.merge import ChoiceMerger, first_tokens, step_tokens, unpack_ids
 from router.jobs import ChoiceEnded, JobTokens, TokenScore
+from serving.packing import pack_ids
 
 END = worker_pb2.END_REASON_LENGTH
 

@@ -9,6 +9,7 @@ from baton.worker.v1 import worker_pb2
 from engine.types import Mode, TokenRecord
 from kv_transfer.types import Endpoint
 from kv_transfer.wire import MAX_PAYLOAD_BYTES as ROOM_BYTES
+from serving.packing import pack_ids
 from worker_base.messages import (
     MAX_PAYLOAD_BYTES,
     MalformedMessage,
@@ -17,7 +18,6 @@ from worker_base.messages import (
     endpoint_message,
     endpoint_of,
     kv_tokens,
-    pack_ids,
     record_message,
     record_of,
     request_of,
