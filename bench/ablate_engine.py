@@ -123,11 +123,11 @@ def log_normal(rng: np.random.Generator, mean: float, sigma: float = 0.8) -> lis
 def cases(engine: Engine) -> dict[str, Callable[[], None]]:
     """What each case sets before it runs."""
     loop = engine._loop
-    scheduler, usual = loop._scheduler, loop._pacer
+    planner, usual = loop._scheduler.planner, loop._pacer
 
     def use(pacer: LaunchPacer, piece: int) -> None:
         loop._pacer = pacer
-        scheduler.config = replace(scheduler.config, mixed_prefill_tokens=piece)
+        planner._config = replace(planner._config, mixed_prefill_tokens=piece)
 
     return {
         "as shipped": lambda: use(usual, PIECE),

@@ -176,7 +176,7 @@ def replay_once(
     with tempfile.TemporaryDirectory() as folder:
         replay = Replay(pages, slots, objects, policy, folder)
         replay.run(prompts)
-    cached, total = replay.scheduler.cached_tokens // BLOCK, sum(map(len, prompts))
+    cached, total = replay.scheduler.admission.cached_tokens // BLOCK, sum(map(len, prompts))
     load = replay.scheduler.tiers.load()
     loaded = {} if load is None else load.loaded_tokens
     by_tier = {tier: tokens // BLOCK for tier, tokens in loaded.items()}

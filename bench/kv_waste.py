@@ -20,10 +20,7 @@ from engine.bounds import Bounds
 from engine.loop.step_loop import hand_out
 from engine.pages.blocks import BlockManager
 from engine.sampling import Sampler
-from engine.schedule.admission import admit
-from engine.schedule.planning import plan_step
 from engine.schedule.scheduler import Scheduler
-from engine.schedule.settling import settle_step
 from engine.step.executor import NullExecutor
 from engine.step.plan import StepPlan
 from engine.types import Event, Request, SamplingParams, StopRules
@@ -67,7 +64,7 @@ def submit_all(scheduler: Scheduler, lengths: Sequence[tuple[int, int]]) -> None
     for i, (prompt, output) in enumerate(lengths):
         ids = rng.integers(3, VOCAB, prompt, dtype=np.int32)
         stop = StopRules(output, ignore_eos=True)
-        scheduler.submit(Request(i.to_bytes(16, "big"), ids, greedy, stop), _ignore)
+        scheduler.requests.submit(Request(i.to_bytes(16, "big"), ids, greedy, stop), _ignore)
 
 
 def _ignore(events: Sequence[Event]) -> None:
@@ -81,24 +78,24 @@ def measure(page_size: int, pool_tokens: int, lengths: Sequence[tuple[int, int]]
     submit_all(scheduler, lengths)
     steps = slots = tokens = 0
     previous: StepPlan | None = None
-    while scheduler.requests or previous is not None:
-        admit(scheduler)
-        plan = plan_step(scheduler)
+    while scheduler.requests.by_id or previous is not None:
+        scheduler.admission.admit()
+        plan = scheduler.planner.plan()
         if previous is not None:
-            settle_step(scheduler, previous, executor.launch(previous).result())
-            hand_out(scheduler.take_events())
+            scheduler.settler.settle(previous, executor.launch(previous).result())
+            hand_out(scheduler.requests.take_events())
         previous = plan
         held, stored = occupancy(scheduler)
         steps, slots, tokens = steps + 1, slots + held, tokens + stored
     assert scheduler.blocks.available == scheduler.blocks.total, "a page was left behind"
-    return Waste(steps, slots, tokens, scheduler.preemptions)
+    return Waste(steps, slots, tokens, scheduler.requests.preemptions)
 
 
 def occupancy(scheduler: Scheduler) -> tuple[int, int]:
     """Slots of the pages held by requests, and the tokens stored there or planned to be."""
-    blocks, columns = scheduler.blocks, scheduler.slots
+    blocks, columns = scheduler.blocks, scheduler.batch.slots
     held = blocks.total - blocks.available - blocks.settling
-    taken = [owner.slot for owner in scheduler.owners if owner is not None]
+    taken = [owner.slot for owner in scheduler.batch.owners if owner is not None]
     return held * scheduler.config.page_size, int(columns.kv_len[taken].sum())
 
 

@@ -30,10 +30,7 @@ from engine.bounds import Bounds
 from engine.loop.step_loop import hand_out
 from engine.pages.blocks import BlockManager
 from engine.sampling import Sampler
-from engine.schedule.admission import admit
-from engine.schedule.planning import plan_step
 from engine.schedule.scheduler import Scheduler
-from engine.schedule.settling import settle_step
 from engine.step.executor import NullExecutor
 from engine.step.plan import StepPlan
 from engine.types import EngineLoad
@@ -66,10 +63,10 @@ class Engine:
         )
         blocks = BlockManager(sequences * (steps + 64) // 8)
         self.scheduler = Scheduler(config, blocks, Sampler(sequences, VOCAB, "cpu", [2]))
-        self.submit = self.scheduler.submit
-        self.deliver = self.scheduler.deliver
-        self.cancel = self.scheduler.cancel
-        self.release = self.scheduler.release
+        self.submit = self.scheduler.requests.submit
+        self.deliver = self.scheduler.requests.deliver
+        self.cancel = self.scheduler.requests.cancel
+        self.release = self.scheduler.requests.release
         self._executor = NullExecutor()
         self._previous: StepPlan | None = None
 
@@ -85,17 +82,17 @@ class Engine:
 
     def plan(self) -> StepPlan | None:
         """Admits and plans."""
-        admit(self.scheduler)
-        return plan_step(self.scheduler)
+        self.scheduler.admission.admit()
+        return self.scheduler.planner.plan()
 
     def settle(self, plan: StepPlan | None) -> None:
         """Settles the step before `plan` and hands its events out."""
         if self._previous is not None:
-            settle_step(
-                self.scheduler, self._previous, self._executor.launch(self._previous).result()
+            self.scheduler.settler.settle(
+                self._previous, self._executor.launch(self._previous).result()
             )
-            hand_out(self.scheduler.take_events())
-        self.scheduler.publish_delivered()
+            hand_out(self.scheduler.requests.take_events())
+        self.scheduler.requests.publish_delivered()
         self._previous = plan
 
 

@@ -17,7 +17,6 @@ import torch
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.schedule.preemption import preempt
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequences import Sequence as Preempted
 from engine.tiers.lanes import Copy
@@ -181,7 +180,7 @@ class Bench:
             saves = scheduler.tiers._saves  # type: ignore[attr-defined]
             if saves._lane.ahead_pages < most:
                 saves._save(blocks.lend(most), held=False)
-            idle = not scheduler.requests and not blocks.settling
+            idle = not scheduler.requests.by_id and not blocks.settling
             return idle and blocks.ready == blocks.available
 
         self.until(save)
@@ -290,8 +289,8 @@ def _bytes_of(bench: Bench, client: Client, tokens: int) -> torch.Tensor:
     found: list[torch.Tensor] = []
 
     def copy(scheduler: Scheduler) -> None:
-        sequence = scheduler.requests[client.request.id].sequences[0]
-        pages = scheduler.slots.pages(sequence.slot)[: tokens // scheduler.config.page_size]
+        sequence = scheduler.requests.by_id[client.request.id].sequences[0]
+        pages = scheduler.batch.slots.pages(sequence.slot)[: tokens // scheduler.config.page_size]
         data = bench.built.pool.data
         found.append(data[torch.from_numpy(pages).to(data.device, torch.long)].cpu())
 
@@ -305,13 +304,13 @@ def _swap_out(bench: Bench, client: Client) -> Preempted:
     taken, out = [np.zeros(0, np.int32)], list[Preempted]()
 
     def strike(scheduler: Scheduler) -> None:
-        preempt(scheduler, scheduler.requests[client.request.id].sequences[0])
+        scheduler.requests.preempt(scheduler.requests.by_id[client.request.id].sequences[0])
         take(scheduler)
 
     def take(scheduler: Scheduler) -> bool:
         """Others take what is free, so that it does not come back at once."""
-        out.extend(scheduler.preempted)
-        scheduler.preempted.clear()
+        out.extend(scheduler.requests.preempted)
+        scheduler.requests.preempted.clear()
         blocks = scheduler.blocks
         taken.append(blocks.allocate_apart(blocks.available))
         return bool(out) and not scheduler.tiers.leaving_pages and not blocks.settling
@@ -325,7 +324,7 @@ def _swap_out(bench: Bench, client: Client) -> Preempted:
 def _swap_in(bench: Bench, client: Client, sequence: Preempted) -> float:
     """Puts it into the queue. Returns the seconds until its next token."""
     count, began = len(client.at_s), time.perf_counter()
-    bench.on_loop(lambda scheduler: scheduler.preempted.append(sequence))
+    bench.on_loop(lambda scheduler: scheduler.requests.preempted.append(sequence))
     while len(client.at_s) == count:
         time.sleep(0.0005)
         if time.perf_counter() - began > LIMIT_S or client.failed:

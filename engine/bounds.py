@@ -43,7 +43,7 @@ class Bounds:
     """Pages kept back at admission for the growth of each active sequence."""
     page_watermark: float = 0.9
     """Used share of the pages above which fewer sequences are admitted, in (0, 1]. 1 disables this.
-    See `engine.schedule.admission.growth_reserve`."""
+    See `engine.schedule.admission.Admission.growth_reserve`."""
     max_passed_over: int = 16
     """Most times that smaller requests may pass one that does not fit yet."""
     prefix_cache: bool = True

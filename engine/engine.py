@@ -207,16 +207,16 @@ class Engine:
             request_id: a request that got Reserved; others are ignored.
             records: the next token of every choice.
         """
-        self._loop.post(lambda scheduler: scheduler.deliver(request_id, records))
+        self._loop.post(lambda scheduler: scheduler.requests.deliver(request_id, records))
 
     def cancel(self, request_id: bytes) -> None:
         """Ends a request. Pages that a transfer may still use wait for `release`."""
-        self._loop.post(lambda scheduler: scheduler.cancel(request_id))
+        self._loop.post(lambda scheduler: scheduler.requests.cancel(request_id))
 
     def release(self, request_id: bytes) -> None:
         """Frees a request's pages, since no transfer uses them any more. Unknown ids are
         ignored."""
-        self._loop.post(lambda scheduler: scheduler.release(request_id))
+        self._loop.post(lambda scheduler: scheduler.requests.release(request_id))
 
     def subscribe(self, listener: Callable[[CacheEvent], None]) -> None:
         """Calls `listener` for every page that the prefix cache stores, finds or evicts from now

@@ -17,11 +17,7 @@ def end_ids(stop: StopRules, eos_ids: Iterable[int]) -> frozenset[int]:
 
 
 def end_reason(
-    token_id: int,
-    index: int,
-    stop: StopRules,
-    eos_ids: frozenset[int],
-    context_room: int,
+    token_id: int, index: int, stop: StopRules, eos_ids: frozenset[int]
 ) -> EndReason | None:
     """The reason for which the sequence ends with this token, or None if it goes on.
 
@@ -31,15 +27,15 @@ def end_reason(
         token_id: the token just read.
         index: its index in the sequence's whole output, from 0.
         stop: the request's rules. A token with an index below `min_tokens` ends nothing, so at
-            least that many come before the one that ends it. `max_tokens` always holds.
+            least that many come before the one that ends it. `max_tokens` always holds, and no
+            request with more than the context can take is admitted.
         eos_ids: the model's end-of-sequence ids.
-        context_room: number of tokens that the context can take after this one.
     """
     if index >= stop.min_tokens:
         if not stop.ignore_eos and token_id in eos_ids:
             return EndReason.END_OF_SEQUENCE
         if token_id in stop.token_ids:
             return EndReason.STOP_TOKEN
-    if index + 1 >= stop.max_tokens or context_room <= 0:
+    if index + 1 >= stop.max_tokens:
         return EndReason.LENGTH
     return None

@@ -11,6 +11,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 MOST_MODULES = 12
 MOST_LINES_OF_A_FILE = 400
+MOST_LINES_OF_A_CLASS = 500
+"""Of a file that is one class. The bounds serve reading: a class whose methods were stored
+elsewhere would keep to 400 lines, and nobody could read it any more."""
 MOST_LINES_OF_A_FUNCTION = 70
 
 FLOORS = (
@@ -166,13 +169,21 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert left == set(), "these import each other, or one that does"
 
 
+def is_one_class(tree: ast.Module, lines: int) -> bool:
+    """Whether a class takes nearly all of a file, but for its docstring and imports."""
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    longest = max(((one.end_lineno or 0) - one.lineno for one in classes), default=0)
+    return longest > 0.75 * lines
+
+
 def test_files_and_functions_are_short() -> None:
     long = []
     for path in modules().values():
         text = path.read_text(encoding="utf-8")
-        if len(text.splitlines()) > MOST_LINES_OF_A_FILE:
+        tree, lines = ast.parse(text), len(text.splitlines())
+        if lines > (MOST_LINES_OF_A_CLASS if is_one_class(tree, lines) else MOST_LINES_OF_A_FILE):
             long.append(str(path.relative_to(ROOT)))
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert node.end_lineno is not None
                 if node.end_lineno - node.lineno >= MOST_LINES_OF_A_FUNCTION:

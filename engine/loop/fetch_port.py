@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.loop.step_loop import StepLoop
-from engine.schedule.admission import room_for_peers
 from engine.schedule.scheduler import Scheduler
 from engine.tiers.peers import AskPeer, TellHeld
 
@@ -33,7 +32,7 @@ class FetchPort:
         pages."""
 
         def hold(scheduler: Scheduler) -> None:
-            room = room_for_peers(scheduler, len(keys))
+            room = scheduler.admission.room_for_peers(len(keys))
             scheduler.fetches.hold(hold_id, keys, room, tell)
 
         self._loop.post(hold)

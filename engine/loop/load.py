@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from engine.loop.rates import StepRates
-from engine.schedule.admission import grantable_pages
 from engine.schedule.scheduler import Scheduler
-from engine.schedule.sequences import RequestState
+from engine.schedule.sequences import ActiveRequest, RequestState
+from engine.schedule.slots import SlotTable
 from engine.step.plan import StepPlan
 from engine.types import EngineLoad, Mode
 
@@ -34,15 +34,19 @@ def load_of(
         long_step_ms: expected duration of the step in flight, if it is long; else 0.
     """
     blocks, cost, fetches = scheduler.blocks, rates.token_cost, scheduler.fetches
-    granted, quarantined = _transferred_pages(scheduler)
+    requests, admission, batch = scheduler.requests, scheduler.admission, scheduler.batch
+    waiting, size = requests.waiting, scheduler.config.page_size
+    granted, quarantined = _transferred_pages(requests.by_id.values(), batch.slots)
     return EngineLoad(
         progress=progress,
-        queued_prefill_tokens=_queued_prefill_tokens(scheduler, in_flight),
-        requests=frozenset(scheduler.requests),
-        waiting_requests=len(scheduler.waiting) + len(scheduler.preempted),
-        wanted_pages=_wanted_pages(scheduler) + blocks.available - grantable_pages(scheduler),
-        wanted_sequences=_wanted_sequences(scheduler),
-        running_sequences=scheduler.slots.num_used,
+        queued_prefill_tokens=_queued_tokens(waiting)
+        + batch.queued_tokens
+        + sum(plan.prompt_tokens for plan in in_flight),
+        requests=frozenset(requests.by_id),
+        waiting_requests=len(waiting) + len(requests.preempted),
+        wanted_pages=_wanted_pages(waiting, size) + blocks.available - admission.grantable_pages(),
+        wanted_sequences=_wanted_sequences(waiting),
+        running_sequences=batch.slots.num_used,
         max_sequences=scheduler.config.max_sequences,
         total_pages=blocks.total,
         free_pages=blocks.free,
@@ -58,54 +62,51 @@ def load_of(
         piece_delay_ms=rates.piece.seconds * 1e3,
         piece_tokens=rates.piece.tokens,
         long_step_ms=long_step_ms,
-        steps=scheduler.next_step,
-        preemptions=scheduler.preemptions,
+        steps=batch.next_step,
+        preemptions=requests.preemptions,
         prompt_tokens_computed=rates.prompt_tokens,
-        prompt_tokens_cached=scheduler.cached_tokens,
-        prompt_tokens_loaded=dict(scheduler.loaded_tokens),
+        prompt_tokens_cached=admission.cached_tokens,
+        prompt_tokens_loaded=dict(admission.loaded_tokens),
         tokens_sampled=rates.tokens_sampled,
         tiers=scheduler.tiers.load(),
         hook_failures=dict(scheduler.hooks.failures) if scheduler.hooks else None,
     )
 
 
-def _queued_prefill_tokens(scheduler: Scheduler, in_flight: Iterable[StepPlan]) -> int:
-    """Prompt tokens accepted, not computed yet and not cached, as far as it was looked up."""
-    waiting = sum(
+def _queued_tokens(waiting: Iterable[ActiveRequest]) -> int:
+    """Prompt tokens of waiting requests that are not cached, as far as it was looked up."""
+    return sum(
         max(1, len(active.request.prompt_ids) - active.cached_tokens)
-        for active in scheduler.waiting
+        for active in waiting
         if active.request.mode is not Mode.RECEIVE
     )
-    admitted = sum(task.remaining for task in scheduler.prefills)
-    return waiting + admitted + sum(plan.prompt_tokens for plan in in_flight)
 
 
-def _wanted_pages(scheduler: Scheduler) -> int:
+def _wanted_pages(waiting: Sequence[ActiveRequest], page_size: int) -> int:
     """Pages that waiting prompts need, without those that they hold while others of theirs are
     loaded."""
-    size = scheduler.config.page_size
-    needed = sum(-(-len(active.request.prompt_ids) // size) for active in scheduler.waiting)
-    waits = [active.wait for active in scheduler.waiting if active.wait]
+    needed = sum(-(-len(active.request.prompt_ids) // page_size) for active in waiting)
+    waits = [active.wait for active in waiting if active.wait]
     held = sum(len(wait.pinned) + wait.coming_pages for wait in waits if not wait.is_over)
     return max(0, needed - held)
 
 
-def _wanted_sequences(scheduler: Scheduler) -> int:
+def _wanted_sequences(waiting: Iterable[ActiveRequest]) -> int:
     """Slots that waiting requests need to decode here."""
-    decoding = [one for one in scheduler.waiting if one.request.mode is not Mode.PREFILL]
+    decoding = [one for one in waiting if one.request.mode is not Mode.PREFILL]
     return sum(active.request.choices for active in decoding)
 
 
-def _transferred_pages(scheduler: Scheduler) -> tuple[int, int]:
+def _transferred_pages(requests: Iterable[ActiveRequest], slots: SlotTable) -> tuple[int, int]:
     """Pages of RECEIVE requests: those granted, and those in quarantine. One pass, since most
     requests run and are asked for no more than their state."""
     granted = quarantined = 0
-    for active in scheduler.requests.values():
+    for active in requests:
         state = active.state
         if state is _ACTIVE or active.request.mode is not _RECEIVE:
             continue
         if state is _HELD:
             quarantined += len(active.held_pages)
         elif state is _RESERVED:
-            granted += int(scheduler.slots.page_count[active.sequences[0].slot])
+            granted += int(slots.page_count[active.sequences[0].slot])
     return granted, quarantined

@@ -133,7 +133,7 @@ class SlowSteps:
                 "step_ms": round(1e3 * step_s, 1),
                 "decodes": plan.num_decodes,
                 "prompt_tokens": plan.prompt_tokens,
-                "preempted": len(scheduler.preempted),
+                "preempted": len(scheduler.requests.preempted),
                 "free_pages": scheduler.blocks.free,
                 "evictable_pages": scheduler.blocks.evictable,
                 "held_slots": tiers.held_slots if tiers else 0,

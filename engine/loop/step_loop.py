@@ -26,12 +26,7 @@ from engine.loop.rates import StepRates
 from engine.loop.slow_steps import SlowSteps
 from engine.masks.matchers import MaskFiller, TokenMatcher
 from engine.pages.prefix import prompt_keys
-from engine.schedule import masking
-from engine.schedule.admission import admit
-from engine.schedule.planning import plan_step
-from engine.schedule.recovery import is_lost, recover
 from engine.schedule.scheduler import Scheduler
-from engine.schedule.settling import settle_step
 from engine.step.executor import Executor, Launched
 from engine.step.plan import StepPlan
 from engine.types import EngineLoad, Event, Prefilled, Request, Sink
@@ -140,10 +135,12 @@ class StepLoop:
             matchers: for a request whose tokens are restricted, which waits for them.
         """
         keys = prompt_keys(self._scheduler.config, request, request.prompt_ids)
-        self.post(lambda scheduler: scheduler.submit(request, sink, keys, matchers))
+        self.post(lambda scheduler: scheduler.requests.submit(request, sink, keys, matchers))
         if matchers is not None:
             matchers.add_done_callback(
-                lambda _: self.post(lambda scheduler: masking.prepared(scheduler, request.id))
+                lambda _: self.post(
+                    lambda scheduler: scheduler.requests.matchers_are_made(request.id)
+                )
             )
 
     def lose(self) -> None:
@@ -167,9 +164,9 @@ class StepLoop:
         self._pacer.woke()
         failpoints.hit("engine.turn")
         with verb("admit"):
-            admit(self._scheduler)
+            self._scheduler.admission.admit()
         with verb("plan"):
-            plan = plan_step(self._scheduler)
+            plan = self._scheduler.planner.plan()
             self._flush()
         if plan is not None:
             with verb("launch"):
@@ -212,7 +209,7 @@ class StepLoop:
             if flight.ended:
                 self._flights.popleft()
                 self._settle(flight)
-        self._scheduler.publish_delivered()
+        self._scheduler.requests.publish_delivered()
 
     def _hold_until_end(self, flight: _Flight) -> None:
         """Keeps commands for HOLD_S at most, until a step has ended that is about to. All its
@@ -269,7 +266,7 @@ class StepLoop:
                 log.exception("a command failed")
         if received or (woken and not turns):
             with self._slow.verb("commands"):
-                admit(self._scheduler)
+                self._scheduler.admission.admit()
         if received:
             self._publish_load()
         self._flush()
@@ -308,7 +305,7 @@ class StepLoop:
     def _sample(self, plan: StepPlan) -> None:
         """Fills the masks of the step launched last, whose draw waits for them."""
         bits = self._executor.mask_bits
-        self._executor.sample(masking.fill(self._scheduler, plan, self._filler, bits))
+        self._executor.sample(self._scheduler.masking.fill(plan, self._filler, bits))
         self._flush()
 
     def _settle(self, flight: _Flight) -> None:
@@ -318,8 +315,8 @@ class StepLoop:
             result = flight.launched.result()
         except Exception as error:
             log.exception("step %d failed", plan.number)
-            recover(self._scheduler, plan, error)
-            if is_lost(self._scheduler, error):
+            self._scheduler.recovery.recover(plan, error)
+            if self._scheduler.recovery.is_lost(error):
                 self._on_lost()
             self._flush()
         else:
@@ -327,7 +324,7 @@ class StepLoop:
             self._scheduler.tiers.note_rate(self._rates.prefill.tokens_per_s)
             self._pacer.settled(plan, self._rates.step_s)
             with self._slow.verb("tokens"):
-                settle_step(self._scheduler, plan, result, self._hand_over)
+                self._scheduler.settler.settle(plan, result, self._hand_over)
             self._slow.settled(self._scheduler, plan, self._rates.step_s)
             self._on_step(self._rates.step_s, plan.num_decodes)
 
@@ -335,13 +332,13 @@ class StepLoop:
         """Sends the queued events. After the last chunk of a prompt this thread sleeps for a
         moment, so that the sender gets the interpreter. The client waits for that chunk. The device
         has its next step already, or nothing waits for this loop."""
-        events = self._scheduler.take_events()
+        events = self._scheduler.requests.take_events()
         hand_out(events)
         if any(isinstance(event, Prefilled) for _, event in events):
             time.sleep(YIELD_S)
 
     def _flush(self) -> None:
-        hand_out(self._scheduler.take_events())
+        hand_out(self._scheduler.requests.take_events())
 
     def _publish_load(self, profile_s: float = 0.0) -> None:
         plans = [flight.plan for flight in self._flights]

@@ -17,77 +17,67 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.masks.matchers import MaskFiller, TokenMatcher
-from engine.schedule.scheduler import Scheduler
+from engine.schedule.batch import Batch
+from engine.schedule.requests import Requests
 from engine.schedule.sequences import Sequence
 from engine.step.plan import StepPlan
 from engine.step.sampling import Masks
-from engine.types import FailureReason, RequestFailed
+from engine.types import FailureReason
 
 
-def prepared(scheduler: Scheduler, request_id: bytes) -> None:
-    """The matchers of a request are made; or cannot be, and the request fails."""
-    active = scheduler.requests.get(request_id)
-    if active is None or active.matchers is None or active.matchers.exception() is None:
-        return
-    scheduler.cancel(request_id)
-    scheduler.emit(active.sink, RequestFailed(request_id, FailureReason.STRUCTURE))
+class Masking:
+    """Fills the masks of steps, and tells matchers the tokens that were drawn."""
 
+    def __init__(self, batch: Batch, requests: Requests) -> None:
+        self._batch = batch
+        self._requests = requests
 
-def consume(scheduler: Scheduler, slots: NDArray[np.intp], token_ids: NDArray[np.int32]) -> None:
-    """Tells the matchers of sequences that go on their newest tokens, one a slot."""
-    for i in np.flatnonzero(scheduler.slots.is_masked[slots]).tolist():
-        owner = scheduler.owners[int(slots[i])]
-        if owner is None or owner.matcher is None:
-            continue
-        owner.matcher.consume([int(token_ids[i])])
-        if owner.matcher.is_broken:
-            scheduler.fail(owner.active, FailureReason.STRUCTURE)
+    def consume(self, slots: NDArray[np.intp], token_ids: NDArray[np.int32]) -> None:
+        """Tells the matchers of sequences that go on their newest tokens, one a slot."""
+        for i in np.flatnonzero(self._batch.slots.is_masked[slots]).tolist():
+            owner = self._batch.owners[int(slots[i])]
+            if owner is None or owner.matcher is None:
+                continue
+            owner.matcher.consume([int(token_ids[i])])
+            if owner.matcher.is_broken:
+                self._requests.fail(owner.active, FailureReason.STRUCTURE)
 
+    def fill(
+        self,
+        plan: StepPlan,
+        filler: MaskFiller,
+        memory: Callable[[int], NDArray[np.int32]],
+    ) -> Masks | None:
+        """The masks of a step whose predecessor has settled. A request for which no token is left
+        fails, and so does one whose grammar is out of fuel. None: the masked rows' sequences have
+        all ended.
 
-def fill(
-    scheduler: Scheduler,
-    plan: StepPlan,
-    filler: MaskFiller,
-    memory: Callable[[int], NDArray[np.int32]],
-) -> Masks | None:
-    """The masks of a step whose predecessor has settled. A request for which no token is left
-    fails, and so does one whose grammar is out of fuel. None: the masked rows' sequences have all
-    ended.
-
-    Args:
-        scheduler: the scheduler that planned the step.
-        plan: the plan of the step.
-        filler: fills the masks.
-        memory: gives room for a number of masks, [M, W].
-    """
-    wanted: dict[int, tuple[TokenMatcher, int]] = {}
-    rows: dict[int, list[int]] = {}
-    owners: dict[int, Sequence] = {}
-    for row in plan.masked.tolist():
-        owner = _owner(scheduler, plan, row)
-        if owner is None or owner.matcher is None:
-            continue
-        # The first tokens of a prompt's choices share the matcher, since they share the slot.
-        key = id(owner.matcher)
-        wanted[key] = owner.matcher, int(plan.sample_indices[row])
-        rows.setdefault(key, []).append(row)
-        owners[key] = owner
-    if not wanted:
-        return None
-    masks = memory(len(wanted))
-    found = filler.fill(masks, list(wanted.values()))
-    for owner, is_open in zip(owners.values(), found, strict=True):
-        if not is_open and owner.slot >= 0:
-            scheduler.fail(owner.active, FailureReason.STRUCTURE)
-    counts = [len(each) for each in rows.values()]
-    if any(count > 1 for count in counts):
-        shared, masks = masks, memory(sum(counts))
-        np.copyto(masks, np.repeat(shared, counts, axis=0))
-    return Masks(np.fromiter((row for each in rows.values() for row in each), np.int64), masks)
-
-
-def _owner(scheduler: Scheduler, plan: StepPlan, row: int) -> Sequence | None:
-    """The sequence of a row, if it is still in its slot."""
-    slot = int(plan.sample_slots[row])
-    alive = scheduler.slots.generation[slot] == plan.sample_generations[row]
-    return scheduler.owners[slot] if alive else None
+        Args:
+            plan: the plan of the step.
+            filler: fills the masks.
+            memory: gives room for a number of masks, [M, W].
+        """
+        wanted: dict[int, tuple[TokenMatcher, int]] = {}
+        rows: dict[int, list[int]] = {}
+        owners: dict[int, Sequence] = {}
+        for row in plan.masked.tolist():
+            owner = self._batch.owner_of_row(plan, row)
+            if owner is None or owner.matcher is None:
+                continue
+            # The first tokens of a prompt's choices share the matcher, since they share the slot.
+            key = id(owner.matcher)
+            wanted[key] = owner.matcher, int(plan.sample_indices[row])
+            rows.setdefault(key, []).append(row)
+            owners[key] = owner
+        if not wanted:
+            return None
+        masks = memory(len(wanted))
+        found = filler.fill(masks, list(wanted.values()))
+        for owner, is_open in zip(owners.values(), found, strict=True):
+            if not is_open and owner.slot >= 0:
+                self._requests.fail(owner.active, FailureReason.STRUCTURE)
+        counts = [len(each) for each in rows.values()]
+        if any(count > 1 for count in counts):
+            shared, masks = masks, memory(sum(counts))
+            np.copyto(masks, np.repeat(shared, counts, axis=0))
+        return Masks(np.fromiter((row for each in rows.values() for row in each), np.int64), masks)

@@ -21,17 +21,19 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.bounds import UNBOUNDED
-from engine.schedule.preemption import preempt
-from engine.schedule.scheduler import Scheduler
+from engine.bounds import UNBOUNDED, Bounds
+from engine.pages.blocks import BlockManager
+from engine.schedule.batch import Batch
+from engine.schedule.budget import StepBudget
+from engine.schedule.requests import Requests
 from engine.schedule.sequences import ChunkPlan, PrefillTask, Sequence
 from engine.schedule.slots import SlotState
 from engine.step.plan import Int32s, ScorePlan, StepPlan
 from engine.step.sampling import SamplePlan
+from engine.tiers.protocol import PageTiers
 from engine.types import SCRATCH_PAGE, Mode, PrefillStarted
 
 Slots = NDArray[np.intp]
-NO_TERMS: Int32s = np.zeros((0, 0), np.int32)
 
 
 class _Samples(NamedTuple):
@@ -43,109 +45,231 @@ class _Samples(NamedTuple):
     choices: Int32s
 
 
-def plan_step(scheduler: Scheduler) -> StepPlan | None:
-    """Plans the next step and moves the scheduler's columns past it. None if there is no work."""
-    rows = decode_rows(scheduler)
-    chunks, scores = _cut_chunks(scheduler, rows)
-    if rows.size == 0 and not chunks and not scheduler.has_transfers:
-        return None
-    plan = _build(scheduler, rows, chunks, scores)
-    scheduler.next_step += 1
-    if chunks:
-        scheduler.chunks[plan.number] = tuple(chunks)
-    slots = scheduler.slots
-    slots.kv_len[rows] += 1
-    slots.count_in_flight(plan.sample_slots, 1)
-    for chunk in chunks:
-        _advance(scheduler, chunk)
-    return plan
+class Planner:
+    """Plans steps, and moves the batch's columns and prompts past each of them."""
 
+    def __init__(
+        self,
+        config: Bounds,
+        blocks: BlockManager,
+        batch: Batch,
+        requests: Requests,
+        budget: StepBudget,
+        tiers: PageTiers,
+    ) -> None:
+        self._config = config
+        self._blocks = blocks
+        self._batch = batch
+        self._requests = requests
+        self._budget = budget
+        self._tiers = tiers
 
-# -- decode rows --------------------------------------------------------------------------------
+    def plan(self) -> StepPlan | None:
+        """Plans the next step and moves the columns past it. None if there is no
+        work."""
+        rows = self.decode_rows()
+        chunks, scores = self._cut_chunks(rows)
+        if rows.size == 0 and not chunks and not self._batch.has_transfers:
+            return None
+        plan = self._build(rows, chunks, scores)
+        self._batch.next_step += 1
+        if chunks:
+            self._batch.chunks[plan.number] = tuple(chunks)
+        slots = self._batch.slots
+        slots.kv_len[rows] += 1
+        slots.count_in_flight(plan.sample_slots, 1)
+        for chunk in chunks:
+            self._advance(chunk)
+        return plan
 
+    # -- decode rows -------------------------------------------------------------------------------
 
-def decode_rows(scheduler: Scheduler) -> Slots:
-    """Slots that decode in the next step, each with a page for the token it stores."""
-    slots, blocks = scheduler.slots, scheduler.blocks
-    rows = slots.running()
-    rows = rows[slots.kv_len[rows] + 1 < slots.limit_len[rows]]
-    short = rows[slots.kv_len[rows] == slots.page_count[rows] * slots.page_size]
-    if short.size == 0:
+    def decode_rows(self) -> Slots:
+        """Slots that decode in the next step, each with a page for the token it stores."""
+        slots, blocks = self._batch.slots, self._blocks
+        rows = slots.running()
+        rows = rows[slots.kv_len[rows] + 1 < slots.limit_len[rows]]
+        short = rows[slots.kv_len[rows] == slots.page_count[rows] * slots.page_size]
+        if short.size == 0:
+            return rows
+        if short.size > blocks.available:
+            oldest_first = short[np.argsort(slots.seniority[short], kind="stable")]
+            served = oldest_first[: blocks.available]
+            self.make_room(short.size - blocks.available)
+            rows = np.setdiff1d(rows, np.setdiff1d(short, served))
+            rows = rows[slots.state[rows] == SlotState.RUNNING]
+            short = np.intersect1d(served, rows)
+        slots.page_table[short, slots.page_count[short]] = blocks.allocate_apart(short.size)
+        slots.page_count[short] += 1
         return rows
-    if short.size > blocks.available:
-        oldest_first = short[np.argsort(slots.seniority[short], kind="stable")]
-        served = oldest_first[: blocks.available]
-        make_room(scheduler, short.size - blocks.available)
-        rows = np.setdiff1d(rows, np.setdiff1d(short, served))
-        rows = rows[slots.state[rows] == SlotState.RUNNING]
-        short = np.intersect1d(served, rows)
-    slots.page_table[short, slots.page_count[short]] = blocks.allocate_apart(short.size)
-    slots.page_count[short] += 1
-    return rows
 
+    def make_room(self, missing: int) -> None:
+        """Preempts the youngest sequences until `missing` more pages are free or about to be free.
 
-def make_room(scheduler: Scheduler, missing: int) -> None:
-    """Preempts the youngest sequences until `missing` more pages are free or about to be free.
+        The oldest sequence is never preempted. It waits for the pages of the others, so one
+        sequence always reaches its end. Pages of a transfer in flight are not affected, because
+        they have no sequence in the batch.
+        """
+        slots = self._batch.slots
+        leaving = np.flatnonzero(slots.state == SlotState.PREEMPTING)
+        coming = self._blocks.settling + self._tiers.leaving_pages
+        coming += int(slots.page_count[leaving].sum())
+        candidates = self._preemptible()
+        for sequence in reversed(candidates[1:]):
+            if coming >= missing:
+                return
+            coming += int(slots.page_count[sequence.slot])
+            self._requests.preempt(sequence)
 
-    The oldest sequence is never preempted. It waits for the pages of the others, so one sequence
-    always reaches its end. Pages of a transfer in flight are not affected, because they have no
-    sequence in the batch.
-    """
-    slots = scheduler.slots
-    leaving = np.flatnonzero(slots.state == SlotState.PREEMPTING)
-    coming = scheduler.blocks.settling + scheduler.tiers.leaving_pages
-    coming += int(slots.page_count[leaving].sum())
-    candidates = _preemptible(scheduler)
-    for sequence in reversed(candidates[1:]):
-        if coming >= missing:
-            return
-        coming += int(slots.page_count[sequence.slot])
-        preempt(scheduler, sequence)
+    def _preemptible(self) -> list[Sequence]:
+        """Sequences whose pages may be taken, oldest first. Followers of a prompt in computation
+        have no pages of their own and are preempted with their leader."""
+        leaders = {id(task.leader) for task in self._batch.prefills}
+        found = []
+        for sequence in self._batch.owners:
+            if sequence is None or sequence.active.request.mode is Mode.PREFILL:
+                continue
+            state = self._batch.slots.state[sequence.slot]
+            if state == SlotState.RUNNING or id(sequence) in leaders:
+                found.append(sequence)
+        return sorted(found, key=lambda sequence: (sequence.active.seniority, sequence.choice))
 
+    # -- chunks ------------------------------------------------------------------------------------
 
-def _preemptible(scheduler: Scheduler) -> list[Sequence]:
-    """Sequences whose pages may be taken, oldest first. Followers of a prompt in computation have
-    no pages of their own and are preempted with their leader."""
-    leaders = {id(task.leader) for task in scheduler.prefills}
-    found = []
-    for sequence in scheduler.owners:
-        if sequence is None or sequence.active.request.mode is Mode.PREFILL:
-            continue
-        state = scheduler.slots.state[sequence.slot]
-        if state == SlotState.RUNNING or id(sequence) in leaders:
-            found.append(sequence)
-    return sorted(found, key=lambda sequence: (sequence.active.seniority, sequence.choice))
+    def _cut_chunks(self, rows: Slots) -> tuple[list[ChunkPlan], list[ScorePlan]]:
+        config = self._config
+        budget = self._budget.tokens - rows.size
+        if rows.size:
+            budget = min(budget, config.mixed_prefill_tokens)
+        chunks: list[ChunkPlan] = []
+        scores: list[ScorePlan] = []
+        first_token, first_sample = int(rows.size), int(rows.size)
+        scratch = config.scratch_tokens if config.gathers else UNBOUNDED
+        for task in self._batch.prefills:
+            end = min(task.num_tokens, task.cursor + budget, scratch)
+            last = end == task.num_tokens
+            if not last:
+                end -= end % config.page_size
+            if end <= task.cursor:
+                break
+            score = _score_plan(task, end, first_token)
+            chunks.append(
+                ChunkPlan(task, task.cursor, end, first_sample, len(scores) if score else -1)
+            )
+            if score:
+                scores.append(score)
+            first_token += end - task.cursor
+            first_sample += len(_first_draws(task)) if last else 0
+            scratch -= end
+            full = config.full_step_tokens - (first_token - rows.size)
+            budget = min(budget - (end - task.cursor), full)
+        return chunks, scores
 
+    def _advance(self, chunk: ChunkPlan) -> None:
+        """Moves the task of a planned chunk on. After the last chunk, moves its sequences into the
+        batch."""
+        task, active = chunk.task, chunk.task.leader.active
+        if not active.started:
+            active.started = True
+            self._requests.emit(
+                active.sink,
+                PrefillStarted(
+                    active.request.id, task.cached_tokens, time.time_ns(), task.loaded_tokens
+                ),
+            )
+        task.cursor = chunk.end
+        self._batch.slots.kv_len[task.leader.slot] = chunk.end
+        if task.remaining == 0:
+            self._batch.prefills.remove(task)
+            if active.request.mode is not Mode.PREFILL:
+                self._batch.fork(task.sequences)
+                self._requests.join(active)
 
-# -- chunks -------------------------------------------------------------------------------------
+    # -- building ----------------------------------------------------------------------------------
 
+    def _build(self, rows: Slots, chunks: list[ChunkPlan], scores: list[ScorePlan]) -> StepPlan:
+        slots = self._batch.slots
+        row_slots = np.concatenate([rows, [c.task.leader.slot for c in chunks]]).astype(np.int32)
+        starts = np.concatenate([slots.kv_len[rows], [c.start for c in chunks]]).astype(np.int32)
+        ends = np.concatenate([slots.kv_len[rows] + 1, [c.end for c in chunks]])
+        contexts = ends.astype(np.int32)
+        prompt_ids = [c.task.tokens[c.start : c.end] for c in chunks]
+        prompt_positions = [np.arange(c.start, c.end, dtype=np.int32) for c in chunks]
+        samples = self._samples(rows, chunks)
+        copies, writes = self._batch.take_transfers()
+        self._mark_written(row_slots, starts, contexts)
+        sample = self._sample_plan(samples)
+        masked = np.flatnonzero(slots.is_masked[samples.slots]).astype(np.int32)
+        return StepPlan(
+            number=self._batch.next_step,
+            token_ids=np.concatenate([np.zeros(rows.size, np.int32), *prompt_ids]),
+            positions=np.concatenate([starts[: rows.size], *prompt_positions]),
+            row_slots=row_slots,
+            query_lens=contexts - starts,
+            context_lens=contexts,
+            num_decodes=int(rows.size),
+            page_table=self._page_table(row_slots, contexts),
+            sample_tokens=samples.tokens,
+            sample_slots=samples.slots,
+            sample_generations=slots.generation[samples.slots],
+            sample_indices=samples.indices,
+            sample=sample,
+            copy_source=np.fromiter(copies.values(), np.int32, len(copies)),
+            copy_target=np.fromiter(copies.keys(), np.int32, len(copies)),
+            write_slots=np.fromiter(writes.keys(), np.int32, len(writes)),
+            write_tokens=np.fromiter(writes.values(), np.int32, len(writes)),
+            arrived=self._blocks.arrivals.take(),
+            hook_terms=self._batch.hook_terms(row_slots),
+            masked=masked,
+            whole_logits=masked.size > 0 or (sample is not None and not sample.is_greedy),
+            scores=tuple(scores),
+        )
 
-def _cut_chunks(scheduler: Scheduler, rows: Slots) -> tuple[list[ChunkPlan], list[ScorePlan]]:
-    config = scheduler.config
-    budget = scheduler.step_tokens - rows.size
-    if rows.size:
-        budget = min(budget, config.mixed_prefill_tokens)
-    chunks: list[ChunkPlan] = []
-    scores: list[ScorePlan] = []
-    first_token, first_sample = int(rows.size), int(rows.size)
-    scratch = config.scratch_tokens if config.gathers else UNBOUNDED
-    for task in scheduler.prefills:
-        end = min(task.num_tokens, task.cursor + budget, scratch)
-        last = end == task.num_tokens
-        if not last:
-            end -= end % config.page_size
-        if end <= task.cursor:
-            break
-        score = _score_plan(task, end, first_token)
-        chunks.append(ChunkPlan(task, task.cursor, end, first_sample, len(scores) if score else -1))
-        if score:
-            scores.append(score)
-        first_token += end - task.cursor
-        first_sample += len(_first_draws(task)) if last else 0
-        scratch -= end
-        full = config.full_step_tokens - (first_token - rows.size)
-        budget = min(budget - (end - task.cursor), full)
-    return chunks, scores
+    def _samples(self, rows: Slots, chunks: list[ChunkPlan]) -> _Samples:
+        """The draws: one token for every decode row, and one for each choice of every last
+        chunk."""
+        slots = self._batch.slots
+        decode = rows.astype(np.int32)
+        tokens, where = [np.arange(rows.size, dtype=np.int32)], [decode]
+        indices = [slots.kv_len[rows] + 1 - slots.prompt_len[rows]]
+        choices = [slots.noise_choice[rows]]
+        last_token = rows.size - 1
+        for chunk in chunks:
+            last_token += chunk.end - chunk.start
+            if chunk.is_last:
+                drawn = _first_draws(chunk.task)
+                tokens.append(np.full(len(drawn), last_token, np.int32))
+                where.append(np.array([sequence.slot for sequence in drawn], np.int32))
+                indices.append(np.array([len(sequence.outputs) for sequence in drawn], np.int32))
+                choices.append(np.arange(len(drawn), dtype=np.int32) + drawn[0].noise_choice)
+        return _Samples(
+            *(np.concatenate(c).astype(np.int32) for c in (tokens, where, indices, choices))
+        )
+
+    def _sample_plan(self, samples: _Samples) -> SamplePlan | None:
+        if samples.slots.size == 0:
+            return None
+        return self._batch.sampler.plan(samples.slots, samples.indices, samples.choices)
+
+    def _page_table(self, row_slots: Int32s, contexts: Int32s) -> Int32s:
+        """[R, P], wide enough for the longest row. Beyond a row's context it has the scratch
+        page."""
+        used = -(-contexts // self._batch.slots.page_size)
+        width = max(1, int(used.max(initial=1)))
+        table = self._batch.slots.page_table[row_slots, :width]
+        return np.where(np.arange(width, dtype=np.int32) < used[:, None], table, SCRATCH_PAGE)
+
+    def _mark_written(self, row_slots: Int32s, starts: Int32s, contexts: Int32s) -> None:
+        """Makes this step the last writer of the pages of positions [start, context) of each
+        row."""
+        size, table = self._batch.slots.page_size, self._batch.slots.page_table
+        single = contexts - starts == 1
+        pages = [table[row_slots[single], starts[single] // size]]
+        pages += [
+            table[row_slots[i], starts[i] // size : -(-contexts[i] // size)]
+            for i in np.flatnonzero(~single).tolist()
+        ]
+        self._blocks.mark_written(np.concatenate(pages), self._batch.next_step)
 
 
 def _score_plan(task: PrefillTask, end: int, first_token: int) -> ScorePlan | None:
@@ -157,91 +281,6 @@ def _score_plan(task: PrefillTask, end: int, first_token: int) -> ScorePlan | No
     return ScorePlan(first_token, next_ids, request.sampling.top_logprobs or 0)
 
 
-def _advance(scheduler: Scheduler, chunk: ChunkPlan) -> None:
-    """Moves the task of a planned chunk on. After the last chunk, moves its sequences into the
-    batch."""
-    task, active = chunk.task, chunk.task.leader.active
-    if not active.started:
-        active.started = True
-        scheduler.emit(
-            active.sink,
-            PrefillStarted(
-                active.request.id, task.cached_tokens, time.time_ns(), task.loaded_tokens
-            ),
-        )
-    task.cursor = chunk.end
-    scheduler.slots.kv_len[task.leader.slot] = chunk.end
-    if task.remaining == 0:
-        scheduler.prefills.remove(task)
-        if active.request.mode is not Mode.PREFILL:
-            scheduler.fork(task.sequences)
-            scheduler.join(active)
-
-
-# -- building -----------------------------------------------------------------------------------
-
-
-def _build(
-    scheduler: Scheduler, rows: Slots, chunks: list[ChunkPlan], scores: list[ScorePlan]
-) -> StepPlan:
-    slots = scheduler.slots
-    row_slots = np.concatenate([rows, [c.task.leader.slot for c in chunks]]).astype(np.int32)
-    starts = np.concatenate([slots.kv_len[rows], [c.start for c in chunks]]).astype(np.int32)
-    contexts = np.concatenate([slots.kv_len[rows] + 1, [c.end for c in chunks]]).astype(np.int32)
-    prompt_ids = [c.task.leader.tokens()[c.start : c.end] for c in chunks]
-    prompt_positions = [np.arange(c.start, c.end, dtype=np.int32) for c in chunks]
-    samples = _samples(scheduler, rows, chunks)
-    copies, writes = scheduler.take_transfers()
-    _mark_written(scheduler, row_slots, starts, contexts)
-    sample = _sample_plan(scheduler, samples)
-    masked = np.flatnonzero(slots.is_masked[samples.slots]).astype(np.int32)
-    return StepPlan(
-        number=scheduler.next_step,
-        token_ids=np.concatenate([np.zeros(rows.size, np.int32), *prompt_ids]),
-        positions=np.concatenate([starts[: rows.size], *prompt_positions]),
-        row_slots=row_slots,
-        query_lens=contexts - starts,
-        context_lens=contexts,
-        num_decodes=int(rows.size),
-        page_table=_page_table(scheduler, row_slots, contexts),
-        sample_tokens=samples.tokens,
-        sample_slots=samples.slots,
-        sample_generations=slots.generation[samples.slots],
-        sample_indices=samples.indices,
-        sample=sample,
-        copy_source=np.fromiter(copies.values(), np.int32, len(copies)),
-        copy_target=np.fromiter(copies.keys(), np.int32, len(copies)),
-        write_slots=np.fromiter(writes.keys(), np.int32, len(writes)),
-        write_tokens=np.fromiter(writes.values(), np.int32, len(writes)),
-        arrived=scheduler.blocks.arrivals.take(),
-        hook_terms=scheduler.hooks.terms[:, row_slots] if scheduler.hooks else NO_TERMS,
-        masked=masked,
-        whole_logits=masked.size > 0 or (sample is not None and not sample.is_greedy),
-        scores=tuple(scores),
-    )
-
-
-def _samples(scheduler: Scheduler, rows: Slots, chunks: list[ChunkPlan]) -> _Samples:
-    """The draws: one token for every decode row, and one for each choice of every last chunk."""
-    slots = scheduler.slots
-    decode = rows.astype(np.int32)
-    tokens, where = [np.arange(rows.size, dtype=np.int32)], [decode]
-    indices = [slots.kv_len[rows] + 1 - slots.prompt_len[rows]]
-    choices = [slots.noise_choice[rows]]
-    last_token = rows.size - 1
-    for chunk in chunks:
-        last_token += chunk.end - chunk.start
-        if chunk.is_last:
-            drawn = _first_draws(chunk.task)
-            tokens.append(np.full(len(drawn), last_token, np.int32))
-            where.append(np.array([sequence.slot for sequence in drawn], np.int32))
-            indices.append(np.array([len(sequence.outputs) for sequence in drawn], np.int32))
-            choices.append(np.arange(len(drawn), dtype=np.int32) + drawn[0].noise_choice)
-    return _Samples(
-        *(np.concatenate(c).astype(np.int32) for c in (tokens, where, indices, choices))
-    )
-
-
 def _first_draws(task: PrefillTask) -> list[Sequence]:
     """One entry per token drawn from the prompt's last logits. A PREFILL request has one slot for
     all its choices."""
@@ -249,31 +288,3 @@ def _first_draws(task: PrefillTask) -> list[Sequence]:
     if request.mode is Mode.PREFILL:
         return [task.leader] * request.choices
     return task.sequences
-
-
-def _sample_plan(scheduler: Scheduler, samples: _Samples) -> SamplePlan | None:
-    if samples.slots.size == 0:
-        return None
-    return scheduler.sampler.plan(samples.slots, samples.indices, samples.choices)
-
-
-def _page_table(scheduler: Scheduler, row_slots: Int32s, contexts: Int32s) -> Int32s:
-    """[R, P], wide enough for the longest row. Beyond a row's context it has the scratch page."""
-    used = -(-contexts // scheduler.slots.page_size)
-    width = max(1, int(used.max(initial=1)))
-    table = scheduler.slots.page_table[row_slots, :width]
-    return np.where(np.arange(width, dtype=np.int32) < used[:, None], table, SCRATCH_PAGE)
-
-
-def _mark_written(
-    scheduler: Scheduler, row_slots: Int32s, starts: Int32s, contexts: Int32s
-) -> None:
-    """Makes this step the last writer of the pages of positions [start, context) of each row."""
-    size, table = scheduler.slots.page_size, scheduler.slots.page_table
-    single = contexts - starts == 1
-    pages = [table[row_slots[single], starts[single] // size]]
-    pages += [
-        table[row_slots[i], starts[i] // size : -(-contexts[i] // size)]
-        for i in np.flatnonzero(~single).tolist()
-    ]
-    scheduler.blocks.mark_written(np.concatenate(pages), scheduler.next_step)

@@ -14,6 +14,8 @@ from engine.masks.matchers import TokenMatcher
 from engine.tiers.protocol import Wait
 from engine.types import PageIds, Request, Sink, TokenIds, TokenRecord
 
+NO_IDS: PageIds = np.zeros(0, np.int32)
+
 
 class RequestState(enum.Enum):
     """The state of a request."""
@@ -44,9 +46,9 @@ class ActiveRequest:
     cached_tokens: int = 0
     """Tokens of its prompt that the prefix cache had, or that were on their way there, when it was
     last asked."""
-    spare_pages: PageIds = field(default_factory=lambda: np.zeros(0, np.int32))
+    spare_pages: PageIds = field(default_factory=lambda: NO_IDS)
     """Pages for copies of the partial page at which the choices diverge."""
-    held_pages: PageIds = field(default_factory=lambda: np.zeros(0, np.int32))
+    held_pages: PageIds = field(default_factory=lambda: NO_IDS)
     """State HELD: pages that must not be reused yet."""
     wait: Wait | None = None
     """What it waited or waits for in state LOADING; None: the tiers were not asked yet."""
@@ -57,11 +59,21 @@ class ActiveRequest:
     passed_over: int = 0
     """Number of smaller requests that were admitted before it."""
     hooked: HookedRequest = field(init=False)
+    tokens: TokenIds = field(init=False)
+    """The tokens of its first choice that were known when it came: the prompt, and what another
+    worker has generated."""
     matchers: Future[list[TokenMatcher]] | None = None
     """For each choice the tokens that it may draw; None: all of them may draw any."""
 
     def __post_init__(self) -> None:
         self.hooked = HookedRequest(self.request)
+        self.tokens = self.tokens_of(0)
+
+    def tokens_of(self, choice: int) -> TokenIds:
+        """The tokens of a choice that were known when the request came. Choices without any of
+        their own share the prompt's array."""
+        prompt, generated = self.request.prompt_ids, self.request.generated
+        return np.concatenate([prompt, generated[choice]]) if generated else prompt
 
     @property
     def is_prepared(self) -> bool:
@@ -72,12 +84,6 @@ class ActiveRequest:
         """The matcher of a choice, once the request is prepared."""
         return None if self.matchers is None else self.matchers.result()[choice]
 
-    @property
-    def initial_outputs(self) -> tuple[TokenIds, ...]:
-        """For each choice, the tokens generated before this engine got the request."""
-        nothing = np.zeros(0, np.int32)
-        return self.request.generated or (nothing,) * self.request.choices
-
 
 @dataclass(eq=False, slots=True)
 class Sequence:
@@ -85,8 +91,9 @@ class Sequence:
 
     active: ActiveRequest
     choice: int
-    outputs: TokenIds
-    """The generated tokens, while the sequence is out of a slot."""
+    tokens: TokenIds
+    """Prompt and output, which a prefill of this sequence computes. What it draws in a slot is
+    added when it leaves that slot."""
     matcher: TokenMatcher | None = None
     """Knows the tokens that it may draw; None: all."""
     slot: int = -1
@@ -100,9 +107,15 @@ class Sequence:
         """The choice that keys the noise."""
         return self.active.request.first_choice + self.choice
 
-    def tokens(self) -> TokenIds:
-        """Prompt and output, which a prefill of this sequence computes."""
-        return np.concatenate([self.active.request.prompt_ids, self.outputs])
+    @property
+    def outputs(self) -> TokenIds:
+        """The generated tokens among `tokens`."""
+        return self.tokens[len(self.active.request.prompt_ids) :]
+
+    def append(self, outputs: TokenIds) -> None:
+        """Adds generated tokens."""
+        if outputs.size:
+            self.tokens = np.concatenate([self.tokens, outputs])
 
 
 @dataclass(eq=False, slots=True)
@@ -113,8 +126,8 @@ class PrefillTask:
     """The sequence whose slot holds the pages."""
     followers: list[Sequence]
     """Sequences that fork off the leader when the last chunk is launched."""
-    num_tokens: int
-    """Tokens of the leader's prompt and of its earlier outputs."""
+    tokens: TokenIds
+    """The leader's prompt and its earlier outputs."""
     keys: list[bytes]
     """Prefix-cache keys of the complete pages."""
     cursor: int
@@ -133,9 +146,14 @@ class PrefillTask:
     """Log probabilities of the prompt so far, if they are wanted."""
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens to compute in all."""
+        return len(self.tokens)
+
+    @property
     def remaining(self) -> int:
         """Tokens not launched yet."""
-        return self.num_tokens - self.cursor
+        return len(self.tokens) - self.cursor
 
     @property
     def sequences(self) -> list[Sequence]:

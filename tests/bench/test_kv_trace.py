@@ -18,5 +18,5 @@ def test_hits_of_the_conversation_trace(tmp_path, slots, objects, least):
     prompts = trace("")
     replay = Replay(400, slots, objects, "lru", str(tmp_path))
     replay.run(prompts)
-    found = replay.scheduler.cached_tokens // BLOCK
+    found = replay.scheduler.admission.cached_tokens // BLOCK
     assert found >= least * ideal(prompts, 400 + slots + objects)

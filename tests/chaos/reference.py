@@ -144,7 +144,7 @@ class _Margins:
             self._rows[id(plan.sample)] = [
                 (owner.active.request.id, owner.choice, int(index))
                 for slot, index in zip(plan.sample_slots, plan.sample_indices, strict=True)
-                if (owner := self._scheduler.owners[slot]) is not None
+                if (owner := self._scheduler.batch.owners[slot]) is not None
             ]
         return self._executor.launch(plan)
 

@@ -10,7 +10,6 @@ import pytest
 from worker_kit import STEP_TOKENS, Attempted, Pair, a_pair, until
 
 from baton.worker.v1 import worker_pb2
-from engine.schedule.preemption import preempt
 
 LONG = 3 * STEP_TOKENS
 REST = 2 * STEP_TOKENS - 3
@@ -150,5 +149,7 @@ def _step(pair: Pair) -> None:
 def _preempt(pair: Pair, attempt: Attempted) -> None:
     """On the step loop's thread, as planning does where pages run out."""
     pair.d.engine._loop.post(
-        lambda scheduler: preempt(scheduler, scheduler.requests[attempt.id].sequences[0])
+        lambda scheduler: scheduler.requests.preempt(
+            scheduler.requests.by_id[attempt.id].sequences[0]
+        )
     )

@@ -184,7 +184,7 @@ def prefill_pages(engine: Engine, run: Run) -> np.ndarray:
     ready = threading.Event()
 
     def look(scheduler) -> None:
-        found.append(scheduler.requests[run.request.id].held_pages)
+        found.append(scheduler.requests.by_id[run.request.id].held_pages)
         ready.set()
 
     engine._loop.post(look)
@@ -200,7 +200,7 @@ def check_baseline(engine: Engine) -> None:
     def look(scheduler) -> None:
         try:
             scheduler.check_invariants()
-            assert not scheduler.requests, "a request was left behind"
+            assert not scheduler.requests.by_id, "a request was left behind"
             assert scheduler.blocks.available == scheduler.blocks.total, "a page was left behind"
         except AssertionError as error:
             problems.append(error)

@@ -12,12 +12,8 @@ from engine.pages.blocks import BlockManager
 from engine.pages.eviction import EVICTION_POLICIES
 from engine.pages.prefix import prompt_keys
 from engine.sampling import Sampler
-from engine.schedule.admission import admit
-from engine.schedule.planning import plan_step
 from engine.schedule.policies import POLICIES
-from engine.schedule.recovery import recover
 from engine.schedule.scheduler import Scheduler
-from engine.schedule.settling import settle_step
 from engine.tiers.tiers import HostTiers
 from engine.types import (
     ChunkComputed,
@@ -101,7 +97,7 @@ class Bench:
                     self.prefilled[event.request_id] = event
                 case RequestFailed():
                     self.failed[event.request_id] = event.reason
-                    self.scheduler.release(event.request_id)
+                    self.scheduler.requests.release(event.request_id)
 
     def take(self, request_id, choice, index, token):
         out = self.outputs.setdefault((request_id, choice), [])
@@ -126,41 +122,44 @@ class Bench:
         self.requests[request_id] = request
         keys = prompt_keys(self.scheduler.config, request, request.prompt_ids)
         # All, none or some of them may be known before.
-        self.scheduler.submit(request, self.sink, keys[: len(self.requests) % 3 * len(keys) // 2])
+        self.scheduler.requests.submit(
+            request, self.sink, keys[: len(self.requests) % 3 * len(keys) // 2]
+        )
         return request_id
 
     def turn(self):
         scheduler = self.scheduler
-        admit(scheduler)
-        plan = plan_step(scheduler)
+        scheduler.admission.admit()
+        plan = scheduler.planner.plan()
         launched = self.device.launch(plan) if plan else None
         if self.previous:
             before, result = self.previous
             try:
                 outcome = result.result()
             except RuntimeError as error:
-                recover(scheduler, before, error)
+                scheduler.recovery.recover(before, error)
             else:
-                settle_step(scheduler, before, outcome)
-        scheduler.publish_delivered()
+                scheduler.settler.settle(before, outcome)
+        scheduler.requests.publish_delivered()
         self.previous = (plan, launched) if plan else None
-        for sink, event in scheduler.take_events():
+        for sink, event in scheduler.requests.take_events():
             sink([event])
         scheduler.check_invariants()
         if self.host:
             self.host.check_invariants()
-        self.max_running = max(self.max_running, scheduler.slots.num_used)
+        self.max_running = max(self.max_running, scheduler.batch.slots.num_used)
         return self.previous is not None
 
     def run(self, turns=2000):
         for _ in range(turns):
-            if not self.turn() and not self.scheduler.waiting and not self.scheduler.preempted:
+            requests = self.scheduler.requests
+            if not self.turn() and not requests.waiting and not requests.preempted:
                 return
         raise AssertionError("did not come to rest")
 
     def check_baseline(self):
-        assert not self.scheduler.requests
-        assert self.scheduler.slots.num_used == 0
+        assert not self.scheduler.requests.by_id
+        assert self.scheduler.batch.slots.num_used == 0
         if self.lanes:
             self.lanes._random = None
             self.scheduler.tiers.turn()
@@ -200,5 +199,5 @@ def deliver(bench, request_id):
         else:
             assert bench.device.kv[page].tolist() == part, "held page has other tokens"
     first = next_token(prompt)
-    bench.scheduler.deliver(request_id, [TokenRecord(first)] * request.choices)
+    bench.scheduler.requests.deliver(request_id, [TokenRecord(first)] * request.choices)
     return first

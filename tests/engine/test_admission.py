@@ -10,7 +10,6 @@ from test_scheduler_property import Bench, prompt_of
 
 from engine.loop.load import load_of
 from engine.loop.rates import StepRates
-from engine.schedule.admission import admit, growth_reserve
 from engine.schedule.sequences import RequestState
 from engine.types import Mode
 
@@ -29,7 +28,9 @@ def overcommitted(watermark: float) -> Bench:
 
 
 def test_preemptions_fall_with_the_watermark() -> None:
-    counts = [overcommitted(watermark).scheduler.preemptions for watermark in (1.0, 0.9, 0.5)]
+    counts = [
+        overcommitted(watermark).scheduler.requests.preemptions for watermark in (1.0, 0.9, 0.5)
+    ]
     assert counts[0] > counts[1] > counts[2]
 
 
@@ -50,12 +51,12 @@ def test_the_reserve_rises_from_a_page_each_to_all_that_is_wanted() -> None:
     bench = Bench(num_pages=101, slots=6, step_tokens=256, watermark=0.5, prefix_cache=False)
     for _ in range(2):
         bench.submit([5] * 80, 80)
-    admit(bench.scheduler)
-    assert bench.scheduler.slots.num_used == 2
-    assert sorted(bench.scheduler.slots.growth().tolist()) == [0] * 4 + [20, 20]
+    bench.scheduler.admission.admit()
+    assert bench.scheduler.batch.slots.num_used == 2
+    assert sorted(bench.scheduler.batch.slots.growth().tolist()) == [0] * 4 + [20, 20]
     used = bench.blocks.total - bench.blocks.available
     assert used == 40
-    reserves = [growth_reserve(bench.scheduler, wanted) for wanted in (0, 10, 35, 60)]
+    reserves = [bench.scheduler.admission.growth_reserve(wanted) for wanted in (0, 10, 35, 60)]
     assert reserves == [2, 2, 20, 40]
 
 
@@ -64,21 +65,21 @@ def test_a_prompt_gets_its_pages_when_the_next_step_may_begin_it() -> None:
     for _ in range(4):
         bench.submit(prompt_of(bench.random, 16), 4)
     bench.submit([5] * 8, 4, mode=Mode.RECEIVE)
-    admit(bench.scheduler)
+    bench.scheduler.admission.admit()
     assert bench.blocks.total - bench.blocks.available == 4 + 2, "one prompt, and what is received"
-    assert len(bench.scheduler.waiting) == 3
+    assert len(bench.scheduler.requests.waiting) == 3
     bench.turn()
-    assert len(bench.scheduler.waiting) == 3, "the next one is for the next step"
+    assert len(bench.scheduler.requests.waiting) == 3, "the next one is for the next step"
     bench.turn()
-    assert len(bench.scheduler.waiting) == 2
+    assert len(bench.scheduler.requests.waiting) == 2
 
 
 def test_a_prompt_to_hand_off_keeps_nothing_back_for_output() -> None:
     bench = Bench(num_pages=40, step_tokens=64)
     bench.submit([5] * 16, 100, mode=Mode.PREFILL)
-    admit(bench.scheduler)
-    assert bench.scheduler.slots.num_used == 1
-    assert not bench.scheduler.slots.growth().any()
+    bench.scheduler.admission.admit()
+    assert bench.scheduler.batch.slots.num_used == 1
+    assert not bench.scheduler.batch.slots.growth().any()
 
 
 def test_choices_resumed_one_by_one_beside_a_prompt_to_hand_off() -> None:
@@ -111,10 +112,10 @@ def test_what_the_load_report_leaves_free_is_granted(watermark: float, seed: int
     for pages, is_granted in ((free + 2, False), (free - 1, True)):
         # One more page is wanted for the next token.
         request_id = bench.submit(prompt_of(rng, 4 * pages), 4, mode=Mode.RECEIVE)
-        admit(bench.scheduler)
-        state = bench.scheduler.requests[request_id].state
+        bench.scheduler.admission.admit()
+        state = bench.scheduler.requests.by_id[request_id].state
         assert (state is RequestState.RESERVED) is is_granted
-        bench.scheduler.cancel(request_id)
+        bench.scheduler.requests.cancel(request_id)
 
 
 def deliver_to(bench: Bench, prompt: list[int], max_tokens: int) -> None:

@@ -15,7 +15,7 @@ def started(length: int, mode: Mode) -> tuple[Bench, list[StepPlan]]:
     """Runs a prompt with four choices until all decode. The steps that were planned."""
     bench, plans = Bench(num_pages=80), []
     request_id = bench.submit([5] * length, OUTPUT, choices=CHOICES, mode=mode)
-    while not (bench.scheduler.slots.growth() > 0).any() or len(plans) < 4:
+    while not (bench.scheduler.batch.slots.growth() > 0).any() or len(plans) < 4:
         bench.turn()
         if request_id in bench.reserved and not plans:
             deliver(bench, request_id)
@@ -36,8 +36,8 @@ def test_full_pages_are_shared_and_a_partial_one_is_copied_for_each_but_one(
     assert len(sources) == len(targets) == copies
     assert len(set(sources)) == min(copies, 1)
     assert len({*sources, *targets}) == copies + (copies > 0)
-    (active,) = bench.scheduler.requests.values()
-    tables = [bench.scheduler.slots.pages(one.slot).tolist() for one in active.sequences]
+    (active,) = bench.scheduler.requests.by_id.values()
+    tables = [bench.scheduler.batch.slots.pages(one.slot).tolist() for one in active.sequences]
     assert len({tuple(pages[:full]) for pages in tables}) == 1, "shared"
     own = [page for pages in tables for page in pages[full:]]
     assert len(set(own)) == len(own), "each its own"

@@ -77,7 +77,7 @@ def records(engine, *lengths: int, together: bool = False, **options) -> Records
     if together:
         finish(*runs)
     assert not engine.load().hook_failures
-    uncut = engine._loop._scheduler.step_tokens == engine.max_step_tokens
+    uncut = engine._loop._scheduler.budget.tokens == engine.max_step_tokens
     assert uncut, "a step lacked memory, and came again in parts"
     return {length: run.records[0] for length, run in zip(lengths, runs, strict=True)}
 

@@ -59,7 +59,7 @@ def submit(loop: StepLoop, prompt_tokens: int) -> None:
     ids = np.arange(prompt_tokens, dtype=np.int32) % VOCAB
     stop = StopRules(50, ignore_eos=True)
     request = Request(bytes(16), ids, SamplingParams(temperature=0.0), stop)
-    loop.post(lambda scheduler: scheduler.submit(request, lambda _: None))
+    loop.post(lambda scheduler: scheduler.requests.submit(request, lambda _: None))
 
 
 def stays(condition: Callable[[], bool]) -> None:

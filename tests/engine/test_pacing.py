@@ -291,7 +291,7 @@ def test_commands_in_the_middle_of_a_step_are_no_progress() -> None:
     launched = loop.load.progress
     taken: queue.SimpleQueue[int] = queue.SimpleQueue()
     for _ in range(30):
-        loop.post(lambda scheduler: taken.put(scheduler.next_step))
+        loop.post(lambda scheduler: taken.put(scheduler.batch.next_step))
         taken.get(timeout=WAIT_S)
     moved = loop.load.progress - launched
     executor.goes_on.set()

@@ -10,7 +10,6 @@ import pytest
 from scheduler_bench import Bench, prompt_of
 
 from engine.pages.prefix import prompt_keys
-from engine.schedule.admission import room_for_peers
 from engine.schedule.sequences import RequestState
 from engine.tiers.peers import FetchWanted
 from engine.types import Mode, PeerFetch
@@ -60,7 +59,7 @@ def held(holder: Bench, prompt: list[int]) -> None:
 def held_by(holder: Bench, hold_id: bytes, keys: list[bytes]) -> np.ndarray:
     """The pages that the holder keeps for a peer, once they are in its pool."""
     told: list[tuple[np.ndarray, int]] = []
-    room = room_for_peers(holder.scheduler, len(keys))
+    room = holder.scheduler.admission.room_for_peers(len(keys))
     holder.scheduler.fetches.hold(hold_id, keys, room, lambda *one: told.append(one))
     for _ in range(100):
         if told:
@@ -84,14 +83,14 @@ def test_a_request_waits_for_its_pages_and_computes_the_rest(between: Between) -
     held(between.holder, prompt)
     request_id = ask(fetcher, prompt)
     fetcher.turn()
-    assert fetcher.scheduler.requests[request_id].state is RequestState.LOADING
+    assert fetcher.scheduler.requests.by_id[request_id].state is RequestState.LOADING
     (wanted,) = between.wanted
     assert len(wanted.keys) == 8
     assert fetcher.scheduler.fetches.coming_pages == 8
     between.end(wanted, between.move(wanted))
     fetcher.run()
     fetcher.check_output(request_id)
-    assert fetcher.scheduler.cached_tokens == 32
+    assert fetcher.scheduler.admission.cached_tokens == 32
     fetcher.check_baseline()
     between.holder.check_baseline()
 
@@ -113,7 +112,7 @@ def test_pages_come_from_host_slots_too() -> None:
         between.end(wanted, 5)
         between.fetcher.run()
         between.fetcher.check_output(request_id)
-    assert between.fetcher.scheduler.cached_tokens == 3 * 20
+    assert between.fetcher.scheduler.admission.cached_tokens == 3 * 20
     between.holder.check_baseline()
 
 
@@ -133,7 +132,9 @@ def test_a_hold_waits_for_the_copy_into_the_pool_and_nobody_waits_for_it() -> No
     keys = in_slots(bench, 6)
     told: list[tuple[np.ndarray, int]] = []
     fetches = bench.scheduler.fetches
-    fetches.hold(b"hold", keys, room_for_peers(bench.scheduler, 6), lambda *one: told.append(one))
+    fetches.hold(
+        b"hold", keys, bench.scheduler.admission.room_for_peers(6), lambda *one: told.append(one)
+    )
     request_id = bench.submit(prompt_of(random.Random(1), 20), 4)
     bench.run()
     bench.check_output(request_id)
@@ -171,14 +172,14 @@ def test_no_stream_loses_its_pages_to_a_peer() -> None:
     held(bench, prompt)
     keys = prompt_keys(bench.scheduler.config, bench.requests[bytes(16)], np.array(prompt))
     streams = [bench.submit(prompt_of(random.Random(n), 139), 30) for n in (2, 3)]
-    while bench.scheduler.slots.running().size < 2:
+    while bench.scheduler.batch.slots.running().size < 2:
         bench.turn()
     assert bench.blocks.available <= 10
-    room = room_for_peers(bench.scheduler, len(keys))
+    room = bench.scheduler.admission.room_for_peers(len(keys))
     bench.scheduler.fetches.hold(b"hold", keys, room, lambda *_: None)
     for _ in range(4):
         bench.turn()
-    assert bench.scheduler.preemptions == 0
+    assert bench.scheduler.requests.preemptions == 0
     bench.scheduler.fetches.let_go(b"hold")
     bench.run()
     for stream in streams:
@@ -190,9 +191,9 @@ def test_a_preempted_request_has_the_room_before_a_peer() -> None:
     bench = Bench(num_pages=17, slots=4, host_slots=100)
     for _ in range(3):
         bench.submit(prompt_of(random.Random(1), 16), 40)
-    while not bench.scheduler.preempted:
+    while not bench.scheduler.requests.preempted:
         bench.turn()
-    assert room_for_peers(bench.scheduler, 1) == 0
+    assert bench.scheduler.admission.room_for_peers(1) == 0
 
 
 def test_to_bring_pages_into_the_pool_takes_no_streams_time() -> None:
@@ -225,11 +226,11 @@ def test_what_is_here_is_not_fetched_and_stays(between: Between) -> None:
         fetcher.submit(prompt_of(rng, 30), 2)
     for _ in range(300):
         fetcher.turn()
-    before = fetcher.scheduler.cached_tokens
+    before = fetcher.scheduler.admission.cached_tokens
     between.end(wanted, between.move(wanted))
     fetcher.run()
     fetcher.check_output(request_id)
-    assert fetcher.scheduler.cached_tokens - before == 32
+    assert fetcher.scheduler.admission.cached_tokens - before == 32
 
 
 def test_a_gap_before_what_is_on_its_way_is_fetched_by_itself(between: Between) -> None:
@@ -241,7 +242,7 @@ def test_a_gap_before_what_is_on_its_way_is_fetched_by_itself(between: Between) 
     fetcher.turn()
     first, second = between.wanted
     assert (len(first.keys), len(second.keys)) == (4, 4)
-    fetcher.scheduler.cancel(asked.pop(0))
+    fetcher.scheduler.requests.cancel(asked.pop(0))
     fetcher.scheduler.fetches.fetched(first.id, 0)
     fetcher.scheduler.fetches.freed(first.id)
     asked.append(ask(fetcher, prompt))
@@ -262,7 +263,7 @@ def test_what_a_fetch_may_not_bring_stays_in_the_queue() -> None:
     request_id = ask(between.fetcher, prompt_of(random.Random(1), 34))
     between.fetcher.turn()
     assert len(between.wanted[0].keys) == 5
-    assert between.fetcher.scheduler.requests[request_id].cached_tokens == 20
+    assert between.fetcher.scheduler.requests.by_id[request_id].cached_tokens == 20
     between.end(between.wanted[0], 0)
     between.fetcher.run()
     between.fetcher.check_output(request_id)
@@ -276,7 +277,7 @@ def test_what_did_not_come_is_queued_again(between: Between) -> None:
     prompt = prompt_of(rng, 34)
     request_id = ask(fetcher, prompt)
     fetcher.turn()
-    active = fetcher.scheduler.requests[request_id]
+    active = fetcher.scheduler.requests.by_id[request_id]
     assert active.cached_tokens == 32
     fetcher.submit(prompt_of(rng, 100), 2)
     fetcher.turn()
@@ -319,7 +320,7 @@ def test_whatever_lands_and_whenever_answers_are_right(seed: int) -> None:
             asked.append(ask(fetcher, prompt, rng.randrange(1, 20), choices=choices))
         if asked and rng.random() < 0.1:
             cancelled.add(asked[-1])
-            fetcher.scheduler.cancel(asked[-1])
+            fetcher.scheduler.requests.cancel(asked[-1])
         for _ in range(rng.randrange(3)):
             fetcher.turn()
         open_ += between.wanted
@@ -343,7 +344,7 @@ def test_whatever_lands_and_whenever_answers_are_right(seed: int) -> None:
         between.wanted.clear()
         if quarantine:
             between.land_late(*quarantine.pop(0))
-        if not fetcher.scheduler.requests:
+        if not fetcher.scheduler.requests.by_id:
             break
     fetcher.run()
     for request_id in set(asked) - cancelled:

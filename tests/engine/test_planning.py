@@ -7,9 +7,6 @@ import random
 import pytest
 from test_scheduler_property import Bench, prompt_of
 
-from engine.schedule.admission import admit
-from engine.schedule.planning import plan_step
-from engine.schedule.settling import settle_step
 from engine.step.plan import StepPlan
 from engine.types import NewTokens
 
@@ -17,8 +14,8 @@ PAGE, STEP, FULL = 4, 64, 32
 
 
 def planned(bench: Bench) -> StepPlan | None:
-    admit(bench.scheduler)
-    return plan_step(bench.scheduler)
+    bench.scheduler.admission.admit()
+    return bench.scheduler.planner.plan()
 
 
 def chunks_of(lengths: list[int], **options) -> list[list[int]]:
@@ -29,7 +26,7 @@ def chunks_of(lengths: list[int], **options) -> list[list[int]]:
     steps = []
     while (plan := planned(bench)) is not None:
         steps.append(plan.query_lens[plan.num_decodes :].tolist())
-        settle_step(bench.scheduler, plan, bench.device.launch(plan).result())
+        bench.scheduler.settler.settle(plan, bench.device.launch(plan).result())
     return steps
 
 

@@ -59,11 +59,11 @@ def test_what_a_tenant_has_in_slots_counts(mode: Mode) -> None:
     bench.turn()
     ids = [bench.submit([5], 6, tenant=tenant) for tenant in "ab"]
     bench.turn()
-    known, waiting = bench.scheduler.requests.values(), bench.scheduler.waiting
+    known, waiting = bench.scheduler.requests.by_id.values(), bench.scheduler.requests.waiting
     (admitted,) = [one for one in known if one.request.id in ids and one not in waiting]
     assert admitted.request.tenant == "b"
-    bench.scheduler.cancel(held)
-    bench.scheduler.release(held)
+    bench.scheduler.requests.cancel(held)
+    bench.scheduler.requests.release(held)
     assert served(bench, ids) == [1, 0]
 
 

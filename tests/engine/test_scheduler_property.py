@@ -11,10 +11,9 @@ from engine_fakes import VOCAB, expected_output, next_token
 from scheduler_bench import SALT, Bench, deliver, prompt_of
 
 from engine.pages.eviction import EVICTION_POLICIES
-from engine.schedule.admission import admit
+from engine.schedule.budget import MAX_SHRINKS
 from engine.schedule.policies import POLICIES
-from engine.schedule.preemption import preempt
-from engine.schedule.recovery import MAX_FAILED_STEPS, MAX_SHRINKS, is_lost
+from engine.schedule.recovery import MAX_FAILED_STEPS
 from engine.types import (
     FailureReason,
     Mode,
@@ -37,11 +36,11 @@ def test_a_shared_prefix_is_computed_once():
     rng = random.Random(1)
     first = bench.submit(prompt_of(rng, 24, shared=20))
     bench.run()
-    computed = bench.scheduler.cached_tokens
+    computed = bench.scheduler.admission.cached_tokens
     assert computed == 0
     second = bench.submit(prompt_of(rng, 26, shared=20))
     bench.run()
-    assert bench.scheduler.cached_tokens == 20
+    assert bench.scheduler.admission.cached_tokens == 20
     bench.check_output(first)
     bench.check_output(second)
     bench.check_baseline()
@@ -52,7 +51,7 @@ def test_tenants_share_nothing():
     for salt in (b"a", b"b"):
         bench.submit([7] * 24, cache_salt=salt)
         bench.run()
-    assert bench.scheduler.cached_tokens == 0
+    assert bench.scheduler.admission.cached_tokens == 0
 
 
 def test_conversation_reuses_the_pages_of_the_answer():
@@ -63,7 +62,7 @@ def test_conversation_reuses_the_pages_of_the_answer():
     answer = bench.outputs[first, 0]
     bench.submit([*prompt, *answer, 5, 6], 4)
     bench.run()
-    assert bench.scheduler.cached_tokens >= (len(prompt) + len(answer) - 1) // 4 * 4
+    assert bench.scheduler.admission.cached_tokens >= (len(prompt) + len(answer) - 1) // 4 * 4
     bench.check_baseline()
 
 
@@ -84,7 +83,7 @@ def test_a_pool_of_a_third_of_the_need_preempts_and_stays_exact(policy, eviction
     rng = random.Random(5)
     ids = [bench.submit(prompt_of(rng, rng.randrange(1, 24), shared=0), 24) for _ in range(12)]
     bench.run()
-    assert bench.scheduler.preemptions > 0
+    assert bench.scheduler.requests.preemptions > 0
     for request_id in ids:
         bench.check_output(request_id)
     bench.check_baseline()
@@ -151,7 +150,7 @@ def test_a_prompt_behind_one_choice_of_many_gets_its_own_first_token():
         bench.turn()
     (record,) = bench.prefilled[request_id].records
     assert record.token_id == expected_output(behind, 4, frozenset({3}))[0]
-    bench.scheduler.release(request_id)
+    bench.scheduler.requests.release(request_id)
     bench.run()
     bench.check_baseline()
 
@@ -165,8 +164,8 @@ def test_a_step_that_lacks_memory_is_tried_again_smaller():
         if turn in (1, 6):
             bench.device.fail_next = torch.OutOfMemoryError()
         bench.turn()
-    assert bench.scheduler.preemptions > 0
-    assert bench.scheduler.step_tokens < 64
+    assert bench.scheduler.requests.preemptions > 0
+    assert bench.scheduler.budget.tokens < 64
     while received not in bench.reserved:
         bench.turn()
     deliver(bench, received)
@@ -179,7 +178,7 @@ def test_a_step_that_lacks_memory_is_tried_again_smaller():
     later = bench.submit(prompt_of(bench.random, 20), 80)
     bench.run()
     bench.check_output(later)
-    assert bench.scheduler.step_tokens == 64
+    assert bench.scheduler.budget.tokens == 64
     bench.check_baseline()
 
 
@@ -188,15 +187,16 @@ def test_a_chunk_in_flight_is_void_where_its_sequence_began_again_in_another_slo
     bench = Bench(slots=6, num_pages=80, mixed=8)
     request_id = bench.submit(prompt_of(bench.random, 32), 4)
     bench.turn()
-    (sequence,) = bench.scheduler.requests[request_id].sequences
+    (sequence,) = bench.scheduler.requests.by_id[request_id].sequences
     used, (other, _) = sequence.slot, bench.previous
-    preempt(bench.scheduler, sequence)
-    bench.scheduler.slots.generation[:] = bench.scheduler.chunks[other.number][0].task.generation
-    bench.scheduler.slots._free.reverse()
-    admit(bench.scheduler)
+    bench.scheduler.requests.preempt(sequence)
+    batch = bench.scheduler.batch
+    batch.slots.generation[:] = batch.chunks[other.number][0].task.generation
+    batch.slots._free.reverse()
+    bench.scheduler.admission.admit()
     assert sequence.slot != used
     bench.turn()
-    assert bench.blocks.count_cached(page_keys(np.array(sequence.tokens(), np.int32), 4, SALT)) == 0
+    assert bench.blocks.count_cached(page_keys(np.array(sequence.tokens, np.int32), 4, SALT)) == 0
     bench.run()
     bench.check_output(request_id)
 
@@ -210,7 +210,7 @@ def test_memory_that_lacks_however_small_the_step_fails_the_request():
         if bench.failed:
             break
     assert bench.failed == {doomed: FailureReason.INTERNAL}
-    assert bench.scheduler.failed_steps == MAX_SHRINKS + 1
+    assert bench.scheduler.budget.failures == MAX_SHRINKS + 1
     bench.device.fail_next = None
     healthy = bench.submit(prompt_of(bench.random, 9), 8)
     bench.run()
@@ -221,15 +221,15 @@ def test_memory_that_lacks_however_small_the_step_fails_the_request():
 def test_a_device_is_lost_by_its_own_word_or_by_failing_ever_again():
     bench = Bench()
     error = RuntimeError("device")
-    while not is_lost(bench.scheduler, error):
+    while not bench.scheduler.recovery.is_lost(error):
         assert len(bench.failed) <= MAX_FAILED_STEPS
         bench.submit(prompt_of(bench.random, 9), 8)
         bench.device.fail_next = error
         bench.turn()
-    assert bench.scheduler.failed_steps == MAX_FAILED_STEPS
+    assert bench.scheduler.budget.failures == MAX_FAILED_STEPS
     assert set(bench.failed.values()) == {FailureReason.INTERNAL}
-    assert is_lost(Bench().scheduler, torch.AcceleratorError("CUDA error"))
-    assert not is_lost(Bench().scheduler, torch.OutOfMemoryError())
+    assert Bench().scheduler.recovery.is_lost(torch.AcceleratorError("CUDA error"))
+    assert not Bench().scheduler.recovery.is_lost(torch.OutOfMemoryError())
 
 
 def test_resumed_request_goes_on_where_it_was():
@@ -281,10 +281,10 @@ def test_many_stop_ids_cost_later_steps_nothing():
     bench.turn()
     beside = bench.submit(prompt_of(bench.random, 9), 30)
     bench.run()
-    assert bench.scheduler.slots.stop_ids.shape[1] == len(stop) + 1
+    assert bench.scheduler.batch.slots.stop_ids.shape[1] == len(stop) + 1
     again = bench.submit(prompt, 8)
     bench.run()
-    assert bench.scheduler.slots.stop_ids.shape[1] == 4
+    assert bench.scheduler.batch.slots.stop_ids.shape[1] == 4
     assert bench.outputs[again, 0] == bench.outputs[wide, 0]
     bench.check_output(beside)
     bench.check_baseline()
@@ -302,7 +302,7 @@ def test_prefill_holds_its_pages_until_release():
     stored = bench.device.kv[chunk.pages].reshape(-1)[:18]
     assert stored.tolist() == prompt
     assert bench.blocks.available == bench.blocks.total - 5
-    bench.scheduler.release(request_id)
+    bench.scheduler.requests.release(request_id)
     bench.check_baseline()
 
 
@@ -341,7 +341,7 @@ def test_pages_of_a_delivered_prompt_that_is_gone_again_are_not_keyed():
     request_id = bench.submit(prompt, 9, mode=Mode.RECEIVE)
     bench.run()
     deliver(bench, request_id)
-    bench.scheduler.cancel(request_id)
+    bench.scheduler.requests.cancel(request_id)
     successor = bench.submit(prompt_of(bench.random, 18), 9, mode=Mode.RECEIVE)
     bench.run()
     assert set(bench.reserved[successor].pages) & set(bench.reserved[request_id].pages)
@@ -353,13 +353,13 @@ def test_aborted_reservation_is_quarantined_until_release():
     bench = Bench()
     request_id = bench.submit([5] * 18, 8, mode=Mode.RECEIVE)
     bench.run()
-    bench.scheduler.cancel(request_id)
-    assert bench.scheduler.slots.num_used == 0
+    bench.scheduler.requests.cancel(request_id)
+    assert bench.scheduler.batch.slots.num_used == 0
     assert bench.blocks.available == bench.blocks.total - 5
-    bench.scheduler.deliver(request_id, [TokenRecord(9)])
+    bench.scheduler.requests.deliver(request_id, [TokenRecord(9)])
     bench.run()
     assert not bench.outputs
-    bench.scheduler.release(request_id)
+    bench.scheduler.requests.release(request_id)
     bench.check_baseline()
 
 
@@ -408,7 +408,7 @@ def test_random_operations_keep_every_promise(seed, lacks_memory, host_slots):
             )
         elif action < 0.35 and bench.requests:
             victim = rng.choice(list(bench.requests))
-            bench.scheduler.cancel(victim)
+            bench.scheduler.requests.cancel(victim)
             cancelled.add(victim)
         elif action < 0.5:
             settle_transfers(bench, rng, cancelled, delivered)
@@ -437,11 +437,11 @@ def settle_transfers(bench, rng, cancelled, delivered, everything=False):
     for request_id in list(bench.reserved):
         if everything or rng.random() < 0.5:
             if request_id in cancelled:
-                bench.scheduler.release(request_id)
+                bench.scheduler.requests.release(request_id)
             elif request_id not in delivered:
                 deliver(bench, request_id)
                 delivered.add(request_id)
     for request_id in bench.requests:
         over = request_id in bench.prefilled or request_id in cancelled
         if over and (everything or rng.random() < 0.5):
-            bench.scheduler.release(request_id)
+            bench.scheduler.requests.release(request_id)

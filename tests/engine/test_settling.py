@@ -5,7 +5,6 @@ from __future__ import annotations
 from test_planning import planned
 from test_scheduler_property import Bench
 
-from engine.schedule.settling import settle_step
 from engine.types import Event, NewTokens, SequenceEnded
 
 
@@ -15,7 +14,7 @@ def test_tokens_do_not_wait_for_the_pages_of_who_ended() -> None:
     told: list[tuple[list[Event], int]] = []
 
     def hand_out() -> None:
-        events = [event for _, event in scheduler.take_events()]
+        events = [event for _, event in scheduler.requests.take_events()]
         told.append((events, scheduler.blocks.available))
 
     bench.submit(range(100, 140), max_tokens=3)
@@ -26,12 +25,12 @@ def test_tokens_do_not_wait_for_the_pages_of_who_ended() -> None:
         assert plan is not None
         held = free - scheduler.blocks.available
         told.clear()
-        settle_step(scheduler, plan, bench.device.launch(plan).result(), hand_out)
+        scheduler.settler.settle(plan, bench.device.launch(plan).result(), hand_out)
     scheduler.check_invariants()
     (events, available) = told[-1]
     assert any(isinstance(event, NewTokens) for event in events)
     assert free - available == held, "given back before anybody was told"
     assert free - scheduler.blocks.available < held
     while (plan := planned(bench)) is not None:
-        settle_step(scheduler, plan, bench.device.launch(plan).result(), hand_out)
+        scheduler.settler.settle(plan, bench.device.launch(plan).result(), hand_out)
     assert scheduler.blocks.available == free

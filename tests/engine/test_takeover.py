@@ -8,7 +8,6 @@ import pytest
 from engine_fakes import next_token
 from test_scheduler_property import Bench, prompt_of
 
-from engine.schedule.preemption import preempt
 from engine.schedule.sequences import RequestState
 from engine.schedule.slots import SlotState
 from engine.types import Mode, TokenRecord
@@ -51,8 +50,8 @@ def test_a_rest_that_is_longer_than_allowed_or_than_what_is_held_is_received(
     bench.run()
     assert bench.reserved[request_id].held_pages == HELD // PAGE
     assert not bench.taken_over
-    bench.scheduler.cancel(request_id)
-    bench.scheduler.release(request_id)
+    bench.scheduler.requests.cancel(request_id)
+    bench.scheduler.requests.release(request_id)
     bench.check_baseline()
 
 
@@ -64,8 +63,8 @@ def test_what_is_not_held_is_received_whatever_is_allowed() -> None:
     for one, request_id in ((bench, first), (second, scored)):
         one.run()
         assert one.reserved[request_id].held_pages == 0
-        one.scheduler.cancel(request_id)
-        one.scheduler.release(request_id)
+        one.scheduler.requests.cancel(request_id)
+        one.scheduler.requests.release(request_id)
         one.check_baseline()
 
 
@@ -77,8 +76,8 @@ def test_a_step_without_room_for_prompts_does_not_take_over() -> None:
     request_id = receive(bench, [*first, 5], 8)
     bench.turn()
     assert request_id in bench.reserved
-    bench.scheduler.cancel(request_id)
-    bench.scheduler.release(request_id)
+    bench.scheduler.requests.cancel(request_id)
+    bench.scheduler.requests.release(request_id)
     bench.run()
     bench.check_baseline()
 
@@ -89,7 +88,7 @@ def test_a_delivery_for_what_was_taken_over_changes_nothing() -> None:
     request_id = receive(bench, prompt, 8)
     bench.turn()
     assert request_id in bench.taken_over
-    bench.scheduler.deliver(request_id, [TokenRecord(next_token(prompt))])
+    bench.scheduler.requests.deliver(request_id, [TokenRecord(next_token(prompt))])
     bench.run()
     bench.check_output(request_id)
     bench.check_baseline()
@@ -107,13 +106,15 @@ def test_preempted_while_its_rest_is_computed() -> None:
     while request_id not in bench.taken_over:
         bench.turn()
     (active,) = [
-        active for active in bench.scheduler.requests.values() if active.request.id == request_id
+        active
+        for active in bench.scheduler.requests.by_id.values()
+        if active.request.id == request_id
     ]
     assert active.state is RequestState.ACTIVE
     (sequence,) = active.sequences
-    assert bench.scheduler.slots.state[sequence.slot] == SlotState.PREFILLING
-    preempt(bench.scheduler, sequence)
-    assert sequence in bench.scheduler.preempted
+    assert bench.scheduler.batch.slots.state[sequence.slot] == SlotState.PREFILLING
+    bench.scheduler.requests.preempt(sequence)
+    assert sequence in bench.scheduler.requests.preempted
     bench.scheduler.check_invariants()
     bench.run()
     assert sequence.preemptions >= 1
@@ -131,6 +132,6 @@ def test_cancelled_at_any_turn(turns: int, choices: int) -> None:
     request_id = receive(bench, [*first, *rest], HELD, choices=choices)
     for _ in range(turns):
         bench.turn()
-    bench.scheduler.cancel(request_id)
+    bench.scheduler.requests.cancel(request_id)
     bench.run()
     bench.check_baseline()

@@ -11,7 +11,6 @@ from scheduler_bench import SALT, Bench, prompt_of
 
 from engine.loop.load import load_of
 from engine.loop.rates import StepRates
-from engine.schedule.admission import admit
 from engine.schedule.sequences import RequestState
 from engine.types import Mode
 from prefixes.keys import page_keys
@@ -70,11 +69,11 @@ def test_an_evicted_prompt_is_loaded_and_its_slots_are_free_again():
     keys = page_keys(np.array(said[0], np.int32), 4, SALT)
     assert bench.blocks.count_cached(keys) == 0
     assert all(bench.host.page_of(key) for key in keys)
-    computed = bench.scheduler.cached_tokens
+    computed = bench.scheduler.admission.cached_tokens
     again = bench.submit(said[0], 2)
     bench.run()
     bench.check_output(again)
-    assert bench.scheduler.cached_tokens - computed == 20
+    assert bench.scheduler.admission.cached_tokens - computed == 20
     assert bench.tiers.load().loaded_tokens == {"host": 20}
     assert not any(bench.host.page_of(key) for key in keys), "a loaded page is in one tier only"
     bench.check_baseline()
@@ -100,7 +99,7 @@ def test_others_go_on_while_a_request_loads_and_one_with_the_same_pages_waits_fo
     other = bench.submit([5, 6, 7], 4)
     for _ in range(12):
         bench.turn()
-    states = [bench.scheduler.requests[one].state for one in (first, second)]
+    states = [bench.scheduler.requests.by_id[one].state for one in (first, second)]
     assert states == [RequestState.LOADING] * 2
     assert len(loads.queued) == 1, "the same pages are loaded once"
     bench.check_output(other)
@@ -141,9 +140,9 @@ def test_a_request_that_goes_away_while_it_loads_leaves_nothing_behind():
     gone = bench.submit(said[0], 4)
     bench.lanes.ended = list
     bench.turn()
-    assert bench.scheduler.requests[gone].state is RequestState.LOADING
-    bench.scheduler.cancel(gone)
-    assert gone not in bench.scheduler.requests
+    assert bench.scheduler.requests.by_id[gone].state is RequestState.LOADING
+    bench.scheduler.requests.cancel(gone)
+    assert gone not in bench.scheduler.requests.by_id
     del bench.lanes.ended
     bench.run()
     bench.check_baseline()
@@ -169,11 +168,11 @@ def test_a_preempted_sequence_comes_back_with_its_own_bytes():
     bench = Bench(num_pages=17, slots=4, host_slots=100)
     ids = [bench.submit(prompt_of(bench.random, 4), 40) for _ in range(4)]
     bench.run()
-    assert bench.scheduler.preemptions > 0
+    assert bench.scheduler.requests.preemptions > 0
     for request_id in ids:
         bench.check_output(request_id)
     loaded = bench.tiers.load().loaded_tokens["host"]
-    again = bench.scheduler.cached_tokens
+    again = bench.scheduler.admission.cached_tokens
     assert loaded > 0
     assert again >= loaded
     bench.check_baseline()
@@ -193,8 +192,8 @@ def test_both_legs_of_a_hand_off_find_pages_in_the_host_tier(mode):
         stored = bench.device.kv[bench.chunks[request_id].pages].reshape(-1)[:21]
         assert stored.tolist() == said[0]
     assert bench.tiers.load().loaded_tokens == {"host": 20}
-    bench.scheduler.cancel(request_id)
-    bench.scheduler.release(request_id)
+    bench.scheduler.requests.cancel(request_id)
+    bench.scheduler.requests.release(request_id)
     bench.check_baseline()
 
 
@@ -216,8 +215,8 @@ def test_pages_that_are_being_loaded_are_not_wanted_again() -> None:
     bench.host.adopt(slots.tolist(), keys, range(len(keys)))
     bench.host.release(slots)
     request_id = bench.submit(prompt, 4)
-    admit(bench.scheduler)
-    assert bench.scheduler.requests[request_id].state is RequestState.LOADING
+    bench.scheduler.admission.admit()
+    assert bench.scheduler.requests.by_id[request_id].state is RequestState.LOADING
     load = load_of(bench.scheduler, StepRates(), (), progress=0, long_step_ms=0.0)
     assert bench.blocks.total - bench.blocks.available == len(keys) == 10
     assert load.wanted_pages == 1

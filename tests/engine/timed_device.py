@@ -82,4 +82,4 @@ def submit(loop: StepLoop, number: int, output: int = 60, prompt: int = 5) -> No
     stop = StopRules(output, ignore_eos=True)
     greedy = SamplingParams(temperature=0.0)
     request = Request(number.to_bytes(16, "big"), ids, greedy, stop)
-    loop.post(lambda scheduler: scheduler.submit(request, lambda _: None))
+    loop.post(lambda scheduler: scheduler.requests.submit(request, lambda _: None))

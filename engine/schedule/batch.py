@@ -1,0 +1,172 @@
+"""The batch: sequences in slots, prompts in computation, and what the next step must begin with."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.bounds import Bounds
+from engine.hooks.requests import RequestHooks
+from engine.pages.blocks import BlockManager
+from engine.schedule.sequences import NO_IDS, ChunkPlan, PrefillTask, Sequence
+from engine.schedule.slots import SlotState, SlotTable
+from engine.step.plan import StepPlan
+from engine.step.sampling import SamplePlanner
+from engine.stopping import end_ids
+from engine.types import Mode
+
+Int32s = NDArray[np.int32]
+NO_TERMS: Int32s = np.zeros((0, 0), np.int32)
+
+
+class Batch:
+    """Who is in which slot. Its columns are in `slots`, the sampler's and the hooks' beside them.
+
+    It does not decide: `Admission` fills it, `Planner` moves it on, and `Requests` empties it.
+    """
+
+    def __init__(
+        self,
+        config: Bounds,
+        blocks: BlockManager,
+        sampler: SamplePlanner,
+        hooks: RequestHooks | None,
+    ) -> None:
+        self.slots = SlotTable(
+            config.max_sequences,
+            -(-config.max_context_tokens // config.page_size),
+            config.page_size,
+        )
+        self.owners: list[Sequence | None] = [None] * config.max_sequences
+        """The sequence in each slot."""
+        self.prefills: list[PrefillTask] = []
+        """Tasks with tokens left to launch, in order of admission."""
+        self.chunks: dict[int, tuple[ChunkPlan, ...]] = {}
+        """The prefill rows of each step in flight that has some, by the step's number."""
+        self.next_step = 0
+        """Number of the step that is planned next."""
+        self.sampler = sampler
+        self._config = config
+        self._blocks = blocks
+        self._hooks = hooks
+        self._copies: dict[int, int] = {}
+        """Target page -> source page, for the next step."""
+        self._writes: dict[int, int] = {}
+        """Slot -> token for the token table, for the next step."""
+
+    def enter(self, sequence: Sequence, state: SlotState) -> None:
+        """Gives a sequence a slot. The caller must set its pages."""
+        active = sequence.active
+        request = active.request
+        slot = self.slots.take(
+            state, len(request.prompt_ids), sequence.outputs, request.stop, active.seniority
+        )
+        if request.mode is Mode.PREFILL:
+            self.slots.set_limit(slot, len(request.prompt_ids))
+        self.slots.choice[slot] = sequence.choice
+        self.slots.noise_choice[slot] = sequence.noise_choice
+        self.slots.request_id[slot], self.slots.sink[slot] = request.id, active.sink
+        self.slots.set_stop_ids(slot, sorted(end_ids(request.stop, self._config.eos_token_ids)))
+        self.slots.is_masked[slot] = sequence.matcher is not None
+        sequence.slot = slot
+        self.owners[slot] = sequence
+        if self._hooks is not None:
+            self._hooks.entered(slot, active.hooked)
+        self._assign_sampler(sequence)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Takes a sequence out of its slot. The caller has handled its pages."""
+        slot = sequence.slot
+        self.slots.give_back(slot)
+        self.owners[slot] = None
+        self._writes.pop(slot, None)
+        sequence.slot = -1
+        if self.prefills:
+            self.prefills = [t for t in self.prefills if t.leader is not sequence]
+
+    def write(self, sequence: Sequence, token_id: int) -> None:
+        """The token that only the host knows goes into the token table with the next step. It is
+        in the column of outputs already."""
+        self._assign_sampler(sequence)
+        self._writes[sequence.slot] = token_id
+
+    def _assign_sampler(self, sequence: Sequence) -> None:
+        request, slot = sequence.active.request, sequence.slot
+        self.sampler.assign(
+            slot,
+            request.sampling,
+            request.stop,
+            sequence.noise_choice,
+            request.prompt_ids,
+            self.slots.output_ids(slot),
+        )
+
+    def owner(self, slot: int) -> Sequence:
+        """The sequence in a slot that has one."""
+        owner = self.owners[slot]
+        assert owner is not None, "a live row has an owner"
+        return owner
+
+    def owner_of_row(self, plan: StepPlan, row: int) -> Sequence | None:
+        """The sequence of a sampled row, if it is still in its slot."""
+        slot = int(plan.sample_slots[row])
+        alive = self.slots.generation[slot] == plan.sample_generations[row]
+        return self.owners[slot] if alive else None
+
+    def alive(self, plan: StepPlan) -> NDArray[np.bool_]:
+        """[S]: sampled rows whose sequence is still in its slot."""
+        current = self.slots.generation[plan.sample_slots]
+        return np.asarray(current == plan.sample_generations, np.bool_)
+
+    def runs(self, task: PrefillTask) -> bool:
+        """Whether the task's leader has stayed in the task's slot."""
+        in_slot = task.leader.slot == task.slot
+        return in_slot and int(self.slots.generation[task.slot]) == task.generation
+
+    def live_chunks(self, number: int) -> list[ChunkPlan]:
+        """The prefill rows of a step in flight whose tasks still run."""
+        return [chunk for chunk in self.chunks.get(number, ()) if self.runs(chunk.task)]
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens that are admitted and not launched."""
+        return sum(task.remaining for task in self.prefills)
+
+    def hook_terms(self, row_slots: Int32s) -> Int32s:
+        """[H, R]: what each hook has to do with each row."""
+        return NO_TERMS if self._hooks is None else self._hooks.terms[:, row_slots]
+
+    def fork(self, sequences: list[Sequence]) -> None:
+        """Lets every sequence run from the leader's KV, which is computed or will be by the step
+        just planned. Full pages are shared. The partial page is copied before the next step."""
+        leader, *followers = sequences
+        active = leader.active
+        self.slots.state[leader.slot] = SlotState.RUNNING
+        pages = self.slots.pages(leader.slot)
+        length = int(self.slots.kv_len[leader.slot])
+        partial = length % self._config.page_size != 0
+        for i, follower in enumerate(followers):
+            own = pages.copy()
+            if partial:
+                own[-1] = active.spare_pages[i]
+                self._copies[int(own[-1])] = int(pages[-1])
+            self._blocks.share(pages[: len(pages) - partial])
+            self.slots.set_pages(follower.slot, own)
+            self.slots.kv_len[follower.slot] = length
+            self.slots.state[follower.slot] = SlotState.RUNNING
+        if followers and partial:
+            # The source page counts as well: its sequence may end before that step has run, and no
+            # other sequence may get the page until then.
+            self._blocks.mark_written(np.append(active.spare_pages, pages[-1:]), self.next_step)
+            active.spare_pages = NO_IDS
+
+    def take_transfers(self) -> tuple[dict[int, int], dict[int, int]]:
+        """Takes the page copies and token table writes with which the next step must begin."""
+        queued = self._copies, self._writes
+        self._copies, self._writes = {}, {}
+        return queued
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether copies or writes wait for a step."""
+        return bool(self._copies or self._writes)

@@ -1,0 +1,325 @@
+"""Requests and their states, from submission to release.
+
+A request's life:
+
+    WAITING -> (slots and pages) -> ACTIVE [prefilling -> running] -> ended
+    WAITING -> LOADING -> WAITING -> ...           (pages come from a lower tier or a peer)
+    WAITING -> RESERVED -> deliver -> ACTIVE -> ended              (RECEIVE)
+    WAITING -> ACTIVE -> ended                                     (RECEIVE, taken over)
+    WAITING -> ACTIVE -> HELD -> release -> gone                   (PREFILL)
+    RESERVED -> cancel -> HELD -> release -> gone                  (quarantine)
+
+If a running sequence finds no page, the youngest sequence is preempted. Its pages are freed. It
+waits before all new requests, oldest first, to compute prompt and output again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.bounds import Bounds
+from engine.hooks.requests import RequestHooks, ask_hooks
+from engine.masks.matchers import TokenMatcher
+from engine.pages.blocks import BlockManager
+from engine.pages.prefix import request_keys
+from engine.schedule.batch import Batch
+from engine.schedule.sequences import NO_IDS, ActiveRequest, RequestState, Sequence
+from engine.schedule.slots import SlotState
+from engine.stopping import end_reason
+from engine.tiers.protocol import PageTiers
+from engine.types import (
+    EndReason,
+    Event,
+    FailureReason,
+    Joined,
+    Mode,
+    PageIds,
+    Request,
+    RequestFailed,
+    SequenceEnded,
+    Sink,
+    TokenIds,
+    TokenRecord,
+)
+
+
+class Requests:
+    """Owns the requests that the engine holds, and the events that they have not been told yet."""
+
+    def __init__(
+        self,
+        config: Bounds,
+        blocks: BlockManager,
+        batch: Batch,
+        tiers: PageTiers,
+        hooks: RequestHooks | None,
+    ) -> None:
+        self.by_id: dict[bytes, ActiveRequest] = {}
+        self.waiting: list[ActiveRequest] = []
+        """In order of arrival."""
+        self.preempted: list[Sequence] = []
+        """Sequences to be computed again."""
+        self.preemptions = 0
+        self._config = config
+        self._blocks = blocks
+        self._batch = batch
+        self._tiers = tiers
+        self._hooks = hooks
+        self._arrivals = 0
+        self._events: list[tuple[Sink, Event]] = []
+        self._delivered: list[tuple[Sequence, int, int]] = []
+        """Leaders whose prompts' pages are not keyed yet, with their slots and generations."""
+        self._ended: list[tuple[ActiveRequest, TokenIds, PageIds]] = []
+        """For each ended sequence: its outputs with known KV, and its pages, which are still
+        held."""
+
+    # -- intake ---------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        request: Request,
+        sink: Sink,
+        keys: Iterable[bytes] = (),
+        matchers: Future[list[TokenMatcher]] | None = None,
+    ) -> None:
+        """Accepts a request. `keys` are the known leading keys of its prompt. A request whose
+        tokens are restricted waits for its `matchers`."""
+        active = ActiveRequest(request, sink, self._arrivals, keys=list(keys), matchers=matchers)
+        self._arrivals += 1
+        if request.id in self.by_id:
+            self.emit(active.sink, RequestFailed(request.id, FailureReason.INTERNAL))
+        elif not self._config.can_ever_hold(request, self._blocks.total):
+            self.emit(active.sink, RequestFailed(request.id, FailureReason.TOO_LARGE))
+        elif (refusal := ask_hooks(self._hooks, active.hooked)) is not None:
+            self.emit(active.sink, refusal)
+        else:
+            self.by_id[request.id] = active
+            self.waiting.append(active)
+
+    def deliver(self, request_id: bytes, records: Seq[TokenRecord]) -> None:
+        """RECEIVE: the KV of the prompt is in its pages; `records` are the choices' next tokens."""
+        active = self.by_id.get(request_id)
+        if active is None or active.state is not RequestState.RESERVED:
+            return
+        active.state = RequestState.ACTIVE
+        leader = active.sequences[0]
+        self._blocks.arrivals.note(self._batch.slots.pages(leader.slot))
+        self._batch.slots.kv_len[leader.slot] = len(leader.tokens)
+        if self._config.prefix_cache:
+            generation = int(self._batch.slots.generation[leader.slot])
+            self._delivered.append((leader, leader.slot, generation))
+        self._batch.fork(active.sequences)
+        self.join(active)
+        for sequence, record in zip(list(active.sequences), records, strict=True):
+            self._accept_delivered(sequence, record)
+
+    def publish_delivered(self) -> None:
+        """Keys the pages of delivered prompts, after the tokens of the step in flight were sent. At
+        the delivery itself it would delay the launch of the step that the sequence joins, by half a
+        millisecond for 8,000 tokens."""
+        delivered, self._delivered = self._delivered, []
+        for sequence, slot, generation in delivered:
+            if self._batch.slots.generation[slot] == generation:
+                self.publish(sequence.active, sequence.tokens, self._batch.slots.pages(slot))
+
+    def _accept_delivered(self, sequence: Sequence, record: TokenRecord) -> None:
+        slot, index = sequence.slot, len(sequence.outputs)
+        self._batch.slots.outputs[slot, index] = record.token_id
+        self._batch.slots.output_len[slot] = index + 1
+        stop = sequence.active.request.stop
+        reason = end_reason(record.token_id, index, stop, self._config.eos_token_ids)
+        if reason is None:
+            self._batch.write(sequence, record.token_id)
+            if sequence.matcher is not None:
+                sequence.matcher.consume([record.token_id])
+        else:
+            self.end(sequence, reason)
+            self.let_go()
+
+    def matchers_are_made(self, request_id: bytes) -> None:
+        """The matchers of a request are made; or cannot be, and the request fails."""
+        active = self.by_id.get(request_id)
+        if active is None or active.matchers is None or active.matchers.exception() is None:
+            return
+        self.cancel(request_id)
+        self.emit(active.sink, RequestFailed(request_id, FailureReason.STRUCTURE))
+
+    def cancel(self, request_id: bytes) -> None:
+        """Ends a request at any point. Pages that a transfer may use wait for `release`."""
+        active = self.by_id.get(request_id)
+        if active is None or active.state is RequestState.HELD:
+            return
+        if active.state in (RequestState.WAITING, RequestState.LOADING):
+            self.waiting.remove(active)
+            self._forget(active)
+        elif active.state is RequestState.RESERVED or active.request.mode is Mode.PREFILL:
+            self.hold(active)
+        else:
+            self.drop(active)
+
+    def release(self, request_id: bytes) -> None:
+        """Frees the pages of this request, since no transfer uses them any more."""
+        active = self.by_id.get(request_id)
+        if active is not None and active.state is RequestState.HELD:
+            self._blocks.release(active.held_pages)
+            self._forget(active)
+
+    def hold(self, active: ActiveRequest) -> None:
+        """Takes a request out of its slots and keeps its pages until `release`."""
+        self._blocks.release(active.spare_pages)
+        active.spare_pages = NO_IDS
+        active.held_pages = self._batch.slots.pages(active.sequences[0].slot)
+        for sequence in active.sequences:
+            self._batch.leave(sequence)
+        active.sequences.clear()
+        active.state = RequestState.HELD
+
+    def drop(self, active: ActiveRequest) -> None:
+        """Frees everything that a request holds and forgets it."""
+        self._blocks.release(active.spare_pages)
+        self.preempted = [s for s in self.preempted if s.active is not active]
+        for sequence in active.sequences:
+            if sequence.slot >= 0:
+                self._blocks.release(self._batch.slots.pages(sequence.slot))
+                self._batch.leave(sequence)
+        active.sequences.clear()
+        self._forget(active)
+
+    def _forget(self, active: ActiveRequest) -> None:
+        del self.by_id[active.request.id]
+        if self._hooks is not None:
+            self._hooks.ended(active.hooked, self._batch.next_step - 1)
+
+    def fail(self, active: ActiveRequest, reason: FailureReason, hook: str = "") -> None:
+        """Gives a request up and tells its sink. Pages that a transfer may read wait for
+        `release`."""
+        if active.request.mode is Mode.PREFILL and active.state is RequestState.ACTIVE:
+            self.hold(active)
+        else:
+            self.drop(active)
+        self.emit(active.sink, RequestFailed(active.request.id, reason, hook))
+
+    # -- joining and ending ---------------------------------------------------------------------
+
+    def join(self, active: ActiveRequest) -> None:
+        """Tells the sink once that the request's sequences are in the batch."""
+        if not active.joined and active.request.mode is not Mode.PREFILL:
+            active.joined = True
+            self.emit(active.sink, Joined(active.request.id, time.time_ns()))
+
+    def end(self, sequence: Sequence, reason: EndReason) -> None:
+        """Ends a sequence that ended by itself. Its pages are held until `let_go`, because freeing
+        those of 8,000 tokens takes half a millisecond and would delay the batch's tokens."""
+        active, slot = sequence.active, sequence.slot
+        outputs = self._batch.slots.output_ids(slot)
+        # The last token's KV was never needed, and a step in flight may still write it.
+        self._ended.append((active, outputs[:-1], self._batch.slots.pages(slot)))
+        self._batch.leave(sequence)
+        active.sequences.remove(sequence)
+        last = not active.sequences
+        self.emit(
+            active.sink,
+            SequenceEnded(
+                active.request.id,
+                sequence.choice,
+                reason,
+                len(outputs),
+                last,
+                sequence.preemptions,
+                time.time_ns(),
+            ),
+        )
+        if last:
+            self._forget(active)
+
+    def let_go(self) -> None:
+        """Frees the pages of ended sequences. Full pages are keyed for the next turn of a
+        conversation."""
+        ended, self._ended = self._ended, []
+        for active, outputs, pages in ended:
+            if self._config.prefix_cache:
+                tokens = np.concatenate([active.request.prompt_ids, outputs])
+                self.publish(active, tokens[: active.hooked.exact_tokens], pages)
+            self._blocks.release(pages)
+
+    def publish(self, active: ActiveRequest, tokens: TokenIds, pages: PageIds) -> None:
+        """Keys the complete pages of `tokens`, which begin a sequence."""
+        keys = request_keys(self._config, active.request, tokens, active.keys)
+        self._blocks.publish(pages[: len(keys)], keys)
+        self._tiers.published(keys, 0)
+
+    # -- preemption -----------------------------------------------------------------------------
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Takes a sequence out of the batch, now or when the steps in flight have told its
+        tokens."""
+        slots = self._batch.slots
+        if slots.state[sequence.slot] == SlotState.PREFILLING:
+            task = next(t for t in self._batch.prefills if t.leader is sequence)
+            self._blocks.release(sequence.active.spare_pages)
+            sequence.active.spare_pages = NO_IDS
+            for member in task.sequences:
+                self.finish_preemption(member)
+        elif slots.in_flight[sequence.slot] == 0:
+            self.finish_preemption(sequence)
+        else:
+            slots.state[sequence.slot] = SlotState.PREEMPTING
+
+    def finish_preemption(self, sequence: Sequence, *, computed: bool = True) -> None:
+        """Frees the pages of a preempted sequence, since the host knows all its tokens now.
+
+        With tiers below the pool, the pages of what is computed are keyed and saved before others
+        get them (swap). They are found again by their keys. Without, all is computed again.
+
+        Args:
+            sequence: the sequence, which has a slot.
+            computed: whether the KV of all its tokens but the last is known to be there, if its
+                prompt is computed at all.
+        """
+        slots, slot = self._batch.slots, sequence.slot
+        sequence.append(slots.output_ids(slot)[len(sequence.outputs) :])
+        sequence.wait = None
+        pages = slots.pages(slot)
+        if self._tiers.on:
+            if computed and slots.state[slot] != SlotState.PREFILLING:
+                stored = sequence.tokens[:-1][: sequence.active.hooked.exact_tokens]
+                self.publish(sequence.active, stored, pages)
+            self._tiers.preempted(pages)
+        self._blocks.release(pages)
+        self._batch.leave(sequence)
+        sequence.preemptions += 1
+        self.preemptions += 1
+        self.preempted.append(sequence)
+
+    # -- reporting ------------------------------------------------------------------------------
+
+    def emit(self, sink: Sink, event: Event) -> None:
+        """Queues an event."""
+        self._events.append((sink, event))
+
+    def take_events(self) -> list[tuple[Sink, Event]]:
+        """Events queued since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def add_holders(self, holders: NDArray[np.int32]) -> None:
+        """Adds who holds each page. Raises AssertionError if slots and requests disagree."""
+        used = 0
+        assert not self._ended, "pages of an ended sequence are still held"
+        for active in self.by_id.values():
+            np.add.at(holders, active.held_pages, 1)
+            np.add.at(holders, active.spare_pages, 1)
+            for sequence in active.sequences:
+                if sequence.slot >= 0:
+                    used += 1
+                    assert self._batch.owners[sequence.slot] is sequence, "slot has another owner"
+                    np.add.at(holders, self._batch.slots.pages(sequence.slot), 1)
+                else:
+                    assert sequence in self.preempted, "sequence neither in a slot nor preempted"
+        assert used == self._batch.slots.num_used, "slot leaked"
