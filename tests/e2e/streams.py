@@ -53,12 +53,12 @@ class Reading:
 
 
 def read(client: Client, prompt: list[int], **options) -> Reading:
-    """Starts a stream; 300 tokens, end of sequence or not, unless told otherwise."""
+    """Starts a stream; 150 tokens, end of sequence or not, unless told otherwise."""
     reading = Reading()
 
     def consume() -> None:
         options.setdefault("ignore_eos", True)
-        options.setdefault("max_tokens", 300)
+        options.setdefault("max_tokens", 150)
         options.setdefault("timeout_s", 60)
         last = time.monotonic()
         try:

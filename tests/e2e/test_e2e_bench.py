@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -37,13 +35,9 @@ def baton(*arguments: str, columns: int = 100) -> Result:
     return CliRunner().invoke(app, list(arguments), env={"COLUMNS": str(columns)})
 
 
-def options(*arguments: str) -> list[str]:
-    common = ("--vocabulary", VOCABULARY, "--warm-ups", "1", "--max-lag-ms", "10000", "--json")
-    return ["bench", *common, *arguments]
-
-
 def bench(*arguments: str) -> dict[str, object]:
-    done = baton(*options(*arguments))
+    common = ("--vocabulary", VOCABULARY, "--warm-ups", "1", "--max-lag-ms", "10000", "--json")
+    done = baton("bench", *common, *arguments)
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
 
@@ -54,10 +48,7 @@ def over_grpc(cluster):
     arrivals = ("--num", str(NUM), "--rate", "20", "--slo-e2e-ms", "60000")
     admin = ("--admin", cluster.plan.admin_address)
     url = f"grpc://{cluster.plan.router_address}"
-    command = [sys.executable, "-m", "baton", *options("--url", url, *lengths, *arrivals, *admin)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return bench("--url", url, *lengths, *arrivals, *admin)
 
 
 def check(result, forced: bool = True) -> dict:

@@ -13,7 +13,6 @@ from scraping import Figures, scrape, scrape_until
 from tiny_models import write_tiny_model
 from waiting import wait_until
 
-from baton.client.generation import FinishReason
 from baton.errors import BatonError
 
 
@@ -39,14 +38,14 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 def test_cancelling_at_any_time_gives_every_page_back(cluster):
     """From a request that has hardly arrived to one deep in its decoding."""
     with cluster.client() as client:
-        for i in range(40):
+        for i in range(20):
             stream = client.stream(
-                token_ids=prompt_of(10 + 60 * (i % 20), seed=i),
+                token_ids=prompt_of(10 + 60 * i, seed=i),
                 max_tokens=2000,
                 temperature=0.0,
                 ignore_eos=True,
             )
-            time.sleep(0.004 * i)
+            time.sleep(0.008 * i)
             stream.close()
         cluster.check_baseline()
         for tokens in (1, 2, 30):
@@ -76,23 +75,11 @@ def test_queued_requests_can_be_cancelled(cluster):
     with cluster.client() as client:
         streams = [
             client.stream(token_ids=prompt_of(900, seed=i), max_tokens=100, ignore_eos=True)
-            for i in range(60)
+            for i in range(30)
         ]
         for stream in streams:
             stream.close()
         cluster.check_baseline()
-
-
-def test_max_tokens_one_and_a_first_token_that_ends_it(cluster):
-    with cluster.client() as client:
-        one = client.generate(token_ids=prompt_of(100), max_tokens=1, temperature=0.0)
-        assert len(one.token_ids) == 1
-        stopped = client.generate(
-            token_ids=prompt_of(100), max_tokens=50, temperature=0.0, stop_token_ids=one.token_ids
-        )
-        assert stopped.token_ids == one.token_ids
-        assert stopped.finish_reason is FinishReason.STOP
-    cluster.check_baseline()
 
 
 def test_choices_share_one_transfer(cluster):
@@ -166,23 +153,3 @@ def test_a_killed_worker_is_told_within_seconds_and_its_successor_serves(cluster
         result = client.generate(token_ids=prompt_of(50), max_tokens=8, ignore_eos=True)
         assert len(result.token_ids) == 8
     cluster.check_baseline()
-
-
-def test_a_worker_that_starts_later_joins(tiny, tmp_path):
-    cluster = make_cluster(tiny, tmp_path / "logs", prefill=1, decode=2)
-    try:
-        for name in ("router", "prefill-0", "decode-0", "decode-1"):
-            cluster.start(name)
-        cluster.wait_ready()
-        cluster.kill("decode-0", signal.SIGTERM)
-        with cluster.client() as client:
-            result = client.generate(token_ids=prompt_of(50), max_tokens=8, ignore_eos=True)
-            assert len(result.token_ids) == 8
-            cluster.start("decode-0")
-            cluster.wait_ready()
-            cluster.kill("decode-1", signal.SIGTERM)
-            result = client.generate(token_ids=prompt_of(50), max_tokens=8, ignore_eos=True)
-            assert len(result.token_ids) == 8
-        assert cluster.processes["decode-1"].returncode == 0
-    finally:
-        cluster.stop()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from cluster import make_cluster, spawn
+from cluster import make_cluster
 from streams import prompt_of
 from tiny_models import write_tiny_model
 from waiting import wait_until
@@ -22,7 +22,6 @@ def cluster(tmp_path_factory):
         prefill=2,
         failpoints="live",
         poison_freed_pages=True,
-        launch=spawn,
     )
     cluster.start_all()
     yield cluster

@@ -23,12 +23,9 @@ from worker.watchdog import EXIT_DEVICE_LOST
 OPTIONS = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
 GONE_S = 5.0
 PREFILL_TOKENS = f"{Metric.PREFILL_TOKENS}_total"
+QUICK = (2, 1)
 SHAPES = ((1, 2), (2, 1), (2, 4), (4, 2), (8, 1), (1, 8), (8, 4))
-QUICK = (3, 1)
-DEMO_SHAPES = [
-    pytest.param(shape, marks=() if shape == QUICK else pytest.mark.slow, id=f"{shape}")
-    for shape in (QUICK, (1, 3), (3, 3))
-]
+DEMO_SHAPES = ((3, 1), (1, 3), (3, 3))
 DEMO_TEXTS = ("The capital of France is", "Zwölf Boxkämpfer jagen", "🏃 baton 🥖" * 20)
 EIGHT_HEADS: Mapping[str, Any] = {"heads": 8, "kv_heads": 4, "hidden": 128}
 
@@ -51,14 +48,21 @@ def ranked(model: Path, logs: Path, shape: tuple[int, int], **options: Any) -> C
     return make_cluster(model, logs, own=own, **options)
 
 
-@pytest.mark.matrix
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(shape, marks=() if shape == QUICK else pytest.mark.matrix, id=f"{shape}")
+        for shape in SHAPES
+    ],
+)
 def test_pages_go_from_any_ranks_to_any_others(shape: tuple[int, int], tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model", **EIGHT_HEADS)
     cluster = ranked(model, tmp_path / "logs", shape)
     try:
         cluster.start_all()
+        for name, count in zip(("prefill-0", "decode-0"), shape, strict=True):
+            assert len(ranks_of(cluster, name)) == count - 1
         check(cluster, model)
         assert cluster.metric(PREFILL_TOKENS, "prefill-0") >= 245
         assert cluster.metric(PREFILL_TOKENS, "decode-0", source="computed") == 0
@@ -68,9 +72,10 @@ def test_pages_go_from_any_ranks_to_any_others(shape: tuple[int, int], tmp_path:
         cluster.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("shape", DEMO_SHAPES)
+@pytest.mark.parametrize("shape", DEMO_SHAPES, ids=str)
 def test_the_demo_model_between_three_ranks_and_others(
     shape: tuple[int, int], demo_model: Path, tmp_path: Path
 ) -> None:
@@ -80,8 +85,6 @@ def test_the_demo_model_between_three_ranks_and_others(
         cluster = ranked(demo_model, tmp_path / "logs", shape, **options)
         try:
             cluster.start_all()
-            for name, count in zip(("prefill-0", "decode-0"), shape, strict=True):
-                assert len(ranks_of(cluster, name)) == count - 1
             check_answers(cluster, demo_model)
             assert cluster.metric(PREFILL_TOKENS, "decode-0", source="computed") == 0
             cluster.check_baseline()

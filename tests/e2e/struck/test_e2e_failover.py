@@ -12,7 +12,7 @@ from struck import DECODES
 
 NOISE = 1e-3
 """Log probabilities of float32 logits, computed in another order, differ by less."""
-MAX_TOKENS = 300
+MAX_TOKENS = 150
 KILL_AFTER = 40
 REPLAYED = [
     {"temperature": 0.0, "logprobs": True, "top_logprobs": 2},
@@ -22,7 +22,7 @@ REPLAYED = [
         "seed": 5,
         "frequency_penalty": 0.3,
         "repetition_penalty": 1.1,
-        "min_tokens": 250,
+        "min_tokens": 120,
     },
     {  # It dies inside a string, and the grammar must go on there.
         "temperature": 1.3,
