@@ -124,11 +124,13 @@ MIXES = {
     "one": ([Row(1, 1)], 1),
     "a prompt's last token alone": ([Row(1, 1), Row(1, 25)], 0),
 }
-WINDOWS = ((None,) * 3, (5, None, 16), (1, 200, 8))
+WINDOWS = ((5, None, 16), (1, 200, 8))
 
 
-@pytest.mark.parametrize("windows", WINDOWS, ids=str)
-@pytest.mark.parametrize(("name", "size"), [("sdpa", 4), ("sdpa", 16), ("fa2", 256)])
+@pytest.mark.parametrize(
+    ("name", "size", "windows"),
+    [("sdpa", 4, WINDOWS[0]), ("sdpa", 16, WINDOWS[1]), ("fa2", 256, WINDOWS[0])],
+)
 @pytest.mark.parametrize("mix", MIXES)
 def test_every_mix_of_rows(mix, name, size, windows):
     rows, decodes = MIXES[mix]
@@ -149,7 +151,7 @@ def test_scales_caps_and_sinks(mix):
 
 
 @pytest.mark.parametrize("name", ["sdpa", "fa2"])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_batches(seed, name):
     rng = np.random.default_rng(seed)
     decodes = int(rng.integers(0, 5))
@@ -163,9 +165,8 @@ def test_random_batches(seed, name):
 
 
 def test_fa2_reads_on_in_a_second_page():
-    rows = [Row(1, 700), Row(1, 256), Row(1, 257), Row(40, 300), Row(300, 300)]
-    for window in (None, 270):
-        check(rows, 256, (None, window, 3), 3, 11, "fa2")
+    rows = [Row(1, 600), Row(1, 256), Row(1, 257), Row(20, 270)]
+    check(rows, 256, (None, 260, 3), 3, 11, "fa2")
 
 
 def test_new_tokens_go_where_the_batch_says_and_nowhere_else():

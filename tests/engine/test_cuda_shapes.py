@@ -28,7 +28,7 @@ NOBODY = 99
 NOTHING = np.zeros(0, np.int32)
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 4, 5, 8, 9, 16, 100, 256, 300])
+@pytest.mark.parametrize("most", [1, 3, 9, 256, 300])
 def test_every_batch_has_a_bucket_that_wastes_little(most):
     sizes = bucket_sizes(most)
     assert list(sizes) == sorted(set(sizes))
@@ -129,7 +129,7 @@ def test_steps_with_narrowed_rows_have_graphs_of_their_own() -> None:
     assert plain.of(plan, reads) is None
 
 
-@pytest.mark.parametrize("most", [1, 3, 8, 40, 128])
+@pytest.mark.parametrize("most", [1, 8, 40])
 def test_the_shape_of_a_step_holds_it_and_has_a_graph(most):
     shapes = shapes_of(most)
     assert [s.tokens for s in shapes.all] == sorted((s.tokens for s in shapes.all), reverse=True)

@@ -21,7 +21,7 @@ from engine.step.plan import StepPlan
 from engine.types import Event, NewTokens, Request, SamplingParams, StopRules
 
 PAGE = 16
-STREAMS = 64
+STREAMS = 40
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=5)
 
 
@@ -131,7 +131,7 @@ def mixed_streams(seed: int) -> list[Stream]:
     rng = np.random.default_rng(seed)
     streams = []
     for i in range(STREAMS):
-        length, max_tokens = int(rng.integers(1, 240)), int(rng.integers(1, 60))
+        length, max_tokens = int(rng.integers(1, 240)), int(rng.integers(1, 40))
         streams.append(
             Stream(
                 prompt_of(rng, length, shared=length // 2 if i % 3 == 0 else 0),
@@ -161,27 +161,28 @@ def run_crowd(engine: Engine, streams: Sequence[Stream]) -> list[Run]:
     return runs
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+)
 def test_survivors_equal_their_solo_runs(path, solo, seed):
     streams = mixed_streams(seed)
     with running(path) as (engine, plans):
         for _ in range(2):  # the second time from the cache
             check_survivors(streams, run_crowd(engine, streams), solo)
-        assert max(len(plan.row_slots) for plan in plans) > 32, "there was no crowd"
+        assert max(len(plan.row_slots) for plan in plans) > 20, "there was no crowd"
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "shortest", "fair"])
-def test_a_pool_of_a_third_of_the_need(path, solo, policy):
+def test_a_pool_of_a_third_of_the_need(path, solo):
     streams = mixed_streams(seed=7)
     need = sum(stream.pages for stream in streams)
-    with running(path, num_pages=need // 3 + 1, scheduling=policy) as (engine, _):
+    with running(path, num_pages=need // 3 + 1, scheduling="fair") as (engine, _):
         check_survivors(streams, run_crowd(engine, streams), solo)
 
 
 def test_growth_in_a_pool_of_a_third_of_the_need_preempts(path, solo):
     """Short prompts and long outputs: what was admitted outgrows the pool."""
     rng = np.random.default_rng(8)
-    streams = [Stream(prompt_of(rng, int(rng.integers(1, 20))), 100) for _ in range(32)]
+    streams = [Stream(prompt_of(rng, int(rng.integers(1, 20))), 60) for _ in range(16)]
     need = sum(stream.pages for stream in streams)
     with running(path, num_pages=need // 3 + 1) as (engine, _):
         runs = run_crowd(engine, streams)
@@ -189,23 +190,22 @@ def test_growth_in_a_pool_of_a_third_of_the_need_preempts(path, solo):
         check_survivors(streams, runs, solo)
 
 
-@pytest.mark.parametrize("num_pages", [120, 400])
-def test_giants_among_dwarfs(path, solo, num_pages):
-    """In the smaller pool one giant fits at a time, beside a few dwarfs."""
+def test_giants_among_dwarfs(path, solo):
+    """One giant fits at a time, beside a few dwarfs."""
     rng = np.random.default_rng(9)
     streams = []
-    for i in range(48):
+    for i in range(24):
         giant = i % 8 == 3
         length = int(rng.integers(1400, 1700) if giant else rng.integers(1, 6))
         streams.append(Stream(prompt_of(rng, length), 12 if giant else 30))
-    with running(path, num_pages=num_pages) as (engine, _):
+    with running(path, num_pages=120) as (engine, _):
         check_survivors(streams, run_crowd(engine, streams), solo)
 
 
 def test_chunks_and_decodes_share_steps(path, solo):
     """A worker of both roles: long prompts are computed in chunks beside rows that decode."""
     rng = np.random.default_rng(10)
-    streams = [Stream(prompt_of(rng, 5), 120) for _ in range(8)]
+    streams = [Stream(prompt_of(rng, 5), 60) for _ in range(8)]
     streams += [Stream(prompt_of(rng, 700), 20) for _ in range(4)]
     with running(path, max_step_tokens=128, mixed_prefill_tokens=64) as (engine, plans):
         check_survivors(streams, run_crowd(engine, streams), solo)
@@ -221,7 +221,7 @@ def test_chunks_and_decodes_share_steps(path, solo):
 
 def test_a_crowd_beside_hand_offs(path, solo):
     """A decode worker that also runs requests of its own gives both their solo output."""
-    streams = mixed_streams(seed=11)[:32]
+    streams = mixed_streams(seed=11)[:20]
     rng = np.random.default_rng(12)
     with running(path) as (prefill, _), running(path) as (decode, _):
         runs = [start(decode, stream) for stream in streams]

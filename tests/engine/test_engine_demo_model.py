@@ -1,4 +1,5 @@
-"""SmolLM2, greedy, float32: 24 prompts equal transformers, token for token, by every path.
+"""SmolLM2, greedy, float32: 24 prompts equal transformers, token for token, by every path. `make
+test` takes a third of them, and leaves the crowds to a tiny model (`test_engine_paths.py`).
 
 A token may differ only where the two best logits of transformers are closer than the noise of
 float32 sums; every such place is printed, and a difference anywhere else fails.
@@ -22,6 +23,8 @@ from engine.types import EndReason
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 
 MAX_TOKENS = 14
+THIRD = [pytest.param(3, id="a third"), pytest.param(1, id="all", marks=pytest.mark.slow)]
+"""Of the prompts every so many."""
 BOUNDARIES = (15, 16, 17, 63, 64, 65)
 SEVERAL_CHUNKS = (120, 530, 700)
 PROSE = (
@@ -144,8 +147,10 @@ def eos_of(engine: Engine) -> frozenset[int]:
     return frozenset(engine.model.eos_token_ids)
 
 
-def test_whole_then_from_the_prefix_cache(engine, prompts, references):
+@pytest.mark.parametrize("every", THIRD)
+def test_whole_then_from_the_prefix_cache(engine, prompts, references, every):
     """In chunks of 512, every third prompt alone; then again, all but the last tokens cached."""
+    prompts, references = prompts[::every], references[::every]
     alone = set(range(0, len(prompts), 3))
     for chosen, at_once in ((alone, 1), (set(range(len(prompts))) - alone, 8)):
         runs = run_all(engine, [prompts[i] for i in sorted(chosen)], at_once)
@@ -156,6 +161,7 @@ def test_whole_then_from_the_prefix_cache(engine, prompts, references):
     assert engine.load().prompt_tokens_cached - before == complete
 
 
+@pytest.mark.slow
 def test_sixteen_at_once(demo_model, prompts, references):
     """Nothing cached: prompts of every length and decoding rows meet in the same steps."""
     options = {"num_pages": 500, "max_sequences": 16, "max_step_tokens": 512, "prefix_cache": False}
@@ -166,8 +172,10 @@ def test_sixteen_at_once(demo_model, prompts, references):
         assert engine.load().prompt_tokens_cached == 0
 
 
-def test_in_small_chunks_then_handed_off(engine, small_chunks, prompts, references):
+@pytest.mark.parametrize("every", THIRD)
+def test_in_small_chunks_then_handed_off(engine, small_chunks, prompts, references, every):
     """Chunks of 32 tokens, then pages over to the other engine, eight requests in the air."""
+    prompts, references = prompts[::every], references[::every]
     check(run_all(small_chunks, prompts, at_once=16), references, eos_of(engine))
 
     def across(prompt: list[int]) -> Run:
@@ -178,6 +186,7 @@ def test_in_small_chunks_then_handed_off(engine, small_chunks, prompts, referenc
     check(runs, references, eos_of(engine))
 
 
+@pytest.mark.slow
 def test_preempted_and_resumed(demo_model, prompts, references):
     """A pool of a third of the need. Pages of 4 tokens, so that short outputs outgrow what
     admission keeps back for them."""

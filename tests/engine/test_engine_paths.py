@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from engine_kit import build, check_baseline, finish, hand_off, held, submit
+from references import references
 from tiny_models import write_tiny_model
 
 from engine.attention.fa2 import Fa2Backend
@@ -26,26 +27,8 @@ def model_path(tmp_path_factory):
 @pytest.fixture(scope="module")
 def reference(model_path):
     """Greedy continuation by transformers, without stopping."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    cache: dict[tuple[tuple[int, ...], int], list[int]] = {}
-
-    def generate(prompt: list[int], max_tokens: int) -> list[int]:
-        key = (tuple(prompt), max_tokens)
-        if key not in cache:
-            ids = torch.tensor([prompt])
-            out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=max_tokens,
-                min_new_tokens=max_tokens,
-                do_sample=False,
-            )
-            cache[key] = out[0, len(prompt) :].tolist()
-        return cache[key]
-
-    return generate
+    answers = references(model_path)
+    return lambda prompt, max_tokens: answers(prompt, max_tokens, past_end=True).tokens
 
 
 @pytest.fixture(scope="module")
@@ -68,15 +51,10 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed * 1000 + length).integers(1, 384, length).tolist()
 
 
-def without_end_of_sequence(max_tokens: int) -> dict[str, int]:
-    """transformers' min_new_tokens masks end of sequence; so does ours."""
-    return {"min_tokens": max_tokens}
-
-
 @pytest.mark.parametrize("length", LENGTHS)
 def test_whole(engine, reference, length):
     prompt = prompt_of(length)
-    run = submit(engine, prompt, 24, **without_end_of_sequence(24))
+    run = submit(engine, prompt, 24, ignore_eos=True)
     finish(run)
     assert run.tokens == [reference(prompt, 24)]
     assert run.ends[0].reason is EndReason.LENGTH
@@ -85,7 +63,7 @@ def test_whole(engine, reference, length):
 @pytest.mark.parametrize("length", LENGTHS)
 def test_in_chunks_of_two_pages(other, reference, length):
     prompt = prompt_of(length)
-    run = submit(other, prompt, 24, **without_end_of_sequence(24))
+    run = submit(other, prompt, 24, ignore_eos=True)
     finish(run)
     assert run.tokens == [reference(prompt, 24)]
 
@@ -94,7 +72,7 @@ def test_from_the_prefix_cache(engine, reference):
     prompt = prompt_of(100, seed=1)
     before = engine.load().prompt_tokens_cached
     for _ in range(2):
-        run = submit(engine, prompt, 24, **without_end_of_sequence(24))
+        run = submit(engine, prompt, 24, ignore_eos=True)
         finish(run)
         assert run.tokens == [reference(prompt, 24)]
     assert engine.load().prompt_tokens_cached - before == 96
@@ -102,7 +80,7 @@ def test_from_the_prefix_cache(engine, reference):
 
 def test_sixteen_at_once_equal_their_solo_runs(engine, reference):
     prompts = [prompt_of(5 + 13 * i, seed=2) for i in range(16)]
-    runs = [submit(engine, p, 20, **without_end_of_sequence(20)) for p in prompts]
+    runs = [submit(engine, p, 20, ignore_eos=True) for p in prompts]
     finish(*runs)
     for prompt, run in zip(prompts, runs, strict=True):
         assert run.tokens == [reference(prompt, 20)]
@@ -116,11 +94,10 @@ def test_a_request_is_waited_for_once(engine):
         finish(run)
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("choices", [1, 3])
+@pytest.mark.parametrize(("length", "choices"), [*zip(LENGTHS, [1, 3] * 4, strict=True)])
 def test_handed_off(engine, other, reference, length, choices):
     prompt = prompt_of(length, seed=3)
-    run = hand_off(other, engine, prompt, 24, choices=choices, **without_end_of_sequence(24))
+    run = hand_off(other, engine, prompt, 24, choices=choices, ignore_eos=True)
     assert run.tokens == [reference(prompt, 24)] * choices
     check_baseline(engine)
     check_baseline(other)
@@ -130,7 +107,7 @@ def test_preempted_and_resumed(model_path, reference):
     engine = build(model_path, num_pages=18, max_sequences=6, max_step_tokens=64)
     prompts = [prompt_of(20 + i, seed=4) for i in range(6)]
     with held(engine):
-        runs = [submit(engine, p, 80, **without_end_of_sequence(80)) for p in prompts]
+        runs = [submit(engine, p, 80, ignore_eos=True) for p in prompts]
     finish(*runs)
     assert engine.load().preemptions > 0
     assert sum(run.ends[0].preemptions for run in runs) == engine.load().preemptions

@@ -53,15 +53,3 @@ def test_a_profile_of_some_steps(tmp_path: Path) -> None:
     products = (count for name, count in names.items() if "linear" in name or "mm" in name)
     assert sum(products) > STEPS
     assert len(list(folder.iterdir())) == 1, "nobody asked for a second one"
-
-
-def test_a_profile_tells_the_time_of_sums_over_ranks(tmp_path: Path) -> None:
-    model = write_tiny_model(tmp_path / "model", tokenizer=False)
-    engine, folder = build(model, tp=2), tmp_path / "profiles"
-    try:
-        engine.profile(STEPS, folder)
-        answer(engine)
-        names = written(folder)
-    finally:
-        engine.stop()
-    assert names["gloo:all_reduce"] > STEPS

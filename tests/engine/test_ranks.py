@@ -27,6 +27,7 @@ from test_engine_demo_model import first_difference
 from test_engine_structure import PERSON, grammar_of
 from test_precision_paths import TINY_FLIP, Case
 from test_precision_paths import run_all as run_quantised
+from test_profiling import written
 from tiny_families import EVERY, EXPERTS
 from tiny_models import write_tiny_model
 from waiting import wait_until
@@ -215,6 +216,12 @@ def test_log_probabilities_of_prompt_and_output(pair):
     for one, other in zip(*records, strict=True):
         assert (one.token_id, one.top_ids) == (other.token_id, other.top_ids)
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+def test_a_profile_tells_the_time_of_sums_over_ranks(pair, tmp_path):
+    pair.several.profile(6, tmp_path)
+    finish(submit(pair.several, prompt_of(40), 20, ignore_eos=True))
+    assert written(tmp_path)["gloo:all_reduce"] > 6
 
 
 # -- precisions ---------------------------------------------------------------------------------
@@ -450,29 +457,30 @@ def test_a_rank_that_fails_to_load_is_named(how, tmp_path, monkeypatch):
 
 
 LATE = [
-    ("rank.join", "stop", "rank 2 is stopped"),
-    ("rank.joined", "stop", "rank 2 is stopped"),
-    ("rank.load", "stop", "rank 2 is stopped"),
-    ("rank.join", "hang", "rank 2 is not going on"),
-    ("rank.joined", "hang", "rank 2 is not going on"),
+    (2, "rank.join", "stop", "rank 1 is stopped"),
+    (4, "rank.join", "stop", "rank 3 is stopped"),
+    (4, "rank.joined", "stop", "rank 3 is stopped"),
+    (4, "rank.load", "stop", "rank 3 is stopped"),
+    (4, "rank.join", "hang", "rank 3 is not going on"),
+    (4, "rank.joined", "hang", "rank 3 is not going on"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("point", "how", "why"),
+    ("count", "point", "how", "why"),
     [pytest.param(*one, marks=() if one is LATE[0] else pytest.mark.matrix) for one in LATE],
 )
-def test_a_rank_whose_start_does_not_go_on_is_named(point, how, why, tmp_path, monkeypatch):
+def test_a_rank_whose_start_does_not_go_on_is_named(count, point, how, why, tmp_path, monkeypatch):
     """Between its load and READY, where all others wait for it. None is left."""
     path = write_tiny_model(tmp_path, tokenizer=False)
     monkeypatch.setattr(figures, "STOPPED_S", 2.0)
     if how == "hang":  # It is longer than a busy machine takes to import torch.
         monkeypatch.setattr(figures, "START_S", 60.0)
-    monkeypatch.setenv("BATON_DEBUG_FAILPOINTS", f"{point}={how}~2")
+    monkeypatch.setenv("BATON_DEBUG_FAILPOINTS", f"{point}={how}~{count - 1}")
     before = set(psutil.Process().children())
     after_s = 2 if how == "stop" else 60
     with pytest.raises(EngineError, match=f"has not gone on for {after_s} s: {why}"):
-        build(path, tp=4)
+        build(path, tp=count)
     assert set(psutil.Process().children()) <= before
 
 
@@ -498,21 +506,25 @@ def test_what_ranks_cannot_do_is_refused(tmp_path, monkeypatch):
         build(path, tp=2, device="cuda:1")
 
 
-@pytest.mark.parametrize("how", ["stop", pytest.param("hang", marks=pytest.mark.matrix)])
-def test_an_llm_says_that_a_rank_hangs(how, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("count", "how"),
+    [(2, "stop"), *(pytest.param(4, how, marks=pytest.mark.matrix) for how in ("stop", "hang"))],
+)
+def test_an_llm_says_that_a_rank_hangs(count, how, tmp_path, monkeypatch):
     """The user's process goes on, and the rank that is the reason is named."""
+    last = count - 1
     if how == "hang":
-        monkeypatch.setenv("BATON_DEBUG_FAILPOINTS", "rank.step=hang~2@20")
+        monkeypatch.setenv("BATON_DEBUG_FAILPOINTS", f"rank.step=hang~{last}@20")
     path = write_tiny_model(tmp_path)
     debug = {"num_pages": 40, "step_timeout_s": 2.0}
-    with LLM(path, tp=4, device="cpu", debug=debug, max_sequences=4) as llm:
+    with LLM(path, tp=count, device="cpu", debug=debug, max_sequences=4) as llm:
         pids = pids_of(llm.engine)
-        why = "no step has ended for 2 s: rank 2 is "
+        why = f"no step has ended for 2 s: rank {last} is "
         why += "stopped" if how == "stop" else "not going on"
         with llm.stream("One, two,", max_tokens=500, ignore_eos=True) as stream:
             next(iter(stream))
             if how == "stop":
-                os.kill(pids[2], signal.SIGSTOP)
+                os.kill(pids[last], signal.SIGSTOP)
             with pytest.raises(EngineError, match=why):
                 list(stream)
         wait_until(lambda: all_gone(list(pids.values())), GONE_S)
