@@ -22,7 +22,6 @@ from tool_templates import THINKING
 from baton.client.clients import Client
 from baton.client.generation import FinishReason
 from baton.errors import InvalidRequestError
-from serving.models.demo_model import MODEL_NAME
 
 QUESTION = [{"role": "user", "content": "What is the weather in Paris?"}]
 WEATHER: dict[str, Any] = {
