@@ -73,6 +73,7 @@ class RouterEvents(Protocol):
         *,
         per_token_s: float | None = None,
         trace_id: str = "",
+        method: str = "",
     ) -> None:
         """A request ended.
 
@@ -82,6 +83,7 @@ class RouterEvents(Protocol):
             duration_s: since its arrival.
             per_token_s: mean time of a token after its choice's first; None if there was none.
             trace_id: "" if the request is not traced.
+            method: that of a door, as in the access log.
         """
         return
 

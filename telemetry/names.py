@@ -197,6 +197,7 @@ class Metric:
     REQUEST_DURATION: Final = "gen_ai_server_request_duration_seconds"
 
     REQUESTS: Final = "baton_requests"
+    REQUESTS_BY_METHOD: Final = "baton_requests_by_method"
     REJECTIONS: Final = "baton_rejections"
     UNREAD_STREAMS: Final = "baton_unread_streams"
     INFLIGHT: Final = "baton_requests_inflight"

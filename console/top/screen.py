@@ -64,6 +64,9 @@ def _requests(view: View) -> Table:
     grid.add_row("queued", f"{view.queued_requests:,}")
     grid.add_row("queued tokens", f"{view.queued_tokens:,}")
     grid.add_row("requests/s", rate(view.request_rate))
+    if len(view.method_rates) > 1:
+        for method, by_method in view.method_rates.items():
+            grid.add_row(f"  {_short(method)}", rate(by_method))
     grid.add_row("errors/s", _alarm(rate(view.error_rate), bool(view.error_rate)))
     grid.add_row("prompt tokens/s", rate(view.prompt_token_rate))
     grid.add_row("output tokens/s", rate(view.output_token_rate))
@@ -72,6 +75,11 @@ def _requests(view: View) -> Table:
     grid.add_row("bad requests", f"{view.bad_requests:,}")
     grid.add_row("events behind", f"{view.events_behind:,}")
     return grid
+
+
+def _short(method: str) -> str:
+    """The name of a method: `responses`, `Generate`."""
+    return method.rpartition("/v1/")[2].rpartition(".")[2].rpartition("Service/")[2]
 
 
 def _latencies(view: View) -> Table:

@@ -105,6 +105,8 @@ class View:
     """Events of pages that the router has not heard."""
     latencies: dict[str, Quantiles]
     workers: list[WorkerView]
+    method_rates: dict[str, float] = field(default_factory=dict)
+    """Requests a second by the method called, of those that were called."""
     routers: int = 1
     """Number of routers whose requests are counted."""
     most_routers: int = 1
@@ -156,9 +158,17 @@ def view(now: Scrape, earlier: Scrape | None = None, rates: Scrape | None = None
         events_behind=int(router.total(Metric.PAGE_EVENTS_BEHIND)),
         latencies=latencies,
         workers=workers,
+        method_rates=_method_rates(router, then),
         routers=now.routers,
         most_routers=max((now.routers_of(name) or 0 for name in now.samples), default=0),
     )
+
+
+def _method_rates(now: Scraped, then: Scraped) -> dict[str, float]:
+    requests = f"{Metric.REQUESTS_BY_METHOD}_total"
+    called = now.by_label(requests, "method")
+    rates = {name: _rate(now, then, requests, method=name) for name in called}
+    return {name: rate for name, rate in sorted(rates.items()) if rate}
 
 
 def _worker(known: Known, now: Scrape, before: Scrape, since: Scrape) -> WorkerView:

@@ -91,6 +91,7 @@ class RequestSpan:
             duration_s,
             per_token_s=_per_token_s(self._paces.values()),
             trace_id=trace_id_of(self.context),
+            method=self._record.method,
         )
 
     @contextmanager

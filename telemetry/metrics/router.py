@@ -48,6 +48,7 @@ class RouterMetrics(ProcessMetrics):
     ) -> None:
         super().__init__()
         self._requests = self._counter(Metric.REQUESTS)
+        self._by_method = self._counter(Metric.REQUESTS_BY_METHOD)
         self._rejections = self._counter(Metric.REJECTIONS)
         self._prompt_tokens = self._counter(Metric.PROMPT_TOKENS)
         self._output_tokens = self._counter(Metric.OUTPUT_TOKENS)
@@ -160,9 +161,11 @@ class RouterMetrics(ProcessMetrics):
         *,
         per_token_s: float | None = None,
         trace_id: str = "",
+        method: str = "",
     ) -> None:
         """A request ended; `outcome` is "OK" or the reason of the error table."""
         error = "" if outcome == "OK" else outcome
+        self._by_method.labels(method).inc()
         self._requests.labels(model, outcome).inc()
         self._duration.labels(model, error).observe(duration_s, _exemplar(trace_id))
         if not error and per_token_s is not None:

@@ -83,6 +83,9 @@ DECLARED: Final[Mapping[str, Declared]] = {
         "histogram", "Time between two messages of tokens to a client.", ("model",), _STEP_S
     ),
     Metric.REQUESTS: Declared("counter", "Requests ended, by outcome.", ("model", "outcome")),
+    Metric.REQUESTS_BY_METHOD: Declared(
+        "counter", "Requests ended, by the method that clients called.", ("method",)
+    ),
     Metric.REJECTIONS: Declared("counter", "Requests refused before any work.", ("reason",)),
     Metric.UNREAD_STREAMS: Declared(
         "counter", "Answers given up after their deadline, because their clients did not read."

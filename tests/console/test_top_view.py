@@ -89,12 +89,19 @@ def test_rates_and_percentiles_are_of_what_happened_between(pages: Pages) -> Non
     before = scrape(pages.address)
     for _ in range(50):
         first.labels("m").observe(0.015)
+    by_method = Counter(Metric.REQUESTS_BY_METHOD, "", ("method",), registry=pages.registry)
+    by_method.labels("POST /v1/responses").inc(30)
+    by_method.labels("baton.inference.v1.InferenceService/Generate").inc(20)
     ended.labels("m", "OK").inc(30)
     ended.labels("m", "QUEUE_FULL").inc(20)
     after = scrape(pages.address)
     took_s = after.router.at_s - before.router.at_s
     found = view(after, before)
     assert found.request_rate == pytest.approx(50 / took_s)
+    assert [*found.method_rates.values()] == pytest.approx([30 / took_s, 20 / took_s])
+    shown = Console(width=120, record=True, file=io.StringIO())
+    shown.print(draw(found, "here"))
+    assert re.search(r"  responses +\d[\s\S]*  Generate +\d", shown.export_text())
     assert found.error_rate == pytest.approx(20 / took_s)
     ttft = found.latencies["TTFT"]
     assert ttft.count == 50

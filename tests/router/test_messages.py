@@ -233,6 +233,12 @@ async def test_errors_and_keys_in_anthropics_form(door: Door) -> None:
     assert refused.value.body["error"]["type"] == "authentication_error"
     headers = {"x-api-key": "key", "Authorization": anthropic.Omit()}
     assert (await door.create(extra_headers=headers)).content
+    with pytest.raises(anthropic.NotFoundError) as unknown:
+        await door.client.messages.batches.list(extra_headers=headers)
+    assert "one by one" in unknown.value.body["error"]["message"]
+    (model,) = (await door.client.models.list(extra_headers=headers)).data
+    assert model == await door.client.models.retrieve(MODEL)
+    assert (model.id, model.type, model.created_at.tzinfo is not None) == (MODEL, "model", True)
 
 
 def test_every_field_of_anthropics_api_is_known() -> None:

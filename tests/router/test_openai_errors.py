@@ -271,6 +271,15 @@ async def test_a_wrong_path_or_method_says_what_is_right(tmp_path: Path) -> None
         url, client = f"http://{port.server.address}", port.client._client
         missing = await client.post(f"{url}/chat/completions", json={})
         assert "/v1/chat/completions, " in missing.json()["error"]["message"]
+        for path, instead in (
+            ("audio/speech", "text"),
+            ("images/generations", "text"),
+            ("fine_tuning/jobs", "trained elsewhere"),
+            ("assistants", "/v1/responses"),
+            ("threads/thread_a/runs", "/v1/responses"),
+        ):
+            missing = await client.post(f"{url}/v1/{path}", json={})
+            assert (missing.status_code, instead in missing.text) == (404, True)
         get = await client.get(f"{url}/v1/completions")
         assert get.json()["error"]["message"] == "this path takes POST"
         assert get.headers["allow"] == "POST"

@@ -13,6 +13,8 @@ from pydantic import BaseModel
 from tool_templates import HERMES, THINKING
 
 from baton.worker.v1 import worker_pb2
+from telemetry.metrics.router import RouterLoad, RouterMetrics
+from telemetry.names import Metric
 
 MODEL = "tiny"
 END = worker_pb2.END_REASON_END_OF_SEQUENCE
@@ -54,6 +56,17 @@ async def test_a_whole_response(port: Port) -> None:
     assert got.usage.input_tokens == port.job.prompt_tokens
     assert got.usage.total_tokens == port.job.prompt_tokens + len(port.ids("The fox"))
     assert not got.model_extra["store"]
+
+
+async def test_requests_are_counted_by_method(tmp_path: Path) -> None:
+    metrics = RouterMetrics(RouterLoad)
+    async with open_port(tmp_path, says("a"), events=metrics) as port:
+        for _ in range(2):
+            await create(port)
+        await port.client.completions.create(model=MODEL, prompt="Hello")
+    for path, count in (("responses", 2), ("completions", 1)):
+        labels, name = {"method": f"POST /v1/{path}"}, f"{Metric.REQUESTS_BY_METHOD}_total"
+        assert metrics.registry.get_sample_value(name, labels) == count
 
 
 @pytest.mark.parametrize(

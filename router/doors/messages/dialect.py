@@ -11,6 +11,8 @@ from router.doors.http.statuses import JSON, http_status, message_of
 if TYPE_CHECKING:
     from router.errors import RouterError
 
+VERSION_HEADER: Final = "anthropic-version"
+"""Header that Anthropic's clients send with every request."""
 _TYPES: Final = {
     400: "invalid_request_error",
     401: "authentication_error",

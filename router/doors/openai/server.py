@@ -21,15 +21,17 @@ from starlette.routing import BaseRoute, Route
 
 from baton.version import __version__
 from router import errors
-from router.doors.auth import AUTHORIZATION, OPEN, Gate
+from router.doors.auth import OPEN, Gate
 from router.doors.http import statuses
 from router.doors.http.bodies import Bodies
 from router.doors.http.connections import Connections
 from router.doors.http.dialect import CHATS, NAMED_EVENTS, Dialect
 from router.doors.http.edge import REQUEST_ID, Guards, HttpEndpoint, Method
+from router.doors.http.elsewhere import not_served
 from router.doors.http.origins import guarded
-from router.doors.messages.dialect import MESSAGES_DIALECT
+from router.doors.messages.dialect import MESSAGES_DIALECT, VERSION_HEADER
 from router.doors.messages.method import Messages
+from router.doors.messages.models import model_of, models_page
 from router.doors.openai.chat import ChatCompletions
 from router.doors.openai.completions import Completions
 from router.doors.openai.tokens import Tokens
@@ -182,6 +184,8 @@ class _Pages:
         served = self._dispatcher.models()
         if not served:
             raise errors.no_workers(self._dispatcher.model("").name)
+        if _is_anthropics(request):
+            return _json(models_page([model.name for model in served], self._started_s))
         models = [self._describe(model) for model in served]
         return _json({"object": "list", "data": models})
 
@@ -192,6 +196,8 @@ class _Pages:
         models = {model.name: model for model in self._dispatcher.models()}
         if name not in models:
             raise errors.model_not_found(name, list(models))
+        if _is_anthropics(request):
+            return _json(model_of(name, self._started_s))
         return _json(self._describe(models[name]))
 
     async def tokenizer(self, request: Request) -> Response:
@@ -217,7 +223,8 @@ class _Pages:
         return _json({"version": __version__})
 
     def _admit(self, request: Request) -> None:
-        self._gate.caller_of(request.headers.get(AUTHORIZATION))
+        dialect = MESSAGES_DIALECT if _is_anthropics(request) else CHATS
+        self._gate.caller_of(dialect.authorization(request.headers))
 
     def _describe(self, model: ServedModel) -> JSON:
         return {
@@ -231,28 +238,40 @@ class _Pages:
 
 
 async def _not_served(request: Request, error: Exception) -> Response:
-    """The error for an unknown path or method. It lists the known paths, since most callers have
+    """The error for an unknown path or method. It says what there is, since most callers have
     forgotten /v1 in the base URL or use a part of the API that is not supported."""
     assert isinstance(error, HTTPException)
-    message, code = f"no such path: there are {_SERVED}", "not_found"
+    path = request.url.path
+    message, code = not_served(path, _SERVED), "not_found"
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         allowed = (error.headers or {}).get("Allow", "")
         message, code = f"this path takes {allowed}", "method_not_allowed"
     content = statuses.body(message, "invalid_request_error", None, code)
+    if _is_anthropics(request):
+        content = MESSAGES_DIALECT.body(error.status_code, message, _trace_id(request))
     return _failed(request, content, error.status_code, error.headers or {})
 
 
 async def _refused(request: Request, error: Exception) -> Response:
     """The response to an error of the API's pages."""
     assert isinstance(error, errors.RouterError)
-    content, headers = statuses.error_body(error), statuses.retry_headers(error)
+    dialect = MESSAGES_DIALECT if _is_anthropics(request) else CHATS
+    content, headers = dialect.error(error), statuses.retry_headers(error)
     return _failed(request, content, statuses.http_status(error), headers)
+
+
+def _is_anthropics(request: Request) -> bool:
+    """Whether Anthropic's client asks."""
+    return VERSION_HEADER in request.headers
 
 
 def _failed(request: Request, content: JSON, status: int, headers: Mapping[str, str]) -> Response:
     """A response with an error. Its id is the caller's trace id, if it sends one."""
-    traced = trace_id_of(context_of(request.headers.get(TRACEPARENT)))
-    return _json(content, status, {**headers, REQUEST_ID: traced or uuid.uuid4().hex})
+    return _json(content, status, {**headers, REQUEST_ID: _trace_id(request)})
+
+
+def _trace_id(request: Request) -> str:
+    return trace_id_of(context_of(request.headers.get(TRACEPARENT))) or uuid.uuid4().hex
 
 
 def _json(content: JSON, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
