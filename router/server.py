@@ -33,9 +33,9 @@ from router.doors.auth import TokensFileError, gate_of
 from router.doors.frontdoor import SERVICE_NAME, InferenceService
 from router.doors.openai.server import OpenAiServer
 from router.doors.responses.store import Bounds, ResponseStore, StoreError
+from router.folders.templates import TemplateFileError, read_template
 from router.placement.cost import policy_of
 from router.requests.bounds import UNREAD_GRACE_S, most_connections
-from router.requests.chat_template import TemplateFileError, read_template
 from router.requests.tokenization import Tokenizers
 from router.requests.validation import Limits
 from router.trace_store import TraceStore, add_trace_receiver, trace_routes

@@ -218,7 +218,7 @@ def _turn(turn: Message) -> pb.ChatMessage:
         raise ValueError("a message has a role and a content")
     return pb.ChatMessage(
         role=_role(turn["role"]),
-        content=turn.get("content", ""),
+        content=turn.get("content"),
         reasoning=turn.get("reasoning", ""),
         tool_calls=[
             pb.ToolCall(id=call.id, name=call.name, arguments=call.arguments)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import Any, Final, Literal, cast
 
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
@@ -43,8 +43,8 @@ class TokenizerClass:
     """Further ones, without names."""
     adds_last: bool = False
     """Whether special tokens are added once more, with the usual properties."""
-    keeps_post_processor: bool = True
-    """Whether the file says which tokens stand around a text."""
+    around: Literal["as the file says", "nothing", "begin"] = "as the file says"
+    """Tokens around a text: `begin` is `bos_token`."""
 
 
 def text_of(token: Any) -> str:
@@ -152,7 +152,7 @@ CLASSES: Final[Mapping[str, TokenizerClass]] = {
         ("TokenizersBackend", "PreTrainedTokenizer", "PythonBackend", "BloomTokenizer"), AS_IT_IS
     ),
     "LlamaTokenizer": TokenizerClass(_llama, _PIECES),
-    "CodeLlamaTokenizer": TokenizerClass(_code_llama, _PIECES, _FILL),
+    "CodeLlamaTokenizer": TokenizerClass(_code_llama, _PIECES, _FILL, around="begin"),
     "GemmaTokenizer": TokenizerClass(
         _gemma,
         {
@@ -168,7 +168,7 @@ CLASSES: Final[Mapping[str, TokenizerClass]] = {
     ),
     "GPT2Tokenizer": TokenizerClass(_gpt_2, _BYTES),
     "GPTNeoXTokenizer": TokenizerClass(
-        _gpt_neo_x, {**_BYTES, "pad_token": "<|padding|>"}, keeps_post_processor=False
+        _gpt_neo_x, {**_BYTES, "pad_token": "<|padding|>"}, around="nothing"
     ),
 }
 """Classes by name, without `Fast`."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
 import tokenizers
-from tokenizers import AddedToken
+from tokenizers import AddedToken, processors
 
 from router.folders.classes import TokenizerClass, TokenizerError, class_of, rebuilt, text_of
 
@@ -61,13 +61,17 @@ def read_tokenizer(folder: Path) -> FolderTokenizer:
     else:
         file = tokens.file
         backend = rebuilt(kind.build, file, {**kind.special, **given})
-        if kind.keeps_post_processor and file.get("post_processor"):
+        if kind.around == "as the file says" and file.get("post_processor"):
             backend.post_processor = _post_processor(file)
     _check_cleaning(backend, given)
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = bool(given.get("split_special_tokens"))
     tokens.add_to(backend)
+    if kind.around == "begin" and (begin := tokens.texts().get("bos_token")):
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{begin} $A", special_tokens=[(begin, backend.token_to_id(begin))]
+        )
     return FolderTokenizer(backend, tokens.texts(), config)
 
 

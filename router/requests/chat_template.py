@@ -1,29 +1,21 @@
-"""Chat templates: the programs that turn a model's conversations into one text.
+"""Conversations in the form in which transformers gives them to a model's chat template.
 
-A conversation reaches them in the form that transformers gives it: turns and tools as dictionaries,
-the arguments of calls as objects.
-
-They come with a checkpoint, from any source, so they run in a sandbox. The sandbox has the
-variables and helpers that chat templates expect.
+Turns and tools are dictionaries, as the client sent them. Arguments of calls are objects for
+templates that look into them, and texts for those that print them. A content of several parts is a
+list for templates that go through one, and else one text.
 """
 
 from __future__ import annotations
 
-import json
+import secrets
 from collections.abc import Mapping
-from datetime import datetime
-from pathlib import Path
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final
 
-import jinja2
-import jinja2.nodes
-import jinja2.parser
 from google.protobuf.json_format import MessageToDict
-from jinja2 import meta
-from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from pydantic_core import from_json
 
 from baton.inference.v1 import inference_pb2 as api
+from router.folders.templates import Template, TemplateRefusalError, Templates
 
 _ROLES: Final[Mapping[int, str]] = {
     api.ROLE_SYSTEM: "system",
@@ -31,12 +23,11 @@ _ROLES: Final[Mapping[int, str]] = {
     api.ROLE_ASSISTANT: "assistant",
     api.ROLE_TOOL: "tool",
 }
-DEFAULT: Final = "default"
-TOOLS: Final = "tool_use"
-"""Names of templates."""
 EFFORT: Final = "reasoning_effort"
 THINKING_SWITCHES: Final = ("enable_thinking", "thinking")
 """Variables by which templates turn thinking on and off."""
+_MAX_WORDS_CHARS: Final = 512
+"""A template's own words are cut at this length."""
 
 
 class ChatTemplateError(Exception):
@@ -45,113 +36,82 @@ class ChatTemplateError(Exception):
     def __init__(self, rule: str, field: str = "") -> None:
         super().__init__(rule)
         self.rule = rule
-        """Which rule is broken."""
+        """Which rule is broken. It may hold words of the template, which are for the client
+        alone."""
         self.field = field
         """Path of the field within the conversation, if one field is to blame."""
 
 
-class TemplateFileError(Exception):
-    """A file with a chat template cannot be used; the message says why."""
+class Arguments(dict[str, Any]):
+    """The arguments of a call: an object that is printed as the text that was sent. Most templates
+    look into it or use `tojson`. DeepSeek-R1's adds it to other texts."""
+
+    __slots__ = ("_sent",)
+
+    def __init__(self, found: Mapping[str, Any], sent: str) -> None:
+        super().__init__(found)
+        self._sent = sent
+
+    def __str__(self) -> str:
+        return self._sent
+
+    def __add__(self, other: str) -> str:
+        return self._sent + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._sent
 
 
-class Template(Protocol):
-    """A compiled chat template."""
+def render(templates: Templates, special: Mapping[str, str], chat: api.ChatPrompt) -> str:
+    """Text of a conversation, up to the point at which the assistant begins or goes on.
 
-    def render(self, **variables: object) -> str:
-        """Text of a conversation."""
-        ...
-
-
-def template_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The chat templates of a folder by name, as transformers finds them. Files of their own come
-    before an entry of the config. One for requests with tools is named `tool_use`."""
-    found: dict[str, str] = {}
-    if (file := folder / "chat_template.jinja").is_file():
-        found[DEFAULT] = file.read_text(encoding="utf-8")
-    for file in sorted(folder.glob("additional_chat_templates/*.jinja")):
-        found[file.stem] = file.read_text(encoding="utf-8")
-    if found:
-        return found
-    stated = config.get("chat_template")
-    if isinstance(stated, list):
-        stated = {entry["name"]: entry["template"] for entry in stated}
-    if isinstance(stated, str):
-        stated = {DEFAULT: stated}
-    return dict(stated) if isinstance(stated, dict) else {}
-
-
-class ChatTemplates:
-    """The compiled chat templates of a model."""
-
-    def __init__(self, sources: Mapping[str, str]) -> None:
-        self.sources = dict(sources)
-        used = {name: self.sources[name] for name in (DEFAULT, TOOLS) if name in self.sources}
-        self._compiled = {name: compile_template(source) for name, source in used.items()}
-        self._names = {name: names_in(source) for name, source in used.items()}
-        self.text = "\n".join(used.values())
-        """Their sources."""
-        self.names = frozenset[str]().union(*self._names.values())
-        """Variables that they read."""
-
-    def of(self, *, tools: bool) -> tuple[Template, frozenset[str]]:
-        """The template of a conversation with tools or without, and the variables that it reads.
-
-        Raises:
-            ChatTemplateError: there is none.
-        """
-        name = TOOLS if tools and TOOLS in self._compiled else DEFAULT
-        if name not in self._compiled:
-            several = (
-                "several chat templates and no default" if self.sources else "no chat template"
-            )
-            raise ChatTemplateError(f"the model has {several}")
-        return self._compiled[name], self._names[name]
-
-
-def read_template(path: str) -> str | None:
-    """The source in a file that replaces the models' own templates; None for "".
+    Args:
+        templates: the model's.
+        special: texts of special tokens by name.
+        chat: the conversation.
 
     Raises:
-        TemplateFileError: it cannot be read, or is no template.
+        ChatTemplateError: there is no template, or it refuses these turns.
     """
-    if not path:
-        return None
+    template = templates.of(tools=has_tools(chat))
+    if template is None:
+        none = "several chat templates and no default" if templates.sources else "no chat template"
+        raise ChatTemplateError(f"the model has {none}")
+    if chat.tools and "tools" not in templates.names:
+        raise ChatTemplateError("the model's chat template takes none", "tools")
+    # The space tells whether the template trims what it gets, as in transformers.
+    end = f"{secrets.token_hex(16)} " if chat.continue_last else ""
+    refused = "the chat template refused the turns"
     try:
-        source = Path(path).read_text(encoding="utf-8")
-        compile_template(source)
-    except OSError as error:
-        raise TemplateFileError(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise TemplateFileError(f"{path} is no text in UTF-8") from None
-    except jinja2.TemplateSyntaxError as error:
-        raise TemplateFileError(f"{path}, line {error.lineno}: {error.message}") from None
-    return source
+        text = template.render(**{**special, **variables_of(chat, end, template)})
+        return _begun(text, end) if end else text
+    except ChatTemplateError:
+        raise
+    except TemplateRefusalError as error:
+        raise ChatTemplateError(f"{refused}: {_words(str(error))}") from None
+    except Exception as error:  # A template is a program and may raise anything.
+        raise ChatTemplateError(refused) from error
 
 
-def names_in(source: str) -> frozenset[str]:
-    """The variables that a template reads."""
-    return frozenset(meta.find_undeclared_variables(_environment().parse(source)))
-
-
-def variables_of(chat: api.ChatPrompt, end: str, known: frozenset[str]) -> dict[str, Any]:
+def variables_of(chat: api.ChatPrompt, end: str, template: Template) -> dict[str, Any]:
     """The variables of a template for one conversation. JSON's numbers come as floats; whole ones
     become integers, since templates print them.
 
     Args:
         chat: the conversation.
         end: goes after the last content, so that text which the template adds after it can be cut.
-        known: the variables that the template reads.
+        template: the template.
 
     Raises:
-        ChatTemplateError: a tool's schema or a call's arguments are no JSON object.
+        ChatTemplateError: a tool is no JSON object, or the last turn has nothing to go on from.
         Exception: a number is infinite or NaN.
     """
-    turns = [_turn(chat, index) for index in range(len(chat.messages))]
+    turns = [_turn(chat, index, template) for index in range(len(chat.messages))]
     if end:
-        turns[-1]["content"] += end
+        _mark_end(turns, end)
     given = MessageToDict(chat.template_variables)
     return {
-        **_effort(chat.reasoning_effort, known),
+        **_effort(chat.reasoning_effort, template.names),
         **{name: _plain(value) for name, value in given.items()},
         "messages": turns,
         "tools": tools_of(chat) or None,
@@ -169,28 +129,34 @@ def tools_of(chat: api.ChatPrompt) -> list[dict[str, Any]]:
     """The tools as templates get them. None if no tool may be called.
 
     Raises:
-        ChatTemplateError: a tool's schema is no JSON object.
+        ChatTemplateError: a tool or its schema is no JSON object.
     """
     if not has_tools(chat):
         return []
-    return [
-        {
-            "type": "function",
-            "function": {
-                "name": tool.name,
-                "description": tool.description,
-                "parameters": _object(tool.parameters, f"tools[{index}].parameters"),
-            },
-        }
-        for index, tool in enumerate(chat.tools)
-    ]
+    return [_tool(tool, f"tools[{index}]") for index, tool in enumerate(chat.tools)]
 
 
-def _turn(chat: api.ChatPrompt, index: int) -> dict[str, Any]:
+def _tool(tool: api.Tool, field: str) -> dict[str, Any]:
+    if tool.definition:
+        return _object(tool.definition, f"{field}.definition")
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description:
+        function["description"] = tool.description
+    function["parameters"] = _object(tool.parameters, f"{field}.parameters")
+    return {"type": "function", "function": function}
+
+
+def _turn(chat: api.ChatPrompt, index: int, template: Template) -> dict[str, Any]:
     given = chat.messages[index]
-    turn: dict[str, Any] = {"role": _ROLES[given.role], "content": given.content}
-    if given.reasoning:
-        turn["reasoning_content"] = given.reasoning
+    turn: dict[str, Any] = {"role": _ROLES[given.role]}
+    if given.content_parts:
+        texts = list(given.content_parts)
+        parts = [{"type": "text", "text": text} for text in texts]
+        turn["content"] = parts if template.takes_parts else "\n".join(texts)
+    elif given.HasField("content") or not given.tool_calls:
+        turn["content"] = given.content
+    if given.reasoning:  # Templates differ in the name.
+        turn["thinking"] = turn["reasoning_content"] = given.reasoning
     if given.tool_calls:
         turn["tool_calls"] = [
             {
@@ -198,7 +164,7 @@ def _turn(chat: api.ChatPrompt, index: int) -> dict[str, Any]:
                 "type": "function",
                 "function": {
                     "name": call.name,
-                    "arguments": _object(
+                    "arguments": _arguments(
                         call.arguments, f"messages[{index}].tool_calls[{number}].arguments"
                     ),
                 },
@@ -216,15 +182,47 @@ def _name_of(chat: api.ChatPrompt, call_id: str) -> str:
     return next((call.name for call in calls if call.id == call_id), "")
 
 
+def _arguments(text: str, field: str) -> Arguments:
+    return Arguments(_object(text, field), text)
+
+
 def _object(text: str, field: str) -> dict[str, Any]:
     """The object that a text holds; "" is an empty one."""
     try:
-        found = json.loads(text or "{}")
-    except (ValueError, RecursionError):
+        found = from_json(text or "{}")
+    except ValueError:
         found = None
     if not isinstance(found, dict):
         raise ChatTemplateError("must be a JSON object", field)
     return found
+
+
+def _mark_end(turns: list[dict[str, Any]], end: str) -> None:
+    """Puts `end` after the last text of the last turn."""
+    last = turns[-1]
+    if isinstance(content := last.get("content"), str):
+        last["content"] = content + end
+    elif content:
+        content[-1]["text"] += end
+    else:
+        raise ChatTemplateError("has no content to go on from", f"messages[{len(turns) - 1}]")
+
+
+def _begun(text: str, end: str) -> str:
+    """The text before the mark. A template that trims what it gets has cut the mark's space, and
+    the text before the mark is trimmed as well.
+
+    Raises:
+        ValueError: the template has dropped the mark.
+    """
+    at = text.rindex(end.strip())
+    return text[:at] if text.startswith(end, at) else text[:at].rstrip()
+
+
+def _words(text: str) -> str:
+    """A template's words as one line that any message can hold."""
+    shown = "".join(one if one.isprintable() else " " for one in text[: 2 * _MAX_WORDS_CHARS])
+    return " ".join(shown.split())[:_MAX_WORDS_CHARS]
 
 
 def _effort(effort: str, known: frozenset[str]) -> dict[str, Any]:
@@ -247,45 +245,3 @@ def _plain(value: Any) -> Any:
             return [_plain(one) for one in value]
         case _:
             return value
-
-
-def compile_template(source: str) -> Template:
-    """A template that can be rendered."""
-    environment = _environment()
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment.from_string(source)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    return ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=["jinja2.ext.loopcontrols", _GenerationBlock],
-    )
-
-
-class _GenerationBlock(Extension):
-    """Renders `{% generation %}` as its body. The block marks the assistant's words for
-    training."""
-
-    tags = {"generation"}  # noqa: RUF012 - the base class declares it like this
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """Returns the statements inside."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _to_json(value: object, indent: int | None = None, **options: Any) -> str:
-    # Jinja's own filter escapes for HTML, and no model was trained on that.
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -31,15 +30,9 @@ from router import errors
 from router.answers.forms import ResponseForm, form_of
 from router.answers.parser import is_readable
 from router.folders.classes import TokenizerError
+from router.folders.templates import DEFAULT, Templates, template_sources
 from router.folders.tokenizer import FILE, read_tokenizer
-from router.requests.chat_template import (
-    DEFAULT,
-    ChatTemplateError,
-    ChatTemplates,
-    has_tools,
-    template_sources,
-    variables_of,
-)
+from router.requests.chat_template import render
 from router.requests.longest_token import longest_token_bytes
 from router.structure.plan import AnswerPlans
 
@@ -86,12 +79,12 @@ class Tokenizer:
     def __init__(
         self,
         backend: tokenizers.Tokenizer,
-        templates: ChatTemplates | None = None,
+        templates: Templates | None = None,
         special_tokens: Mapping[str, str] | None = None,
         form: ResponseForm | None = None,
     ) -> None:
         self._backend = backend
-        self._templates = templates or ChatTemplates({})
+        self._templates = templates or Templates({})
         self.template_source = self._templates.sources.get(DEFAULT)
         """Source of the chat template."""
         self.template_names = self._templates.names
@@ -127,7 +120,7 @@ class Tokenizer:
             return None
         backend, special, config = read_tokenizer(path)
         sources = {DEFAULT: chat_template} if chat_template is not None else None
-        templates = ChatTemplates(template_sources(path, config) if sources is None else sources)
+        templates = Templates(template_sources(path, config) if sources is None else sources)
         source = templates.text
         form = form_of(config, source)
         if form.spec is not None and not is_readable(form.spec):
@@ -157,18 +150,7 @@ class Tokenizer:
         Raises:
             ChatTemplateError: there is no template, or it refuses these turns.
         """
-        template, names = self._templates.of(tools=has_tools(chat))
-        if chat.tools and "tools" not in self.template_names:
-            raise ChatTemplateError("the model's chat template takes none", "tools")
-        end = secrets.token_hex(16) if chat.continue_last else ""
-        try:
-            given = self.special_tokens | variables_of(chat, end, names)
-            text = template.render(**given)
-            return text[: text.rindex(end)] if end else text
-        except ChatTemplateError:
-            raise
-        except Exception as error:  # A template is a program and may raise anything.
-            raise ChatTemplateError("the chat template refused the turns") from error
+        return render(self._templates, self.special_tokens, chat)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ids. Special tokens are skipped or written by name. Half characters are
@@ -318,10 +300,7 @@ def _texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
 def _chars(prompt: str | api.ChatPrompt) -> int:
     if isinstance(prompt, str):
         return len(prompt)
-    turns = sum(
-        _TURN_CHARS + (turn.ByteSize() if turn.tool_calls else len(turn.content))
-        for turn in prompt.messages
-    )
+    turns = sum(_TURN_CHARS + turn.ByteSize() for turn in prompt.messages)
     tools = sum(tool.ByteSize() for tool in prompt.tools)
     return turns + tools + prompt.template_variables.ByteSize()
 

@@ -199,6 +199,8 @@ def _check_chat(found: Violations, chat: api.ChatPrompt, path: str) -> None:
     for index, message in enumerate(chat.messages):
         ok = message.role in known
         found.unless(ok, f"{path}.messages[{index}].role", "must be a known role")
+        ok = not (message.content and message.content_parts)
+        found.unless(ok, f"{path}.messages[{index}].content_parts", "cannot stand beside content")
     for name in sorted(TEMPLATE_OWN):
         if name in chat.template_variables.fields:
             found.add(f"{path}.template_variables.{name}", "is set by the server")

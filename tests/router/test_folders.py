@@ -55,7 +55,7 @@ def check(folder: Path, count: int) -> None:
         return
     options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
     assert ours.render_chat(chat) == theirs.apply_chat_template(turns, **options)
-    tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     chat.tools.add(name="f")
     if "tools" in ours.template_names:
         assert ours.render_chat(chat) == theirs.apply_chat_template(turns, tools=[tool], **options)

@@ -472,6 +472,7 @@ class Tool(_message.Message):
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     PARAMETERS_FIELD_NUMBER: _builtins.int
     STRICT_FIELD_NUMBER: _builtins.int
+    DEFINITION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name: letters, digits, `_`, `-` and `.`, at most 64."""
     description: _builtins.str
@@ -483,6 +484,10 @@ class Tool(_message.Message):
     schema cannot be enforced. Where a call is required, arguments are held to
     the schema in any case, without such keywords.
     """
+    definition: _builtins.str
+    """The whole tool as the chat template shall get it, a JSON object, at most
+    256 KiB together. Empty: made of the fields above.
+    """
     def __init__(
         self,
         *,
@@ -490,10 +495,11 @@ class Tool(_message.Message):
         description: _builtins.str = ...,
         parameters: _builtins.str = ...,
         strict: _builtins.bool = ...,
+        definition: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters", b"parameters", "strict", b"strict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["definition", b"definition", "description", b"description", "name", b"name", "parameters", b"parameters", "strict", b"strict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -539,10 +545,13 @@ class ChatMessage(_message.Message):
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
+    CONTENT_PARTS_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     """Who speaks."""
     content: _builtins.str
-    """What is said; may be empty."""
+    """What is said; may be empty. A turn with calls may have none at all, which
+    some chat templates tell from an empty one.
+    """
     reasoning: _builtins.str
     """What the assistant thought before, for templates that want it."""
     tool_call_id: _builtins.str
@@ -553,21 +562,30 @@ class ChatMessage(_message.Message):
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
         """Calls that the assistant made."""
 
+    @_builtins.property
+    def content_parts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What is said, in several texts, in place of `content`. A chat template that
+        goes through parts gets them. For others they are lines of one text.
+        """
+
     def __init__(
         self,
         *,
         role: Global___Role.ValueType = ...,
-        content: _builtins.str = ...,
+        content: _builtins.str | None = ...,
         reasoning: _builtins.str = ...,
         tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
         tool_call_id: _builtins.str = ...,
         name: _builtins.str = ...,
+        content_parts: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "content", b"content"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "content", b"content", "content_parts", b"content_parts", "name", b"name", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__content: _TypeAlias = _typing.Literal["content"]  # noqa: Y015
+    _WhichOneofArgType__content: _TypeAlias = _typing.Literal["_content", b"_content"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__content) -> _WhichOneofReturnType__content | None: ...
 
 Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
 

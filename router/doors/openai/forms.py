@@ -7,9 +7,10 @@ mean the same. A request may use one of them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
+from pydantic_core import to_json
 
 from baton.inference.v1 import inference_pb2 as api
 from router.doors.http.values import ApiObject, JsonText, Unless
@@ -144,6 +145,28 @@ class Tool(BaseModel):
 
     type: Literal["function"]
     function: Function
+    _sent: dict[str, Any] | None = PrivateAttr(default=None)
+    """The tool as it was sent, if its schema is an object in it."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        found = handler(value)
+        function = value.get("function") if isinstance(value, dict) else None
+        if isinstance(function, dict) and not isinstance(function.get("parameters"), str):
+            found._sent = value
+        return found
+
+    def message(self) -> api.Tool:
+        """The tool as a message of the gRPC API."""
+        given = self.function
+        return api.Tool(
+            name=given.name,
+            description=given.description or "",
+            parameters=given.parameters or "",
+            strict=bool(given.strict),
+            definition="" if self._sent is None else to_json(self._sent).decode(),
+        )
 
 
 class FunctionName(BaseModel):
@@ -185,17 +208,7 @@ class Call(BaseModel):
 
 def tool_fields(tools: list[Tool] | None, choice: ToolChoice | None) -> dict[str, Any]:
     """Fields of a chat prompt."""
-    fields: dict[str, Any] = {
-        "tools": [
-            api.Tool(
-                name=tool.function.name,
-                description=tool.function.description or "",
-                parameters=tool.function.parameters or "",
-                strict=bool(tool.function.strict),
-            )
-            for tool in tools or ()
-        ]
-    }
+    fields: dict[str, Any] = {"tools": [tool.message() for tool in tools or ()]}
     if isinstance(choice, NamedTool):
         fields["tool_choice"] = api.ToolChoice(name=choice.function.name)
     elif choice is not None and (tools or choice == "required"):

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import chain, islice
 from typing import Annotated, Final, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, JsonValue
+from pydantic import AfterValidator, Field, JsonValue, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from baton.inference.v1 import inference_pb2 as api
@@ -32,10 +32,12 @@ MAX_INTEGER: Final = 1 << 53
 exact beyond it."""
 
 
-def _content(value: object) -> object:
-    """The text of a turn: a string, or the text parts of a list, a line each."""
-    if not isinstance(value, list):
+def _content(value: object) -> str | list[str] | None:
+    """The text of a turn: a string, or the texts of a list's parts."""
+    if isinstance(value, str | None):
         return value
+    if not isinstance(value, list):
+        raise PydanticCustomError("content", "must be a text or a list of text parts")
     if len(value) > MAX_CONTENT_PARTS:
         rule = "must have at most {most} parts"
         raise PydanticCustomError("content", rule, {"most": MAX_CONTENT_PARTS})
@@ -45,7 +47,7 @@ def _content(value: object) -> object:
         if not isinstance(text, str):
             raise PydanticCustomError("content", "only parts of type 'text' are supported")
         texts.append(text)
-    return "\n".join(texts)
+    return texts
 
 
 def _fit(value: JsonValue) -> JsonValue:
@@ -78,7 +80,7 @@ class ChatTurn(ApiObject):
     """One message."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | None, BeforeValidator(_content)] = None
+    content: Annotated[str | list[str] | None, PlainValidator(_content)] = None
     """The text. Only a turn of the assistant may have none."""
     name: str | None = None
     reasoning: str | None = None
@@ -94,7 +96,8 @@ class ChatTurn(ApiObject):
         """The turn as a message of the gRPC API."""
         return api.ChatMessage(
             role=_ROLES[self.role],
-            content=self.content or "",
+            content=self.content if isinstance(self.content, str) else None,
+            content_parts=self.content if isinstance(self.content, list) else (),
             reasoning=self.reasoning_content or self.reasoning or "",
             tool_calls=[
                 api.ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
