@@ -28,6 +28,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
 from baton.worker.v1 import worker_pb2
+from engine.averages import averaged
+from engine.tiers.lanes import LATE
 from engine.tiers.peers import FetchWanted
 from faults import failpoints
 from fetch_service.outcomes import (
@@ -61,8 +63,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LATE: Final = 2.0
-"""A fetch is late after so many times its estimate."""
 LEAST_S: Final = 0.5
 """No fetch is late before, seconds: two event loops and a router stand between."""
 FRESH_S: Final = 30.0
@@ -299,9 +299,7 @@ class FetchService:
 
     def _note_latency(self, peer: str, size: int, seconds: float) -> None:
         rate = self._paths.bytes_per_s(peer) or UNMEASURED_BYTES_PER_S
-        latency_s = max(0.0, seconds - size / rate)
-        old = self.latency_s
-        self._latency_s = latency_s if not old else 0.8 * old + 0.2 * latency_s
+        self._latency_s = averaged(self.latency_s, max(0.0, seconds - size / rate))
         self._noted_s = time.monotonic()
 
     def _free(self, fetch: OpenFetch) -> None:

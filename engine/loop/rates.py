@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from engine.averages import averaged
 from engine.step.plan import StepPlan
 
 TELLING_TOKENS = 64
@@ -13,8 +14,6 @@ TELLING_TOKENS = 64
 UNKNOWN_STEP_S = 30.0
 """Announced duration of steps with prompts while no rate is known. The first one warms everything
 up."""
-_NEW = 0.2
-"""Weight of the newest step in an average."""
 _NEW_IN_FIT = 0.05
 """Weight of the newest step in a fit, which needs steps of many contexts."""
 _ALIKE_TOKENS = 256
@@ -35,8 +34,7 @@ class _MovingRate:
 
     def add(self, tokens: int, seconds: float) -> None:
         """A step computed `tokens` tokens in `seconds`."""
-        rate, old = tokens / max(seconds, 1e-6), self.tokens_per_s
-        self.tokens_per_s = rate if old == 0 else (1 - _NEW) * old + _NEW * rate
+        self.tokens_per_s = averaged(self.tokens_per_s, tokens / max(seconds, 1e-6))
         self._added = time.monotonic()
 
 
@@ -90,10 +88,10 @@ class _PieceDelay:
     def add(self, prompt_tokens: int, seconds: float) -> None:
         """A step with decode rows took `seconds`."""
         if not prompt_tokens:
-            self._without_s = _averaged(self._without_s, seconds)
+            self._without_s = averaged(self._without_s, seconds)
             return
-        self._with_s = _averaged(self._with_s, seconds)
-        self.tokens = _averaged(self.tokens, prompt_tokens)
+        self._with_s = averaged(self._with_s, seconds)
+        self.tokens = averaged(self.tokens, prompt_tokens)
 
     @property
     def seconds(self) -> float:
@@ -146,10 +144,6 @@ class StepRates:
         if tokens and not self.prefill.tokens_per_s:
             return UNKNOWN_STEP_S
         return 2 * tokens / self.prefill.tokens_per_s if tokens else 0.0
-
-
-def _averaged(old: float, new: float) -> float:
-    return (1 - _NEW) * old + _NEW * new if old else new
 
 
 def _mean_context(plan: StepPlan) -> float:

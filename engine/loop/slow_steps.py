@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Final
 
+from engine.averages import averaged
 from engine.schedule.scheduler import Scheduler
 from engine.step.plan import StepPlan
 
@@ -25,8 +26,6 @@ LEAST_S: Final = 0.1
 """No gap is long below, seconds."""
 LONG: Final = 5.0
 """A gap is long after so many times the usual one."""
-_NEW: Final = 0.2
-"""Weight of the newest gap in the average."""
 
 Verb = Callable[[str], AbstractContextManager[object]]
 
@@ -111,7 +110,7 @@ class SlowSteps:
             is_long = self._usual_s and gap_s > max(LEAST_S, LONG * self._usual_s)
             if is_long and _have_waited(before, plan):
                 self._tell(scheduler, plan, (gap_s, step_s), spent_s)
-            self._usual_s = (1 - _NEW) * self._usual_s + _NEW * gap_s if self._usual_s else gap_s
+            self._usual_s = averaged(self._usual_s, gap_s)
         self._before, self._before_s = plan, now_s
 
     def _tell(

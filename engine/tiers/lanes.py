@@ -16,6 +16,7 @@ from typing import Final
 
 import numpy as np
 
+from engine.averages import averaged
 from engine.tiers.movers import PageMover
 from engine.types import PageIds
 from faults import failpoints
@@ -23,7 +24,7 @@ from faults import failpoints
 log = logging.getLogger("baton.engine")
 
 LATE: Final = 2.0
-"""A copy is late after so many times its estimate."""
+"""A copy, or a fetch from a peer, is late after so many times its estimate."""
 LEAST_DEADLINE_S: Final = 0.1
 """No copy is late before, seconds: a thread may wait that long for a busy machine."""
 STOP_S: Final = 5.0
@@ -91,7 +92,8 @@ class Lane:
         if not copy.failed:
             size = len(copy.pages) * self.page_bytes
             self.bytes_moved += size
-            self.bytes_per_s += 0.2 * (size / max(copy.seconds, 1e-6) - self.bytes_per_s)
+            rate = size / max(copy.seconds, 1e-6)
+            self.bytes_per_s = averaged(self.bytes_per_s, rate)
 
     def is_late(self, copy: Copy) -> None:
         """Nobody waits for the copy any more. It goes on."""

@@ -6,9 +6,15 @@ may die between the two. Then only the token was reported, and nothing may be ge
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from baton.worker.v1 import worker_pb2
+
+
+def ending_ids(stopping: worker_pb2.Stopping, eos_ids: Iterable[int]) -> frozenset[int]:
+    """Tokens that end a choice after `min_tokens`."""
+    ids = frozenset(stopping.token_ids)
+    return ids if stopping.ignore_eos else ids.union(eos_ids)
 
 
 def end_of(

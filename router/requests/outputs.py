@@ -22,6 +22,7 @@ from baton.inference.v1 import inference_pb2 as api
 from baton.worker.v1 import worker_pb2
 from router import errors
 from router.answers.calls import CallPart
+from router.dispatch.stopping import ending_ids
 from router.jobs import Job, JobTimings, JobTokens, TokenScore
 
 if TYPE_CHECKING:
@@ -122,7 +123,8 @@ class ChoiceOutput:
         self._stop_texts = stop_texts
         self._omit_text = generation.output.omit_text
         self._min_tokens = job.stopping.min_tokens
-        self._silent_ids = frozenset() if generation.stop.include_stop else _ending_ids(job)
+        ending = ending_ids(job.stopping, job.model.eos_token_ids)
+        self._silent_ids = frozenset() if generation.stop.include_stop else ending
         self._plan = plan
         self._parser = plan.parser()
 
@@ -194,12 +196,6 @@ class ChoiceOutput:
         if self._stop_texts is not None:
             text, self.stop_text = self._stop_texts.push(text, may_stop)
         return "" if self._omit_text else text
-
-
-def _ending_ids(job: Job) -> frozenset[int]:
-    """Tokens that end a choice after `min_tokens`."""
-    ids = frozenset(job.stopping.token_ids)
-    return ids if job.stopping.ignore_eos else ids.union(job.model.eos_token_ids)
 
 
 class OutputBuffer:

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Final
 
+from engine.averages import averaged
 from engine.tiers.stores.messages import LOAD, Answer, Opening, Question, receive, send
 from engine.tiers.stores.objects import HEADER_BYTES
 from engine.tiers.stores.opening import scheme_of
@@ -125,7 +126,7 @@ class StoreProcess:
             self.loading_objects -= len(job.keys)
             if sum(job.good):
                 rate = sum(job.good) * self.object_bytes / max(job.seconds, 1e-6)
-                self.bytes_per_s += 0.2 * (rate - self.bytes_per_s)
+                self.bytes_per_s = averaged(self.bytes_per_s, rate)
 
     def ask(self, job: Job) -> bool:
         """Queues a job. False: the store has too many, or no child that answers."""
