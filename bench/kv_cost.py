@@ -32,14 +32,13 @@ import numpy as np
 import torch
 
 from bench.engine import SHAPE, Case, run_case
+from bench.kv_pushes import Pipe, scattered
 from bench.kv_wire import (
-    Pipe,
     Side,
     in_two_processes,
     prepared,
     push_bare,
     push_ours,
-    scattered,
 )
 from engine.config import EngineConfig
 from engine.engine import Engine

@@ -37,7 +37,6 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -47,6 +46,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from bench import kv_stamps
+from bench.kv_pushes import POLL_S, UNCOUNTED, WAIT_S, Pipe, scattered
 from kv_transfer.nccl.groups import RECEIVER, SENDER, form_group
 from kv_transfer.nccl.staging import ChannelOptions
 from kv_transfer.nccl.transport import NcclTransport
@@ -55,9 +55,6 @@ from kv_transfer.transports.pool import PoolMemory
 from kv_transfer.types import KvTransport, PageIds, PushState
 from serving.event_loop import prepare_to_serve
 
-POLL_S = 5e-5
-UNCOUNTED = 2
-WAIT_S = 60.0
 STAMPS = "stamps"
 """Asks the receiving side for its own."""
 WAYS = ("nixl, bare", "nixl", "nccl", "nccl, bare")
@@ -66,7 +63,6 @@ EXPLAINED = (
     "nccl, bare 64", "nccl, bare 128", "nccl, bare",
 )  # fmt: skip
 """What tells launches and staging apart: `--ways explain-nccl`."""
-Pipe = Connection
 
 
 class Side:
@@ -143,12 +139,6 @@ def _table(base: int, pool: torch.Tensor, device_id: int) -> np.ndarray:
     table[:, 0] = base + np.arange(len(pool), dtype=np.uint64) * np.uint64(size)
     table[:, 1], table[:, 2] = size, device_id
     return table
-
-
-def scattered(rng: np.random.Generator, num_pages: int, count: int, run: int) -> PageIds:
-    """`count` pages out of so many, in runs of `run` adjacent ones, the runs in any order."""
-    starts = rng.permutation(num_pages // run)[: -(-count // run)] * run
-    return (starts[:, None] + np.arange(run)).reshape(-1)[:count].astype(np.int32)
 
 
 def send(

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 import zmq
 
-from bench.kv_wire import POLL_S, UNCOUNTED, WAIT_S, Pipe, scattered
+from bench.kv_pushes import POLL_S, UNCOUNTED, WAIT_S, Pipe, scattered
 from kv_transfer.ranks.build import Others, group_transport, serve
 from kv_transfer.ranks.group import GroupTransport
 from kv_transfer.ranks.plan import heads_of
