@@ -20,7 +20,9 @@ FLOORS = (
     ("faults", "telemetry", "telemetry.metrics"),
     ("prefixes",),
     ("baton", "baton.client"),
-    ("serving", "serving.net", "serving.models"),
+    ("serving",),
+    ("serving.net", "serving.models"),
+    ("serving.output",),
     ("kv_transfer", "kv_transfer.transports", "kv_transfer.nccl", "kv_transfer.ranks"),
     ("engine",),
     ("engine.pool",),
@@ -77,6 +79,7 @@ FLOORS = (
         "console.top",
         "console.tracing",
     ),
+    ("bench",),
 )
 """Rooms from the ground up. A room imports from its own floor and from those below it. A module is
 named where it lies on another floor than its package."""
@@ -84,6 +87,8 @@ PLANNING = {"pages", "masks", "tiers", "schedule", "loop"}
 RUNNING = {"attention", "sampling", "model", "eager", "cuda"}
 """The two sides of the engine: what plans steps, and what runs them. They share the floors up to
 `engine.hooks`, and only the roof knows both."""
+PROGRAMS = {"bench"}
+"""Rooms whose modules are run one at a time: there may be many, and long ones."""
 UPWARD = {("baton", "local"), ("baton.__main__", "console.cli")}
 """What `baton` shows on demand: `baton.LLM`, `python -m baton`."""
 
@@ -102,7 +107,7 @@ def modules() -> dict[str, Path]:
 
 def room_of(module: str) -> str:
     """The package that it lies in."""
-    is_package = modules()[module].name == "__init__.py"
+    is_package = module in PROGRAMS or modules()[module].name == "__init__.py"
     return module if is_package else module.rpartition(".")[0]
 
 
@@ -125,7 +130,8 @@ def test_every_package_is_a_room() -> None:
 
 def test_no_room_has_more_than_a_dozen_modules() -> None:
     found = Counter(room_of(module) for module in modules() if module != room_of(module))
-    assert {room: count for room, count in found.items() if count > MOST_MODULES} == {}
+    full = {room: count for room, count in found.items() if count > MOST_MODULES}
+    assert full.keys() - PROGRAMS == set()
 
 
 def test_imports_go_down() -> None:
@@ -178,7 +184,9 @@ def is_one_class(tree: ast.Module, lines: int) -> bool:
 
 def test_files_and_functions_are_short() -> None:
     long = []
-    for path in modules().values():
+    for module, path in modules().items():
+        if room_of(module) in PROGRAMS:
+            continue
         text = path.read_text(encoding="utf-8")
         tree, lines = ast.parse(text), len(text.splitlines())
         if lines > (MOST_LINES_OF_A_CLASS if is_one_class(tree, lines) else MOST_LINES_OF_A_FILE):
