@@ -32,7 +32,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-LONGEST_S = 150
+LONGEST_S = 400
 """Of the tests of one fault. What takes longer has not caught it."""
 FAILED = 1
 """pytest's status where tests failed."""
@@ -182,6 +182,14 @@ BREAKAGES = (
         ("engine/test_engine_structure.py",),
     ),
     Breakage(
+        "end-of-a-form-too-early",
+        "a restricted request may end one token before `min_tokens`",
+        "engine/masks/rules.py",
+        "        if index < self._least and",
+        "        if index + 1 < self._least and",
+        ("engine/test_engine_structure.py",),
+    ),
+    Breakage(
         "future-attended",
         "a prompt's later chunk sees one token of the future",
         "engine/attention/sdpa.py",
@@ -219,7 +227,7 @@ BREAKAGES = (
         "engine/ranks/copies.py",
         "answers, 1) if answer != DONE]",
         "answers, 1) if not answer]",
-        ("engine/test_stores_ranks.py", "engine/test_ranks.py"),
+        ("engine/test_movers.py",),
     ),
     # -- hand-off -------------------------------------------------------------------------------
     Breakage(
@@ -228,7 +236,7 @@ BREAKAGES = (
         "kv_transfer/receiving.py",
         "        if from_agent != spec.peer or chunk.decode_epoch != self._epoch:\n",
         "        if from_agent != spec.peer:\n",
-        ("kv_transfer/test_kv_orders.py", "kv_transfer/test_kv_faults.py"),
+        ("kv_transfer/test_kv_faults.py",),
     ),
     Breakage(
         "coverage-off-by-one",
@@ -236,7 +244,7 @@ BREAKAGES = (
         "kv_transfer/receiving.py",
         "return self.last is not None and self.covered == self.wanted",
         "return self.last is not None and self.covered.bit_count() + 1 >= self.wanted.bit_count()",
-        ("kv_transfer/test_kv_orders.py", "kv_transfer/test_kv_property.py"),
+        ("kv_transfer/test_kv_property.py",),
     ),
     Breakage(
         "quarantine-ends-by-time",
@@ -246,7 +254,7 @@ BREAKAGES = (
         "                self._ask(receive)",
         "            if receive.state is ReceiveState.QUARANTINED:\n"
         "                self._free(receive)",
-        ("kv_transfer/test_kv_orders.py", "kv_transfer/test_kv_faults.py"),
+        ("kv_transfer/test_kv_faults.py",),
     ),
     Breakage(
         "no-tombstone",
@@ -255,7 +263,7 @@ BREAKAGES = (
         "            self._tombstones.add(transfer_id, SendState.QUIESCED)\n"
         "        self._emit(SendQuiesced(transfer_id))",
         "            pass\n        self._emit(SendQuiesced(transfer_id))",
-        ("kv_transfer/test_kv_orders.py", "kv_transfer/test_kv_handoff.py"),
+        ("kv_transfer/test_kv_handoff.py",),
     ),
     Breakage(
         "page-sent-before-it-is-final",
@@ -263,7 +271,7 @@ BREAKAGES = (
         "kv_transfer/outgoing.py",
         "is_final else self.end_token // spec.page_size_tokens",
         "is_final else -(-self.end_token // spec.page_size_tokens)",
-        ("kv_transfer/test_kv_orders.py", "kv_transfer/test_kv_property.py"),
+        ("kv_transfer/test_kv_property.py",),
     ),
     # -- services of a worker -------------------------------------------------------------------
     Breakage(
@@ -272,7 +280,7 @@ BREAKAGES = (
         "prefill_service/outgoing.py",
         "            and grant.decode_agent_name == peer\n",
         "",
-        ("prefill_service/test_prefill_outgoing.py", "prefill_service/test_prefill_service.py"),
+        ("prefill_service/test_prefill_service.py",),
     ),
     Breakage(
         "freed-under-a-write",
@@ -322,14 +330,14 @@ BREAKAGES = (
         "prefixes/keys.py",
         'return kv_precision.encode() + b"\\0" + cache_salt',
         'return kv_precision.encode() + b"\\0"',
-        ("engine/test_prompt_keys.py", "router/test_holdings.py"),
+        ("engine/test_scheduler_property.py",),
     ),
     Breakage(
-        "event-lost-in-the-ring",
-        "a router that asks again misses the first event",
-        "prefixes/log.py",
-        "np.arange(first, min(self.end, first + self._most_events)) % self._size",
-        "np.arange(first + 1, min(self.end, first + self._most_events)) % self._size",
+        "gap-in-the-events-unseen",
+        "a router that missed events goes on as if it had them",
+        "prefixes/follower.py",
+        "        if events.first != self._next.next_sequence or not events.kinds:",
+        "        if not events.kinds:",
         ("prefixes/test_follow_property.py",),
     ),
     Breakage(
@@ -363,7 +371,7 @@ BREAKAGES = (
         "router/dispatch/attempt.py",
         "        if self.phase is Phase.ENDED or leg is None or not leg.open:",
         "        if self.phase is Phase.ENDED or leg is None:",
-        ("router/test_dispatch_failures.py", "router/test_dispatch_jobs.py"),
+        ("router/test_dispatch_failures.py",),
     ),
     Breakage(
         "tenant-counted-twice",
@@ -452,7 +460,7 @@ BREAKAGES = (
         "baton/tls.py",
         "            trust(context, self.ca)\n",
         "            context.check_hostname = False\n            trust(context, self.ca)\n",
-        ("baton/test_tls.py", "router/test_router_tls.py"),
+        ("serving/test_tls.py", "router/test_router_tls.py"),
     ),
     Breakage(
         "dropped-stream-goes-on",
@@ -468,7 +476,7 @@ BREAKAGES = (
         "console/supervisor.py",
         "            if self.spec.essential or not self._owner.settled:",
         "            if not self._owner.settled:",
-        ("baton/test_supervisor.py",),
+        ("console/test_supervisor.py",),
     ),
     Breakage(
         "failed-requests-count-as-good",
@@ -476,7 +484,7 @@ BREAKAGES = (
         "console/loadgen/report/summary.py",
         "        if not outcome.ok:\n            return False\n",
         "",
-        ("baton/test_bench_figures.py",),
+        ("console/test_bench_figures.py",),
     ),
     Breakage(
         "unsampled-trace-recorded",

@@ -62,7 +62,7 @@ QUICK_FETCH_MOMENTS = (
 )
 FETCH_RUN = 1042
 """Each moment has runs of its own, so that no worker has their pages yet."""
-ATTEMPTS = 3
+ATTEMPTS = 6
 """Runs of other requests, until one comes to the moment: on a busy machine all prompts of a run may
 be computed by the other worker."""
 
@@ -130,7 +130,7 @@ def test_an_accident_at_a_moment_of_a_fetch_costs_nobody_an_answer(
     target, failpoint, nth = FETCH_MOMENTS[moment]
     name, tilde, key = failpoint.partition("~")
     first = FETCH_RUN + 100 * (2 * list(FETCH_MOMENTS).index(moment) + (ending == "stop"))
-    for other in range(2 * ATTEMPTS):
+    for other in range(ATTEMPTS):
         fault = f"{name}={ending}{tilde}{key}@{nth}"
         outcome = made.run(plan_fetch_moment(SEED, first + other, target, fault))
         assert outcome.is_good, outcome.report()

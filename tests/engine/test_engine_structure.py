@@ -16,6 +16,7 @@ from tiny_models import write_tiny_model
 from tokenizers import Tokenizer
 
 from engine.engine import Engine
+from engine.masks.rules import MinTokens, bits_of
 from engine.types import EndReason, FailureReason, SamplingParams, ThinkingBudget
 
 PERSON = {
@@ -122,6 +123,17 @@ def test_preempted(path: Path) -> None:
     finally:
         alone.stop()
         crowd.stop()
+
+
+def test_no_end_may_be_drawn_before_the_least_number_of_tokens() -> None:
+    rule, end, others = MinTokens(3, [7], 64), bits_of([7], 64), bits_of([1, 40], 64)
+    for index in range(5):
+        bits = end | others
+        rule.narrow(bits, index)
+        assert (bits == (others if index < 3 else end | others)).all()
+        alone = end.copy()
+        rule.narrow(alone, index)
+        assert (alone == end).all(), "nothing else was left"
 
 
 def test_a_grammar_is_stronger_than_min_tokens(engine: Engine, text_of) -> None:

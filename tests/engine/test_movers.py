@@ -5,11 +5,15 @@ from __future__ import annotations
 import statistics
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import zmq
 
+from engine.ranks.copies import SharedMover, begin_copying
+from engine.ranks.keeper import RankError
 from engine.tiers import movers
 from engine.tiers.arena import HostArena
 from engine.tiers.movers import PIECES_AHEAD, CudaMover, pieces
@@ -99,3 +103,35 @@ def test_a_steps_input_does_not_wait_for_a_load() -> None:
     print(f"alone {1e3 * alone_s:.3f} ms, beside {1e3 * max(beside_s):.3f}, load {rate:.1f} GB/s")
     arena.close()
     assert max(beside_s) < load_s / 8
+
+
+def test_a_copy_fails_if_another_rank_cannot_make_its_part() -> None:
+    """The next one is a copy like any other."""
+    made: list[tuple[list[int], list[int]]] = []
+
+    class Part:
+        def save(self, pages: np.ndarray, slots: np.ndarray) -> None:
+            if 13 in pages:
+                raise OSError
+            made.append((pages.tolist(), slots.tolist()))
+
+        load = save
+
+    context = zmq.Context()  # Never ended: the other rank's threads are not, either.
+    ends = {name: context.socket(zmq.PAIR) for name in ("save", "load")}
+    for name, end in ends.items():
+        end.bind(f"inproc://{name}")
+
+    def connect(direction: str) -> zmq.Socket[bytes]:
+        other = context.socket(zmq.PAIR)
+        other.connect(f"inproc://{direction}")
+        return other
+
+    begin_copying(1, Part(), connect)
+    rank_0 = SimpleNamespace(save=lambda *_: None)
+    both = SharedMover(rank_0, [ends["save"]], [ends["load"]], str)
+    with pytest.raises(RankError, match=r"could not copy their parts: \[1\]"):
+        both.save(np.array([13]), np.array([0]))
+    both.save(np.array([4, 5]), np.array([1, 2]))
+    assert made == [([4, 5], [1, 2])]
+    both.close()

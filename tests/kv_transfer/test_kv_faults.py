@@ -6,6 +6,8 @@ import gc
 import random
 import time
 import tracemalloc
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +30,7 @@ from kv_transfer.receiving import ReceiveState
 from kv_transfer.settling_writes import AFTERMATH_S, LONGEST_TURN_S
 from kv_transfer.tables import BoundedMemory, Timers
 from kv_transfer.types import TransportError
-from kv_transfer.wire import Quiesce, decode
+from kv_transfer.wire import Chunk, Quiesce, decode
 
 
 def hold(world: World) -> None:
@@ -374,6 +376,34 @@ def test_long_pushes_are_cut_and_transfers_take_turns(loopback: World) -> None:
     world.turn(3)
     stats = [event.stats for event in world.prefill.of(Sent)]
     assert [(s.pushes, s.pages) for s in stats] == [(3, 10), (3, 10)]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"decode_epoch": DECODE_EPOCH + 1},
+        {"transfer_id": bytes(16)},
+        {"end_page": 4},
+        {"end_page": 2},
+        {"end_token": 47},
+        {"last": False, "end_page": 0},
+    ],
+    ids=str,
+)
+def test_a_notification_that_no_grant_allows_counts_for_nothing(
+    loopback: World, wrong: dict[str, Any]
+) -> None:
+    """Of another life, of another transfer, of other pages; nor does that of another peer."""
+    world = loopback
+    transfer = world.grant(48)
+    right = Chunk(transfer.id, DECODE_EPOCH, 0, 3, 48, last=True)
+    receiver, peer = world.decode.receiver, world.prefill.name
+    receiver.on_chunk(peer, replace(right, **wrong))
+    receiver.on_chunk("somebody", right)
+    assert receiver.state(transfer.id) is ReceiveState.GRANTED
+    assert world.decode.counters.stale_notifications == 2
+    receiver.on_chunk(peer, right)
+    assert receiver.state(transfer.id) is ReceiveState.READY
 
 
 def test_a_repeated_grant_or_abort_changes_nothing(loopback: World) -> None:

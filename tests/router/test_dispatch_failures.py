@@ -85,6 +85,21 @@ async def test_prefill_dies_after_delivery(cluster: Cluster) -> None:
     assert decode.count("abort") == 0
 
 
+async def test_who_is_done_with_an_attempt_is_heard_no_more(cluster: Cluster) -> None:
+    prefill, decode = await cluster.pair()
+    reader = cluster.read(job(max_tokens=2))
+    attempt = (await prefill.heard("submit")).attempt_id
+    prefill.first_token(attempt, 10)
+    prefill.prefill_done(attempt)
+    prefill.failed(attempt, worker_pb2.FAILURE_REASON_INTERNAL)
+    await cluster.caught_up(prefill)
+    decode.delivered(attempt)
+    decode.tokens(attempt, 0, 10, 11)
+    decode.finished(attempt, 2)
+    assert tokens_of(await reader.end()) == [10, 11]
+    assert decode.count("abort") == 0
+
+
 async def test_prefill_dies_and_its_last_word_made_it(cluster: Cluster) -> None:
     """Its notification reached the decode worker, its first token did not reach the router."""
     prefill, decode = await cluster.pair()

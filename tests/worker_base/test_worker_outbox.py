@@ -94,6 +94,18 @@ async def test_a_router_that_does_not_read_is_given_up() -> None:
     assert len(outbox) == 0
 
 
+async def test_each_token_of_a_step_counts_among_what_waits() -> None:
+    step = row(b"a", 0)
+    for index in range(1, 6):
+        step.tokens.MergeFrom(row(b"b", index).tokens)
+    given_up: list[bool] = []
+    outbox = Outbox(lambda: given_up.append(True), max_entries=11)
+    outbox.send(step)
+    assert not given_up
+    outbox.send(step)
+    assert given_up == [True]
+
+
 async def test_what_waits_is_still_got_after_the_finish() -> None:
     outbox = Outbox(never)
     outbox.send(delivered(b"a"))
