@@ -55,8 +55,8 @@ class Files:
         return result
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if session.config.cache is not None:
-            session.config.cache.set(FILES_KEY, self._files)
+        if (cache := getattr(session.config, "cache", None)) is not None:
+            cache.set(FILES_KEY, self._files)
 
 
 class Progress:

@@ -46,7 +46,7 @@ def tokens(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     "shown",
-    [None, "", "Bearer", f"Bearer {BAD}", "Bearer ", f"Basic {GOOD}", GOOD, f"Bearer{GOOD}"],
+    [None, "", "Bearer", f"Bearer {BAD}", "Bearer ", f"Digest {GOOD}", GOOD, f"Bearer{GOOD}"],
 )
 def test_nobody_else_is_let_in(tokens: Path, shown: str | None) -> None:
     with pytest.raises(RouterError) as caught:

@@ -230,6 +230,10 @@ async def test_which_calls_a_grammar_has(port: Port) -> None:
     await create(port, tools=[WEATHER], response_format={"type": "json_object"})
     assert accepts(port, CALL)
     assert accepts(port, '{"a": 1}')
+    either = {"response_format": {"type": "json_object"}, "tool_choice": "required"}
+    await create(port, tools=[WEATHER], **either)
+    assert accepts(port, CALL)
+    assert not accepts(port, '{"a": 1}')
     assert not accepts(port, "Any text")
     await create(port, tools=[WEATHER], tool_choice="none")
     assert not port.job.sampling.grammar

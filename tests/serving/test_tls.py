@@ -9,7 +9,7 @@ import ssl
 import stat
 import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -155,7 +155,7 @@ def https(tmp_path: Path) -> Iterator[tuple[int, TlsFiles, Clock]]:
                 plain, _ = listening.accept()
             except OSError:
                 return
-            with closing(context.wrap_socket(plain, server_side=True)) as one:
+            with suppress(ssl.SSLError), context.wrap_socket(plain, server_side=True) as one:
                 one.recv(1)
 
     threading.Thread(target=serve, daemon=True).start()
@@ -183,6 +183,16 @@ def test_http_servers_take_the_new_certificate(https: tuple[int, TlsFiles, Clock
         clock.now_s += 1.0
         seen()
     assert seen() != first
+
+
+def test_an_http_server_of_another_name_is_not_trusted(https: tuple[int, TlsFiles, Clock]) -> None:
+    port, files, _ = https
+    context = files._replace(cert="", key="").client_context()
+    with (
+        socket.create_connection(("127.0.0.1", port)) as raw,
+        pytest.raises(ssl.SSLCertVerificationError, match="not valid for 'elsewhere'"),
+    ):
+        context.wrap_socket(raw, server_hostname="elsewhere")
 
 
 def test_an_internal_port_is_not_open_to_others_by_mistake() -> None:

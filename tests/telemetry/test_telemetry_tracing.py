@@ -103,6 +103,8 @@ def test_a_process_that_exports_nothing_passes_the_callers_trace_on() -> None:
     assert setup_tracing(Service.ROUTER, "r") is None
     span = start_span("router.queue", CALLER)
     assert traceparent_of(span) == CALLER
+    unsampled = CALLER[:-2] + "00"
+    assert traceparent_of(start_span("router.queue", unsampled)) == unsampled
     assert trace_id_of(CALLER) == CALLER.split("-")[1]
     assert not write_span("router.route", CALLER, 1, 2).get_span_context().is_valid
     assert traceparent_of(start_span("x", None)) == "" == trace_id_of(None)
