@@ -91,7 +91,7 @@ for row in "${list[@]}"; do
       bench --trace azure-conversation --rate "$first" --num 6000 --duration-s "$second" \
         --slo-ttft-ms "${SLO_TTFT_MS:-400}" --slo-itl-p99-ms "${SLO_ITL_P99_MS:-10}" ;;
     mooncake)
-      LENGTHS=mooncake bench --trace mooncake-conversation --rate "$first" --num 6000 --duration-s "$second" \
+      LENGTHS=mooncake bench --trace mooncake-conversation --rate "$first" --num 600 --duration-s "$second" \
         --slo-ttft-ms "${SLO_TTFT_MS:-400}" --slo-itl-p99-ms "${SLO_ITL_P99_MS:-10}" ;;
     lognormal)
       lognormal >"$out/lognormal.jsonl"
