@@ -145,6 +145,9 @@ class StopTexts:
     Invariant: `_held` is the longest end of the text so far that begins a stop text, so every later
     match starts inside it. If several stop texts end at one place, the longest counts. The result
     does not depend on the tokens into which the text is cut.
+
+    Hidden text, the name of a special token that is not shown, can be a part of a stop text. It is
+    never released.
     """
 
     def __init__(self, texts: Sequence[str], include_stop: bool = False) -> None:
@@ -152,22 +155,35 @@ class StopTexts:
         self._longest = len(self._texts[0]) if self._texts else 0
         self._include_stop = include_stop
         self._held = ""
+        self._hidden: list[range] = []
+        """Parts of `_held` that are hidden, in order."""
 
-    def push(self, text: str, may_stop: bool = True) -> StopMatch:
+    def push(self, text: str, may_stop: bool = True, *, hidden: bool = False) -> StopMatch:
         """Adds text. With `may_stop` False (too few tokens yet) a match is plain text."""
         pending = self._held + text
+        if hidden:
+            self._hidden.append(range(len(self._held), len(pending)))
         if may_stop and (found := self._first_match(pending, len(self._held))) is not None:
             met, end = found
-            self._held = ""
-            return StopMatch(pending[: end if self._include_stop else end - len(met)], met)
-        held = self._held_length(pending)
-        self._held = pending[len(pending) - held :]
-        return StopMatch(pending[: len(pending) - held])
+            before, self._held = self._release(pending, end - len(met)), ""
+            return StopMatch(before + met if self._include_stop else before, met)
+        released = len(pending) - self._held_length(pending)
+        self._held = pending[released:]
+        return StopMatch(self._release(pending, released))
 
     def finish(self) -> str:
         """Returns the text that was held back, since it begins no stop text."""
         held, self._held = self._held, ""
-        return held
+        return self._release(held, len(held))
+
+    def _release(self, text: str, end: int) -> str:
+        """What is shown of `text[:end]`. The rest stays hidden as it is."""
+        if not self._hidden:
+            return text[:end]
+        hidden = {at for part in self._hidden for at in part}
+        moved = (range(max(part.start - end, 0), part.stop - end) for part in self._hidden)
+        self._hidden = [part for part in moved if part]
+        return "".join(one for at, one in enumerate(text[:end]) if at not in hidden)
 
     def _first_match(self, text: str, held: int) -> tuple[str, int] | None:
         """The stop text that ends first after `text[:held]`, and the index after it."""

@@ -372,12 +372,16 @@ def _choices(
     wants_text = bool(stop.sequences) or plan.is_message or not output.omit_text
     tail = job.prompt_ids[-CONTEXT_TOKENS:].tolist()
     decoder: Decoder | None = tokenizer
-    if tokenizer is not None and (shown := _shown_ids(tokenizer, output, plan)):
-        decoder = ShowsSpecial(tokenizer, shown)
+    hidden_names: dict[int, str] = {}
+    if tokenizer is not None:
+        if shown := _shown_ids(tokenizer, output, plan):
+            decoder = ShowsSpecial(tokenizer, shown)
+        in_stops = tokenizer.ids_within(stop.sequences) - shown if stop.sequences else ()
+        hidden_names = {one: tokenizer.token_text(one) for one in in_stops}
     for index in range(job.choices):
         detokenizer = Detokenizer(decoder, tail) if decoder is not None and wants_text else None
         texts = StopTexts(stop.sequences, stop.include_stop) if stop.sequences else None
-        yield ChoiceOutput(index, job, detokenizer, texts, generation, plan)
+        yield ChoiceOutput(index, job, detokenizer, texts, generation, plan, hidden_names)
 
 
 def _shown_ids(tokenizer: Tokenizer, output: api.OutputOptions, plan: AnswerPlan) -> frozenset[int]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -113,7 +113,10 @@ class ChoiceOutput:
         stop_texts: StopTexts | None,
         generation: api.GenerationInput,
         plan: AnswerPlan,
+        hidden_names: Mapping[int, str],
     ) -> None:
+        """Output without tokens. `hidden_names`: special tokens whose names stand in a stop text
+        and are not shown."""
         self.choice = choice
         self.num_tokens = 0
         self.reasoning_tokens = 0
@@ -121,6 +124,7 @@ class ChoiceOutput:
         self.ended = False
         self._detokenizer = detokenizer
         self._stop_texts = stop_texts
+        self._hidden_names = hidden_names
         self._omit_text = generation.output.omit_text
         self._min_tokens = job.stopping.min_tokens
         ending = ending_ids(job.stopping, job.model.eos_token_ids)
@@ -190,6 +194,9 @@ class ChoiceOutput:
         if self._detokenizer is None:
             return ""
         may_stop = self.num_tokens >= self._min_tokens
+        if self._stop_texts is not None and (name := self._hidden_names.get(token_id)):
+            text, self.stop_text = self._stop_texts.push(name, may_stop, hidden=True)
+            return "" if self._omit_text else text
         if may_stop and token_id in self._silent_ids:
             return ""
         text = self._detokenizer.push(token_id)

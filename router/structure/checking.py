@@ -102,7 +102,7 @@ def _check(tokenizer: LLTokenizer, data: bytes) -> bytes:
 def _write_checked(tokenizer: LLTokenizer, question: Question) -> dict[str, Any]:
     """The grammar of an answer and the dropped keywords, or the reason why there is none."""
     generation = api.GenerationInput.FromString(question.generation)
-    grammar = Grammar(question.special_tokens.get)
+    grammar = Grammar(question.special_tokens)
     try:
         _write(grammar, generation, question.form, question.thought)
         text = grammar.text()

@@ -7,7 +7,7 @@ Every grammar is one text in llguidance's own form, JSON with a Lark grammar in 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,8 +21,6 @@ from router.structure.schema import Prepared, SchemaError, prepare, read
 _WHITESPACE: Final = "[ \\n]?"
 """Between the parts of JSON. More of it would let a model write nothing else."""
 _TEXT: Final = "/(?s:.*)/"
-SpecialId = Callable[[str], int | None]
-"""Gives the id of a special token's text; None if there is no such token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +49,12 @@ class CallRules:
 class Grammar:
     """A grammar that is being written."""
 
-    def __init__(self, special_id: SpecialId) -> None:
+    def __init__(self, special_tokens: Mapping[str, int]) -> None:
+        """An empty grammar. `special_tokens`: their ids by their texts."""
         self.dropped: list[str] = []
         """JSON pointers of keywords that are not enforced."""
-        self._special_id = special_id
+        self._special_tokens = special_tokens
+        self._special_id = special_tokens.get
         self._start = "body"
         self._has_form = False
         self._rules: list[str] = []
@@ -131,11 +131,18 @@ class Grammar:
         """The grammar as workers get it."""
         if not any(rule.startswith("body:") for rule in self._rules):
             self._rule("body", "form")
-        lark = "\n".join(("%llguidance {}", f"start: {self._start}", *self._rules))
+        lark = "\n".join((self._options(), f"start: {self._start}", *self._rules))
         grammars = [{"lark_grammar": lark}]
         if self._given:
             grammars.append({"name": "given", "lark_grammar": self._given})
         return json.dumps({"grammars": grammars}, ensure_ascii=False)
+
+    def _options(self) -> str:
+        """llguidance takes forced text by its usual tokens. A literal that is spelled like a
+        special token would become that token, which is no text: then nothing is forced."""
+        whole = "\n".join((*self._rules, self._given)).replace("\\", "")
+        has_name = any(name and name in whole for name in self._special_tokens)
+        return '%llguidance {"no_forcing": true}' if has_name else "%llguidance {}"
 
     def _arguments(self, tool: Tool) -> str:
         if not tool.schema:

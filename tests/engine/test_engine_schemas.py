@@ -96,7 +96,7 @@ def drawn(count: int) -> list[dict[str, Any]]:
 
 
 def grammar_of(**form: Any) -> str:
-    grammar = Grammar({}.get)
+    grammar = Grammar({})
     grammar.structure(api.Structure(**form))
     assert not grammar.dropped
     return grammar.text()

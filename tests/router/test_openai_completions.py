@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -360,3 +361,63 @@ async def test_health(tmp_path: Path) -> None:
 async def health(port: Port) -> int:
     answer = await port.client._client.get(f"http://{port.server.address}/health")
     return int(answer.status_code)
+
+
+@pytest.mark.parametrize(
+    ("stop", "options", "text", "reason"),
+    [
+        ("<|im_start|>", {}, "a ", "stop"),
+        ("a <|im_start|>", {}, "", "stop"),
+        ("<|im_start|>us", {}, "a ", "stop"),
+        ("<|im_start|>us", {"include_stop_str_in_output": True}, "a <|im_start|>us", "stop"),
+        ("<|im_start|>us", {"skip_special_tokens": False}, "a ", "stop"),
+        ("<|im_start|>x", {}, "a user", "stop"),
+        ("<|im_start|>x", {"skip_special_tokens": False}, "a <|im_start|>user", "stop"),
+        ("<|im_start|>us", {"min_tokens": 99, "max_tokens": 100}, "a user", "stop"),
+        ("er<|im_end|>", {}, "a us", "stop"),
+    ],
+)
+async def test_a_stop_text_may_hold_the_name_of_a_special_token(
+    stop: str, options: dict[str, Any], text: str, reason: str, tmp_path: Path
+) -> None:
+    script = says("a <|im_start|>user<|im_end|>", reason=worker_pb2.END_REASON_END_OF_SEQUENCE)
+    async with open_port(tmp_path, script) as port:
+        got = await port.client.completions.create(
+            model=MODEL, prompt="a", stop=stop, extra_body=options
+        )
+        assert (got.choices[0].text, got.choices[0].finish_reason) == (text, reason)
+
+
+SEVERAL = "a 🦄é 🏃‍♀️ b<|im_start|>c 日<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options"),
+    [
+        ("x", {}),
+        ("x 日", {"skip_special_tokens": False}),
+        ("é<|im_start|>🦄 x", {"echo": True}),
+        ([1, 5, 6, 260], {"echo": True}),
+        ("x", {"return_tokens_as_token_ids": True}),
+    ],
+)
+async def test_offsets_are_places_in_the_text(
+    prompt: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
+    async with open_port(tmp_path, says(SEVERAL)) as port:
+        got = await port.client.completions.create(
+            model=MODEL, prompt=prompt, logprobs=0, extra_body=options
+        )
+        text, columns = got.choices[0].text, got.choices[0].logprobs
+        assert columns is not None
+        names = columns.tokens
+        if "return_tokens_as_token_ids" in options:
+            names = [port.tokenizer.token_text(int(one.split(":")[1])) for one in names]
+        whole = 0
+        for name, offset in zip(names, columns.text_offset, strict=True):
+            assert offset <= len(text)
+            is_shown = not name.startswith("<|") or text[offset:].startswith(name)
+            if "\ufffd" not in name and is_shown:
+                assert text[offset:].startswith(name)
+                whole += 1
+        assert whole > 4

@@ -122,6 +122,27 @@ def test_stops_do_not_depend_on_tokens(texts: list[str], parts: list[str]) -> No
     assert run_stops(StopTexts(texts, include_stop=True), parts) == (text + (met or ""), met)
 
 
+@given(
+    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.lists(st.tuples(st.text("abc", max_size=4), st.booleans()), max_size=8),
+)
+def test_hidden_text_stops_and_is_never_shown(
+    texts: list[str], parts: list[tuple[str, bool]]
+) -> None:
+    stops, shown, met = StopTexts(texts), "", None
+    for part, hidden in parts:
+        text, met = stops.push(part, hidden=hidden)
+        shown += text
+        if met is not None:
+            break
+    else:
+        shown += stops.finish()
+    before, wanted = naive_stop(texts, "".join(part for part, _ in parts))
+    mask = [hidden for part, hidden in parts for _ in part]
+    assert met == wanted
+    assert shown == "".join(one for one, hidden in zip(before, mask, strict=False) if not hidden)
+
+
 def test_of_stops_that_end_at_one_place_the_longest_counts() -> None:
     assert run_stops(StopTexts(["b", "ab"]), ["xa", "b"]) == ("x", "ab")
 

@@ -6,8 +6,14 @@ import json
 import time
 from typing import Any
 
+import numpy as np
 import pytest
+from llguidance import LLMatcher, LLTokenizer
+from tiny_tokenizers import SPECIAL, file_of
+from tokenizers import Tokenizer
 
+from baton.inference.v1 import inference_pb2 as api
+from router.structure.grammar import Grammar
 from router.structure.schema import MAX_SCHEMA_BYTES, SchemaError, prepare, read
 
 SECRET = "hunter2"
@@ -106,3 +112,32 @@ def test_many_faults_end_soon() -> None:
     with pytest.raises(SchemaError):
         prepare(read(json.dumps(schema)), strict=False)
     assert time.perf_counter() - began_s < 20.0
+
+
+@pytest.mark.parametrize("kind", ["bytes", "pieces"])
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ({"choice": api.Choices(texts=["a <|im_end|>b"])}, "a <|im_end|>b"),
+        ({"regex": r"<\|im_end\|>x"}, "<|im_end|>x"),
+        ({"lark": 'start: "<s>" "</s>"'}, "<s></s>"),
+        ({"json_schema": api.JsonSchema(schema='{"const": "<s>"}')}, '"<s>"'),
+        ({"json_schema": api.JsonSchema(schema=r'{"const": "\u003cs>"}')}, '"<s>"'),
+    ],
+)
+def test_a_literal_that_is_spelled_like_a_special_token_is_text(
+    form: dict[str, Any], text: str, kind: str
+) -> None:
+    special = {name: index for index, name in enumerate(SPECIAL)}
+    grammar = Grammar(special)
+    grammar.structure(api.Structure(**form))
+    tokenizer = Tokenizer.from_str(file_of(kind))
+    size = tokenizer.get_vocab_size()
+    matcher = LLMatcher(LLTokenizer(file_of(kind), size, [2]), grammar.text())
+    drawn: list[int] = []
+    while not matcher.is_stopped() and len(drawn) < 40:
+        mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little")[:size])
+        drawn.append(int(allowed[-1]))
+        assert matcher.consume_token(drawn[-1])
+    assert tokenizer.decode(drawn) == text

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from router.answers.detokenization import Detokenizer, ShowsSpecial
 from router.doors.http.statuses import JSON
 
 if TYPE_CHECKING:
@@ -32,25 +33,37 @@ class ScoredToken(NamedTuple):
 class Scorer:
     """Writes the tokens of one choice, in order.
 
-    `offset` counts the characters of all tokens so far. Special tokens are written by name and
-    count 0.
+    Args:
+        tokenizer: None for a model without one.
+        as_ids: whether tokens are written as ids.
+        shows_special: whether special tokens stand in the text by their names.
+        prompt_ids: the end of the prompt, if it is not scored itself.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, as_ids: bool) -> None:
-        self.offset = 0
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        as_ids: bool = False,
+        shows_special: bool = False,
+        prompt_ids: Sequence[int] = (),
+    ) -> None:
         self._tokenizer = None if as_ids else tokenizer
-        self._special_ids = tokenizer.special_ids if tokenizer is not None else frozenset[int]()
+        self._places: _Places | None = None
+        if tokenizer is not None:
+            self._places = _Places(tokenizer, shows_special, prompt_ids)
 
     def score(
-        self, token_ids: Iterable[int], records: Iterable[TokenScore | None]
+        self, token_ids: Iterable[int], records: Iterable[TokenScore | None], text: str = ""
     ) -> list[ScoredToken]:
-        """Scores the next tokens. The first token of a prompt has no record."""
+        """Scores the next tokens. The first token of a prompt has no record. `text` is what they
+        were made of, if that is known."""
         scored = []
         for token_id, record in zip(token_ids, records, strict=True):
-            text = _text(self._tokenizer, token_id)
             logprob = None if record is None else _clamped(record.logprob)
-            scored.append(ScoredToken(text, self.offset, logprob, self._top(record)))
-            self.offset += 0 if token_id in self._special_ids else len(text)
+            offset = 0 if self._places is None else self._places.next(token_id, text)
+            name = _text(self._tokenizer, token_id)
+            scored.append(ScoredToken(name, offset, logprob, self._top(record)))
         return scored
 
     def _top(self, record: TokenScore | None) -> tuple[tuple[str, float], ...]:
@@ -60,6 +73,37 @@ class Scorer:
             (_text(self._tokenizer, token_id), _clamped(logprob))
             for token_id, logprob in zip(record.top_ids, record.top_logprobs, strict=True)
         )
+
+
+class _Places:
+    """Finds where tokens begin in the text of their choice.
+
+    A character of several tokens begins with the first of them. A special token has no width, if
+    the text does not show it.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, shows_special: bool, prompt_ids: Sequence[int]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._shows_special = shows_special
+        decoder = ShowsSpecial(tokenizer, tokenizer.special_ids) if shows_special else tokenizer
+        self._detokenizer = Detokenizer(decoder, prompt_ids)
+        self._width = 0
+        """Characters that are complete."""
+
+    def next(self, token_id: int, text: str) -> int:
+        """The place of the next token. `text`: see `Scorer.score`."""
+        name = _text(self._tokenizer, token_id)
+        begins = self._width
+        if token_id in self._tokenizer.special_ids and not self._shows_special:
+            if text.startswith(name, begins):
+                self._width += len(name)
+            return begins
+        new = self._detokenizer.push(token_id)
+        self._width += len(new)
+        # What was held back before comes with it.
+        return self._width - len(name) if new.endswith(name) else begins
 
 
 def completion_logprobs(tokens: Sequence[ScoredToken]) -> JSON:

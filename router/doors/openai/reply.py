@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from baton.inference.v1 import inference_pb2 as api
 from router.answers.calls import CallPart
+from router.answers.detokenization import CONTEXT_TOKENS
 from router.doors.http.statuses import JSON, dropped_header
 from router.doors.openai.logprobs import ScoredToken, Scorer
 from router.requests.outputs import FINISH_WORDS, Finished, Started, TextDelta
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from router.doors.openai.schema import StreamOptions
     from router.jobs import TokenScore
     from router.requests.generation import GenerationRequest, Generations
-    from router.requests.tokenization import Tokenizer
+    from router.requests.tokenization import PromptIds, Tokenizer
 
 Item = TypeVar("Item")
 
@@ -197,6 +198,7 @@ class Reply:
     def _start(self, prompt: int, started: Started) -> list[ReplyPart]:
         """Notes the start of a prompt's generation; returns the pieces that echo the prompt."""
         self._usage.prompt_tokens += started.job.prompt_tokens
+        echo = self._order.echoes[prompt]
         form = self._order.form
         self._head = {
             "id": f"{form.id_prefix}-{self._call.id}",
@@ -210,14 +212,15 @@ class Reply:
             self._head["service_tier"] = tier if tier in ("flex", "priority") else "default"
         self.headers |= dropped_header(started.dropped_keywords)
         first = prompt * self._choices_per_prompt
-        new = [_Choice(first + index, self._order) for index in range(self._choices_per_prompt)]
+        indices = range(first, first + self._choices_per_prompt)
+        new = [_Choice(index, self._order, started.job.prompt_ids, echo) for index in indices]
         self._choices.update({choice.index: choice for choice in new})
         if self._order.token_ids:
             of_answer, of_choice = form.prompt_ids(started.job.prompt_ids.tolist())
             self._head |= of_answer
             for choice in new:
                 choice.extra = of_choice
-        if (echo := self._order.echoes[prompt]) is None:
+        if echo is None:
             return []
         return [choice.echo(echo, started.prompt_logprobs) for choice in new]
 
@@ -225,7 +228,9 @@ class Reply:
 class _Choice:
     """One choice of a reply, while its pieces come."""
 
-    def __init__(self, index: int, order: ReplyOrder) -> None:
+    def __init__(
+        self, index: int, order: ReplyOrder, prompt_ids: PromptIds, echo: Echo | None
+    ) -> None:
         self.index = index
         self.extra: JSON = {}
         """Further fields of its first part."""
@@ -233,14 +238,23 @@ class _Choice:
         self._begun = False
         self._echo_only = order.echo_only
         self._scorer: Scorer | None = None
-        if order.requests[0].input.output.logprobs:
-            self._scorer = Scorer(order.tokenizer, order.tokens_as_ids)
+        output = order.requests[0].input.output
+        if output.logprobs:
+            shows_special = (
+                output.HasField("skip_special_tokens") and not output.skip_special_tokens
+            )
+            self._scorer = Scorer(
+                order.tokenizer,
+                as_ids=order.tokens_as_ids,
+                shows_special=shows_special,
+                prompt_ids=prompt_ids[-CONTEXT_TOKENS:].tolist() if echo is None else (),
+            )
 
     def echo(self, echo: Echo, records: Sequence[TokenScore]) -> ReplyPart:
         """The prompt. Its first token has no log probability."""
         piece = self._piece([echo.text])
         if self._scorer is not None:
-            piece.scored = self._scorer.score(echo.token_ids, [None, *records])
+            piece.scored = self._scorer.score(echo.token_ids, [None, *records], echo.text)
         return piece
 
     def add(self, delta: TextDelta) -> ReplyPart:
