@@ -88,29 +88,31 @@ def pack(
     fixed = add(header), add(slots), add(contexts)
     prompts = None
     if shape.prompt_rows:
-        prompts = PackedPrompts(*map(add, _prompt_sections(plan, shape, page_size)))
+        prompts = _pack_prompts(plan, shape, staging, page_size)
     counts = add(counts_of(narrowed, shape.decodes)) if shape.narrowed else None
     return PackedStep(shape, *fixed, prompts, counts, add(table), *map(add, sampled))
 
 
-def _prompt_sections(
-    plan: StepPlan | None, shape: Shape, page_size: int
-) -> tuple[Int32s, Int32s, Int32s]:
-    """The sections of `PackedPrompts`."""
-    prompts = np.zeros((3, shape.prompt_tokens), np.int32)
-    prompts[2] = SCRATCH_PAGE * page_size
+def _pack_prompts(
+    plan: StepPlan | None, shape: Shape, staging: StepStaging, page_size: int
+) -> PackedPrompts:
+    """Adds the sections of a step with prompt rows. Ids go into the staging buffer at once."""
+    columns, tokens = staging.room((3, shape.prompt_tokens))
+    columns[:2], columns[2] = 0, SCRATCH_PAGE * page_size
     lens = np.zeros(shape.prompt_rows, np.int32)
     if plan is not None:
         first = plan.num_decodes
         lens[: len(plan.row_slots) - first] = plan.query_lens[first:]
-        columns = plan.token_ids, plan.positions, stores_of(plan, page_size)
-        prompts[:, : plan.num_tokens - first] = [column[first:] for column in columns]
+        for column, values in zip(
+            columns, (plan.token_ids, plan.positions, stores_of(plan, page_size)), strict=True
+        ):
+            column[: plan.num_tokens - first] = values[first:]
     lens[-1] = shape.prompt_tokens - lens.sum()
     starts = np.concatenate([[0], lens.cumsum()]).astype(np.int32)
     # A row without tokens ends at the end of the one before it. Its result is not used.
     last = np.maximum(shape.decodes + starts[1:] - 1, shape.decodes)
     ends = np.concatenate([np.arange(shape.decodes), last]).astype(np.int32)
-    return prompts, starts, ends
+    return PackedPrompts(tokens, staging.add(starts), staging.add(ends))
 
 
 def _sampled(plan: StepPlan | None, shape: Shape) -> tuple[Int32s, Int32s]:

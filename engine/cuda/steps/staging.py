@@ -4,7 +4,8 @@ A step's integers are put one after the other into pinned memory and copied at o
 
 1. `begin` changes to the other of two pinned buffers, because the last step's copy may still run.
    It waits for the copy of the step before, which is usually long done;
-2. `add` appends a section and returns its future place on the device;
+2. `add` appends a section and returns its future place on the device; `room` leaves the writing to
+   the caller;
 3. `upload` queues the copy on the current stream.
 
 Sections of equal sizes in equal order have equal addresses, so a graph may read them.
@@ -12,6 +13,8 @@ Sections of equal sizes in equal order have equal addresses, so a graph may read
 
 # mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import torch
@@ -50,13 +53,21 @@ class StepStaging:
             copied.synchronize()
 
     def add(self, values: Int32s) -> Tensor:
-        """Appends a section of any shape; returns its place on the device."""
-        start, end = self._used, self._used + values.size
+        """Appends a section; returns its place on the device."""
+        room, place = self.room(values.shape)
+        room[...] = values
+        return place
+
+    def room(self, shape: tuple[int, ...]) -> tuple[Int32s, Tensor]:
+        """Appends a section that the caller writes before `upload`; returns it, with what an older
+        step has left there, and its place on the device."""
+        start, end = self._used, self._used + math.prod(shape)
         if end > len(self._device):
             raise StagingError(f"a step of {end} integers does not fit {len(self._device)}")
-        self._arrays[self._turn][start:end] = values.reshape(-1)
         self._used = -(-end // ALIGNMENT) * ALIGNMENT
-        return self._device[start:end].view(values.shape)
+        return self._arrays[self._turn][start:end].reshape(shape), self._device[start:end].view(
+            shape
+        )
 
     def upload(self) -> None:
         """Queues the copy of the added sections."""
