@@ -95,8 +95,8 @@ class Lane:
             rate = size / max(copy.seconds, 1e-6)
             self.bytes_per_s = averaged(self.bytes_per_s, rate)
 
-    def is_late(self, copy: Copy) -> None:
-        """Nobody waits for the copy any more. It goes on."""
+    def mark_late(self, copy: Copy) -> None:
+        """Counts a copy as failed. It goes on, and its waiters go on without it."""
         copy.late = True
         self.late += 1
         self.failures += 1

@@ -56,7 +56,7 @@ class Saves:
     def expire(self, now: float) -> None:
         """Gives up what is late. What a late save reads may change: its slots will get no key."""
         for save in [one for one in self.open if not one.late and one.due_s < now]:
-            self._lane.is_late(save)
+            self._lane.mark_late(save)
             if save.held:
                 self._let_go(save)
 

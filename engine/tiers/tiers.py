@@ -386,6 +386,6 @@ class HostTiers:
 
     def _give_up(self, load: Load) -> None:
         """A load is late. What it reads and writes is held until it ends; nobody waits for it."""
-        self._lanes.loads.is_late(load)
+        self._lanes.loads.mark_late(load)
         self._host.forget(load.slots)
         self._end_waits(load, good=False)

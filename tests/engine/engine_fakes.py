@@ -121,7 +121,7 @@ class FakeLane:
         self.failures += copy.failed and not copy.late
         self.bytes_moved += len(copy.pages)
 
-    def is_late(self, copy: Copy) -> None:
+    def mark_late(self, copy: Copy) -> None:
         copy.late = True
         self.late += 1
         self.failures += 1
