@@ -34,6 +34,7 @@ import torch
 
 from bench.tier_engine import GIB, ROWS, Clients, measure
 from engine.bounds import Bounds
+from engine.config import LoadFormat
 from engine.loop.step_loop import StepLoop
 from engine.pages.blocks import BlockManager
 from engine.sampling import Sampler
@@ -229,7 +230,7 @@ def main() -> None:
     if options.what == "link":
         link(options.gib, options.page_kib, options.runs)
     elif options.what == "engine":
-        load_format = "dummy" if options.dummy else "auto"
+        load_format: LoadFormat = "dummy" if options.dummy else "auto"
         measure(options.where, options.host_gib, options.kv_gib, load_format, options.runs)
     elif options.what == "disk":
         disk(options.where, options.gib, options.page_kib, options.seconds)

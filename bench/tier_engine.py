@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, LoadFormat
 from engine.engine import Engine
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequences import Sequence as Preempted
@@ -211,7 +211,7 @@ def _evict(scheduler: Scheduler) -> None:
     scheduler.blocks.release(scheduler.blocks.allocate_apart(scheduler.blocks.available))
 
 
-def measure(model: str, host_gib: float, kv_gib: float, load_format: str, runs: int) -> None:
+def measure(model: str, host_gib: float, kv_gib: float, load_format: LoadFormat, runs: int) -> None:
     """Prints all figures."""
     bench = Bench(
         EngineConfig(

@@ -3,8 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from engine.bounds import Bounds
+
+LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["", "fp8"]
+KvCacheDtype = Literal["auto", "fp8"]
+Attention = Literal["auto", "fa3", "fa2", "triton", "sdpa"]
+Scheduling = Literal["fcfs", "priority", "shortest", "fair"]
+Eviction = Literal["lru", "lfu", "cost"]
+
+
+def tiers_obstacle(*, host: bool, stores: bool, prefix_cache: bool) -> str:
+    """Why there can be no tiers below the pool so; empty: there can, or none are wanted."""
+    if host and not prefix_cache:
+        return "kv_host_gib needs prefix_cache: pages are found by their keys"
+    if stores and not host:
+        return "kv_store needs kv_host_gib: pages pass through host memory"
+    return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,25 +33,24 @@ class EngineConfig(Bounds):
     """Hugging Face id, folder or GGUF file."""
     name: str = ""
     """Name that clients use; empty: the last part of `model`."""
-    load_format: str = "auto"
-    """"auto", "safetensors", "gguf" or "dummy"."""
-    dtype: str = "auto"
-    """"float32", "bfloat16" or "float16"; auto: float32 on CPU, bfloat16 elsewhere."""
-    quantization: str = ""
+    load_format: LoadFormat = "auto"
+    dtype: Dtype = "auto"
+    """Auto: float32 on CPU, bfloat16 elsewhere."""
+    quantization: Quantization = ""
     """"fp8" rounds the weights of a float checkpoint while they are loaded; "": nothing."""
-    kv_cache_dtype: str = "auto"
+    kv_cache_dtype: KvCacheDtype = "auto"
     """How KV is stored, one of `engine.pool.kinds.POOLS`; auto: in the model's dtype."""
     device: str = "auto"
     """"cpu", "cuda", "cuda:1"; auto: cuda where there is one."""
     tp: int = 1
     """Ranks that hold the model together (tensor parallelism): this process, and others that it
     starts on this host."""
-    step_timeout_s: float = 60.0
+    step_timeout_s: float = 60
     """With several ranks: if a step takes longer than this, all ranks are given up."""
     seed: int = 0
     """Seed of dummy weights."""
-    attention: str = "auto"
-    """"fa3", "fa2", "triton" or "sdpa"; auto: the best that runs on the device."""
+    attention: Attention = "auto"
+    """Auto: the best that runs on the device."""
     num_pages: int = 0
     """Pages in the pool, with the scratch page; 0: as many as `kv_memory_bytes` holds."""
     kv_memory_bytes: int = 0
@@ -44,9 +61,9 @@ class EngineConfig(Bounds):
     cuda_graphs: bool = True
     """Whether steps on a GPU replay graphs, which are made at the start. See
     `engine.cuda.steps.shapes`."""
-    scheduling: str = "fcfs"
+    scheduling: Scheduling = "fcfs"
     """Order of admission, one of `engine.schedule.policies.POLICIES`."""
-    eviction: str = "lru"
+    eviction: Eviction = "lru"
     """Order of eviction of cached pages, one of `engine.pages.eviction.EVICTION_POLICIES`."""
     kv_host_bytes: int = 0
     """Host memory for pages that the pool evicts, bytes; 0: none. See `engine.tiers`."""
@@ -56,7 +73,7 @@ class EngineConfig(Bounds):
     """File with the secret that signs objects of stores to which others can write."""
     hooks: tuple[str, ...] = ()
     """Hooks with their options. See `engine.hooks.opening`."""
-    hook_limit_s: float = 1.0
+    hook_limit_s: float = 1
     """A hook that takes longer in one step is too slow and counts as failed, seconds."""
     poison_freed_pages: bool = False
     """For debugging: free pages carry a pattern, which is checked when they are used again."""

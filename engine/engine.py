@@ -25,7 +25,7 @@ from engine.building import (
     resolved,
 )
 from engine.checkpoints import Weights
-from engine.config import EngineConfig
+from engine.config import EngineConfig, tiers_obstacle
 from engine.hooks.requests import RequestHooks
 from engine.loop.fetch_port import FetchPort
 from engine.loop.profiling import StepProfiler
@@ -366,10 +366,10 @@ def _scheduler(
 def _build_tiers(
     config: EngineConfig, pool: KvPool, blocks: BlockManager, stores: StoreConfig, ranks: Ranks
 ) -> PageTiers:
-    if config.kv_host_bytes and not config.prefix_cache:
-        raise EngineError("kv_host_gib needs prefix_cache: pages are found by their keys")
-    if config.kv_stores and not config.kv_host_bytes:
-        raise EngineError("kv_store needs kv_host_gib: pages come and go through host memory")
+    host, wanted = config.kv_host_bytes > 0, bool(config.kv_stores)
+    obstacle = tiers_obstacle(host=host, stores=wanted, prefix_cache=config.prefix_cache)
+    if obstacle:
+        raise EngineError(obstacle)
     try:
         return build_tiers(
             config.rank_host_bytes,

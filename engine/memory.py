@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from engine.checkpoints import Weights
+from engine.config import Dtype
 
 GIB: Final = 1 << 30
 CPU_POOL_BYTES: Final = GIB
@@ -65,16 +66,17 @@ class Need:
         return self.workers * self.each_bytes
 
 
-def dtype_on(dtype: str, *, on_gpu: bool) -> str:
+def dtype_on(dtype: Dtype, *, on_gpu: bool) -> Dtype:
     """The dtype that a setting asks for on a device."""
-    usual = "bfloat16" if on_gpu else "float32"
-    return usual if dtype == "auto" else dtype
+    if dtype != "auto":
+        return dtype
+    return "bfloat16" if on_gpu else "float32"
 
 
 def need_of(
     weights: Weights,
     *,
-    dtype: str,
+    dtype: Dtype,
     kv_memory_bytes: int,
     num_pages: int,
     on_gpu: bool,

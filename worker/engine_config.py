@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final
+from dataclasses import fields
+from typing import Any, Final
 
 from engine.bounds import UNBOUNDED
 from engine.config import EngineConfig
-from worker.settings import Role, WorkerSettings
+from worker.settings import Role, WorkerDebug, WorkerSettings
 
 DECODE_MIXED_PREFILL_TOKENS: Final = 192
 """A decode worker computes at most this many prompt tokens in a step that also decodes. So few are
@@ -22,37 +23,25 @@ done in half the time."""
 
 def engine_config(settings: WorkerSettings) -> EngineConfig:
     """Makes the engine's configuration."""
-    return EngineConfig(
-        model=settings.model,
-        name=settings.served_name,
-        load_format=settings.debug.load_format,
-        dtype=settings.dtype,
-        quantization=settings.quantization,
-        kv_cache_dtype=settings.kv_cache_dtype,
-        device=settings.device,
-        tp=settings.tp,
-        step_timeout_s=settings.debug.step_timeout_s,
-        attention=settings.debug.attention,
-        page_size=settings.page_size_tokens,
-        num_pages=settings.debug.num_pages,
-        kv_memory_bytes=settings.kv_memory_bytes,
-        kv_host_bytes=settings.kv_host_bytes,
-        kv_stores=settings.kv_store,
-        kv_secret_file=settings.kv_secret_file,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-        max_sequences=settings.max_sequences,
-        max_step_tokens=_step_tokens(settings),
-        decodes=settings.role is not Role.PREFILL,
-        mixed_prefill_tokens=_mixed_prefill_tokens(settings),
-        full_step_tokens=UNBOUNDED if settings.role is Role.BOTH else FULL_STEP_TOKENS,
-        max_context_tokens=settings.max_context_tokens,
-        scheduling=settings.scheduling,
-        prefix_cache=settings.prefix_cache,
-        eviction=settings.debug.eviction,
-        hooks=settings.hook,
-        hook_limit_s=settings.debug.hook_limit_s,
-        poison_freed_pages=settings.debug.poison_freed_pages,
-    )
+    own = {
+        "name": settings.served_name,
+        "page_size": settings.page_size_tokens,
+        "kv_memory_bytes": settings.kv_memory_bytes,
+        "kv_host_bytes": settings.kv_host_bytes,
+        "kv_stores": settings.kv_store,
+        "hooks": settings.hook,
+        "max_step_tokens": _step_tokens(settings),
+        "decodes": settings.role is not Role.PREFILL,
+        "mixed_prefill_tokens": _mixed_prefill_tokens(settings),
+        "full_step_tokens": UNBOUNDED if settings.role is Role.BOTH else FULL_STEP_TOKENS,
+    }
+    return EngineConfig(**_shared(settings) | _shared(settings.debug) | own)
+
+
+def _shared(settings: WorkerSettings | WorkerDebug) -> dict[str, Any]:
+    """The settings that the engine has under the same name."""
+    names = {field.name for field in fields(EngineConfig)} - {"name"}
+    return {name: getattr(settings, name) for name in names & set(type(settings).model_fields)}
 
 
 def _step_tokens(settings: WorkerSettings) -> int:

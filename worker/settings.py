@@ -11,6 +11,17 @@ from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from baton.addresses import ROUTER_INTERNAL_ADDRESS, host_of, is_loopback
 from baton.tls import TlsFiles
+from engine.config import (
+    Attention,
+    Dtype,
+    EngineConfig,
+    Eviction,
+    KvCacheDtype,
+    LoadFormat,
+    Quantization,
+    Scheduling,
+    tiers_obstacle,
+)
 from faults.failpoints import check as check_failpoints
 from serving.models import finding
 from serving.models.demo_model import Progress
@@ -35,6 +46,8 @@ class Role(StrEnum):
 
 
 MOST_RANKS: Final = 64
+_ENGINE: Final = EngineConfig(model="demo")
+"""The defaults of the engine, which are a worker's, too."""
 _ADMIN_PORT: Final = {Role.PREFILL: 9091, Role.DECODE: 9092, Role.BOTH: 9093}
 
 
@@ -46,19 +59,19 @@ class WorkerDebug(BaseModel):
 
     model_config = SETTINGS
 
-    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
+    load_format: LoadFormat = _ENGINE.load_format
     """Sets the format of the weights. `dummy` draws random weights, always the same, to measure
     speed without a checkpoint."""
-    attention: Literal["auto", "fa3", "fa2", "triton", "sdpa"] = "auto"
+    attention: Attention = _ENGINE.attention
     """Chooses the attention kernels: FlashAttention-3 or -2, Baton's own in Triton, or torch's.
     `auto` takes the best that runs here and logs the reason. FlashAttention-2 needs pages of 256
     tokens."""
-    num_pages: int = Field(default=0, ge=0)
+    num_pages: int = Field(default=_ENGINE.num_pages, ge=0)
     """Sets the number of pages in the KV pool and overrides `kv_memory_gib`. 0: as many as fit."""
     mixed_prefill_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)
     """Limits the prompt tokens in a step that also decodes. Fewer delay running requests less, more
     compute the prompt sooner. 0: 192 on a decode worker, elsewhere `max_step_tokens`."""
-    eviction: Literal["lru", "lfu", "cost"] = "lru"
+    eviction: Eviction = _ENGINE.eviction
     """Chooses the pages that the prefix cache evicts first: least recently used, least frequently
     used, or cheapest to compute again per use."""
     slow_peer_gigabytes_per_s: float = Field(default=-1, ge=-1)
@@ -72,12 +85,12 @@ class WorkerDebug(BaseModel):
     max_granted_share: float = Field(default=0.25, gt=0, le=1)
     """Limits the share of the pool that is granted to one prefill worker at once. Further grants
     wait, so that a frozen prefill worker cannot hold the whole pool."""
-    step_timeout_s: float = Field(default=60, gt=0)
+    step_timeout_s: float = Field(default=_ENGINE.step_timeout_s, gt=0)
     """Ends the worker if a step, or a turn of the thread that moves KV pages, takes longer than
     this, seconds. The log then has every thread's stack. A supervisor must start it again."""
-    hook_limit_s: float = Field(default=1, gt=0)
+    hook_limit_s: float = Field(default=_ENGINE.hook_limit_s, gt=0)
     """Counts a hook as failed if its calls take longer than this in one step, seconds."""
-    poison_freed_pages: bool = False
+    poison_freed_pages: bool = _ENGINE.poison_freed_pages
     """Fills free KV pages with a pattern, and counts writes to them. For debugging."""
     failpoints: Annotated[str, AfterValidator(check_failpoints)] = ""
     """Makes this process fail on purpose, for tests alone: NAME=ACTION[:ARG][~KEY][@NTH],..."""
@@ -101,18 +114,18 @@ class WorkerSettings(BaseModel):
     model."""
     served_name: str = ""
     """Sets the model name that clients use. Empty: the last part of `model`."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Dtype = _ENGINE.dtype
     """Sets the number format of weights and KV. `auto`: bfloat16, and on a CPU float32, which is
     fast there."""
-    quantization: Literal["", "fp8"] = ""
+    quantization: Quantization = _ENGINE.quantization
     """Rounds the weights of a float checkpoint while they are loaded. `fp8`: FP8 weights with a
     scale for each output channel, and FP8 inputs. Quantised checkpoints need no setting."""
-    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    kv_cache_dtype: KvCacheDtype = _ENGINE.kv_cache_dtype
     """Sets the number format of stored KV. `auto`: that of `dtype`. `fp8` takes half the bytes of
     bfloat16 and needs pages of a multiple of 16 tokens. It must be the same on all workers."""
-    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    device: str = Field(default=_ENGINE.device, pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """Sets the device: `auto`, `cpu`, `cuda` or `cuda:N`. `auto`: the first GPU if there is one."""
-    tp: int = Field(default=1, ge=1, le=MOST_RANKS)
+    tp: int = Field(default=_ENGINE.tp, ge=1, le=MOST_RANKS)
     """Divides the model among so many ranks (tensor parallelism), processes of this host that run
     each step together. On GPUs each has one. It must divide the model's heads and feed-forward
     width. It may differ between prefill and decode workers."""
@@ -151,7 +164,7 @@ class WorkerSettings(BaseModel):
     insecure: bool = False
     """Serves routers of other machines without TLS: for networks where everybody is trusted."""
 
-    page_size_tokens: int = Field(default=16, ge=1, le=256)
+    page_size_tokens: int = Field(default=_ENGINE.page_size, ge=1, le=256)
     """Sets the number of tokens in a KV page. Small pages waste less, large ones move in fewer
     pieces. It must be the same on all workers."""
     kv_memory_gib: float = Field(default=0, ge=0)
@@ -163,28 +176,28 @@ class WorkerSettings(BaseModel):
     kv_store: Words = ()
     """Lists stores below the host memory, with commas between: `disk:PATH?gib=N`, `dir:PATH?gib=N`,
     `mooncake://HOST:PORT` or an installed package's. They need `kv_host_gib`."""
-    kv_secret_file: str = ""
+    kv_secret_file: str = _ENGINE.kv_secret_file
     """Names a file with a secret of at least 16 bytes, the same on all workers. It signs the KV in
     stores to which others can write, which need it."""
     hook: Words = ()
     """Lists hooks, with commas between: `NAME` or `NAME?OPTION=VALUE&OPTION=VALUE`, from installed
     packages. They are called around requests, steps and attention."""
-    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    gpu_memory_utilization: float = Field(default=_ENGINE.gpu_memory_utilization, gt=0, le=1)
     """Limits the share of the GPU's memory that the worker takes in all, if `kv_memory_gib` is
     0."""
-    max_sequences: int = Field(default=64, ge=1)
+    max_sequences: int = Field(default=_ENGINE.max_sequences, ge=1)
     """Limits the sequences that are decoded in one step. More sequences raise the throughput and
     slow down each one."""
-    max_step_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)
+    max_step_tokens: int = Field(default=_ENGINE.max_step_tokens, ge=0, le=MOST_TOKENS)
     """Limits the new tokens in one step, and so the size of a prompt's chunks. 0: 512 on a CPU and
     on a decode worker, 4,096 on a prefill worker, otherwise 2,048."""
-    max_context_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)
+    max_context_tokens: int = Field(default=_ENGINE.max_context_tokens, ge=0, le=MOST_TOKENS)
     """Limits prompt and output together. 0: the model's own limit."""
-    scheduling: Literal["fcfs", "priority", "shortest", "fair"] = "fcfs"
+    scheduling: Scheduling = _ENGINE.scheduling
     """Chooses the waiting request to admit first: `fcfs` takes the oldest, `priority` the one with
     the highest priority, `shortest` the shortest prompt, `fair` a request of the tenant with the
     fewest running ones. Age counts in `priority` and `shortest`, too."""
-    prefix_cache: bool = True
+    prefix_cache: bool = _ENGINE.prefix_cache
     """Keeps the KV of finished prompts, and reuses it for prompts with the same beginning."""
     transport: Literal["nixl", "nccl", "loopback", "null"] = "nixl"
     """Chooses the transport of KV pages. `nccl` cannot see a dead peer and is for experiments; it
@@ -253,10 +266,10 @@ class WorkerSettings(BaseModel):
 
     @model_validator(mode="after")
     def _tiers_find_pages_by_their_keys(self) -> WorkerSettings:
-        if self.kv_host_gib and not self.prefix_cache:
-            raise ValueError("kv_host_gib needs prefix_cache: pages are found by their keys")
-        if self.kv_store and not self.kv_host_gib:
-            raise ValueError("kv_store needs kv_host_gib: pages pass through host memory")
+        host, stores = self.kv_host_gib > 0, bool(self.kv_store)
+        obstacle = tiers_obstacle(host=host, stores=stores, prefix_cache=self.prefix_cache)
+        if obstacle:
+            raise ValueError(obstacle)
         return self
 
     @model_validator(mode="after")
