@@ -51,7 +51,7 @@ from router.errors import RouterError
 from router.jobs import Job, ServedModel
 from router.settings import RouterSettings
 from router.workers.load_estimate import Capacity, LoadEstimate
-from serving.packing import pack_ids
+from serving.wire import pack_ids
 
 if TYPE_CHECKING:
     from router.jobs import Demand

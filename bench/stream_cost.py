@@ -46,8 +46,8 @@ from router.server import RouterServer
 from router.settings import RouterDebug, RouterSettings
 from serving.event_loop import loop_factory
 from serving.net.certificates import write_set
-from serving.packing import pack_ids
 from serving.release import stamp
+from serving.wire import pack_ids
 from telemetry.names import Metric
 
 MODEL = ServedModel("bench", "r", "/nowhere", 1 << 20, 1 << 16, (), 16)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from baton.worker.v1 import worker_pb2
 from engine.types import Mode, PageIds, SequenceEnded
 from kv_transfer.events import Delivered
-from serving.packing import pack_ids
+from serving.wire import pack_ids
 from worker_base.legs import WorkerLeg
 from worker_base.outbox import Outbox
 

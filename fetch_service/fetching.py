@@ -51,7 +51,7 @@ from kv_transfer.events import (
     TransferEvent,
 )
 from kv_transfer.specs import ReceiveSpec
-from serving.packing import pack_ids
+from serving.wire import pack_ids
 from telemetry.metrics.worker import WorkerMetrics
 from worker_base.legs import WorkerLeg
 from worker_base.outbox import CallOnLoop

@@ -42,7 +42,7 @@ from kv_transfer.thread import TransferThread
 from kv_transfer.transports.loopback import LoopbackTransport
 from kv_transfer.transports.pool import PoolMemory
 from prefill_service.service import PrefillService
-from serving.packing import pack_ids
+from serving.wire import pack_ids
 from telemetry.metrics.worker import WorkerMetrics
 from worker.peers import PeerPaths
 from worker.quiesce import QuiesceRelay

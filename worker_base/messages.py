@@ -28,8 +28,7 @@ from engine.types import (
     TokenRecord,
 )
 from kv_transfer.types import SCRATCH_PAGE, Endpoint
-from serving.extensions import MAX_EXTENSION_BYTES, MAX_EXTENSIONS, extension_bytes
-from serving.packing import PACKED_ID, pack_ids
+from serving.wire import MAX_EXTENSION_BYTES, MAX_EXTENSIONS, PACKED_ID, extension_bytes, pack_ids
 
 MAX_PAYLOAD_BYTES: Final = 3584
 """Most bytes of first-token records in the last notification of a transfer."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from baton.worker.v1 import worker_pb2
 from router.placement.routing import decode_reservation, prefill_reservation
-from serving.packing import pack_ids
+from serving.wire import pack_ids
 from telemetry.names import Attr, SpanName
 from telemetry.tracing import SpanKind, end_span, start_span, traceparent_of
 

@@ -19,7 +19,7 @@ from router import errors
 from router.errors import PROMPT, Violation
 from router.requests.bounds import MAX_TURNS
 from router.structure.fields import MAX_ALLOWED_TOKENS, check_answer, check_chat
-from serving.extensions import MAX_EXTENSION_BYTES, MAX_EXTENSIONS, extension_bytes
+from serving.wire import MAX_EXTENSION_BYTES, MAX_EXTENSIONS, extension_bytes
 
 if TYPE_CHECKING:
     from router.jobs import ServedModel

@@ -23,8 +23,8 @@ from router.jobs import Job, JobEvent, JobTokens, ServedModel
 from router.settings import RouterSettings
 from router.workers.registry import Registry
 from serving.net.internal_net import ClearNet, InternalNet
-from serving.packing import pack_ids
 from serving.release import stamp
+from serving.wire import pack_ids
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

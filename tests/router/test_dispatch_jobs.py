@@ -13,7 +13,7 @@ from scripted_worker import BOTH, DECODE, PREFILL, WAIT_S, Cluster, job, tokens_
 from baton.worker.v1 import worker_pb2
 from router.errors import RouterError
 from router.jobs import ChoiceEnded, JobFinished, JobStarted, JobTokens
-from serving.packing import pack_ids
+from serving.wire import pack_ids
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -10,7 +10,7 @@ import pytest
 from baton.worker.v1 import worker_pb2
 from router.dispatch.merge import ChoiceMerger, first_tokens, step_tokens, unpack_ids
 from router.jobs import ChoiceEnded, JobTokens, TokenScore
-from serving.packing import pack_ids
+from serving.wire import pack_ids
 
 END = worker_pb2.END_REASON_LENGTH
 

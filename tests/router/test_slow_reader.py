@@ -16,7 +16,7 @@ from test_router_shutdown import Running, a_router_process
 
 from baton.inference.v1 import inference_pb2 as api
 from baton.worker.v1 import worker_pb2
-from serving.packing import pack_ids
+from serving.wire import pack_ids
 
 READERS = 7
 STEP_S = 0.02

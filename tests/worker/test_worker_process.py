@@ -26,7 +26,7 @@ from baton.grpc_options import server_options
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from engine.engine import Engine
 from router.dispatch.merge import step_tokens
-from serving.packing import pack_ids
+from serving.wire import pack_ids
 from worker.engine_config import engine_config
 from worker.router_addresses import RouterAddresses
 from worker.server import SERVICE_NAME, Worker

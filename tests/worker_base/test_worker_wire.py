@@ -9,7 +9,7 @@ from baton.worker.v1 import worker_pb2
 from engine.types import Mode, TokenRecord
 from kv_transfer.types import Endpoint
 from kv_transfer.wire import MAX_PAYLOAD_BYTES as ROOM_BYTES
-from serving.packing import pack_ids
+from serving.wire import pack_ids
 from worker_base.messages import (
     MAX_PAYLOAD_BYTES,
     MalformedMessage,

@@ -34,7 +34,7 @@ from router.requests.validation import (
     MAX_TOP_LOGPROBS,
 )
 from router.structure.fields import MAX_ALLOWED_TOKENS, MAX_BAD_WORDS
-from serving.extensions import MAX_EXTENSIONS
+from serving.wire import MAX_EXTENSIONS
 
 
 class StreamOptions(BaseModel):

@@ -1,0 +1,29 @@
+"""What routers and workers write and check alike: packed ids, and the bounds of extensions."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+PACKED_ID: Final = np.dtype("<u4")
+"""Of ids of tokens and pages: little-endian uint32."""
+MAX_EXTENSIONS: Final = 16
+"""Most extensions of a request."""
+MAX_EXTENSION_BYTES: Final = 4096
+"""Of all of a request's extensions together, with their names."""
+
+
+def pack_ids(ids: Sequence[int] | NDArray[np.integer[Any]]) -> bytes:
+    """Packs ids."""
+    if not isinstance(ids, np.ndarray):
+        return struct.pack(f"<{len(ids)}I", *ids)  # sooner than numpy where they are few
+    return ids.astype(PACKED_ID).tobytes()
+
+
+def extension_bytes(extensions: Mapping[str, bytes]) -> int:
+    """Bytes of extensions with their names."""
+    return sum(len(name.encode()) + len(value) for name, value in extensions.items())
