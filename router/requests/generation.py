@@ -55,7 +55,6 @@ from router.requests.outputs import (
 )
 from router.requests.request_span import RequestSpan
 from router.requests.tokenization import (
-    EncodedPrompt,
     PromptIds,
     PromptTooLongError,
     Tokenizer,
@@ -99,11 +98,11 @@ class Generations:
                     model, tokenizer = await self._admit(request)
                 with span.step(SpanName.TOKENIZE):
                     most = model.max_context_tokens
-                    prompt = await self._tokenize(request.input, tokenizer, "input", most)
+                    ids, text = await self._tokenize(request.input, tokenizer, "input", most)
                     plan = await self._tokenizers.plans.plan(
-                        request.input, model, tokenizer, prompt.text, call.holder
+                        request.input, model, tokenizer, text, call.holder
                     )
-                    job = self._job(request.input, call, span, model, prompt.ids)
+                    job = self._job(request.input, call, span, model, ids)
                     job = replace(job, keys=await self._tokenizers.page_keys(job))
                     restrict(job, request.input.sampling, tokenizer, plan)
             stop = request.input.stop
@@ -142,7 +141,8 @@ class Generations:
         if tokenizer is None:
             validation.check_tokenizable(found, request)
             found.raise_if_any()
-        token_ids = (await self._tokenize(request, tokenizer, "")).ids.tolist()
+        ids, _ = await self._tokenize(request, tokenizer, "")
+        token_ids = ids.tolist()
         texts: list[str] = []
         if tokenizer is not None and request.token_texts:
             texts = await self._tokenizers.texts(tokenizer, token_ids)
@@ -185,9 +185,9 @@ class Generations:
         tokenizer: Tokenizer | None,
         path: str,
         max_tokens: int | None = None,
-    ) -> EncodedPrompt:
-        """The prompt's ids. A prompt that certainly has more than `max_tokens` is refused instead,
-        unless it is truncated."""
+    ) -> tuple[PromptIds, str]:
+        """The prompt's ids, and its text if it is not given as ids. A prompt that certainly has
+        more than `max_tokens` is refused instead, unless it is truncated."""
         kind, keep = holder.WhichOneof("prompt"), None
         if isinstance(holder, api.GenerationInput):
             if holder.HasField("truncate_prompt_tokens"):
@@ -195,7 +195,7 @@ class Generations:
                 room = max(1, max_tokens - (holder.stop.max_tokens or 1))
                 keep, max_tokens = min(holder.truncate_prompt_tokens, room), None
             if kind == "token_ids":
-                return EncodedPrompt(last(np.array(holder.token_ids.ids, np.uint32), keep), "")
+                return last(np.array(holder.token_ids.ids, np.uint32), keep), ""
         assert tokenizer is not None  # Validation made sure: text and chat need one.
         field = f"{path}.{kind}".lstrip(".")
         special = None
@@ -203,7 +203,7 @@ class Generations:
             special = holder.add_special_tokens
         try:
             prompt = holder.chat if kind == "chat" else holder.text
-            encoded = await self._tokenizers.encode(tokenizer, prompt, special, max_tokens)
+            ids, text = await self._tokenizers.encode(tokenizer, prompt, special, max_tokens)
         except ChatTemplateError as error:
             field = f"{field}.{error.field}".rstrip(".")
             raise errors.invalid_fields([Violation(field, error.rule)]) from None
@@ -211,9 +211,9 @@ class Generations:
             raise errors.context_length_exceeded(
                 error.least_tokens, 1, error.max_tokens, at_least=True
             ) from None
-        if not len(encoded.ids):
+        if not len(ids):
             raise errors.invalid_fields([Violation(field, "has no tokens")])
-        return EncodedPrompt(last(encoded.ids, keep), encoded.text)
+        return last(ids, keep), text
 
     def _job(
         self,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 import tokenizers
@@ -63,14 +63,6 @@ class PromptTooLongError(Exception):
         super().__init__(f"at least {least_tokens} tokens, and room for {max_tokens}")
         self.least_tokens = least_tokens
         self.max_tokens = max_tokens
-
-
-class EncodedPrompt(NamedTuple):
-    """A prompt as a model gets it."""
-
-    ids: PromptIds
-    text: str
-    """The text of which they are made."""
 
 
 class Tokenizer:
@@ -219,8 +211,9 @@ class Tokenizers:
         prompt: str | api.ChatPrompt,
         add_special_tokens: bool | None = None,
         max_tokens: int | None = None,
-    ) -> EncodedPrompt:
-        """Ids of a text or a conversation. All but short ones are encoded on threads.
+    ) -> tuple[PromptIds, str]:
+        """Ids of a text or a conversation, and the text of which they are made. All but short ones
+        are encoded on threads.
 
         Args:
             tokenizer: the tokenizer of the model.
@@ -283,13 +276,13 @@ def _encode(
     prompt: str | api.ChatPrompt,
     add_special_tokens: bool,
     max_tokens: int | None,
-) -> EncodedPrompt:
+) -> tuple[PromptIds, str]:
     if isinstance(prompt, str):
-        return EncodedPrompt(tokenizer.encode(prompt, add_special_tokens), prompt)
+        return tokenizer.encode(prompt, add_special_tokens), prompt
     text = tokenizer.render_chat(prompt)
     if max_tokens is not None:
         tokenizer.check_length(text, max_tokens)
-    return EncodedPrompt(tokenizer.encode(text, add_special_tokens), text)
+    return tokenizer.encode(text, add_special_tokens), text
 
 
 def _texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
