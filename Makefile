@@ -59,7 +59,7 @@ test-turn: install-dev ## A part of the two above, another one with each commit:
 	$(BIN)/python tests/side_by_side.py --one --slow --clients -m "slow or clients" --minutes $(MINUTES) $(PYTEST_ARGS)
 
 breakages: install-dev ## Break the product on purpose: each fault must be caught; ONLY=NAME for one of them
-	$(BIN)/python tests/breakages.py $(ONLY)
+	$(BIN)/python tests/breakages.py --jobs 2 $(ONLY)
 
 chaos: install-dev ## Runs with faults: make chaos RUNS=500 SEED=1; ONLY=7 repeats one of them
 	PYTHONPATH=tests:. $(BIN)/python -m chaos --runs $(RUNS) --seed $(SEED) $(if $(ONLY),--only $(ONLY)) $(CHAOS_ARGS)

@@ -12,11 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bench_server import CONTEXT_TOKENS, DOUBLED, MODEL, REFUSED, SHORT, SILENT, KnownServer
+from standing_still import StandingStill
 from typer.testing import CliRunner, Result
 
 from baton.version import __version__
 from console.cli import app
-from console.loadgen.benchmark import BenchOptions, Run, SearchOptions, measure
+from console.loadgen.benchmark import BenchOptions, SearchOptions, measure
 from console.loadgen.endpoints import Target
 from console.loadgen.errors import BenchError
 from console.loadgen.report.summary import IDLE_SHARE, Slo
@@ -28,6 +29,8 @@ ANY_LAG_MS = 10_000.0
 """Machines that run tests are busy: no result is called invalid for that."""
 TRIES = 4
 """Of a measurement that a machine's standing still would spoil: it does not stand still always."""
+STILL_S = 0.1
+"""Half of what a request may wait: a machine that stands still for longer decides the result."""
 TIMEOUT_S = 3.0
 """Long beside the answers that come, even from a machine that stands still for a second."""
 
@@ -45,7 +48,7 @@ def bench(*arguments: str) -> Result:
 def test_goodput_of_a_server_of_known_capacity() -> None:
     """One request takes 15 ms, so 67 a second is all there is."""
     for _ in range(TRIES):
-        with KnownServer(service_s=0.015) as server:
+        with StandingStill() as machine, KnownServer(service_s=0.015) as server:
             found = measure(
                 options(
                     server,
@@ -58,12 +61,15 @@ def test_goodput_of_a_server_of_known_capacity() -> None:
                     idle_ttft_ms=15.0,
                 )
             )
-        if max(map(late_ms, found.runs)) < 150:
+        assert all(run.summary.ok == 80 for run in found.runs)
+        assert found.found is None or found.found.rate <= 1.3 / 0.015
+        if machine.waits.longest_s < STILL_S:
             break
+    else:
+        pytest.skip(f"others use this machine: {machine.waits}")
     assert found.found is not None
-    assert 0.6 / 0.015 <= found.found.rate <= 1.3 / 0.015
+    assert found.found.rate >= 0.6 / 0.015
     assert found.found.missed_rate is not None
-    assert all(run.summary.ok == 80 for run in found.runs)
     by_rate = [probe.attainment for probe in found.found.by_rate()]
     wanted = SearchOptions().wanted_attainment
     assert by_rate[0] is not None
@@ -75,12 +81,6 @@ def test_goodput_of_a_server_of_known_capacity() -> None:
         assert simulated is not None
         assert simulated.p50 - 5 <= ours.p50 <= 1.15 * simulated.p50 + 60
     assert len({run.summary.seed for run in found.runs}) == len(found.runs)
-
-
-def late_ms(run: Run) -> float:
-    """By how much the longest wait was longer than simulated: server or sender stood still."""
-    ours, simulated = run.summary.ttft_ms, run.summary.simulated_ttft_ms
-    return ours.max - simulated.max if ours and simulated else 0.0
 
 
 def test_every_request_is_sent_as_planned_by_every_sender_and_over_every_url() -> None:

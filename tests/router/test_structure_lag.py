@@ -13,13 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from standing_still import StandingStill
 
 LATE_S = 0.01
 REFUSED_S = 0.2
 """Most of it is the body's reading, 4 KiB in a turn of the loop. Where no context is as long as
 here, a body of 3 MB is refused by its length, before it is read."""
 ROUNDS = 4
-"""A machine that others use is late by itself at times: the best of these counts."""
+STILL_S = LATE_S / 4
+"""A machine that lets a process wait for longer at p99 is late by itself: another round."""
 SERVER = """
 import asyncio, sys
 from pathlib import Path
@@ -118,22 +120,26 @@ def test_large_schemas_do_not_hold_up_the_event_loop(server: Server) -> None:
     good, large = body(680), body(9_000)
     assert 240_000 < len(good) < 262_144 < 3_000_000 < len(large)
     assert server.send(good)[0] == "ok"
-    found = []
+    was_still = False
     for round_ in range(ROUNDS):
-        server.tell()
         answers = []
-        for number in range(6):
-            nonce = f"{round_}.{number}".encode()
-            answers.append(server.send(good.replace(b"NONCE", nonce)))
-            answers.append(server.send(large))
-        server.tell()
-        p99_s, longest_s = map(float, server.said())
+        with StandingStill() as machine:
+            server.tell()
+            for number in range(6):
+                nonce = f"{round_}.{number}".encode()
+                answers.append(server.send(good.replace(b"NONCE", nonce)))
+                answers.append(server.send(large))
+            server.tell()
+            p99_s, longest_s = map(float, server.said())
         assert {said for said, _ in answers[::2]} == {"ok"}
         assert {said for said, _ in answers[1::2]} == {"invalid_field"}
         checked_s, refused_s = (statistics.median(t for _, t in answers[i::2]) for i in (0, 1))
-        found.append((p99_s, refused_s, checked_s, longest_s))
+        print(
+            f"loop {p99_s:.4f} {longest_s:.4f}; {refused_s=:.3f} {checked_s=:.3f} {machine.waits}"
+        )
         if p99_s < LATE_S and refused_s < REFUSED_S:
-            break
-    print(json.dumps(found))
-    assert min(one[0] for one in found) < LATE_S
-    assert min(one[1] for one in found) < REFUSED_S
+            return
+        was_still |= machine.waits.p99_s < STILL_S
+    if not was_still:
+        pytest.skip("others use this machine")
+    raise AssertionError("late, on a machine that was not")
