@@ -27,6 +27,8 @@ TENTHS: Final = 10
 MOST_IN_PIECE: Final = 8
 """Tests of one function that stay together, since they may share what they need."""
 TELL_EVERY_S: Final = 30.0
+FEW: Final = 10
+"""So many tests tell nothing of how long the others take."""
 
 
 def cpu_s() -> float:
@@ -90,9 +92,9 @@ class Progress:
             if kind in item.keywords:
                 self._kinds[kind] += now_s - began_s
                 break
-        if now_s - self._told_s > TELL_EVERY_S:
+        done, left = self._done.total(), self._left.total()
+        if now_s - self._told_s > TELL_EVERY_S and done > FEW:
             self._told_s = now_s
-            done, left = self._done.total(), self._left.total()
             self._terminal.ensure_newline()
             self._terminal.write_line(
                 f"{done} of {done + left} tests after {(now_s - self._began_s) / 60:.0f} min; "

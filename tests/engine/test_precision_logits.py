@@ -33,6 +33,10 @@ SCALES = {"_proj.weight": 0.5, "lm_head.weight": 0.125}
 last bit in float32 is 1e-7, and attention makes no more of small differences than it does there."""
 LOGITS = 1e-5
 """How far a logit may be off, if they reach 2; Gemma's reach more."""
+UNROUNDED_LOGITS = 3e-5
+"""The same where inputs stay floats. Float32 sums differ in their last bits from processor to
+processor. Rounding to e4m3 drops that at each product; without it the differences of all layers add
+up. Up to 1.4e-5 was seen."""
 CHUNKS = ((0, 16), (16, 35), (35, 90))
 TOKENS = 96
 ONLINE = 'quantization="fp8"'
@@ -88,7 +92,7 @@ def test_logits_equal_transformers_that_rounds_alike(family, form, floats, tmp_p
             found = torch.cat([runner.step([(0, ids[a:b])])[0] for a, b in steps])
         assert set(inputs) == rounds
         want = reference.logits(ids, inputs)
-        check(found, want, reference.flips)
+        check(found, want, reference.flips, LOGITS if rounds else UNROUNDED_LOGITS)
 
 
 def build(source: Path, form: str, folder: Path) -> tuple[Any, Reference, set[str]]:
@@ -104,12 +108,12 @@ def build(source: Path, form: str, folder: Path) -> tuple[Any, Reference, set[st
     return load(folder), reference_of(source, form, checkpoint), rounds
 
 
-def check(found: torch.Tensor, want: torch.Tensor, flips: Flips) -> None:
+def check(found: torch.Tensor, want: torch.Tensor, flips: Flips, bound: float = LOGITS) -> None:
     largest = float(want.abs().max())
     error = float((found - want).abs().max())
     print(f"\nlogits up to {largest:.1f}, {error:.1e} off; {flips}")
     assert largest > 1
-    assert error < LOGITS * max(1.0, largest / 2)
+    assert error < bound * max(1.0, largest / 2)
     assert flips.missing == []
     assert flips.share <= MOST_FLIPS
     assert flips.worst < TIE
