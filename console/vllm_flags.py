@@ -32,6 +32,7 @@ FLAGS: Final[Mapping[str, str]] = {
     "--enable-lora": "not yet: there are no adapters",
     "--enable-prefix-caching": "nothing: it is on; `--no-prefix-cache` of `baton worker` ends it",
     "--enforce-eager": "nothing: graphs are captured within seconds",
+    "--generation-config": "`--no-generation-config` of `baton worker` stands for `vllm`",
     "--gpu-memory-utilization": "`--gpu-memory-utilization` of `baton worker`",
     "--host": "`--host` of `baton up`",
     "--kv-cache-dtype": "`--kv-cache-dtype` of `baton worker`: `auto`, or `fp8` without scales",

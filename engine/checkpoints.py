@@ -1,12 +1,14 @@
-"""The files of a checkpoint, and how many weights they hold. Needs no torch."""
+"""The files of a checkpoint: how many weights they hold, how it wants to be sampled. Needs no
+torch."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
 _HEADER_LENGTH_BYTES = 8
 _EMBEDDINGS = ("model.embed_tokens.weight", "token_embd.weight")
@@ -32,6 +34,59 @@ class Weights:
     """Bytes of all quantised weights, as a GPU keeps them."""
     packed_count: int = 0
     """Number of quantised weights, which a CPU widens to the model's dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """How a checkpoint wants to be sampled where a request does not say; None: it does not say."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    """0 for all tokens."""
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+def sampling_defaults(path: Path) -> SamplingDefaults:
+    """Reads `generation_config.json` in a folder or beside a GGUF file. `do_sample: false` stands
+    for temperature 0.
+
+    Raises:
+        CheckpointError: a value has no meaning.
+    """
+    file = (path if path.is_dir() else path.parent) / "generation_config.json"
+    if not file.is_file():
+        return SamplingDefaults()
+    try:
+        stated = json.loads(file.read_text(encoding="utf-8"))
+        found = {name: stated[name] for name in _SAMPLING if stated.get(name) is not None}
+        greedy = stated.get("do_sample") is False
+    except (OSError, ValueError, AttributeError):
+        raise CheckpointError(f"{file} is no object of JSON") from None
+    if found.get("top_k") == -1:
+        found["top_k"] = 0
+    if greedy:
+        found["temperature"] = 0.0
+    for name, value in found.items():
+        kind, is_right = _SAMPLING[name]
+        is_number = isinstance(value, kind) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or not is_right(value):
+            raise CheckpointError(
+                f"{file}: {name} has no meaning; without the setting generation_config it is not"
+                " read"
+            )
+    return SamplingDefaults(**found)
+
+
+_SAMPLING: Final[Mapping[str, tuple[Any, Callable[[float], bool]]]] = {
+    "temperature": (int | float, lambda value: value >= 0),
+    "top_p": (int | float, lambda value: 0 < value <= 1),
+    "top_k": (int, lambda value: 0 <= value < 1 << 32),
+    "min_p": (int | float, lambda value: 0 <= value <= 1),
+    "repetition_penalty": (int | float, lambda value: value > 0),
+}
+"""Types and bounds of the values that are read."""
 
 
 def safetensors_files(folder: Path) -> list[Path]:

@@ -47,6 +47,8 @@ class EngineConfig(Bounds):
     starts on this host."""
     step_timeout_s: float = 60
     """With several ranks: if a step takes longer than this, all ranks are given up."""
+    generation_config: bool = True
+    """Whether the model's `generation_config.json` gives defaults of sampling."""
     seed: int = 0
     """Seed of dummy weights."""
     attention: Attention = "auto"

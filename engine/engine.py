@@ -24,14 +24,14 @@ from engine.building import (
     pages_that_fit,
     resolved,
 )
-from engine.checkpoints import Weights
+from engine.checkpoints import CheckpointError, SamplingDefaults, Weights, sampling_defaults
 from engine.config import EngineConfig, tiers_obstacle
 from engine.hooks.requests import RequestHooks
 from engine.loop.fetch_port import FetchPort
 from engine.loop.profiling import StepProfiler
 from engine.loop.step_loop import OnLost, OnStep, StepLoop
 from engine.masks.matchers import Matchers
-from engine.model import LoadedModel
+from engine.model import LoadedModel, ModelError
 from engine.model.shard import Shard
 from engine.pages.blocks import BlockManager
 from engine.pages.eviction import EVICTION_POLICIES
@@ -345,7 +345,17 @@ def _model_info(
         kv_precision=pool.precision,
         prefix_cache=config.prefix_cache,
         extensions=tuple(hook.name for hook in hooks),
+        sampling=_sampling(config, loaded),
     )
+
+
+def _sampling(config: EngineConfig, loaded: LoadedModel) -> SamplingDefaults:
+    if not config.generation_config:
+        return SamplingDefaults()
+    try:
+        return sampling_defaults(Path(loaded.path))
+    except CheckpointError as error:
+        raise ModelError(str(error)) from error
 
 
 def _scheduler(

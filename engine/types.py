@@ -16,6 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.checkpoints import SamplingDefaults
+
 TokenIds = NDArray[np.int32]
 PageIds = NDArray[np.int32]
 SCRATCH_PAGE = 0
@@ -389,3 +391,4 @@ class ModelInfo:
     """Whether pages are found again by their keys."""
     extensions: tuple[str, ...] = ()
     """Names of hooks, for which requests may carry bytes."""
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)

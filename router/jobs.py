@@ -48,6 +48,8 @@ class ServedModel:
     """Whether its workers find pages of prompts again."""
     extensions: frozenset[str] = frozenset()
     """Hooks for which requests may carry bytes."""
+    sampling: worker_pb2.SamplingDefaults | None = field(default=None, compare=False)
+    """How it wants to be sampled where a request does not say."""
 
     @classmethod
     def of(cls, model: worker_pb2.ModelInfo) -> Self:
@@ -63,6 +65,7 @@ class ServedModel:
             kv_precision=model.kv_precision,
             prefix_cache=model.prefix_cache,
             extensions=frozenset(model.extensions),
+            sampling=model.sampling,
         )
 
 

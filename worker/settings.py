@@ -114,6 +114,9 @@ class WorkerSettings(BaseModel):
     model."""
     served_name: str = ""
     """Sets the model name that clients use. Empty: the last part of `model`."""
+    generation_config: bool = _ENGINE.generation_config
+    """Takes what a request leaves out of its sampling from the model's `generation_config.json`:
+    temperature, top_p, top_k, min_p and repetition_penalty. Off: the API's own defaults."""
     dtype: Dtype = _ENGINE.dtype
     """Sets the number format of weights and KV. `auto`: bfloat16, and on a CPU float32, which is
     fast there."""

@@ -6,6 +6,7 @@ Both services use this module. It holds no state.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -286,6 +287,7 @@ def model_message(model: ModelInfo) -> worker_pb2.ModelInfo:
         kv_precision=model.kv_precision,
         prefix_cache=model.prefix_cache,
         extensions=model.extensions,
+        sampling=worker_pb2.SamplingDefaults(**asdict(model.sampling)),
     )
 
 

@@ -22,19 +22,24 @@ _GREEDY_BELOW: Final = 1e-5
 
 
 def fill_sampling(
-    sampling: api.SamplingOptions, output: api.OutputOptions, vocab_size: int
+    sampling: api.SamplingOptions, output: api.OutputOptions, model: ServedModel
 ) -> worker_pb2.Sampling:
-    """Sampling with every default filled in, and a drawn seed if none is given."""
-    temperature = sampling.temperature if sampling.HasField("temperature") else 1.0
-    penalty = sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0
+    """Sampling with every default filled in, the model's first, and a drawn seed if none is
+    given."""
+    chosen = worker_pb2.SamplingDefaults(temperature=1.0, top_p=1.0, repetition_penalty=1.0)
+    if model.sampling is not None:
+        chosen.MergeFrom(model.sampling)
+    for field, value in sampling.ListFields():
+        if field.name in chosen.DESCRIPTOR.fields_by_name:
+            setattr(chosen, field.name, value)
     return worker_pb2.Sampling(
-        temperature=temperature if temperature >= _GREEDY_BELOW else 0.0,
-        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
-        top_k=sampling.top_k if sampling.top_k < vocab_size else 0,
-        min_p=sampling.min_p,
+        temperature=chosen.temperature if chosen.temperature >= _GREEDY_BELOW else 0.0,
+        top_p=chosen.top_p,
+        top_k=chosen.top_k if chosen.top_k < model.vocab_size else 0,
+        min_p=chosen.min_p,
         frequency_penalty=sampling.frequency_penalty,
         presence_penalty=sampling.presence_penalty,
-        repetition_penalty=penalty,
+        repetition_penalty=chosen.repetition_penalty,
         seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
         logit_bias=sampling.logit_bias,
         top_logprobs=output.top_logprobs if output.logprobs else None,

@@ -227,7 +227,7 @@ class Generations:
             id=call.id,
             model=model,
             prompt_ids=prompt_ids,
-            sampling=fill_sampling(generation.sampling, generation.output, model.vocab_size),
+            sampling=fill_sampling(generation.sampling, generation.output, model),
             stopping=fill_stopping(generation.stop, len(prompt_ids), model, self._limits),
             choices=generation.choices or 1,
             arrived_ns=call.arrived_ns,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tiny_families import LONG, LONGROPE, SHORT
 
+from engine.checkpoints import CheckpointError, SamplingDefaults, sampling_defaults
 from engine.model import ModelConfig, ModelError, UnsupportedModelError
 from engine.model.config import QkNorm, Rope
 from engine.model.families import read_config
@@ -212,3 +213,29 @@ def test_families_that_have_a_file_are_listed(read):
         read(LLAMA, architectures=["GPTNeoXForCausalLM"], model_type="gpt_neox")
     for name in ("Gemma2", "Gemma3", "Granite", "Llama", "Mistral", "Olmo2", "Olmo3", "Phi3"):
         assert f"{name}ForCausalLM" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("stated", "found"),
+    [
+        ({}, {}),
+        ({"temperature": 0.6, "top_p": 0.9, "do_sample": True}, {"temperature": 0.6, "top_p": 0.9}),
+        ({"top_k": -1, "min_p": None, "max_new_tokens": 3}, {"top_k": 0}),
+        ({"do_sample": False, "top_k": 20}, {"temperature": 0.0, "top_k": 20}),
+        ({"repetition_penalty": 1.05}, {"repetition_penalty": 1.05}),
+        ({"temperature": -1}, None),
+        ({"top_p": 0}, None),
+        ({"top_k": 2.5}, None),
+        ({"min_p": "0.1"}, None),
+        ({"repetition_penalty": True}, None),
+        ([], None),
+    ],
+)
+def test_defaults_of_sampling(stated, found, tmp_path):
+    (tmp_path / "generation_config.json").write_text(json.dumps(stated))
+    if found is None:
+        with pytest.raises(CheckpointError, match=r"generation_config\.json"):
+            sampling_defaults(tmp_path)
+    else:
+        assert sampling_defaults(tmp_path) == SamplingDefaults(**found)
+        assert sampling_defaults(tmp_path / "model.gguf") == SamplingDefaults(**found)

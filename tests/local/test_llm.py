@@ -6,6 +6,7 @@ import gc
 import io
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -119,6 +120,20 @@ def test_greedy_output_equals_transformers(llm, tiny, tokenizer) -> None:
         assert generation.usage.output_tokens == len(want)
         assert generation.model == "tiny"
         assert generation.timings.time_to_first_token_s > 0
+
+
+@pytest.mark.parametrize("honoured", [True, False])
+def test_a_models_own_sampling_holds_where_a_request_is_silent(
+    honoured, llm, tiny, tmp_path
+) -> None:
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"do_sample": true, "top_k": 1}')
+    greedy = llm.generate(TEXTS[0], max_tokens=8, temperature=0).token_ids
+    with LLM(folder, **SETTINGS, generation_config=honoured) as own:
+        found = {own.generate(TEXTS[0], max_tokens=8, seed=seed).token_ids for seed in range(3)}
+        assert (found == {greedy}) is honoured
+        free = own.generate(TEXTS[0], max_tokens=8, seed=0, top_k=0)
+        assert free.token_ids != greedy
 
 
 def test_a_stream_says_the_same_bit_by_bit(llm) -> None:

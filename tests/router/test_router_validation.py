@@ -3,12 +3,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from frontdoor_kit import served_model
 
 from baton.inference.v1 import inference_pb2 as api
+from baton.worker.v1 import worker_pb2
 from router.errors import RouterError, Violation
 from router.requests import filling, validation
 from router.requests.validation import Limits
@@ -143,17 +145,29 @@ def test_a_prompt_of_foreign_ids_names_a_few() -> None:
 
 
 def test_sampling_defaults() -> None:
-    filled = filling.fill_sampling(api.SamplingOptions(), api.OutputOptions(), 512)
+    filled = filling.fill_sampling(api.SamplingOptions(), api.OutputOptions(), MODEL)
     assert (filled.temperature, filled.top_p, filled.repetition_penalty) == (1, 1, 1)
     assert (filled.top_k, filled.min_p, filled.frequency_penalty) == (0, 0, 0)
     assert not filled.HasField("top_logprobs")
-    again = filling.fill_sampling(api.SamplingOptions(), api.OutputOptions(), 512)
+    again = filling.fill_sampling(api.SamplingOptions(), api.OutputOptions(), MODEL)
     assert filled.seed != again.seed
+
+
+def test_a_models_own_defaults_hold_where_a_request_is_silent() -> None:
+    given = {"temperature": 0.5, "top_p": 0.75, "top_k": 7, "min_p": 0.25}
+    model = replace(MODEL, sampling=worker_pb2.SamplingDefaults(**given))
+    filled = filling.fill_sampling(api.SamplingOptions(top_p=0.5), api.OutputOptions(), model)
+    assert (filled.temperature, filled.top_p, filled.top_k, filled.min_p) == (0.5, 0.5, 7, 0.25)
+    assert filled.repetition_penalty == 1
+    zeros = api.SamplingOptions(temperature=0, top_k=0, min_p=0, repetition_penalty=2)
+    filled = filling.fill_sampling(zeros, api.OutputOptions(), model)
+    assert (filled.temperature, filled.top_k, filled.min_p) == (0, 0, 0)
+    assert (filled.top_p, filled.repetition_penalty) == (0.75, 2)
 
 
 def test_zeros_are_values() -> None:
     sampling = api.SamplingOptions(temperature=0, seed=0, top_k=512, logit_bias={3: -1.5})
-    filled = filling.fill_sampling(sampling, api.OutputOptions(logprobs=True), 512)
+    filled = filling.fill_sampling(sampling, api.OutputOptions(logprobs=True), MODEL)
     assert (filled.temperature, filled.seed) == (0, 0)
     assert filled.top_k == 0, "the whole vocabulary is no restriction"
     assert filled.HasField("top_logprobs")

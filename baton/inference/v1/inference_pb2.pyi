@@ -621,7 +621,10 @@ Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
 
 @_typing.final
 class SamplingOptions(_message.Message):
-    """Sampling settings. Every scalar has presence, so 0 is a value and not "unset"."""
+    """Sampling settings. Every scalar has presence, so 0 is a value and not "unset".
+    Of temperature, top_p, top_k, min_p and repetition_penalty the model's
+    generation_config.json may have other defaults than those below.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
