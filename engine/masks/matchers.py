@@ -23,11 +23,11 @@ from engine.types import Request
 Masks = NDArray[np.int32]
 """[M, W]"""
 
-ITEMS_A_MASK: Final = 10_000
-"""Most parser items that one mask may take. A schema with 150 optional properties fits. A grammar
-made to be ambiguous is stopped where a mask takes some 60 ms, which every row of the step waits
-for; with llguidance's own bound, 50,000, that is a second (`tests/router/test_structure_fuel.py`
-has both)."""
+ITEMS_A_MASK: Final = 15_000
+"""Most parser items that one mask may take. A schema with 150 optional properties needs up to
+14,000. A grammar made to be ambiguous is stopped where a mask takes some 0.2 s, which every row of
+the step waits for; with llguidance's own bound, 50,000, that is a second
+(`tests/router/test_structure_fuel.py` has both)."""
 LIMITS: Final = LLParserLimits(step_max_items=ITEMS_A_MASK, verbose_errors=False)
 """Fuel of a compilation and of each mask. Errors do not show the grammar. A router checks with the
 same (`router.structure.schema`)."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import secrets
 import string
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -18,6 +18,8 @@ _ALPHABET: Final = string.ascii_letters + string.digits
 _SPACE: Final = " \t\r\n"
 _BETWEEN: Final = _SPACE + "[],;"
 _ARGUMENTS: Final = ("arguments", "parameters")
+_HEADS: Final = ('{"name":"', '{"type":"function","name":"')
+"""Beginnings of calls, up to the name, without spaces."""
 
 
 @dataclass(slots=True)
@@ -89,8 +91,9 @@ class CallReader(Protocol):
         """Takes the next piece."""
         ...
 
-    def finish(self) -> str:
-        """The region ends. Returns the text that is no call."""
+    def finish(self, *, is_cut: bool = False) -> str:
+        """The region ends. Returns the text that is no call. If the model was cut off within a
+        call, a call is made once its name is certain, and nothing before that."""
         ...
 
 
@@ -98,8 +101,10 @@ class JsonCalls:
     """Calls as objects with `name` and `arguments` (or `parameters`), in any order. There may be
     several, in a list or one after the other."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: Calls, known: Collection[str] | None = None) -> None:
+        """A reader. `known`: the names of the tools, if nothing but the words marks a call."""
         self._calls = calls
+        self._known = known
         self._raw: list[str] = []
         """The text of the object that is being read, until its name and arguments are certain."""
         self._take: Callable[[str], None] = self._between
@@ -124,10 +129,30 @@ class JsonCalls:
             self._take(letter)
         self._flush()
 
-    def finish(self) -> str:
+    def finish(self, *, is_cut: bool = False) -> str:
         """Returns what is no call. A call whose arguments have begun stays, cut off."""
         rest = "" if self._sent else "".join(self._raw)
+        if is_cut and self._is_inside and self._may_be_call(rest):
+            if self._name:
+                self._calls.begin(self._name)
+                self._calls.extend(self._arguments or "")
+            return ""
         return rest if rest.strip(_BETWEEN) else ""
+
+    @property
+    def _is_inside(self) -> bool:
+        """Whether a call has begun whose arguments have not."""
+        return not self._sent and self._take not in (self._between, self._ignore)
+
+    def _may_be_call(self, text: str) -> bool:
+        """Whether a text that was cut is a call: where nothing marks calls, by its words."""
+        if self._known is None:
+            return True
+        if self._name:
+            return self._name in self._known
+        told = "".join(text.lstrip(_BETWEEN).split())
+        heads = [f'{head}{name}"' for head in _HEADS for name in self._known]
+        return any(head.startswith(told) for head in heads)
 
     # Each of the following takes one letter in one state.
 
@@ -263,12 +288,10 @@ class NamedCalls:
             self._calls.extend(trimmed)
         self._spaces = text[len(trimmed) :]
 
-    def finish(self) -> str:
+    def finish(self, *, is_cut: bool = False) -> str:
         """Returns what is no call."""
-        if self._begun:
-            self._calls.complete += 1
-            return ""
-        return self._head
+        self._calls.complete += self._begun and not is_cut
+        return "" if self._begun or is_cut else self._head
 
 
 def _text(literal: str) -> str | None:

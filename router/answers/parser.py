@@ -4,8 +4,8 @@ transformers' `ResponseParser` finds the regions. What is inside a region of cal
 because a client gets a call's name at once and its arguments as the model writes them. A region
 that is no call, such as one with broken JSON, is given back as content.
 
-The parts do not depend on the pieces in which the text comes. White space between two parts belongs
-to neither.
+The parts do not depend on the pieces in which the text comes. Text beside a call keeps its white
+space. White space alone between calls, and around the thinking, belongs to nothing.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class AnswerParser:
         """Whether the latest text belongs to the thinking."""
         self._calls = Calls(form.calls.id_chars if form.calls else 0)
         self._reader: CallReader | None = None
-        self._ended = False
+        self._ended = self._is_cut = False
         self._content, self._reasoning = _Trimmed(is_first=not thinks), _Trimmed(is_first=False)
 
     @property
@@ -88,10 +88,16 @@ class AnswerParser:
         """Takes the next text."""
         return self._parts(self._stream.feed(text))
 
-    def finish(self) -> Parts:
-        """The end of the answer. Gives what was held back."""
-        self._ended = True
+    def finish(self, *, is_cut: bool = False) -> Parts:
+        """The end of the answer. Gives what was held back.
+
+        Args:
+            is_cut: the model had no further token. Then half a marker is no text.
+        """
+        self._ended, self._is_cut = True, is_cut
         _, events = self._stream.finalize()
+        if is_cut:  # All text was given before, but the beginning of a marker.
+            events = [event for event in events if event["type"] != "region_chunk"]
         parts = self._parts(events)
         return parts._replace(content=parts.content + self._content.rest())
 
@@ -105,7 +111,7 @@ class AnswerParser:
             elif name in THINKING:
                 self.thinking = event["type"] != "region_close"
                 if event["type"] == "region_open":
-                    self._content.part_begins()
+                    self._content.thinking_begins()
                 elif event["type"] == "region_chunk":
                     reasoning.append(self._reasoning.push(event["text"]))
             elif event["type"] == "region_chunk":
@@ -114,19 +120,21 @@ class AnswerParser:
 
     def _take_calls(self, event: dict[str, Any]) -> str:
         """Reads a region of calls. Returns text that is none."""
+        space = ""
         if event["type"] == "region_open" or self._reader is None:
-            self._content.part_begins()
+            space = self._content.call_begins()
             self._reader = self._new_reader()
         if event["type"] == "region_chunk":
             self._reader.push(event["text"])
-            return ""
+            return space
         if event["type"] == "region_open":
-            return ""
-        rest = self._reader.finish()
+            return space
+        is_cut = self._is_cut
+        rest = self._reader.finish(is_cut=is_cut)
         if isinstance(self._reader, _WholeCalls):
-            rest = self._reader.read(event["value"])
+            rest = self._reader.read(event["value"], is_cut=is_cut)
         self._reader = None
-        return self._content.no_part(self._marked(rest)) if rest else ""
+        return space + (self._content.no_call(self._marked(rest)) if rest else "")
 
     def _marked(self, text: str) -> str:
         """The text of a region with its markers, as far as they are known."""
@@ -141,7 +149,8 @@ class AnswerParser:
         if "transform" not in one and "content" not in one:  # A form of ours.
             assert self._form.calls is not None
             if self._form.calls.is_json:
-                return JsonCalls(self._calls)
+                is_marked = not self._form.calls.starts_answer
+                return JsonCalls(self._calls, None if is_marked else dict(self._tools))
             return NamedCalls(self._calls, self._form.calls.head[1])
         if _is_plain_json(one):
             return JsonCalls(self._calls)
@@ -159,15 +168,20 @@ class _WholeCalls:
     def push(self, text: str) -> None:
         """The region is not complete."""
 
-    def finish(self) -> str:
+    def finish(self, *, is_cut: bool = False) -> str:
         """`read` follows."""
         return ""
 
-    def read(self, captured: dict[str, str]) -> str:
-        """Takes the whole region; returns it if it is no call."""
+    def read(self, captured: dict[str, str], *, is_cut: bool = False) -> str:
+        """Takes the whole region; returns it if it is no call. One that was cut is a call without
+        arguments, if its name is certain, and nothing else."""
         from transformers.utils.chat_parsing import parse_response
 
         body = captured[_BODY]
+        if is_cut:
+            if name := captured.get("name"):
+                self._calls.begin(name)
+            return ""
         try:
             tools = [
                 {"function": {"name": name, "parameters": json.loads(schema or "{}")}}
@@ -186,14 +200,17 @@ class _WholeCalls:
 
 
 class _Trimmed:
-    """Text of one part without the white space at its borders with others."""
+    """Text of one part. White space beside the thinking, and white space alone beside calls, is
+    left out."""
 
     def __init__(self, *, is_first: bool = True) -> None:
         self._skips = not is_first
-        """Whether white space is skipped, since a part came before."""
+        """Whether white space is skipped, since the thinking came before."""
         self._held = ""
         self._dropped = ""
-        """White space before the latest part."""
+        """White space before the latest call."""
+        self._has_text = self._has_calls = False
+        """Of text: since the latest call."""
 
     def push(self, text: str) -> str:
         """Takes more; returns what is certain."""
@@ -205,21 +222,29 @@ class _Trimmed:
         text = self._held + text
         trimmed = text.rstrip()
         self._held = text[len(trimmed) :]
+        self._has_text = self._has_text or bool(trimmed)
         return trimmed
 
-    def part_begins(self) -> None:
-        """Another part begins here."""
-        self._skips, self._dropped, self._held = True, self._held, ""
+    def thinking_begins(self) -> None:
+        """The thinking begins here."""
+        self._skips, self._held = True, ""
 
-    def no_part(self, text: str) -> str:
-        """The latest part was none: its text belongs here."""
-        self._skips, self._held, self._dropped = False, self._dropped, ""
+    def call_begins(self) -> str:
+        """A call begins here. Returns the space behind the text before it."""
+        held, self._held = self._held, ""
+        self._dropped = "" if self._has_text else held
+        had_text, self._has_text, self._has_calls = self._has_text, False, True
+        return held if had_text else ""
+
+    def no_call(self, text: str) -> str:
+        """The latest call was none: its text belongs here."""
+        self._held, self._dropped = self._dropped, ""
         return self.push(text)
 
     def rest(self) -> str:
         """What was held, at the end of the answer."""
         held, self._held = self._held, ""
-        return held
+        return held if self._has_text or not self._has_calls else ""
 
 
 def _literal(one: object) -> str:

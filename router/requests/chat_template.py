@@ -83,7 +83,7 @@ def render(templates: Templates, special: Mapping[str, str], chat: api.ChatPromp
     end = f"{secrets.token_hex(16)} " if chat.continue_last else ""
     refused = "the chat template refused the turns"
     try:
-        text = template.render(**{**special, **variables_of(chat, end, template)})
+        text = _rendered(template, {**special, **variables_of(chat, end, template)})
         return _begun(text, end) if end else text
     except ChatTemplateError:
         raise
@@ -91,6 +91,21 @@ def render(templates: Templates, special: Mapping[str, str], chat: api.ChatPromp
         raise ChatTemplateError(f"{refused}: {_words(str(error))}") from None
     except Exception as error:  # A template is a program and may raise anything.
         raise ChatTemplateError(refused) from error
+
+
+def _rendered(template: Template, given: dict[str, Any]) -> str:
+    try:
+        return template.render(**given)
+    except TemplateRefusalError:
+        raise
+    except Exception:  # It may have looked into arguments that are no object.
+        turns = given["messages"]
+        calls = [call["function"] for turn in turns for call in turn.get("tool_calls", ())]
+        if not (texts := [one for one in calls if isinstance(one["arguments"], str)]):
+            raise
+        for one in texts:
+            one["arguments"] = Arguments({}, one["arguments"])
+        return template.render(**given)
 
 
 def variables_of(chat: api.ChatPrompt, end: str, template: Template) -> dict[str, Any]:
@@ -164,12 +179,10 @@ def _turn(chat: api.ChatPrompt, index: int, template: Template) -> dict[str, Any
                 "type": "function",
                 "function": {
                     "name": call.name,
-                    "arguments": _arguments(
-                        call.arguments, f"messages[{index}].tool_calls[{number}].arguments"
-                    ),
+                    "arguments": _arguments(call.arguments),
                 },
             }
-            for number, call in enumerate(given.tool_calls)
+            for call in given.tool_calls
         ]
     if given.role == api.ROLE_TOOL:
         turn["tool_call_id"] = given.tool_call_id
@@ -182,8 +195,16 @@ def _name_of(chat: api.ChatPrompt, call_id: str) -> str:
     return next((call.name for call in calls if call.id == call_id), "")
 
 
-def _arguments(text: str, field: str) -> Arguments:
-    return Arguments(_object(text, field), text)
+def _arguments(text: str) -> Arguments | str:
+    """The arguments of an earlier call: an object, or the text as the model wrote it. A model does
+    not always write JSON, and what it wrote may have been cut."""
+    if text.strip() in ("", "null"):
+        return Arguments({}, text)
+    try:
+        found = from_json(text)
+    except ValueError:
+        return text
+    return Arguments(found, text) if isinstance(found, dict) else text
 
 
 def _object(text: str, field: str) -> dict[str, Any]:

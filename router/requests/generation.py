@@ -308,7 +308,7 @@ class _Generation:
             case JobTokens():
                 self._take_tokens(event)
             case JobStarted():
-                self._started = Started(self._job, *event, self._plan.dropped)
+                self._started = Started(self._job, *event, self._plan.dropped, self._plan.ignored)
                 self._outbox.put(self._started)
             case ChoiceEnded():
                 self._end_by_worker(event)
@@ -339,7 +339,7 @@ class _Generation:
         self, choice: ChoiceOutput, reason: api.FinishReason.ValueType, stop_text: str = ""
     ) -> None:
         """Announces the end of a choice; the last one's waits for the totals."""
-        if (rest := choice.rest()) is not None:
+        if (rest := choice.rest(reason)) is not None:
             self._outbox.put(rest)
         choice.ended = True
         finished = Finished(choice.choice, choice.reason(reason), stop_text)

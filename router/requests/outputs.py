@@ -56,6 +56,8 @@ class Started(NamedTuple):
     """These two are the same as in `JobStarted`."""
     dropped_keywords: Sequence[str] = ()
     """JSON pointers of keywords of the schema that are not enforced."""
+    ignored_fields: Sequence[str] = ()
+    """Fields that have no effect with this model."""
 
 
 @dataclass(slots=True)
@@ -147,7 +149,7 @@ class ChoiceOutput:
         delta.logprobs += event.logprobs[:count]
         return delta
 
-    def rest(self) -> TextDelta | None:
+    def rest(self, ended_by: api.FinishReason.ValueType) -> TextDelta | None:
         """The text still held back when the choice has ended, as a delta without tokens."""
         text = self._stop_texts.finish() if self._stop_texts is not None else ""
         if self._detokenizer is not None and self.stop_text is None:
@@ -155,7 +157,8 @@ class ChoiceOutput:
         delta = self._delta()
         if self._parser is not None:
             self._take(delta, self._parser.push(text))
-            self._take(delta, self._parser.finish())
+            is_cut = ended_by == api.FINISH_REASON_LENGTH
+            self._take(delta, self._parser.finish(is_cut=is_cut))
         elif text and not self._omit_text:
             delta.texts.append(text)
         return delta if delta.texts or delta.reasoning or delta.calls else None
@@ -311,6 +314,7 @@ class Messages:
 def _started_message(job: Job, started: Started) -> api.StreamGenerateResponse:
     message = api.GenerationStarted(
         dropped_keywords=started.dropped_keywords,
+        ignored_fields=started.ignored_fields,
         generation_id=job.id,
         model=job.model.name,
         model_revision=job.model.revision,

@@ -80,6 +80,13 @@ def mode_of(chat: api.ChatPrompt) -> api.ToolMode.ValueType | None:
     return choice.mode or api.TOOL_MODE_AUTO
 
 
+def is_one_call(chat: api.ChatPrompt) -> bool:
+    """Whether an answer has one call at most. A tool that is named is called once."""
+    return bool(chat.tool_choice.name) or (
+        chat.HasField("parallel_tool_calls") and not chat.parallel_tool_calls
+    )
+
+
 def _check(tokenizer: LLTokenizer, data: bytes) -> bytes:
     """Runs on a thread with a small stack."""
     found: list[dict[str, Any] | BaseException] = []
@@ -129,7 +136,6 @@ def _write(
         return
     assert form.calls is not None, "calls without a form are refused before"
     chat = generation.chat
-    several = not chat.HasField("parallel_tool_calls") or chat.parallel_tool_calls
     tools = []
     is_held = mode == api.TOOL_MODE_REQUIRED
     for index, tool in enumerate(chat.tools):
@@ -141,7 +147,7 @@ def _write(
                 error.field = f"input.chat.tools[{index}].parameters"
                 raise
             tools.append(Tool(index, tool.name, schema, tool.strict))
-    rules = CallRules(tools, is_held, several)
+    rules = CallRules(tools, is_held, several=not is_one_call(chat))
     grammar.calls(form.calls, rules)
 
 

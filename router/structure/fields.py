@@ -21,7 +21,14 @@ MAX_ALLOWED_TOKENS: Final = 16_384
 MAX_BAD_WORDS: Final = 128
 MAX_BAD_WORD_BYTES: Final = 256
 EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh")
+_GBNF_RULE: Final = re.compile(r"^[ \t]*[A-Za-z][\w-]*[ \t]*::=", re.MULTILINE)
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+def is_gbnf(text: str) -> bool:
+    """Whether a grammar of either kind is GBNF: a line begins with a rule of its form. Lark may
+    have `::=` in a literal."""
+    return _GBNF_RULE.search(text) is not None
 
 
 def check_answer(generation: api.GenerationInput) -> Iterator[Violation]:

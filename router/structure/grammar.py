@@ -7,6 +7,7 @@ Every grammar is one text in llguidance's own form, JSON with a Lark grammar in 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -21,6 +22,8 @@ from router.structure.schema import Prepared, SchemaError, prepare, read
 _WHITESPACE: Final = "[ \\n]?"
 """Between the parts of JSON. More of it would let a model write nothing else."""
 _TEXT: Final = "/(?s:.*)/"
+_ESCAPE: Final = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
+"""An escape of GBNF; the groups have the digits of a character's code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ class Grammar:
         self._has_form = True
         match structure.WhichOneof("form"):
             case "json_object":
-                self._rule("form", self._json({"type": "object"}))
+                self._rule("form", self._json({"type": "object"}, strict=False))
             case "json_schema":
                 given = structure.json_schema
                 self._rule("form", self._json(read(given.schema), strict=given.strict))
@@ -145,10 +148,10 @@ class Grammar:
         return '%llguidance {"no_forcing": true}' if has_name else "%llguidance {}"
 
     def _arguments(self, tool: Tool) -> str:
-        if not tool.schema:
+        if not tool.schema and not tool.strict:
             return _ANY_OBJECT
         try:
-            return self._json(tool.schema, strict=tool.strict)
+            return self._json(tool.schema or {"type": "object"}, strict=tool.strict)
         except SchemaError as error:
             error.field = f"input.chat.tools[{tool.index}].parameters"
             raise
@@ -176,7 +179,7 @@ class Grammar:
                 return f"<[{token}]> {self._text(text[length:])}".strip()
         return _literal(text)
 
-    def _json(self, schema: dict[str, Any], *, strict: bool = True) -> str:
+    def _json(self, schema: dict[str, Any], *, strict: bool) -> str:
         prepared = prepare(schema, strict=strict)
         self.dropped += prepared.dropped
         return f"%json {_with_options(prepared)}"
@@ -196,10 +199,18 @@ def _with_options(prepared: Prepared) -> str:
 
 def _of_gbnf(text: str) -> str:
     try:
-        lark: str = gbnf_to_lark(text)
+        lark: str = gbnf_to_lark(_ESCAPE.sub(_character, text))
     except Exception:  # It raises many kinds for bad grammars.
         raise SchemaError("is no GBNF grammar") from None
     return lark
+
+
+def _character(escape: re.Match[str]) -> str:
+    """The character of an escape, which `gbnf_to_lark` would write with too few digits."""
+    code = int(escape[1] or escape[2] or "-1", 16)
+    if code < 0 or 0xD800 <= code < 0xE000 or code > 0x10FFFF:
+        return escape[0]
+    return f"\\x{code:02x}" if code < 0x80 else chr(code)
 
 
 def _literal(text: str) -> str:

@@ -7,7 +7,7 @@ and has a first token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -20,7 +20,7 @@ from router import errors
 from router.answers.forms import ResponseForm, Thought, thought_of
 from router.answers.parser import AnswerParser
 from router.errors import Violation
-from router.structure.checking import Question, mode_of
+from router.structure.checking import Question, is_one_call, mode_of
 from router.structure.grammars import Grammars
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ class AnswerPlan:
     """In llguidance's own form; empty for any text."""
     dropped: tuple[str, ...] = ()
     """JSON pointers of keywords that the grammar does not enforce."""
+    ignored: tuple[str, ...] = ()
+    """Fields that the chat template does not read."""
     thinking: worker_pb2.ThinkingBudget | None = None
     form: ResponseForm | None = None
     """The form by which parts are found; None: the answer is returned as text."""
@@ -104,12 +106,13 @@ class AnswerPlans:
             thought = thought_of(form, prompt, continues=chat.continue_last)
         is_message = has_chat and (generation.output.message or mode is not None)
         plan = AnswerPlan(
+            ignored=tuple(_ignored(chat, tokenizer)) if has_chat else (),
             thinking=_budget(chat, form, thought, tokenizer),
             form=form if is_message else None,
             is_message=is_message,
             thinks=thought.is_open,
             tools=[(tool.name, tool.parameters) for tool in chat.tools] if mode else (),
-            one_call=chat.HasField("parallel_tool_calls") and not chat.parallel_tool_calls,
+            one_call=is_one_call(chat),
             omit_reasoning=generation.output.omit_reasoning,
         )
         if not _wants_grammar(generation, mode):
@@ -137,13 +140,20 @@ def _refusals(
         elif form.calls is None and _wants_grammar(generation, mode):
             rule = "this model's calls can be read, but not demanded or held to a schema"
             found.append(Violation("input.chat.tool_choice", rule))
-    if chat.reasoning_effort not in ("", "none") and not (_EFFORT_NAMES & tokenizer.template_names):
-        rule = "the model's chat template knows no effort of reasoning"
-        found.append(Violation("input.chat.reasoning_effort", rule))
     if chat.HasField("thinking_token_budget") and form.thinking is None:
         rule = "the model's chat template has no thinking"
         found.append(Violation("input.chat.thinking_token_budget", rule))
     return found
+
+
+def _ignored(chat: api.ChatPrompt, tokenizer: AnswerTokenizer) -> Iterator[str]:
+    """The fields that the chat template does not read. To turn thinking off takes nothing where
+    there is none."""
+    neutral = ("",) if tokenizer.form.thinking is not None else ("", "none")
+    if chat.reasoning_effort not in neutral and not _EFFORT_NAMES & tokenizer.template_names:
+        yield "input.chat.reasoning_effort"
+    for name in sorted(chat.template_variables.fields.keys() - tokenizer.template_names):
+        yield f"input.chat.template_variables.{name}"
 
 
 def _wants_grammar(generation: api.GenerationInput, mode: api.ToolMode.ValueType | None) -> bool:

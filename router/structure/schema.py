@@ -12,13 +12,20 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Final, NamedTuple
+from urllib.parse import quote, unquote
 
 from llguidance import LLMatcher, LLParserLimits
+from pydantic_core import from_json
 
-LIMITS: Final = LLParserLimits(step_max_items=10_000, verbose_errors=False)
+from router.structure.closing import close, escaped
+
+LIMITS: Final = LLParserLimits(step_max_items=15_000, verbose_errors=False)
 """Fuel of a compilation and of each mask, as workers have it (`engine.masks.matchers`)."""
 MAX_SCHEMA_BYTES: Final = 256 << 10
+MAX_SCHEMA_DEPTH: Final = 100
+"""Deepest nesting of objects and lists. llguidance reads 127 of them, with its own around."""
 _MAX_ROUNDS: Final = 16
 """Most times that a schema is checked again after keywords were dropped."""
 _MAX_ISOLATED: Final = 64
@@ -33,6 +40,10 @@ _OF_ONE: Final = (
 )  # fmt: skip
 _SHAPE: Final = frozenset((*_OF_NAMES, *_OF_LISTS, *_OF_ONE, "type", "$ref", "required"))
 """Keywords without which a schema would mean something else. They are never dropped."""
+_REFERENCES: Final = frozenset(("$ref", "$id"))
+_URI: Final = "!#$%&'()*+,/:;=?@[]~"
+"""Characters that a URI may have, beside letters, digits and `-._`."""
+_LOOSE_PERCENT: Final = re.compile("%(?![0-9A-Fa-f]{2})")
 _KEYS: Final = re.compile(r"Unimplemented keys: (\[.*\])")
 _FORMAT: Final = re.compile(r"Unknown format: (.*)")
 
@@ -75,15 +86,28 @@ def read(text: str) -> dict[str, Any]:
     """
     if len(text) > MAX_SCHEMA_BYTES or len(text.encode()) > MAX_SCHEMA_BYTES:
         raise SchemaError(f"must have at most {MAX_SCHEMA_BYTES} bytes")
-    try:
-        schema = json.loads(text, parse_constant=_no_constant)
-    except (ValueError, RecursionError):
-        raise SchemaError("must be a JSON schema: it is no JSON") from None
+    try:  # As strict as llguidance, which takes no half characters either.
+        schema = from_json(text, allow_inf_nan=False)
+    except ValueError:
+        rule = f"it is no JSON, or nests more than {MAX_SCHEMA_DEPTH} deep"
+        raise SchemaError(f"must be a JSON schema: {rule}") from None
     if schema is True:
         return {}
     if not isinstance(schema, dict):
         raise SchemaError("must be a JSON schema: an object")
+    _check_depth(schema)
     return schema
+
+
+def _check_depth(schema: dict[str, Any]) -> None:
+    level: list[Any] = [schema]
+    for _ in range(MAX_SCHEMA_DEPTH):
+        inside = chain.from_iterable(
+            one.values() if isinstance(one, dict) else one for one in level
+        )
+        if not (level := [one for one in inside if isinstance(one, dict | list)]):
+            return
+    raise SchemaError(f"must nest at most {MAX_SCHEMA_DEPTH} deep")
 
 
 def prepare(schema: dict[str, Any], *, strict: bool) -> Prepared:
@@ -93,6 +117,11 @@ def prepare(schema: dict[str, Any], *, strict: bool) -> Prepared:
         SchemaError: strict adherence is impossible, or the schema is none.
     """
     schema.pop("x-guidance", None)  # It would change how llguidance reads the schema.
+    for part in _parts(schema):
+        _quote_references(part.schema)
+    if strict and (pointers := close(schema)):
+        rule = "must be false, as strict asks"
+        raise SchemaError(f"{_listed(pointers)} {rule}", pointers)
     prepared = Prepared(schema)
     found: list[str] = []
     for _ in range(_MAX_ROUNDS):
@@ -154,7 +183,7 @@ def _drop_blamed(prepared: Prepared, problem: str) -> list[str]:
     for key in part.schema:
         rest = {name: one for name, one in part.schema.items() if name != key}
         if _problem({**shared, **rest}, coerce_one_of=coerce) != problem:
-            where = f"{part.pointer}/{_escaped(key)}"
+            where = f"{part.pointer}/{escaped(key)}"
             if key in _SHAPE or "Unsatisfiable" in problem:
                 break
             del part.schema[key]
@@ -168,9 +197,9 @@ def _problem(schema: dict[str, Any], *, coerce_one_of: bool) -> str:
     overrides: Any = {"coerce_one_of": coerce_one_of, "lenient": False}
     try:
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides)
-    except ValueError:
-        raise SchemaError("is nested too deeply") from None
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
+        is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
+    except ValueError:  # Its parser is stricter than ours.
+        return "unreadable"
     return messages[0] if is_error else ""
 
 
@@ -185,11 +214,11 @@ def _parts(schema: dict[str, Any]) -> Iterator[Part]:
 
 def _children(part: Part) -> Iterator[Part]:
     for key, value in part.schema.items():
-        pointer = f"{part.pointer}/{_escaped(key)}"
+        pointer = f"{part.pointer}/{escaped(key)}"
         if key in _OF_NAMES and isinstance(value, dict):
             for name, one in value.items():
                 if isinstance(one, dict):
-                    yield Part(f"{pointer}/{_escaped(name)}", one)
+                    yield Part(f"{pointer}/{escaped(name)}", one)
         elif key in _OF_LISTS and isinstance(value, list):
             for index, one in enumerate(value):
                 if isinstance(one, dict):
@@ -203,7 +232,7 @@ def _remove(schema: dict[str, Any], is_wrong: Callable[[str, Any], bool]) -> lis
     for part in _parts(schema):
         for key in [key for key, value in part.schema.items() if is_wrong(key, value)]:
             del part.schema[key]
-            pointers.append(f"{part.pointer}/{_escaped(key)}")
+            pointers.append(f"{part.pointer}/{escaped(key)}")
     return pointers
 
 
@@ -229,10 +258,17 @@ def _refuse_references(schema: dict[str, Any], is_wrong: Callable[[str], bool], 
         raise SchemaError(f"{_listed(wrong)} is {what}", wrong)
 
 
+def _quote_references(schema: dict[str, Any]) -> None:
+    """Quotes what may not stand in a URI: people write names of definitions as they are."""
+    for key in _REFERENCES & schema.keys():
+        if isinstance(target := schema[key], str):
+            schema[key] = _LOOSE_PERCENT.sub("%25", quote(target, safe=_URI))
+
+
 def _resolves(schema: dict[str, Any], target: str) -> bool:
     found: Any = schema
     for part in target.removeprefix("#").lstrip("/").split("/"):
-        name = part.replace("~1", "/").replace("~0", "~")
+        name = unquote(part).replace("~1", "/").replace("~0", "~")
         if not name:
             continue
         if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
@@ -253,11 +289,3 @@ def _listed(pointers: list[str]) -> str:
     """Names of a few pointers. A pointer consists of the client's own names, cut at a length."""
     shown = ", ".join(pointer[:128] for pointer in pointers[:_MAX_NAMED])
     return shown + (", ..." if len(pointers) > _MAX_NAMED else "")
-
-
-def _escaped(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(name)

@@ -84,7 +84,7 @@ CASES: dict[str, tuple[ResponseForm, str, Message]] = {
         '{"a": "x}\\"", "b": [1, {"c": 2}]}}\n</tool_call>\n<tool_call>\n'
         '{"arguments": {}, "name": "g"}\n</tool_call>\n',
         Message(
-            "Let me see.",
+            "Let me see. \n",
             "hm <b>",
             (("f", '{"a": "x}\\"", "b": [1, {"c": 2}]}'), ("g", "{}")),
             2,
@@ -124,7 +124,7 @@ CASES: dict[str, tuple[ResponseForm, str, Message]] = {
     "text behind": (
         QWEN,
         '<tool_call>{"name": "f", "arguments": {"ü": "🎉"}}</tool_call>\nDone.',
-        Message("Done.", calls=(("f", '{"ü": "🎉"}'),), complete=1),
+        Message("\nDone.", calls=(("f", '{"ü": "🎉"}'),), complete=1),
     ),
     "llama": (
         LLAMA_3,
@@ -153,7 +153,7 @@ CASES: dict[str, tuple[ResponseForm, str, Message]] = {
         CODER,
         "<think>t</think>a\n<tool_call>\n<function=f>\n<parameter=n>\n3\n</parameter>\n"
         "<parameter=s>\nx\n</parameter>\n</function>\n</tool_call>b",
-        Message("ab", "t", (("f", '{"n": 3, "s": "x"}'),), 1),
+        Message("a\nb", "t", (("f", '{"n": 3, "s": "x"}'),), 1),
     ),
     "a checkpoint's own JSON": (
         SHIPPED_JSON,
@@ -164,9 +164,11 @@ CASES: dict[str, tuple[ResponseForm, str, Message]] = {
 TOOLS = [("f", '{"properties": {"n": {"type": "integer"}}}'), ("g", "")]
 
 
-def read(form: ResponseForm, pieces: Iterable[str], *, thinks: bool = False) -> Message:
+def read(
+    form: ResponseForm, pieces: Iterable[str], *, thinks: bool = False, is_cut: bool = False
+) -> Message:
     parser = AnswerParser(form, thinks=thinks, tools=TOOLS)
-    parts = [*map(parser.push, pieces), parser.finish()]
+    parts = [*map(parser.push, pieces), parser.finish(is_cut=is_cut)]
     calls = joined_calls(call for one in parts for call in one.calls)
     assert len({call.id for call in calls}) == len(calls) == parser.calls_begun
     return Message(
@@ -184,6 +186,33 @@ def test_the_parts_do_not_depend_on_the_cuts(name: str) -> None:
     assert read(form, text) == message
     for cut in range(1, len(text)):
         assert read(form, [text[:cut], text[cut:]]) == message
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["arguments as a text", "llama", "llama's tag", "mistral", "mistral, named", "no arguments",
+     "a checkpoint's own", "a checkpoint's own JSON"],
+)  # fmt: skip
+def test_a_call_that_is_cut_off_leaks_nowhere(name: str) -> None:
+    """Wherever the tokens end: what is certain is a call, and nothing of it is content."""
+    form, text, whole = CASES[name]
+    begun = []
+    for cut in range(len(text) + 1):
+        got = read(form, [text[:cut]], is_cut=True)
+        assert whole.content.startswith(got.content)
+        assert all(call in text for call in got.content.split())
+        begun.append(len(got.calls))
+        for call, (called, arguments) in zip(got.calls, whole.calls, strict=False):
+            assert call[0] == called
+            assert arguments.startswith(call[1])
+    assert begun == sorted(begun)
+    assert begun[-1] == len(whole.calls)
+
+
+def test_an_object_that_is_cut_off_and_is_no_call() -> None:
+    for text in ('{"answer": 4', '{"name": "Ann", "ag', "So {", "sure <tool_call>oops"):
+        form = QWEN if "<" in text else LLAMA_3
+        assert read(form, [text], is_cut=True) == Message(text)
 
 
 def test_a_prompt_that_has_begun_the_thinking() -> None:

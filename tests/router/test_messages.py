@@ -86,7 +86,7 @@ async def test_events_in_anthropics_order(door: Door) -> None:
     whole = await door.create(**asked)
     for one in (got, whole):
         thinking, text, *calls = one.content
-        assert (thinking.thinking, text.text, one.stop_reason) == ("Hm.", "Sure.", "tool_use")
+        assert (thinking.thinking, text.text, one.stop_reason) == ("Hm.", "Sure. ", "tool_use")
         assert [(call.name, call.input) for call in calls] == [
             ("get_weather", {"city": "Paris"})
         ] * 2

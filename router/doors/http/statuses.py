@@ -7,6 +7,7 @@ whether a retry can help, and when.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 from urllib.parse import quote
@@ -19,7 +20,11 @@ JSON = dict[str, Any]
 
 DROPPED: Final = "x-dropped-keywords"
 """Header that names the keywords of a schema that are not enforced."""
+IGNORED: Final = "x-baton-ignored"
+"""Header that names the fields of a request that have no effect."""
 _MAX_HEADER_CHARS: Final = 2048
+_MAX_NAME_CHARS: Final = 256
+_MAX_NAMES: Final = 256
 CLIENT_LEFT: Final = 499
 """Status in the log for a caller that left. It is never sent."""
 _STATUSES: Final = {
@@ -64,6 +69,10 @@ _PARAMS: Final = (
     ("chat", "messages"),
 )
 """Prefixes of paths in `inference.proto` and their names in this API. The first match counts."""
+_OF_FUNCTION: Final = re.compile(
+    r"^(tools\[\d+\]|tool_choice)(?=\.(?:name|description|parameters)\b)"
+)
+"""A path that lies one level deeper in this API."""
 
 
 def http_status(error: RouterError) -> int:
@@ -73,7 +82,7 @@ def http_status(error: RouterError) -> int:
 
 def chat_name(path: str) -> str:
     """The name of a field of `inference.proto` in chats and completions."""
-    return name_by(_PARAMS, path)
+    return _OF_FUNCTION.sub(r"\1.function", name_by(_PARAMS, path))
 
 
 def error_body(
@@ -116,10 +125,19 @@ def retry_headers(error: RouterError) -> dict[str, str]:
 
 def dropped_header(pointers: Sequence[str]) -> dict[str, str]:
     """The header for keywords that are not enforced; it names as many as it holds."""
-    value = ", ".join(quote(pointer, safe="/~$") for pointer in pointers)
+    return _naming(DROPPED, pointers)
+
+
+def ignored_header(fields: Sequence[str]) -> dict[str, str]:
+    """The header for fields that have no effect; it names as many as it holds."""
+    return _naming(IGNORED, fields)
+
+
+def _naming(header: str, names: Sequence[str]) -> dict[str, str]:
+    value = ", ".join(quote(name[:_MAX_NAME_CHARS], safe="/~$[]") for name in names[:_MAX_NAMES])
     if len(value) > _MAX_HEADER_CHARS:
         value = value[: value.rindex(", ", 0, _MAX_HEADER_CHARS)] + ", ..."
-    return {DROPPED: value} if value else {}
+    return {header: value} if value else {}
 
 
 def name_by(names: Sequence[tuple[str, str]], path: str) -> str:

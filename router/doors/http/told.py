@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from baton.inference.v1 import inference_pb2 as api
 from router import errors
 from router.doors.blocks import Block, Blocks, Step
-from router.doors.http.statuses import JSON, dropped_header
+from router.doors.http.statuses import JSON, dropped_header, ignored_header
 from router.errors import Violation
 from router.requests.outputs import Finished, Output, Started, TextDelta
 
@@ -51,6 +51,7 @@ class Told:
         teller: writes the answer.
         call: the caller's.
         name_of: the API's name for a field of the request.
+        ignored: fields of the request that have no effect.
     """
 
     def __init__(
@@ -60,7 +61,9 @@ class Told:
         teller: Teller,
         call: Call,
         name_of: Callable[[str], str],
+        ignored: Sequence[str] = (),
     ) -> None:
+        self._ignored = ignored
         self.stream = isinstance(request, api.StreamGenerateRequest)
         self.headers: dict[str, str] = {}
         self._outputs = generations.stream(request, call)
@@ -100,6 +103,8 @@ class Told:
         match output:
             case Started():
                 self.headers |= dropped_header(output.dropped_keywords)
+                of_model = map(self._name_of, output.ignored_fields)
+                self.headers |= ignored_header([*self._ignored, *of_model])
                 return [*teller.begin(output)]
             case TextDelta():
                 return [event for step in blocks.take(output) for event in teller.step(step)]

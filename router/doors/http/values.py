@@ -21,7 +21,17 @@ from router.structure.schema import MAX_SCHEMA_BYTES
 MAX_PROMPTS: Final = 256
 """Prompts of one request, times `n`: each is a generation of its own."""
 
-UInt32 = Annotated[int, Field(ge=0, lt=1 << 32)]
+
+def _number(value: object) -> object:
+    """`true` and `false` are no numbers, though Python counts with them."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("number", "must be a number")
+    return value
+
+
+Int = Annotated[int, BeforeValidator(_number)]
+Float = Annotated[float, BeforeValidator(_number)]
+UInt32 = Annotated[Int, Field(ge=0, lt=1 << 32)]
 Prompt = str | list[int]
 """A text, or token ids."""
 
@@ -105,9 +115,10 @@ def texts_of(value: object) -> object:
 
 
 class ApiObject(BaseModel):
-    """An object of the API, with fields that are not supported."""
+    """An object of the API, with fields that are not supported. Unknown ones are kept, so that an
+    answer can name them."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="allow")
     unsupported: ClassVar[frozenset[str]] = frozenset()
     """Names of the fields that are marked `Unless`."""
 
@@ -120,6 +131,11 @@ class ApiObject(BaseModel):
             for name, info in cls.model_fields.items()
             if any(isinstance(one, Unless) for one in info.metadata)
         )
+
+    def ignored(self, path: str = "") -> list[str]:
+        """The fields that are set and have no effect; their names follow the path."""
+        unknown = self.model_extra or {}
+        return [path + name for name, value in unknown.items() if value is not None]
 
     def refusals(self, path: str) -> list[Violation]:
         """Violations for fields that are set and not supported; their names follow the path."""
@@ -139,6 +155,13 @@ def _json_text(value: object) -> object:
         raise PydanticCustomError("schema", "must be a JSON schema: an object")
     # A longer text is refused for its length later. An error here would copy all of the value.
     return to_json(value)[: MAX_SCHEMA_BYTES + 1].decode(errors="ignore")
+
+
+def text_or_json(value: object) -> str:
+    """A text, or any other JSON value as text; null is empty."""
+    if isinstance(value, str):
+        return value
+    return "" if value is None else to_json(value).decode()
 
 
 JsonText = Annotated[str | None, BeforeValidator(_json_text)]

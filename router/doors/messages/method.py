@@ -44,7 +44,14 @@ class Messages:
         kind = api.StreamGenerateRequest if request.stream else api.GenerateRequest
         asked = kind(input=request.generation(chat), client_tag=client_tag)
         teller = MessageTeller(call, request.max_tokens)
-        return Told(self._generations, asked, teller, call, lambda path: _name(paths, path))
+        return Told(
+            self._generations,
+            asked,
+            teller,
+            call,
+            lambda path: _name(paths, path),
+            request.ignored(),
+        )
 
     async def count_tokens(self, body: bytes, call: Call, client_tag: str) -> Said:
         """The number of tokens of the prompt that a message would run."""
@@ -54,7 +61,7 @@ class Messages:
         with renamed(lambda path: _name(paths, path)):
             async with self._generations.deadline(call):
                 told = await self._generations.tokenize(asked)
-        return Said({"input_tokens": len(told.token_ids)})
+        return Said({"input_tokens": len(told.token_ids)}, request.ignored())
 
 
 def _name(paths: list[str], path: str) -> str:

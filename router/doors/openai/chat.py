@@ -112,6 +112,8 @@ class ChatCompletions:
             bool(request.return_tokens_as_token_ids),
             token_ids=bool(request.return_token_ids),
             service_tier=request.service_tier,
+            ignored=request.ignored(),
+            name_of=request.name_of,
         )
         return Reply(self._generations, order, call)
 

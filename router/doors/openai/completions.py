@@ -90,6 +90,8 @@ class Completions:
             request.echo_only,
             bool(request.return_token_ids),
             request.service_tier,
+            request.ignored(),
+            request.name_of,
         )
         return Reply(self._generations, order, call)
 

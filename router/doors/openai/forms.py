@@ -9,13 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    model_validator,
+)
 from pydantic_core import to_json
 
 from baton.inference.v1 import inference_pb2 as api
-from router.doors.http.values import ApiObject, JsonText, Unless
+from router.doors.http.values import ApiObject, JsonText, Unless, text_or_json
 from router.errors import Violation
-from router.structure.fields import MAX_CHOICES, MAX_TOOLS
+from router.structure.fields import MAX_CHOICES, MAX_TOOLS, is_gbnf
 
 Texts = Annotated[list[str], Field(max_length=MAX_CHOICES)]
 
@@ -28,10 +35,28 @@ class SchemaFormat(BaseModel):
 
 
 class ResponseFormat(ApiObject):
-    """OpenAI's form."""
+    """OpenAI's form. Other servers put a schema beside the type, as `schema` or `value`."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: SchemaFormat | None = None
+    schema_: Annotated[JsonText, Field(alias="schema")] = None
+    value: JsonText = None
+
+    def structure(self) -> tuple[str, api.Structure] | None:
+        """The form, and the field that holds it; None for any text."""
+        if self.type not in ("json_object", "json_schema"):
+            return None
+        given = self.json_schema or SchemaFormat()
+        for name, text in (
+            ("json_schema.schema", given.schema_),
+            ("schema", self.schema_),
+            ("value", self.value),
+        ):
+            if text is not None:
+                return f"response_format.{name}", _of_schema(text, strict=bool(given.strict))
+        if self.type == "json_object":
+            return "response_format", api.Structure(json_object=True)
+        return None
 
 
 class StructuredOutputs(ApiObject):
@@ -69,66 +94,69 @@ class FormFields(BaseModel):
         """The form as a message of the gRPC API; None for any."""
         return next((form for _, form in self._forms()), None)
 
+    def form_field(self) -> str:
+        """The field that holds the form; "" for none."""
+        return next((name for name, _ in self._forms()), "")
+
     def several_forms(self) -> list[Violation]:
-        """Violations: a form that is not supported, or more than one."""
+        """Violations: a form that is not supported, or more than one. Some clients send the same
+        form under two names."""
         found = []
+        forms = list(self._forms())
         if (given := self.structured_outputs) is not None:
             found += given.refusals("structured_outputs.")
-        if self.response_format is not None:
-            kind, schema = self.response_format.type, self.response_format.json_schema
-            if kind == "structural_tag":
+            if not found and not any(name.startswith("structured_outputs") for name, _ in forms):
+                found.append(Violation("structured_outputs", "must hold a form"))
+        if (wanted := self.response_format) is not None:
+            if wanted.type == "structural_tag":
                 found.append(Violation("response_format.type", "structural_tag is not supported"))
-            elif kind == "json_schema" and (schema is None or schema.schema_ is None):
+            elif wanted.type == "json_schema" and wanted.structure() is None:
                 found.append(Violation("response_format.json_schema.schema", "must be set"))
-        names = [name for name, _ in self._forms()]
-        if len(names) > 1:
-            found.append(Violation(names[1], f"cannot stand beside {names[0]}"))
+        for name, form in forms[1:]:
+            if form != forms[0][1]:
+                found.append(Violation(name, f"cannot stand beside {forms[0][0]}"))
+                break
         return found
 
     def _forms(self) -> Iterator[tuple[str, api.Structure]]:
         """Each form that is set, with its field."""
-        if (given := self.response_format) is not None:
-            if given.type == "json_object":
-                yield "response_format", api.Structure(json_object=True)
-            elif given.type == "json_schema" and given.json_schema is not None:
-                strict = bool(given.json_schema.strict)
-                yield "response_format", _of_schema(given.json_schema.schema_, strict=strict)
-        if (wanted := self.structured_outputs) is not None:
-            name = "structured_outputs"
-            if wanted.json_ is not None:
-                yield name, _of_schema(wanted.json_)
-            if wanted.json_object:
-                yield name, api.Structure(json_object=True)
-            if wanted.regex is not None:
-                yield name, api.Structure(regex=wanted.regex)
-            if wanted.choice is not None:
-                yield name, _of_choice(wanted.choice)
-            if wanted.grammar is not None:
-                yield name, _of_grammar(wanted.grammar)
-        for name in ("guided_json", "json_schema"):
-            if (text := getattr(self, name)) is not None:
+        if self.response_format is not None and (found := self.response_format.structure()):
+            yield found
+        given = self.structured_outputs or StructuredOutputs()
+        for name, text in (
+            ("structured_outputs.json", given.json_),
+            ("guided_json", self.guided_json),
+            ("json_schema", self.json_schema),
+        ):
+            if text is not None:
                 yield name, _of_schema(text)
-        for name in ("guided_regex", "regex"):
-            if (text := getattr(self, name)) is not None:
+        if given.json_object:
+            yield "structured_outputs.json_object", api.Structure(json_object=True)
+        for name, text in (
+            ("structured_outputs.regex", given.regex),
+            ("guided_regex", self.guided_regex),
+            ("regex", self.regex),
+        ):
+            if text is not None:
                 yield name, api.Structure(regex=text)
-        if self.guided_choice is not None:
-            yield "guided_choice", _of_choice(self.guided_choice)
-        for name in ("guided_grammar", "ebnf"):
-            if (text := getattr(self, name)) is not None:
-                yield name, _of_grammar(text)
+        for name, texts in (
+            ("structured_outputs.choice", given.choice),
+            ("guided_choice", self.guided_choice),
+        ):
+            if texts is not None:
+                yield name, api.Structure(choice=api.Choices(texts=texts))
+        for name, text in (
+            ("structured_outputs.grammar", given.grammar),
+            ("guided_grammar", self.guided_grammar),
+            ("ebnf", self.ebnf),
+        ):
+            if text is not None:  # vLLM takes both kinds of grammars under one name.
+                form = api.Structure(gbnf=text) if is_gbnf(text) else api.Structure(lark=text)
+                yield name, form
 
 
 def _of_schema(text: str | None, *, strict: bool = False) -> api.Structure:
     return api.Structure(json_schema=api.JsonSchema(schema=text or "", strict=strict))
-
-
-def _of_choice(texts: list[str]) -> api.Structure:
-    return api.Structure(choice=api.Choices(texts=texts))
-
-
-def _of_grammar(text: str) -> api.Structure:
-    """vLLM takes both kinds of grammars under one name."""
-    return api.Structure(gbnf=text) if "::=" in text else api.Structure(lark=text)
 
 
 class Function(BaseModel):
@@ -192,10 +220,10 @@ _MODES: Final = {
 
 
 class CalledFunction(BaseModel):
-    """The function of an earlier call."""
+    """The function of an earlier call. Some clients send its arguments as an object."""
 
     name: str
-    arguments: str = ""
+    arguments: Annotated[str, BeforeValidator(text_or_json)] = ""
 
 
 class Call(BaseModel):

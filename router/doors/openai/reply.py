@@ -8,8 +8,9 @@ each choice. `Reply.whole` joins them. `Reply.chunks` sends each on as it comes.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
@@ -17,9 +18,10 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 from baton.inference.v1 import inference_pb2 as api
 from router.answers.calls import CallPart
 from router.answers.detokenization import CONTEXT_TOKENS
-from router.doors.http.statuses import JSON, dropped_header
+from router.doors.http.statuses import JSON, chat_name, dropped_header, ignored_header
+from router.doors.http.told import renamed
 from router.doors.openai.logprobs import ScoredToken, Scorer
-from router.requests.outputs import FINISH_WORDS, Finished, Started, TextDelta
+from router.requests.outputs import FINISH_WORDS, Finished, Output, Started, TextDelta
 
 if TYPE_CHECKING:
     from router.call import Call
@@ -113,6 +115,10 @@ class ReplyOrder:
     """Whether the ids of prompts and outputs are wanted."""
     service_tier: str | None = None
     """The tier that the request names."""
+    ignored: Sequence[str] = ()
+    """Fields of the request that have no effect."""
+    name_of: Callable[[str], str] = chat_name
+    """The request's name for a field of `inference.proto`."""
 
     @property
     def stream(self) -> bool:
@@ -133,7 +139,9 @@ class Reply:
         """Choices by index in the reply. They are added when their prompt's generation starts."""
         self._usage = _Usage()
         self._head: JSON = {}
-        self.headers: dict[str, str] = {}
+        self._id = f"{order.form.id_prefix}-{call.id}{secrets.token_hex(4)}"
+        """Begins with the trace id, which all requests of a trace share."""
+        self.headers: dict[str, str] = ignored_header(order.ignored)
         """Headers of the answer, known when its first part is."""
 
     async def whole(self) -> JSON:
@@ -176,24 +184,29 @@ class Reply:
         return error
 
     async def _pieces(self) -> AsyncGenerator[ReplyPart, None]:
-        async with aclosing(merged(self._streams)) as outputs:
-            async for prompt, output in outputs:
-                first = prompt * self._choices_per_prompt
-                match output:
-                    case TextDelta() if self._order.echo_only:
-                        pass
-                    case TextDelta():
-                        self._usage.output_tokens += len(output.token_ids)
-                        self._usage.reasoning_tokens += output.reasoning_tokens
-                        yield self._choices[first + output.choice].add(output)
-                    case Started():
-                        for piece in self._start(prompt, output):
-                            yield piece
-                    case Finished():
-                        if output.usage is not None:
-                            self._usage.cached_tokens += output.usage.cached_prompt_tokens
-                            self._usage.loaded_tokens.update(output.usage.loaded_prompt_tokens)
-                        yield self._choices[first + output.choice].finish(output)
+        with renamed(self._order.name_of):
+            async with aclosing(merged(self._streams)) as outputs:
+                async for prompt, output in outputs:
+                    for piece in self._take(prompt, output):
+                        yield piece
+
+    def _take(self, prompt: int, output: Output) -> list[ReplyPart]:
+        """The pieces that one output of a prompt's generation makes."""
+        first = prompt * self._choices_per_prompt
+        match output:
+            case TextDelta() if self._order.echo_only:
+                return []
+            case TextDelta():
+                self._usage.output_tokens += len(output.token_ids)
+                self._usage.reasoning_tokens += output.reasoning_tokens
+                return [self._choices[first + output.choice].add(output)]
+            case Started():
+                return self._start(prompt, output)
+            case Finished():
+                if output.usage is not None:
+                    self._usage.cached_tokens += output.usage.cached_prompt_tokens
+                    self._usage.loaded_tokens.update(output.usage.loaded_prompt_tokens)
+                return [self._choices[first + output.choice].finish(output)]
 
     def _start(self, prompt: int, started: Started) -> list[ReplyPart]:
         """Notes the start of a prompt's generation; returns the pieces that echo the prompt."""
@@ -201,7 +214,7 @@ class Reply:
         echo = self._order.echoes[prompt]
         form = self._order.form
         self._head = {
-            "id": f"{form.id_prefix}-{self._call.id}",
+            "id": self._id,
             "object": form.chunk_object if self.stream else form.whole_object,
             "created": self._call.arrived_ns // 1_000_000_000,
             "model": started.job.model.name,
@@ -211,6 +224,8 @@ class Reply:
             tier = self._order.service_tier
             self._head["service_tier"] = tier if tier in ("flex", "priority") else "default"
         self.headers |= dropped_header(started.dropped_keywords)
+        of_model = map(self._order.name_of, started.ignored_fields)
+        self.headers |= ignored_header([*self._order.ignored, *of_model])
         first = prompt * self._choices_per_prompt
         indices = range(first, first + self._choices_per_prompt)
         new = [_Choice(index, self._order, started.job.prompt_ids, echo) for index in indices]
@@ -262,7 +277,7 @@ class _Choice:
         piece = self._piece(delta.texts)
         piece.reasoning, piece.calls = delta.reasoning, delta.calls
         if self._token_ids:
-            piece.token_ids = delta.token_ids
+            piece.token_ids = [*delta.token_ids]
         if self._scorer is not None:
             piece.scored = self._scorer.score(delta.token_ids, delta.logprobs)
         return piece
@@ -276,7 +291,9 @@ class _Choice:
 
     def _piece(self, texts: list[str]) -> ReplyPart:
         first, self._begun = not self._begun, True
-        return ReplyPart(self.index, texts, first=first, extra=self.extra if first else {})
+        part = ReplyPart(self.index, texts, first=first, extra=self.extra if first else {})
+        part.token_ids = [] if self._token_ids else None
+        return part
 
 
 @dataclass(slots=True)

@@ -15,9 +15,12 @@ from pydantic import BaseModel, BeforeValidator, Field, PlainValidator
 
 from baton.inference.v1 import inference_pb2 as api
 from router.doors.http.parsing import ModelRequest
+from router.doors.http.statuses import chat_name
 from router.doors.http.values import (
     MAX_PROMPTS,
     AtMost,
+    Float,
+    Int,
     Prompt,
     UInt32,
     Unless,
@@ -40,9 +43,9 @@ from serving.wire import MAX_EXTENSIONS
 class StreamOptions(BaseModel):
     """Options for the contents of a stream beside tokens."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
     """Adds a last chunk with the token counts."""
-    continuous_usage_stats: bool = False
+    continuous_usage_stats: bool | None = None
     """Adds the counts so far to every chunk, if `include_usage` is set."""
 
 
@@ -71,17 +74,17 @@ class GenerationRequest(FormFields, ModelRequest):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: UInt32 | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=1 << 32)] | None = None
+    temperature: Float | None = None
+    top_p: Float | None = None
+    top_k: Annotated[Int, Field(ge=-1, lt=1 << 32)] | None = None
     """-1 disables it, as 0 does."""
-    min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
+    min_p: Float | None = None
+    frequency_penalty: Float | None = None
+    presence_penalty: Float | None = None
+    repetition_penalty: Float | None = None
+    seed: Int | None = None
     """Any integer; only the lowest 64 bits are used."""
-    logit_bias: Annotated[dict[UInt32, float] | None, AtMost(MAX_LOGIT_BIASES, "entries")] = None
+    logit_bias: Annotated[dict[UInt32, Float] | None, AtMost(MAX_LOGIT_BIASES, "entries")] = None
     stop: Annotated[list[str], AtMost(MAX_STOP_TEXTS, "texts"), BeforeValidator(texts_of)] = Field(
         default_factory=list
     )
@@ -89,7 +92,7 @@ class GenerationRequest(FormFields, ModelRequest):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: UInt32 | None = None
-    priority: Annotated[int, Field(gt=-(1 << 31), lt=1 << 31)] | None = None
+    priority: Annotated[Int, Field(gt=-(1 << 31), lt=1 << 31)] | None = None
     """Lower runs first, as in vLLM: the opposite of the gRPC API."""
     return_tokens_as_token_ids: bool | None = None
     """Writes tokens beside log probabilities as `token_id:7` instead of their text."""
@@ -107,7 +110,7 @@ class GenerationRequest(FormFields, ModelRequest):
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     """Stands for a priority, unless `priority` is set."""
     skip_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 32)] | None = None
+    truncate_prompt_tokens: Annotated[Int, Field(ge=-1, lt=1 << 32)] | None = None
     """Keeps the prompt's last tokens; -1: as many as the context holds beside the output."""
 
     custom_logit_processor: Annotated[bool, Unless()] = False
@@ -170,6 +173,12 @@ class GenerationRequest(FormFields, ModelRequest):
             **prompt,
         )
 
+    def name_of(self, path: str) -> str:
+        """The name that this request has for a field of `inference.proto`."""
+        if path.startswith("input.structure") and (name := self.form_field()):
+            return name
+        return chat_name(path)
+
     def _priority(self) -> int:
         if self.priority is None:
             return _TIERS.get(self.service_tier or "", 0)
@@ -208,9 +217,9 @@ class CompletionRequest(GenerationRequest):
     max_tokens: UInt32 | None = 16
     """16 if it is left out, as in OpenAI's API; null for the server's default; 0 with `echo` for
     the prompt alone."""
-    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    logprobs: Annotated[Int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
-    best_of: int | None = None
+    best_of: Int | None = None
 
     add_generation_prompt: Annotated[bool, Unless(True)] = False
     audio: Annotated[bool, Unless()] = False

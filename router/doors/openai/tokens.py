@@ -47,7 +47,8 @@ class Tokens:
                 "max_model_len": model.max_context_tokens,
                 "tokens": list(response.token_ids),
                 "token_strs": list(response.token_texts) if asked.return_token_strs else None,
-            }
+            },
+            asked.ignored(),
         )
 
     async def detokenize(self, body: bytes, call: Call, client_tag: str) -> Said:
@@ -55,4 +56,4 @@ class Tokens:
         asked = parse(DetokenizeRequest, body, self._shape.most_elements())
         async with self._generations.deadline(call):
             text = await self._generations.detokenize(asked.model, asked.tokens)
-        return Said({"prompt": text})
+        return Said({"prompt": text}, asked.ignored())

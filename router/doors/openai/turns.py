@@ -25,6 +25,7 @@ _ROLES: Final = {
     "assistant": api.ROLE_ASSISTANT,
     "tool": api.ROLE_TOOL,
 }
+_VERBOSITY: Final = "verbosity"
 MAX_DEPTH: Final = 16
 """Deepest nesting of `chat_template_kwargs`."""
 MAX_INTEGER: Final = 1 << 53
@@ -145,6 +146,12 @@ class TurnsRequest(ModelRequest):
             )
         return found
 
+    def ignored(self, path: str = "") -> list[str]:
+        """The fields that are set and have no effect; their names follow the path."""
+        turns = enumerate(self.messages)
+        of_turns = [name for index, turn in turns for name in turn.ignored(f"messages[{index}].")]
+        return super().ignored(path) + of_turns
+
     def chat(self) -> api.ChatPrompt:
         """The turns as a message of the gRPC API."""
         chat = api.ChatPrompt(
@@ -180,7 +187,8 @@ class ChatRequest(TurnsRequest, GenerationRequest):
     prompt: Annotated[bool, Unless()] = False
     prompt_embeds: Annotated[bool, Unless()] = False
     suffix: Annotated[bool, Unless("")] = False
-    verbosity: Annotated[bool, Unless("medium")] = False
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """A variable of the chat template, if that reads it."""
     web_search_options: Annotated[bool, Unless()] = False
 
     def refused(self) -> list[Violation]:
@@ -189,6 +197,21 @@ class ChatRequest(TurnsRequest, GenerationRequest):
         if self.top_logprobs and not self.logprobs:
             found.append(Violation("top_logprobs", "needs logprobs"))
         return found
+
+    def chat(self) -> api.ChatPrompt:
+        """The turns as a message of the gRPC API."""
+        chat = super().chat()
+        if self.verbosity is not None and _VERBOSITY not in chat.template_variables:
+            chat.template_variables[_VERBOSITY] = self.verbosity
+        return chat
+
+    def name_of(self, path: str) -> str:
+        """The name that this request has for a field of `inference.proto`."""
+        if path == "input.stop.max_tokens" and self.max_completion_tokens is not None:
+            return "max_completion_tokens"
+        name = super().name_of(path)
+        is_own = name == f"chat_template_kwargs.{_VERBOSITY}" and self.verbosity is not None
+        return _VERBOSITY if is_own else name
 
 
 class TokenizeRequest(TurnsRequest):

@@ -60,7 +60,14 @@ class Responses:
         kind = api.StreamGenerateRequest if request.stream else api.GenerateRequest
         asked = kind(input=request.generation(turns.messages), client_tag=client_tag)
         teller = ResponseTeller(request, call, self._conversations.keep(request, call.tenant))
-        return Told(self._generations, asked, teller, call, lambda path: _name(turns, path))
+        return Told(
+            self._generations,
+            asked,
+            teller,
+            call,
+            lambda path: _name(turns, path),
+            request.ignored(),
+        )
 
     async def count_tokens(self, body: bytes, call: Call, client_tag: str) -> Said:
         """The number of tokens of the prompt that a response would run."""
@@ -71,7 +78,8 @@ class Responses:
                 told = await self._generations.tokenize(
                     api.TokenizeRequest(model=request.model, chat=chat)
                 )
-        return Said({"object": "response.input_tokens", "input_tokens": len(told.token_ids)})
+        content = {"object": "response.input_tokens", "input_tokens": len(told.token_ids)}
+        return Said(content, request.ignored())
 
     async def _read(self, body: bytes, call: Call) -> tuple[ResponseRequest, Turns]:
         request, most_bytes = parse(ResponseRequest, body), self._shape.most_bytes()
