@@ -113,7 +113,7 @@ def load_model(
         places = list(_places(model, form, source.headers))
         _check(places, source, form, tied=config.tie_embeddings)
     revision = _fill(places, source, config, progress)
-    return LoadedModel(model, config, revision, str(gguf or folder), precision.name)
+    return LoadedModel(model, config, revision, str(folder), precision.name)
 
 
 def _weights(

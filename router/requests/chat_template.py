@@ -184,9 +184,12 @@ def _turn(chat: api.ChatPrompt, index: int, template: Template) -> dict[str, Any
             }
             for call in given.tool_calls
         ]
+    name = given.name
     if given.role == api.ROLE_TOOL:
         turn["tool_call_id"] = given.tool_call_id
-        turn["name"] = given.name or _name_of(chat, given.tool_call_id)
+        name = name or _name_of(chat, given.tool_call_id)
+    if name or given.role == api.ROLE_TOOL:
+        turn["name"] = name
     return turn
 
 

@@ -83,7 +83,8 @@ def restrict(
         assert tokenizer is not None, "validation made sure"
         # A word has other tokens at the start of a text, or within a word, than after a space.
         ids = (tokenizer.encode(text, False) for text in (word, f" {word}"))
-        runs = {one.astype("<u4").tobytes() for one in ids}
+        size = job.model.vocab_size
+        runs = {one.astype("<u4").tobytes() for one in ids if (one < size).all()}
         job.sampling.bad_words.extend(sorted(run for run in runs if run))
 
 

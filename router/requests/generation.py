@@ -99,6 +99,7 @@ class Generations:
                 with span.step(SpanName.TOKENIZE):
                     most = model.max_context_tokens
                     ids, text = await self._tokenize(request.input, tokenizer, "input", most)
+                    validation.check_encoded(request.input, ids, model)
                     plan = await self._tokenizers.plans.plan(
                         request.input, model, tokenizer, text, call.holder
                     )

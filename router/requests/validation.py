@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from baton.inference.v1 import inference_pb2 as api
 from router import errors
@@ -155,6 +156,20 @@ def check_prompt_ids(generation: api.GenerationInput, model: ServedModel) -> Non
     if (tokens := len(generation.token_ids.ids)) >= model.max_context_tokens:
         most = model.max_context_tokens
         raise errors.context_length_exceeded(tokens, generation.stop.max_tokens or 1, most)
+
+
+def check_encoded(
+    generation: api.GenerationInput, token_ids: NDArray[np.uint32], model: ServedModel
+) -> None:
+    """Refuses a text with a token that the tokenizer has and the model has not. A folder may name
+    special tokens for which there are no weights.
+
+    Raises:
+        RouterError: INVALID_FIELD.
+    """
+    if int(token_ids.max()) >= model.vocab_size:
+        rule = "holds a special token for which the model has no weights"
+        raise errors.invalid_fields([Violation(prompt_path(generation), rule)])
 
 
 def check_without_tokenizer(found: Violations, generation: api.GenerationInput) -> None:

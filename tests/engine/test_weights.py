@@ -140,3 +140,4 @@ def test_gguf_holds_what_the_folder_held(tmp_path):
         again = load(path)
         assert again.config.num_kv_heads == original.config.num_kv_heads
         assert same_weights(original, again)
+        assert again.path == str(file.parent), "its tokenizer lies beside it"

@@ -62,6 +62,7 @@ SAME = {
         "{{ 'content' in m }}{{ m.tool_calls is defined and m.tool_calls is not none }}" + END,
         CALLS,
     ),
+    "names": (EACH + "{{ m.name }}|{{ m.tool_call_id }}" + END, [{**USER, "name": "ann"}, *CALLS]),
     "thinking": (EACH + "{{ m.thinking }}|{{ m.reasoning_content }}" + END, CALLS),
     "parts": (
         EACH + "{% if m.content is string %}{{ m.content }}{% else %}"

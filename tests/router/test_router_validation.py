@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from frontdoor_kit import served_model
 
@@ -151,6 +152,14 @@ def test_sampling_defaults() -> None:
     assert not filled.HasField("top_logprobs")
     again = filling.fill_sampling(api.SamplingOptions(), api.OutputOptions(), MODEL)
     assert filled.seed != again.seed
+
+
+def test_a_token_that_the_model_has_not_is_refused() -> None:
+    text, chat = api.GenerationInput(text="a"), api.GenerationInput(chat=api.ChatPrompt())
+    for generation, path in ((text, "input.text"), (chat, "input.chat.messages")):
+        validation.check_encoded(generation, np.array([3, 511], np.uint32), MODEL)
+        with pytest.raises(RouterError, match=f"{path}: holds a special token"):
+            validation.check_encoded(generation, np.array([512, 3], np.uint32), MODEL)
 
 
 def test_a_models_own_defaults_hold_where_a_request_is_silent() -> None:

@@ -557,7 +557,9 @@ class ChatMessage(_message.Message):
     tool_call_id: _builtins.str
     """Of a tool's turn: the call that it answers."""
     name: _builtins.str
-    """Of a tool's turn: the function's name. Empty: the call's."""
+    """Who speaks, for chat templates that show it. Of a tool's turn: the
+    function's name; empty: the call's.
+    """
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
         """Calls that the assistant made."""

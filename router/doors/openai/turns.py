@@ -105,7 +105,7 @@ class ChatTurn(ApiObject):
                 for call in self.tool_calls or ()
             ],
             tool_call_id=self.tool_call_id or "",
-            name=(self.name or "") if self.role == "tool" else "",
+            name=self.name or "",
         )
 
     def refused(self, path: str) -> list[Violation]:
