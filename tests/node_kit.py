@@ -21,28 +21,30 @@ def run_scenario(name: str, address: str) -> dict[str, Any]:
     return run_program("scenario.mjs", name, address)
 
 
-def run_program(program: str, *arguments: str) -> dict[str, Any]:
-    """The JSON that a program of `tests/node` writes."""
-    _install()
-    command = [debian.program("node"), str(FOLDER / program), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SCENARIO_S, check=False)
+def run_program(
+    program: str, *arguments: str, folder: Path = FOLDER, timeout_s: float = SCENARIO_S
+) -> dict[str, Any]:
+    """The JSON that a program of a folder writes, with the packages that its lock file names."""
+    install(folder)
+    command = [debian.program("node"), str(folder / program), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
     return result
 
 
 @cache
-def _install() -> None:
+def install(folder: Path = FOLDER) -> None:
     """Installs what the lock file names, once a version of it; skips where that cannot be."""
     npm = debian.program("npm")
-    digest = hashlib.sha256((FOLDER / "package-lock.json").read_bytes()).hexdigest()
-    stamp = FOLDER / "node_modules" / f".installed-{digest[:16]}"
+    digest = hashlib.sha256((folder / "package-lock.json").read_bytes()).hexdigest()
+    stamp = folder / "node_modules" / f".installed-{digest[:16]}"
     if stamp.exists():
         return
     quiet = ["--no-audit", "--no-fund", "--ignore-scripts"]
     done = subprocess.run(
         [npm, "ci", *quiet],
-        cwd=FOLDER,
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=INSTALL_S,

@@ -34,3 +34,8 @@ LLAMA: Final = (
     + "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """Llama 3's form."""
+THINKS: Final = (
+    "{%- if add_generation_prompt %}{% if enable_thinking %}<think>\n"
+    "{% else %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+"""Goes behind one of these: the prompt begins the thinking if it is asked for, else ends it."""

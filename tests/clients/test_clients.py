@@ -12,14 +12,15 @@ from typing import Any, NamedTuple
 import pytest
 from clients.environments import folder_of
 from cluster import Cluster, make_cluster
-from node_kit import run_program
-from tool_templates import HERMES
+from node_kit import install, run_program
+from tool_templates import HERMES, THINKS
 
 from serving.models.demo_model import MODEL_NAME
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(1200)]
 
 PROGRAMS = Path(__file__).with_name("programs")
+NODE = Path(__file__).with_name("node")
 RUN_S = 240
 QUESTION = "What is the capital of France?"
 TEXT = "The capital of France is"
@@ -37,7 +38,7 @@ class Served(NamedTuple):
 @pytest.fixture(scope="module")
 def served(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     template = tmp_path_factory.mktemp("template") / "tools.jinja"
-    template.write_text(HERMES)
+    template.write_text(HERMES + THINKS)
     cluster: Cluster = make_cluster(
         demo_model,
         tmp_path_factory.mktemp("clients"),
@@ -128,6 +129,79 @@ def test_openai_in_node(served: Served) -> None:
         "text": served.text,
         "tooLong": [400, "context_length_exceeded", "messages"],
     }
+
+
+def test_openais_client_over_responses(served: Served) -> None:
+    said = said_by("responses_openai.py", "openai", served)
+    assert (said["chat"], said["after"]) == (served.chat, "completed")
+    assert [*said["parsed"], said["called"]] == [
+        {"name": one["name"], "people": one["people"]} for one in (*said["parsed"], said["called"])
+    ]
+    assert set(said["several"]) == {"function_call"}
+    assert said["thought"][0] == "reasoning"
+
+
+def test_anthropics_client_over_messages(served: Served) -> None:
+    python = folder_of("anthropic", "pydantic") / "python"
+    shown = run(python, PROGRAMS / "messages_anthropic.py", served.url, MODEL_NAME)
+    said = json.loads(shown.splitlines()[-1])
+    assert (said["chat"], said["counted"], said["finish"]) == (served.chat, True, "tool_use")
+    assert all(set(city) == {"name", "people"} for city in (*said["parsed"], said["called"]))
+    assert set(said["several"]) == {"tool_use"}
+    assert said["thought"][0] == "thinking"
+    assert said["too_long"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("program", "requirement"),
+    [
+        ("doors_agents.py", "openai-agents"),
+        ("doors_pydantic_ai.py", "pydantic-ai-slim[openai,anthropic]"),
+        ("doors_langchain.py", "langchain-openai langchain-anthropic"),
+        ("doors_litellm.py", "litellm"),
+    ],
+)
+def test_frameworks_on_their_default_paths(served: Served, program: str, requirement: str) -> None:
+    """Responses and Messages, with tools where the framework has any."""
+    python = folder_of(*requirement.split()) / "python"
+    said = json.loads(run(python, PROGRAMS / program, served.url, MODEL_NAME).splitlines()[-1])
+    if program == "doors_litellm.py":
+        assert set(said.values()) == {served.chat}
+    else:
+        assert json.dumps(said).count("Paris") + json.dumps(said).count("Rome") >= 2
+        assert "false" not in json.dumps(said)
+
+
+def test_node_and_the_ai_sdk_over_both_doors(served: Served) -> None:
+    url, texts = (
+        f"{served.url}/v1",
+        dict.fromkeys(("whole", "streamed", "sdk", "sdkStreamed"), served.chat),
+    )
+    for program, base, own in (
+        ("responses.mjs", url, {"steps": ["tool-calls", "tool-calls"]}),
+        ("messages.mjs", served.url, {"finish": "tool_use", "thought": ["thinking", "text"]}),
+    ):
+        said = run_program(program, base, MODEL_NAME, folder=NODE, timeout_s=RUN_S)
+        assert said.pop("called")["city"] in ("Paris", "Rome")
+        assert said == {**texts, **own}
+
+
+def test_a_coding_agent_that_speaks_messages(served: Served, tmp_path: Path) -> None:
+    """pi, with its own system prompt and tools. The demo model cannot code: it has answered."""
+    install(NODE)
+    model = {"id": MODEL_NAME, "contextWindow": 8192, "maxTokens": 16}
+    provider = {"baseUrl": served.url, "api": "anthropic-messages", "apiKey": "none"}
+    (settings := tmp_path / ".pi" / "agent").mkdir(parents=True)
+    providers = {"providers": {"baton": {**provider, "models": [model]}}}
+    (settings / "models.json").write_text(json.dumps(providers))
+    asked = ["-p", "--mode", "json", "--provider", "baton", "--model", MODEL_NAME, "--no-session"]
+    pi = NODE / "node_modules" / ".bin" / "pi"
+    shown = run("node", pi, *asked, "Say hi.", HOME=str(tmp_path), PI_OFFLINE="1")
+    (ended,) = [line for line in map(json.loads, shown.splitlines()) if line["type"] == "agent_end"]
+    answer = ended["messages"][-1]
+    assert (answer["role"], answer["stopReason"]) == ("assistant", "length")
+    assert answer["content"][0]["text"]
+    assert answer["usage"]["input"] + answer["usage"]["cacheRead"] > 1000
 
 
 def test_instructor_reads_json_out_of_a_text(served: Served) -> None:
