@@ -51,7 +51,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     config = session.config
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     if terminal and (config.getoption("--slow") or config.getoption("--clients")):
-        config.pluginmanager.register(Progress(terminal))
+        is_whole = config.getoption("--minutes") is None
+        config.pluginmanager.register(Progress(terminal, is_whole=is_whole))
 
 
 @pytest.hookimpl(tryfirst=True)

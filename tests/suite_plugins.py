@@ -62,14 +62,19 @@ class Files:
 
 
 class Progress:
-    """Tells now and then how far the run is.
+    """Tells now and then how far the run is, and at its end how long each kind of tests took.
 
     A test that is left is expected to take as long as those of its function took so far on average,
     or if there were none, as long as all others.
+
+    Args:
+        terminal: where it tells.
+        is_whole: the run has no limit; else nothing is said of the rest.
     """
 
-    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+    def __init__(self, terminal: pytest.TerminalReporter, *, is_whole: bool) -> None:
         self._terminal = terminal
+        self._is_whole = is_whole
         self._began_s = self._told_s = time.monotonic()
         self._left: Counter[str] = Counter()
         self._done: Counter[str] = Counter()
@@ -93,7 +98,7 @@ class Progress:
                 self._kinds[kind] += now_s - began_s
                 break
         done, left = self._done.total(), self._left.total()
-        if now_s - self._told_s > TELL_EVERY_S and done > FEW:
+        if self._is_whole and now_s - self._told_s > TELL_EVERY_S and done > FEW:
             self._told_s = now_s
             self._terminal.ensure_newline()
             self._terminal.write_line(
