@@ -67,7 +67,7 @@ class Planner:
     def plan(self) -> StepPlan | None:
         """Plans the next step and moves the columns past it. None if there is no
         work."""
-        rows = self.decode_rows()
+        rows = self._decode_rows()
         chunks, scores = self._cut_chunks(rows)
         if rows.size == 0 and not chunks and not self._batch.has_transfers:
             return None
@@ -84,7 +84,7 @@ class Planner:
 
     # -- decode rows -------------------------------------------------------------------------------
 
-    def decode_rows(self) -> Slots:
+    def _decode_rows(self) -> Slots:
         """Slots that decode in the next step, each with a page for the token it stores."""
         slots, blocks = self._batch.slots, self._blocks
         rows = slots.running()
@@ -95,7 +95,7 @@ class Planner:
         if short.size > blocks.available:
             oldest_first = short[np.argsort(slots.seniority[short], kind="stable")]
             served = oldest_first[: blocks.available]
-            self.make_room(short.size - blocks.available)
+            self._make_room(short.size - blocks.available)
             rows = np.setdiff1d(rows, np.setdiff1d(short, served))
             rows = rows[slots.state[rows] == SlotState.RUNNING]
             short = np.intersect1d(served, rows)
@@ -103,7 +103,7 @@ class Planner:
         slots.page_count[short] += 1
         return rows
 
-    def make_room(self, missing: int) -> None:
+    def _make_room(self, missing: int) -> None:
         """Preempts the youngest sequences until `missing` more pages are free or about to be free.
 
         The oldest sequence is never preempted. It waits for the pages of the others, so one

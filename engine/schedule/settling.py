@@ -160,7 +160,7 @@ class Settler:
         if result.logprobs is None:
             return {}
         records = (
-            token_record(self._batch.owner(int(plan.sample_slots[row])), result, row)
+            _token_record(self._batch.owner(int(plan.sample_slots[row])), result, row)
             for row in rows.tolist()
         )
         return {i: record for i, record in enumerate(records) if record.logprob is not None}
@@ -221,7 +221,7 @@ class Settler:
         index = len(leader.outputs)
         records, ends = [], []
         for row in range(chunk.first_sample, chunk.first_sample + active.request.choices):
-            record = token_record(leader, result, row)
+            record = _token_record(leader, result, row)
             records.append(record)
             ends.append(self._end_reason(leader, record.token_id, index))
         self._requests.emit(
@@ -235,7 +235,7 @@ def _youngest_first(plan: StepPlan, rows: Rows) -> Rows:
     return rows[np.argsort(plan.sample_indices[rows], kind="stable")]
 
 
-def token_record(owner: Sequence, result: StepResult, row: int) -> TokenRecord:
+def _token_record(owner: Sequence, result: StepResult, row: int) -> TokenRecord:
     """The token of a row, with its log probabilities if the request wants them."""
     token, top_n = int(result.tokens[row]), owner.active.request.sampling.top_logprobs
     if top_n is None or result.logprobs is None:

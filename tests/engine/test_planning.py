@@ -86,3 +86,13 @@ def test_contexts_of_a_step_fit_the_scratch_together(lengths, steps):
     assert chunks_of(lengths, gathers=True, context=101) == steps
     free = chunks_of(lengths, context=101)
     assert (free == steps) == (lengths == [30, 30]), "else the bound changes nothing"
+
+
+def test_a_prompt_is_one_array_from_its_request_to_its_chunks() -> None:
+    """No turn joins prompt and output anew, however many chunks or turns a prompt takes."""
+    bench = Bench(num_pages=400, slots=16, step_tokens=STEP, context=400)
+    request_id = bench.submit(prompt_of(random.Random(3), 5 * STEP), 1)
+    assert planned(bench) is not None
+    (task,) = bench.scheduler.batch.prefills
+    assert task.remaining == 4 * STEP
+    assert task.tokens is task.leader.tokens is bench.requests[request_id].prompt_ids
