@@ -220,7 +220,7 @@ def test_a_port_that_is_taken_behind_others_that_were_free_is_one_line_too() -> 
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("arguments", ["--version", "--help", "model path"])
+@pytest.mark.parametrize("arguments", ["--help", "model path"])
 def test_output_that_cannot_be_written_is_a_failure_without_a_traceback(arguments: str) -> None:
     """A full disk is told of; whoever closes a pipe wants no more, and is told nothing."""
     command = [sys.executable, "-m", "baton", *arguments.split()]

@@ -37,10 +37,10 @@ AT_A_BORDER = 2.0**-14
 """Of a row's largest number: noise in what is rounded."""
 MOST_FLIPS = 1e-4
 """Share of numbers that may be rounded to the other side."""
-MAX_TOKENS = 12
+MAX_TOKENS = 8
 FP8 = {"kv_cache_dtype": "fp8"}
-SOME = (3, 9, 10)
-"""Prompts of the demo model's tests that `make test` takes: several chunks, a prefix in common."""
+SOME = (3, 9)
+"""Prompts of the demo model's tests that `make test` takes: both of several chunks."""
 
 prompts = demo.prompts
 Context = list[Tensor]
@@ -169,12 +169,12 @@ def test_whole_cached_in_chunks_and_handed_off(demo_model, prompts, reference, c
         demo.running(demo_model, max_step_tokens=512, **options) as engine,
         demo.running(demo_model, max_step_tokens=32, **options) as chunked,
     ):
-        runs = ask_all(contexts, engine, some, at_once=2)
+        runs = ask_all(contexts, engine, some[:1], at_once=1)
         cached = engine.load().prompt_tokens_cached
         runs += ask_all(contexts, engine, some[:1], at_once=1)
         assert engine.load().prompt_tokens_cached > cached
-        runs += ask_all(contexts, chunked, some[:2], at_once=2)
-        runs.append(hand_over(contexts, chunked, engine, some[2]))
+        runs += ask_all(contexts, chunked, some[:1], at_once=1)
+        runs.append(hand_over(contexts, chunked, engine, some[1]))
     check(runs, reference, contexts)
 
 

@@ -73,7 +73,9 @@ def test_handed_off_and_resumed(case):
     check(case, run, given=5)
 
 
+@pytest.mark.parametrize("case", ["gemma3", "gpt_oss"], indirect=True)
 def test_preempted(case):
+    """Windows and ropes by layer; experts, sinks."""
     with held(case.one):
         runs = [submit(case.one, prompt_of(30 + i), 24, ignore_eos=True) for i in range(CROWD)]
     finish(*runs)

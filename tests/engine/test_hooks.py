@@ -166,6 +166,10 @@ def test_a_hook_that_raises_on_one_rank(path):
     check_rank_1(engine, POINTS[2:])
     check_baseline(engine)
     engine.stop()
+
+
+@pytest.mark.matrix
+def test_a_hook_that_cannot_be_attached_on_one_rank(path):
     with pytest.raises(EngineError, match="rank 1: hook on-rank-1 cannot be attached"):
         build(path, hooks=("on-rank-1?attaches=no",), tp=2)
 

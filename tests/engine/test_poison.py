@@ -108,7 +108,7 @@ def test_a_late_write_is_found_by_the_next_request_that_gets_the_page(engine: En
     wait_until(lambda: engine.load().damaged_pages == 1)
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", pytest.param("fp8", marks=pytest.mark.matrix)])
 def test_output_is_what_it_is_without_the_pattern(path: Path, kv_cache_dtype: str) -> None:
     """Preempted, packed and handed-off requests read nothing that they did not write."""
     seeded = SamplingParams(temperature=0.9, seed=3)

@@ -162,20 +162,6 @@ def demo_prompts(path: Path) -> list[list[int]]:
     ]
 
 
-@pytest.mark.model
-def test_the_demo_model_in_fp8_whole_and_handed_off(demo_model, tmp_path):
-    """The short case: one prompt, in chunks of 24 tokens."""
-    prompt = demo_prompts(demo_model)[1]
-    case = make(demo_model, tmp_path, ONLINE, [prompt], is_demo=True)
-    reference = case.reference()
-    with case.engine(max_step_tokens=24) as engine:
-        for mark, path in enumerate((in_chunks, handed_off), 11):
-            own = [mark, *prompt]
-            with watch(model_of(engine)) as inputs:
-                tokens = path(engine, engine, own)
-            check_best(reference, own, tokens, inputs, case.is_demo)
-
-
 def run_all(engine: Engine, prompts: Sequence[list[int]], **options: Any) -> list[Run]:
     with held(engine):
         runs = [submit(engine, prompt, MAX_TOKENS, **options) for prompt in prompts]

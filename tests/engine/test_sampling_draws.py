@@ -12,7 +12,7 @@ from engine.types import SamplingParams, StopRules
 
 NONE = np.zeros(0, np.int32)
 FOREVER = StopRules(10**6)
-DRAWS = 40_000
+DRAWS = 10_000
 
 
 def draw_many(logits: torch.Tensor, params: SamplingParams) -> np.ndarray:

@@ -57,7 +57,7 @@ def folders(tmp_path_factory) -> tuple[Path, Path]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_the_weights_are_in_memory_once(folders, dtype) -> None:
     large, small = folders
     command = [sys.executable, "-c", LOAD, str(large), dtype, str(small)]

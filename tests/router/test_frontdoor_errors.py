@@ -172,23 +172,15 @@ async def test_a_chat_template_that_refuses(folder: Path) -> None:
     assert "secret" not in str(found)
 
 
-FROM_DISPATCHER = [
-    errors.queue_full(9, 1.5),
-    errors.queue_timeout(60, 1.5),
-    errors.deadline_unreachable(9, 2, 1.5),
-    errors.model_loading("tiny"),
-    errors.draining(),
-    errors.worker_lost(3),
-    errors.kv_transfer_failed(3),
-    errors.kv_integrity(),
-    errors.numerical_error(),
-    errors.structure_too_complex(3),
-    errors.worker_lost_mid_stream(2),
-]
-
-
-@pytest.mark.parametrize("error", FROM_DISPATCHER, ids=lambda error: error.reason)
-@pytest.mark.parametrize("after", [[], [70, 71]], ids=["before", "after"])
+@pytest.mark.parametrize(
+    ("error", "after"),
+    [
+        (errors.queue_full(9, 1.5), []),
+        (errors.structure_too_complex(3), [70, 71]),
+        (errors.worker_lost_mid_stream(2), [70, 71]),
+    ],
+    ids=["before", "after", "mid stream"],
+)
 async def test_what_the_dispatcher_raises(
     dispatcher: ScriptedDispatcher, error: errors.RouterError, after: list[int]
 ) -> None:
@@ -206,13 +198,7 @@ async def test_what_the_dispatcher_raises(
 
 @pytest.mark.parametrize(
     "bug",
-    [
-        ValueError(SECRET),
-        TimeoutError(SECRET),
-        KeyError(SECRET),
-        asyncio.CancelledError(SECRET),
-        grpc.aio.UsageError(SECRET),
-    ],
+    [ValueError(SECRET), asyncio.CancelledError(SECRET), grpc.aio.UsageError(SECRET)],
     ids=lambda bug: type(bug).__name__,
 )
 async def test_any_bug(
@@ -322,7 +308,7 @@ def mutated(rng: random.Random, data: bytes) -> bytes:
             return rng.randbytes(rng.randrange(80))
 
 
-@pytest.mark.parametrize("count", [2000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [500, pytest.param(100_000, marks=pytest.mark.slow)])
 @pytest.mark.timeout(3600)
 async def test_fuzz(
     dispatcher: ScriptedDispatcher, count: int, caplog: pytest.LogCaptureFixture

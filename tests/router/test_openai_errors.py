@@ -44,14 +44,11 @@ STATUSES = [
         "rate_limit_error",
         False,
     ),
-    (errors.queue_timeout(1.0, 2.25), openai.RateLimitError, 429, "rate_limit_error", True),
     (errors.no_workers("", 2.25), openai.InternalServerError, 503, "server_error", True),
-    (errors.worker_lost_mid_stream(3), openai.InternalServerError, 503, "server_error", False),
     (errors.deadline_exceeded(3), openai.InternalServerError, 504, "server_error", False),
-    (errors.kv_integrity(), openai.InternalServerError, 500, "server_error", False),
-    (errors.numerical_error(), openai.InternalServerError, 500, "server_error", False),
     (errors.structure_too_complex(3), openai.BadRequestError, 400, "invalid_request_error", False),
 ]
+"""Each kind of exception; `test_router_errors.py` has every row."""
 
 
 @pytest.mark.parametrize("stream", [False, True])

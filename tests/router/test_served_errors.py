@@ -1,7 +1,8 @@
 """The rows of the error table, brought about for real: a whole router, both its doors, its workers.
 
 Only the workers' words are scripted. What a router refuses by itself, or makes of what befell a
-worker, reaches a gRPC caller and an HTTP caller with one reason, each in its own form.
+worker, reaches a gRPC caller and an HTTP caller with one reason, each in its own form. Which reason
+a dispatcher gives is in `test_dispatch_failures.py`, how each looks in `test_router_errors.py`.
 """
 
 from __future__ import annotations
@@ -106,11 +107,6 @@ async def test_no_worker_yet(ask: Ask) -> None:
         check(await ask(server), "UNAVAILABLE", "NO_WORKERS", retry=True, model="tiny")
 
 
-async def test_half_a_pair(ask: Ask) -> None:
-    async with served(PREFILL) as (server, _):
-        check(await ask(server), "UNAVAILABLE", "NO_WORKERS", retry=True, model="tiny")
-
-
 async def test_a_worker_of_another_release_is_refused_by_name(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -150,25 +146,6 @@ async def test_a_model_that_is_being_loaded(ask: Ask) -> None:
         await decode.stop()
         await until(lambda: not server.dispatcher.models())
         check(await ask(server), "UNAVAILABLE", "NO_WORKERS", retry=True, model="tiny")
-
-
-async def test_unknown_model(ask: Ask) -> None:
-    async with served() as (server, _):
-        seen = await ask(server, model="x")
-        check(seen, "NOT_FOUND", "MODEL_NOT_FOUND", retry=False, model="x")
-
-
-async def test_a_router_that_drains(ask: Ask) -> None:
-    async with served() as (server, _):
-        server.dispatcher.drain()
-        check(await ask(server), "UNAVAILABLE", "DRAINING", retry=True)
-
-
-async def test_workers_that_drain(ask: Ask) -> None:
-    async with served() as (server, worker):
-        worker.report(draining=True)
-        await until(lambda: server.registry.members[0].draining)
-        check(await ask(server), "UNAVAILABLE", "DRAINING", retry=True, model="tiny")
 
 
 async def test_longer_than_the_context(ask: Ask) -> None:
@@ -273,17 +250,6 @@ async def test_a_full_queue_says_when_by_its_own_pace(ask: Ask) -> None:
             one.cancel()
 
 
-async def test_a_deadline_that_the_queue_leaves_no_time_for() -> None:
-    async with served() as (server, worker):
-        began_s, open_ones = await measure(server, worker)
-        seen = await ask_grpc(server, timeout_s=2.5)
-        check(seen, "RESOURCE_EXHAUSTED", "DEADLINE_UNREACHABLE", retry=True)
-        check_wait(float(seen.metadata["needed_s"]) / 2, began_s, work=40 + 4)
-        assert 0 < float(seen.metadata["left_s"]) <= 2.5
-        for one in open_ones:
-            one.cancel()
-
-
 async def test_a_wait_that_is_too_long(ask: Ask) -> None:
     async with served(queue_timeout_s=0.2) as (server, worker):
         await no_credit(server, worker)
@@ -291,14 +257,6 @@ async def test_a_wait_that_is_too_long(ask: Ask) -> None:
         check(seen, "RESOURCE_EXHAUSTED", "QUEUE_TIMEOUT", retry=True, waited_s="0.2")
         rejected = server.metrics.registry.get_sample_value
         assert rejected("baton_rejections_total", {"reason": "QUEUE_TIMEOUT"}) == 1
-
-
-async def test_a_worker_lost_before_the_first_token(ask: Ask) -> None:
-    async with served() as (server, worker):
-        asked = asyncio.ensure_future(ask(server))
-        await worker.heard("submit")
-        await worker.stop()
-        check(await asked, "UNAVAILABLE", "WORKER_LOST", retry=True, attempts="1")
 
 
 async def test_a_worker_lost_after_the_first_token(ask: Ask) -> None:
@@ -315,39 +273,6 @@ async def test_a_worker_lost_after_the_first_token(ask: Ask) -> None:
 
 def tokens_sent(server: RouterServer) -> int:
     return sum(run.tokens_sent for run in server.dispatcher._runs.values())
-
-
-FAILURES = {
-    worker_pb2.FAILURE_REASON_NUMERICAL: ("INTERNAL", "NUMERICAL_ERROR", False),
-    worker_pb2.FAILURE_REASON_INTERNAL: ("INTERNAL", "INTERNAL", False),
-    worker_pb2.FAILURE_REASON_QUEUE_FULL: ("RESOURCE_EXHAUSTED", "QUEUE_FULL", True),
-    worker_pb2.FAILURE_REASON_DRAINING: ("UNAVAILABLE", "WORKER_LOST", True),
-}
-
-
-@pytest.mark.parametrize("reason", FAILURES, ids=worker_pb2.FailureReason.Name)
-async def test_what_a_worker_failed_of(ask: Ask, reason: int) -> None:
-    async with served(max_retries=0) as (server, worker):
-        asked = asyncio.ensure_future(ask(server))
-        worker.failed((await worker.heard("submit")).attempt_id, reason)
-        code, name, retry = FAILURES[reason]
-        check(await asked, code, name, retry=retry)
-
-
-async def test_a_hand_off_that_failed(ask: Ask) -> None:
-    async with served(PREFILL, max_retries=0) as (server, prefill):
-        decode = ScriptedWorker("d0", DECODE)
-        await decode.start()
-        await announce(server, decode.identity)
-        await until(server.dispatcher.models)
-        asked = asyncio.ensure_future(ask(server))
-        await decode.heard("submit")
-        attempt = (await prefill.heard("submit")).attempt_id
-        prefill.failed(attempt, worker_pb2.FAILURE_REASON_KV_TRANSFER)
-        await decode.heard("abort")
-        decode.aborted(attempt, already_ready=False)
-        check(await asked, "UNAVAILABLE", "KV_TRANSFER_FAILED", retry=True, attempts="1")
-        await decode.stop()
 
 
 async def test_a_deadline_met_while_tokens_come(ask: Ask) -> None:
