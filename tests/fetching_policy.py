@@ -25,7 +25,6 @@ def everybody_fetches(holders: str) -> None:
 
 def fetching(choose: Callable[..., Any], holders: Sequence[str]) -> Callable[..., Any]:
     """`routing.choose` with a fetch for each route."""
-    from router.placement.routing import Fetch
     from router.workers.between import can_fetch
 
     rng = random.Random(7)
@@ -48,6 +47,7 @@ def fetching(choose: Callable[..., Any], holders: Sequence[str]) -> Callable[...
         pages = demand.prompt_tokens // demand.model.page_size_tokens
         if not others or not pages:
             return route
-        return route._replace(fetch=Fetch(rng.choice(others), pages))
+        way = route.way._replace(holder=rng.choice(others), fetched_pages=pages)
+        return route._replace(way=way)
 
     return chosen

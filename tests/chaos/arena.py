@@ -36,7 +36,7 @@ HOST_GIB: Final = 0.001
 """Fewer slots than a tight pool has pages."""
 STORE_MODULE: Final = "engine.tiers.stores.child"
 FAILPOINTS: Final = "BATON_DEBUG_FAILPOINTS"
-FIRED_BELOW: Final = re.compile(r"WARNING (?:telemetry\.failpoints: )?failpoint fires: (\S+)")
+FIRED_BELOW: Final = re.compile(r"WARNING (?:faults\.failpoints: )?failpoint fires: (\S+)")
 """As ranks and stores log it; workers log JSON."""
 Sample = tuple[str, tuple[tuple[str, str], ...]]
 

@@ -162,14 +162,14 @@ async def test_no_tokenizer(tmp_path: Path) -> None:
     assert response.choices[0].output.token_ids == [70]
 
 
-async def test_a_chat_template_that_refuses(folder: Path) -> None:
+async def test_a_chat_template_that_refuses(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     (folder / "chat_template.jinja").write_text("{{ raise_exception(messages[0].content) }}")
     dispatcher = ScriptedDispatcher([served_model(folder)], plays([70]))
     turn = api.ChatMessage(role=api.ROLE_USER, content=SECRET)
     async with open_door(dispatcher) as door:
         found = await refused(door, api.GenerationInput(chat=api.ChatPrompt(messages=[turn])))
     assert found.fields == ["input.chat"]
-    assert "secret" not in str(found)
+    assert "secret" not in caplog.text, "the template's words are for the client alone"
 
 
 @pytest.mark.parametrize(
