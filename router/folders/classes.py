@@ -217,12 +217,10 @@ def class_of(model: Given, config: Given, file: str) -> TokenizerClass:
     own_code = config.get("auto_map")
     if isinstance(own_code, dict):
         own_code = own_code.get("AutoTokenizer")
-    if not own_code or kind in _WRONGLY_NAMED:
+    if not own_code:
         # It would split texts at spaces. Llama 3's checkpoints name it and have bytes.
         is_wrong = name == "LlamaTokenizer" and '"ByteLevel"' in file
-        if is_wrong and kind not in _WRONGLY_NAMED:
-            return AS_IT_IS
-        if expected == "TokenizersBackend":
+        if expected == "TokenizersBackend" or (is_wrong and kind not in _WRONGLY_NAMED):
             return AS_IT_IS
         if expected is not None and kind in _WRONGLY_NAMED:
             name = expected

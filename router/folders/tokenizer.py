@@ -31,6 +31,8 @@ _NAMED: Final = (
 """Special tokens that every tokenizer may have."""
 _EXTRA: Final = ("extra_special_tokens", "additional_special_tokens")
 _CLEANS_BPE: Final = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+_SPLITS_MISTRAL: Final = 5
+"""The release of transformers that writes a right way to split texts for Mistral's models."""
 Token = str | AddedToken
 
 
@@ -53,7 +55,9 @@ def read_tokenizer(folder: Path) -> FolderTokenizer:
     """
     text = (folder / FILE).read_text(encoding="utf-8")
     config = read_json(folder / "tokenizer_config.json")
-    kind = class_of(read_json(folder / "config.json"), config, text)
+    model = read_json(folder / "config.json")
+    kind = class_of(model, config, text)
+    _check_options(model, config)
     given = {**config}
     tokens = _Tokens(folder, given, kind)
     if kind.build is None:
@@ -63,7 +67,8 @@ def read_tokenizer(folder: Path) -> FolderTokenizer:
         backend = rebuilt(kind.build, file, {**kind.special, **given})
         if kind.around == "as the file says" and file.get("post_processor"):
             backend.post_processor = _post_processor(file)
-    _check_cleaning(backend, given)
+    if _cleans(given, is_bpe=isinstance(backend.model, tokenizers.models.BPE)):
+        raise TokenizerError("clean_up_tokenization_spaces is not supported for this tokenizer")
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = bool(given.get("split_special_tokens"))
@@ -199,10 +204,23 @@ def _post_processor(file: Mapping[str, Any]) -> Any:
     return tokenizers.Tokenizer.from_str(json.dumps(parts)).post_processor
 
 
-def _check_cleaning(backend: tokenizers.Tokenizer, given: Mapping[str, Any]) -> None:
-    """Raises:
-    TokenizerError: texts would be cleaned of spaces. That changes text which a client has got.
+def _cleans(given: Mapping[str, Any], *, is_bpe: bool) -> bool:
+    """Whether spaces are cut from decoded texts: that would change text which a client has got."""
+    return bool(given.get("clean_up_tokenization_spaces")) and bool(
+        not is_bpe or given.get(_CLEANS_BPE)
+    )
+
+
+def _check_options(model: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Refuses options by which transformers takes another file, or another way to split texts.
+
+    Raises:
+        TokenizerError: there is one.
     """
-    is_bpe = isinstance(backend.model, tokenizers.models.BPE)
-    if given.get("clean_up_tokenization_spaces") and (not is_bpe or given.get(_CLEANS_BPE)):
-        raise TokenizerError("clean_up_tokenization_spaces is not supported for this tokenizer")
+    others = [one for one in config.get("fast_tokenizer_files") or () if one != FILE]
+    if others:
+        raise TokenizerError("fast_tokenizer_files names another file than tokenizer.json")
+    release = str(model.get("transformers_version") or "0").partition(".")[0]
+    is_old = not release.isdecimal() or int(release) < _SPLITS_MISTRAL
+    if config.get("fix_mistral_regex") and is_old and model.get("model_type") in (None, "mistral"):
+        raise TokenizerError("fix_mistral_regex is not supported")

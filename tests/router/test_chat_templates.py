@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import known_templates
 import pytest
 from tiny_tokenizers import write_folder
 
@@ -130,6 +131,14 @@ def theirs(folder: Path, messages: list[Any], **options: Any) -> str:
     )
 
 
+def with_objects(messages: list[Any]) -> list[Any]:
+    """The messages with arguments as objects, as templates of transformers have them."""
+    parsed = copy.deepcopy(messages)
+    for call in (call for one in parsed for call in one.get("tool_calls") or ()):
+        call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    return parsed
+
+
 def folder_with(folder: Path, template: str) -> Path:
     names = {"bos_token": "<s>", "eos_token": "</s>"}
     return write_folder(folder, "bytes", {**names, "chat_template": template})
@@ -146,11 +155,29 @@ def test_a_template_gets_what_transformers_gives_it(name: str, tmp_path: Path) -
 @pytest.mark.parametrize("name", AS_OBJECT)
 def test_arguments_are_objects_for_templates_that_look_into_them(name: str, tmp_path: Path) -> None:
     folder = folder_with(tmp_path, AS_OBJECT[name])
-    parsed = copy.deepcopy(CALLS)
-    calls: Any = parsed[1]["tool_calls"]
-    for call in calls:
-        call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-    assert ours(folder, CALLS) == theirs(folder, parsed)
+    assert ours(folder, CALLS) == theirs(folder, with_objects(CALLS))
+
+
+@pytest.mark.parametrize(
+    ("template", "messages"),
+    [
+        (known_templates.QWEN, CALLS),
+        (known_templates.LLAMA, CALLS),
+        (known_templates.MISTRAL, CALLS),
+        (known_templates.DEEPSEEK, CALLS),
+        (known_templates.GEMMA, [*PARTS, *PARTS, USER]),
+        (known_templates.GPT_OSS, CALLS),
+        (known_templates.GLM, [*PARTS, *CALLS]),
+    ],
+)
+def test_the_mechanisms_of_well_known_templates(
+    template: str, messages: list[Any], tmp_path: Path
+) -> None:
+    tools = {"tools": TOOLS} if "tools" in template else {}
+    wants_text = template is known_templates.DEEPSEEK
+    given = messages if wants_text else with_objects(messages)
+    folder = folder_with(tmp_path, template)
+    assert ours(folder, messages, **tools) == theirs(folder, given, **tools)
 
 
 def test_parts_are_lines_for_a_template_that_wants_one_text(tmp_path: Path) -> None:

@@ -81,6 +81,12 @@ FOLDERS: dict[str, tuple[str, dict[str, Any] | None, dict[str, Any], dict[str, A
         {"model_type": "qwen3"},
         {},
     ),
+    "its own code, and another class than its model has": (
+        "pieces",
+        {"tokenizer_class": "LlamaTokenizer", "auto_map": {"AutoTokenizer": ["a.B", None]}},
+        {"model_type": "phi3"},
+        {},
+    ),
     "map": ("bytes", {**NAMES, "bos_token": None}, {}, {"special_tokens_map.json": {
         "bos_token": "<s>", "eos_token": OBJECT, "additional_special_tokens": ["<pad>", "<x>"]}}),
     "map of no weight": ("bytes", {**NAMES, "added_tokens_decoder": LISTED}, {}, {
@@ -144,13 +150,15 @@ def test_every_other_class_of_transformers_is_known() -> None:
         ({"clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": True,
           "clean_up_tokenization_spaces": True}, "clean_up_tokenization_spaces"),
         ({"eos_token": {"id": 1}}, "special token"),
+        ({"fast_tokenizer_files": ["tokenizer.json", "tokenizer.4.0.json"]}, "another file"),
+        ({"fix_mistral_regex": True, "model": "mistral"}, "fix_mistral_regex"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_so_is_refused_by_name(
     config: dict[str, Any], complaint: str, tmp_path: Path
 ) -> None:
     with pytest.raises(TokenizerError, match=complaint):
-        load(write_folder(tmp_path, "bytes", config))
+        load(write_folder(tmp_path, "bytes", config, {"model_type": config.pop("model", "llama")}))
 
 
 def test_templates_without_a_default(tmp_path: Path) -> None:
