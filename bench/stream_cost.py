@@ -41,6 +41,7 @@ from baton.tls import NO_FILES, TlsFiles, holders_files
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from router.doors.frontdoor import InferenceService
 from router.jobs import ChoiceEnded, Job, JobEvent, JobFinished, JobStarted, JobTokens, ServedModel
+from router.quotas import Quotas
 from router.requests.tokenization import Tokenizers
 from router.server import RouterServer
 from router.settings import RouterDebug, RouterSettings
@@ -74,6 +75,7 @@ class Merged:
     def __init__(self, per_message: int) -> None:
         self._per_message = per_message
         self.cpu_s = 0.0
+        self.quotas = Quotas()
 
     def models(self) -> Sequence[ServedModel]:
         """The one."""

@@ -4,9 +4,9 @@ The life of a child:
 
 1. RUNNING: it has a session of its own, so that the terminal's Ctrl-C reaches only the supervisor.
    Each line that it writes is passed on with its name.
-2. It exits by itself. Before `settled` is set, or if the child is essential, the supervisor gives
-   up: see `failed`. Otherwise the child is BACKING OFF for 0.5 s, doubling up to 30 s, and RUNNING
-   again. A life of a minute resets the back-off.
+2. It exits by itself. Before `settled` is set, the supervisor gives up: see `failed`. Later the
+   child is BACKING OFF for 0.5 s, doubling up to 30 s, and RUNNING again. A life of a minute resets
+   the back-off.
 3. STOPPING: it gets SIGTERM and time to drain. Then it and all processes that it started get
    SIGKILL. Children stop rank by rank, the lowest first: a rank gets its signal when the one before
    has ended.
@@ -49,8 +49,6 @@ class ProcessSpec:
     argv: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables added to the supervisor's own."""
-    essential: bool = False
-    """Whether its death ends everything. It is never restarted."""
     stop_rank: int = 0
     """Lower ranks are stopped first."""
 
@@ -135,7 +133,7 @@ class _Child:
             if self._owner.ended.is_set():
                 return
             how = _describe_exit(code)
-            if self.spec.essential or not self._owner.settled:
+            if not self._owner.settled:
                 self._owner.give_up(f"{self.spec.name} {how}")
                 return
             if time.monotonic() - started > STEADY_LIFE_S:

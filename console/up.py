@@ -4,7 +4,7 @@
 2. `running` starts the processes and yields at once.
 3. `wait_until_ready` returns when every worker serves, is attached to every router, and every
    router can run a model. A process that dies before that is an error. One that dies later is
-   restarted, except for the only router.
+   restarted.
 4. Leaving `running` drains the routers first, since their requests need the workers.
 5. Several routers share the addresses for clients. All send their spans to the first one.
 """
@@ -240,19 +240,16 @@ def _router_spec(
         "--otlp-endpoint": _spans_to(options, routers),
         "--chat-template": options.chat_template,
     }
-    is_only = len(routers) == 1
-    switches = [] if is_only else ["--reuse-port"]
+    switches = ["--reuse-port"] if len(routers) > 1 else []
     if options.trace and router is routers[0]:
         switches.append("--trace-store")
     ca, cert, key, _ = holders_files(options.certs, "router")
-    door = {"BATON_TLS_DOOR_CERT": cert, "BATON_TLS_DOOR_KEY": key} if ca else {}
-    api_key = {"BATON_API_KEY": options.api_key} if options.api_key else {}
-    return ProcessSpec(
-        name=router.name,
-        argv=[*_baton("router", flags), *switches],
-        environment={**_own(options, "router"), **door, **api_key},
-        essential=is_only,
-    )
+    own = _own(options, "router")
+    if ca:
+        own |= {"BATON_TLS_DOOR_CERT": cert, "BATON_TLS_DOOR_KEY": key}
+    if options.api_key:
+        own["BATON_API_KEY"] = options.api_key
+    return ProcessSpec(router.name, [*_baton("router", flags), *switches], own)
 
 
 def _worker_spec(
@@ -287,9 +284,10 @@ def _worker_spec(
 
 
 def _baton(command: str, flags: _Flags) -> list[str]:
-    """Makes a command line. Flags of None are left out."""
+    """A command line that imports nothing from the working directory, without flags of None."""
     given = [(flag, str(value)) for flag, value in flags.items() if value is not None]
-    return [sys.executable, "-m", "baton", command, *(word for pair in given for word in pair)]
+    words = [word for pair in given for word in pair]
+    return [sys.executable, "-P", "-m", "baton", command, *words]
 
 
 def _spans_to(options: UpOptions, routers: Sequence[_Router]) -> str | None:

@@ -10,14 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from engine.gguf_header import MOST_HEADER_BYTES, read_gguf
+from engine.gguf_header import CheckpointError as CheckpointError
+
 _HEADER_LENGTH_BYTES = 8
 _EMBEDDINGS = ("model.embed_tokens.weight", "token_embd.weight")
 """Names of the embedding in safetensors and GGUF."""
 _HEADS = ("lm_head.weight", "output.weight")
-
-
-class CheckpointError(Exception):
-    """A file is missing or damaged; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +159,7 @@ def _safetensors_tensors(file: Path) -> dict[str, _Tensor]:
     """The format: https://huggingface.co/docs/safetensors."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(_HEADER_LENGTH_BYTES), "little")
-        if length > file.stat().st_size:
+        if length > min(file.stat().st_size, MOST_HEADER_BYTES):
             raise CheckpointError(f"{file} is damaged or no safetensors file")
         header = json.loads(stream.read(length))
     return {
@@ -171,6 +170,4 @@ def _safetensors_tensors(file: Path) -> dict[str, _Tensor]:
 
 
 def _gguf_sizes(file: Path) -> dict[str, int]:
-    from gguf import GGUFReader
-
-    return {tensor.name: int(tensor.n_elements) for tensor in GGUFReader(file).tensors}
+    return {tensor.name: int(tensor.n_elements) for tensor in read_gguf(file).tensors}

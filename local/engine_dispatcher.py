@@ -40,6 +40,7 @@ from router.dispatch import merge
 from router.dispatch.clocks import Clocks
 from router.dispatch.job_run import JobRun
 from router.dispatch.refusals import extension_refused
+from router.quotas import Quotas
 from worker_base.messages import (
     end_reason_message,
     model_message,
@@ -176,6 +177,7 @@ class EngineDispatcher:
         served = jobs.ServedModel.of(model_message(engine.model))
         self._model = replace(served, prefix_cache=False)  # Nobody is chosen by who holds pages.
         self._room = asyncio.Semaphore(AHEAD * max_sequences)
+        self.quotas = Quotas()
         self._hearing = _Hearing()
         self._sink: Sink = self._hearing.sink
         """Always the same object: steps compare sinks to tell them apart."""

@@ -7,6 +7,7 @@ over. Times are seconds. An HTTP request with several prompts sums them up.
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import math
 import time
@@ -26,6 +27,8 @@ logger = logging.getLogger("baton.access")
 
 _PHASES = ("queue", "prefill", "kv_transfer", "decode_queue", "decode")
 """The phases of `JobTimings`, in order."""
+_IPV6: Final = 6
+_OWN_BITS: Final = 64
 _DEADLINE_SLACK_S: Final = 0.1
 """Tolerance for a deadline, seconds. A caller's deadline passes before ours, because its call took
 some time to arrive."""
@@ -39,6 +42,31 @@ class Caller(NamedTuple):
     quota: Quota = NO_QUOTA
     is_alone: bool = True
     """There is no other tenant, so that calls are what share the workers."""
+
+
+class Peer(NamedTuple):
+    """The other end of a call's connection."""
+
+    address: str = ""
+    """Of its machine; of IPv6 the network of 64 bits, which one machine may have for itself."""
+    connection: str = ""
+    is_local: bool = True
+    """Whether it is this machine, so that its address tells no callers apart."""
+
+    @classmethod
+    def of(cls, host: str, port: int) -> Peer:
+        """The peer at an address; one that is no IP address is local."""
+        try:
+            address = ipaddress.ip_address(host)
+        except ValueError:
+            return cls(host, f"{host}:{port}")
+        name = str(address)
+        if address.version == _IPV6 and not address.is_loopback:
+            name = str(ipaddress.ip_network((address, _OWN_BITS), strict=False))
+        return cls(name, f"{name}:{port}", address.is_loopback)
+
+
+NO_PEER: Final = Peer()
 
 
 @dataclass(slots=True)
@@ -116,6 +144,8 @@ class Call:
     """The tenant's."""
     holder: str = ""
     """Who holds the slots that the call takes; see `router.jobs.Job`."""
+    peer: Peer = NO_PEER
+    """Where it comes from."""
     record: AccessRecord = field(default_factory=AccessRecord)
     whole: bool = False
     """The caller wants the answer in one message, so its tokens need not be read one by one."""
@@ -124,6 +154,13 @@ class Call:
     def passed_s(self) -> float:
         """Time since its arrival, seconds."""
         return (time.time_ns() - self.arrived_ns) / 1e9
+
+    @property
+    def sharer(self) -> str:
+        """Who takes turns with others at what a router has little of: the tenant; without one who
+        is behind the address; on this machine the connection."""
+        peer = self.peer
+        return self.tenant or (peer.connection if peer.is_local else peer.address) or self.id
 
     def admitted(self, caller: Caller) -> Call:
         """The call, with the tenant of its token."""

@@ -15,6 +15,7 @@ the work. Failover is invisible here: a resumed job goes on at the next index.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, Self
 
@@ -110,6 +111,10 @@ class Job:
     """Who calls; "" where nobody is asked for a token."""
     holder: str = ""
     """Who holds the slots that it takes: the tenant where there are several, else the call."""
+    line: str = ""
+    """In whose line it waits: the tenant's, else that of its caller's address."""
+    turn: str = ""
+    """Who takes turns in the line: the call, or the connection of a caller without a tenant."""
     quota: Quota = NO_QUOTA
     """The tenant's."""
     cache_salt: bytes = b""
@@ -240,8 +245,25 @@ class JobFinished:
 JobEvent = JobStarted | JobTokens | ChoiceEnded | JobFinished
 
 
+class Counts(Protocol):
+    """What tenants use now."""
+
+    def counted(self, tenant: str, quota: Quota) -> AbstractContextManager[None]:
+        """Counts a call that is no job as one request, as long as the block runs.
+
+        Raises:
+            RouterError: QUOTA_EXCEEDED.
+        """
+        ...
+
+
 class Dispatcher(Protocol):
     """Runs jobs on workers. Every method belongs to the event loop's thread."""
+
+    @property
+    def quotas(self) -> Counts:
+        """What tenants use."""
+        ...
 
     def models(self) -> Sequence[ServedModel]:
         """Models served now, by name."""

@@ -1,16 +1,19 @@
 """How much of a router each tenant may have at once.
 
-A job counts from its admission to its end, waiting or running. A router counts its own jobs only:
-with several routers a tenant may have as much at each.
+A job counts from its admission to its end, waiting or running. A call that only turns text into
+ids, or back, counts as a request. A router counts its own alone: with several routers a tenant may
+have as much at each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from router import errors
-from router.jobs import Demand
+from router.jobs import Demand, Quota
 
 if TYPE_CHECKING:
     from router.jobs import Job
@@ -49,10 +52,30 @@ class Quotas:
 
     def leave(self, job: Job) -> None:
         """The job is over."""
-        usage = self._usage[job.tenant]
-        usage.add(job, -1)
-        if not usage.requests:
-            del self._usage[job.tenant]
+        self._usage[job.tenant].add(job, -1)
+        self._forget(job.tenant)
+
+    @contextmanager
+    def counted(self, tenant: str, quota: Quota) -> Iterator[None]:
+        """Counts a call that is no job as one request, as long as the block runs.
+
+        Raises:
+            RouterError: QUOTA_EXCEEDED.
+        """
+        usage = self._usage.get(tenant, _Usage())
+        if quota.requests is not None and usage.requests >= quota.requests:
+            raise errors.quota_exceeded("requests", usage.requests, 1, quota.requests)
+        usage.requests += 1
+        self._usage[tenant] = usage
+        try:
+            yield
+        finally:
+            usage.requests -= 1
+            self._forget(tenant)
+
+    def _forget(self, tenant: str) -> None:
+        if not self._usage[tenant].requests:
+            del self._usage[tenant]
 
 
 def _amounts(job: Job) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """The admin port of a process: metrics, health, and further pages of the process.
 
-It asks for no token: bind it to an address that only operators and Prometheus reach.
+It asks for no token: bind it to an address that only operators and Prometheus reach. On a loopback
+address it answers to names of this machine alone, so that no web page reads it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from faults import failpoints
-from serving.embedded_http import EmbeddedHttpServer
+from serving.embedded_http import EmbeddedHttpServer, local_alone
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -47,7 +48,12 @@ class AdminServer(EmbeddedHttpServer):
             Route("/health/ready", _health_page(ready)),
         )
         tests = [_failpoints_route()] if failpoints.is_live() else []
-        super().__init__(listen, Starlette(routes=[*own, *tests, *routes]), "admin-server")
+        application = Starlette(routes=[*own, *tests, *routes])
+        words = (
+            "an admin port on a loopback address answers to localhost, 127.0.0.1 and [::1] alone"
+        )
+        refusal = PlainTextResponse(f"{words}\n", 403)
+        super().__init__(listen, local_alone(application, listen, refusal), "admin-server")
 
 
 def metrics_route(registry: CollectorRegistry) -> Route:

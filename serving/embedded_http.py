@@ -14,9 +14,12 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final, cast
 
 import uvicorn
+from starlette.datastructures import Headers
+
+from baton.addresses import host_of, is_loopback
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 LAST_WORDS_S: Final = 1
 STOP_TIMEOUT_S: Final = 2.0
@@ -24,6 +27,10 @@ KEEP_ALIVE_S: Final = 75
 """Seconds that idle connections stay open. Clients close theirs earlier, so none is closed just
 when a request comes."""
 _POLL_S: Final = 0.005
+LOCAL_NAMES: Final = frozenset(("localhost", "127.0.0.1", "::1"))
+"""Names under which a port on a loopback address is called. A web page could have its own name
+resolved to 127.0.0.1 (DNS rebinding). Then a browser takes what listens there for a part of that
+page's site, and lets the page read it."""
 
 
 class EmbeddedHttpServer:
@@ -105,3 +112,27 @@ class _SignalsLeftAlone(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def local_alone(application: ASGIApp, listen: str, refusal: ASGIApp) -> ASGIApp:
+    """The application. If it listens on a loopback address, requests whose `Host` is not a name of
+    this machine get the refusal."""
+    return _LocalNames(application, refusal) if is_loopback(host_of(listen)) else application
+
+
+class _LocalNames:
+    def __init__(self, application: ASGIApp, refusal: ASGIApp) -> None:
+        self._application = application
+        self._refusal = refusal
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        host = _named(Headers(scope=scope).get("host", "")) if scope["type"] == "http" else ""
+        is_ours = not host or host.lower() in LOCAL_NAMES
+        await (self._application if is_ours else self._refusal)(scope, receive, send)
+
+
+def _named(header: str) -> str:
+    """The name in a `Host` header; "" where there is none, as browsers never do it."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0]
+    return header.partition(":")[0]

@@ -471,14 +471,6 @@ BREAKAGES = (
         ("baton/test_client.py",),
     ),
     Breakage(
-        "router-restarted-in-silence",
-        "the death of the router does not end `baton up`",
-        "console/supervisor.py",
-        "            if self.spec.essential or not self._owner.settled:",
-        "            if not self._owner.settled:",
-        ("console/test_supervisor.py",),
-    ),
-    Breakage(
         "failed-requests-count-as-good",
         "the goodput of `baton bench` has requests that failed",
         "console/loadgen/report/summary.py",

@@ -188,3 +188,10 @@ def test_the_repository_names_nothing_outside_itself() -> None:
         if name and (ROOT / name).is_file() and outside in (ROOT / name).read_text(errors="ignore")
     ]
     assert naming == []
+
+
+def test_processes_that_are_started_import_nothing_from_the_working_directory() -> None:
+    found = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
+    wrong = [str(path) for path in found if 'sys.executable, "-m"' in path.read_text("utf-8")]
+    assert len(found) > 100
+    assert wrong == [], 'start them with "-P"'

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.gguf_header import CheckpointError, read_gguf
 from engine.model.config import ModelConfig, ModelError, Rope, UnsupportedModelError
 from engine.model.families import build_config
 from engine.model.families.sense import check_stated
@@ -73,11 +74,9 @@ class GgufFile:
         Raises:
             ModelError: it is not a readable GGUF file.
         """
-        from gguf import GGUFReader
-
         try:
-            reader = GGUFReader(path)
-        except (OSError, ValueError, KeyError, IndexError) as error:
+            reader = read_gguf(path)
+        except (OSError, CheckpointError) as error:
             raise ModelError(f"{path} is not a readable GGUF file") from error
         self._path = path
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}

@@ -43,7 +43,7 @@ def touched_file(size: int) -> int:
         raise HostMemoryError(_too_much(size, total, "this machine has"))
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        command = [sys.executable, "-m", __name__, str(size), str(theirs.fileno())]
+        command = [sys.executable, "-P", "-m", __name__, str(size), str(theirs.fileno())]
         child = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         theirs.close()
         try:

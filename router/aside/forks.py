@@ -14,8 +14,9 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -77,22 +78,6 @@ class ForkServer:
         # Shielded: a caller that gives up must not end the start that others wait for.
         await asyncio.shield(self._ready)
 
-    @asynccontextmanager
-    async def forked(self, kind: str, bounds: Bounds) -> AsyncGenerator[Forked, None]:
-        """A process for work of a kind. It is ended with the block.
-
-        Raises:
-            NotReadyError: see `start`.
-        """
-        number, reader, writer = await self._fork(kind, bounds)
-        try:
-            yield Forked(reader, writer, bounds)
-        finally:
-            writer.close()
-            if self._orders is not None:
-                with suppress(OSError):  # It is gone, and all that it had forked with it.
-                    self._orders.send(json.dumps({"do": "end", "number": number}).encode())
-
     async def ask(self, kind: str, question: bytes, bounds: Bounds) -> bytes:
         """Answers one question in a process of its own.
 
@@ -102,17 +87,24 @@ class ForkServer:
             WorkFailedError: the work raised.
             WorkLateError: the time has passed.
         """
-        async with self.forked(kind, bounds) as process:
+        process = await self.fork(kind, bounds)
+        try:
             return await process.ask(question)
+        finally:
+            process.close()
 
     def close(self) -> None:
         """Ends the server and all that it has forked."""
         self._end()
 
-    async def _fork(
-        self, kind: str, bounds: Bounds
-    ) -> tuple[int, asyncio.StreamReader, asyncio.StreamWriter]:
-        """A process that has begun. A server that was lost meanwhile is started again, once."""
+    async def fork(self, kind: str, bounds: Bounds) -> Forked:
+        """A process for work of a kind, which its owner closes. A server that was lost meanwhile is
+        started again, once.
+
+        Raises:
+            NotReadyError: see `start`.
+            WorkLateError: the time has passed.
+        """
         for _ in range(2):
             await self.start()
             orders = self._orders
@@ -126,7 +118,7 @@ class ForkServer:
             try:
                 async with asyncio.timeout(bounds.time_s):
                     if await reader.read(len(BEGUN)):
-                        return number, reader, writer
+                        return Forked(reader, writer, bounds, partial(self._kill, orders, number))
             except TimeoutError:
                 writer.close()
                 raise WorkLateError from None
@@ -137,6 +129,11 @@ class ForkServer:
             if self._orders is orders:  # Nobody else has started another one.
                 self._end()
         raise NotReadyError
+
+    def _kill(self, orders: socket.socket, number: int) -> None:
+        if self._orders is orders:
+            with suppress(OSError):  # It is gone, and all that it had forked with it.
+                orders.send(json.dumps({"do": "end", "number": number}).encode())
 
     async def _start(self) -> None:
         loop = asyncio.get_running_loop()
@@ -178,11 +175,25 @@ class Forked:
     """A process that answers one question after the other."""
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, bounds: Bounds
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        bounds: Bounds,
+        kill: Callable[[], None],
     ) -> None:
+        self.answers = 0
+        """Number of questions that it has answered."""
+        self.was_gone = False
+        """Whether it had ended before the latest question."""
         self._reader = reader
         self._writer = writer
         self._bounds = bounds
+        self._kill = kill
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._writer.close()
+        self._kill()
 
     async def ask(self, question: bytes) -> bytes:
         """The answer to a question. After an error the process is of no more use.
@@ -192,6 +203,7 @@ class Forked:
             WorkFailedError: the work raised.
             WorkLateError: the time has passed.
         """
+        self.was_gone = self._reader.at_eof()
         try:
             async with asyncio.timeout(self._bounds.time_s):
                 self._writer.write(message(question))
@@ -203,6 +215,7 @@ class Forked:
             raise WorkEndedError from None
         if kind != DONE:
             raise WorkFailedError(answer.decode())
+        self.answers += 1
         return answer
 
 

@@ -104,6 +104,8 @@ def _serve(fd: int, work: Callable[[bytes], bytes], bounds: Bounds) -> NoReturn:
                 signal.setitimer(signal.ITIMER_PROF, bounds.cpu_s)
                 try:
                     answer = message(work(question), DONE)
+                except MemoryError:
+                    raise  # A bound is met.
                 except Exception as error:
                     answer = message(describe(error).encode(), FAILED)
                 signal.setitimer(signal.ITIMER_PROF, 0)

@@ -12,7 +12,8 @@ Life of a job:
 4. Over: finished, failed, or left by its reader. Its attempts are ended at every worker.
 
 A job gets `max_retries` further attempts after refusals or errors. It also gets one after each lost
-worker that had it in hand, but none after `max_workers_lost` of them, since it may kill them.
+worker, but none after `max_workers_lost` of those that had it in hand, since it may kill them. A
+worker that comes back with its epoch was not killed: it counts from the second time on.
 
 Everything runs on the event loop, and every handler is synchronous, so no state changes between two
 of its lines.
@@ -67,9 +68,9 @@ class JobDispatcher:
         self._local = settings.local_prefill
         self._workers: list[WorkerLink] = []
         self._models = Models(self._workers, self._local)
-        self._waiting = WaitingGroups(settings, self._refusal, self._is_expected, self._fail)
+        self._waiting = WaitingGroups(settings, self._refusal, self._models, self._fail)
         self._queue = self._waiting.queue
-        self._quotas = Quotas()
+        self.quotas = Quotas()
         self._runs: dict[Job, JobRun] = {}
         self._attempts: dict[bytes, Attempt] = {}
         self._pump_due = False
@@ -133,7 +134,7 @@ class JobDispatcher:
         """Runs a job; see `router.jobs.Dispatcher.run`."""
         run = JobRun(job, tell, self._queue.of(job.model.name).pace)
         with self._rejections():
-            self._quotas.enter(job)
+            self.quotas.enter(job)
         self._runs[job] = run
         self._idle.clear()
         try:
@@ -141,7 +142,7 @@ class JobDispatcher:
                 self._admit(run.groups[0])
             await run.wait()
         finally:
-            self._quotas.leave(job)
+            self.quotas.leave(job)
             self._leave(run)
 
     def end_choice(self, job: Job, choice: int) -> None:
@@ -175,6 +176,8 @@ class JobDispatcher:
 
     def attached(self, link: WorkerLink) -> None:
         """A worker joins. It gets work after its first load report."""
+        for run in self._runs.values():
+            run.came_back(link)
         self._workers.append(link)
         self._workers.sort(key=lambda worker: worker.worker_id)
         self._models.joined(link)
@@ -218,7 +221,7 @@ class JobDispatcher:
             self._events.worker_lost(link.role, loss.name.lower())
         if link in self._workers:
             self._workers.remove(link)
-            self._models.left(link, now_s(), in_order=link.left_in_order(loss))
+            self._models.left(link, now_s(), loss)
         self.membership_changed.set()
         for attempt in list(self._attempts.values()):
             attempt.worker_lost(link)
@@ -335,7 +338,7 @@ class JobDispatcher:
             not fault.final
             and len(group.run.lost) < self._settings.debug.max_workers_lost
             and group.refusals <= self._settings.debug.max_retries
-            and (group.run.started or self._refusal(group) is None)
+            and (group.run.started or self._waiting.may_wake(group) or self._refusal(group) is None)
         )
 
     def _settle(self, attempt: Attempt) -> None:
@@ -395,6 +398,3 @@ class JobDispatcher:
     def _refusal(self, group: ChoiceGroup) -> errors.RouterError | None:
         is_loading = self._models.is_loading(group.model, now_s())
         return refusal(group, self._workers, self._local, is_loading=is_loading)
-
-    def _is_expected(self, model: str) -> bool:
-        return self._models.is_expected_back(model, now_s(), self._settings.resume_grace_s)

@@ -87,6 +87,7 @@ class JobRun:
         self.groups = [ChoiceGroup(self, tuple(range(job.choices)))]
         self.lost: set[WorkerLink] = set()
         """Workers that were lost while they had the job in hand."""
+        self._came_back: set[tuple[str, int]] = set()
         self._tell = tell
         self._ended = asyncio.Event()
         self._error: Exception | None = None
@@ -115,6 +116,14 @@ class JobRun:
     def complete(self) -> bool:
         """Every choice has ended."""
         return all(choice.ended for choice in self.choices)
+
+    def came_back(self, worker: WorkerLink) -> None:
+        """A worker was attached. If it is one that the job had lost, the job did not kill it. That
+        counts once: it may be the job that makes it stand still."""
+        back = {one for one in self.lost if _start_of(one) == _start_of(worker)}
+        if back and _start_of(worker) not in self._came_back:
+            self._came_back.add(_start_of(worker))
+            self.lost -= back
 
     def group_of(self, choice: int) -> ChoiceGroup | None:
         """The group of an open choice."""
@@ -228,6 +237,10 @@ class JobRun:
             self._ended.set()
 
 
+def _start_of(worker: WorkerLink) -> tuple[str, int]:
+    return worker.identity.worker_id, worker.identity.epoch
+
+
 class ChoiceGroup:
     """The choices of a job that one attempt at a time runs, and the record of their attempts.
 
@@ -258,7 +271,7 @@ class ChoiceGroup:
         self.attempts: int = former.attempts if former else 0
         """Number of attempts begun."""
         self.refusals: int = former.refusals if former else 0
-        """Number of attempts that failed without the loss of a worker that had it in hand."""
+        """Number of attempts that failed without the loss of a worker."""
         self.failed: Failed = former.failed.copy() if former else Failed()
         self._timer: asyncio.TimerHandle | None = None
         self.in_grace = False
@@ -278,13 +291,13 @@ class ChoiceGroup:
 
     @property
     def tenant(self) -> str:
-        """Whose turn it takes in the queue."""
-        return self.run.job.tenant
+        """Whose turn it takes in the queue: a tenant, or an address."""
+        return self.run.job.line or self.run.job.tenant
 
     @property
     def call(self) -> str:
-        """The call that it belongs to."""
-        return self.run.job.id
+        """The call that it belongs to, or the connection."""
+        return self.run.job.turn or self.run.job.id
 
     @property
     def priority(self) -> int:
@@ -330,7 +343,7 @@ class ChoiceGroup:
         if fault.of_hand_off and self.attempt is not None and (pair := self.attempt.pair):
             self.failed.pairs.add(pair)
         self.earlier, self.attempt = self.timings(), None
-        self.refusals += fault.worker not in self.run.lost
+        self.refusals += fault.reason is not None
         self.failed.workers.add(fault.worker)
         self.waits_since_ns = time.time_ns()
         self.demand = self._demand()

@@ -9,6 +9,9 @@ queue of its own, so that a busy model holds up nobody else's requests. In the q
    job. As that one is taken, the call goes to the end of the line with the next one. So a call of
    256 prompts holds up another call by one prompt.
 
+Where nobody is asked for a token, addresses take the place of tenants, and connections that of
+calls. So a client with 200 streams holds up another one by one stream.
+
 Places in a line are in the order of arrival. One level of priority is worth `AGEING` places, so
 that nobody waits for ever: the same rule as the workers' (`engine.schedule.policies`).
 """
@@ -16,6 +19,7 @@ that nobody waits for ever: the same rule as the workers' (`engine.schedule.poli
 from __future__ import annotations
 
 import bisect
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol, TypeVar
@@ -30,6 +34,8 @@ MIN_RETRY_AFTER_S: Final = 0.5
 MAX_RETRY_AFTER_S: Final = 60.0
 UNMEASURED_RETRY_AFTER_S: Final = 1.0
 """Of a router that has not measured its pace yet: it is likely to have started just now."""
+MOST_REMEMBERED: Final = 1024
+"""Tenants and addresses whose count is kept while nothing of theirs waits."""
 AGEING: Final = 64
 """Places in a line that one level of priority is worth."""
 
@@ -44,12 +50,12 @@ class Waiting(Protocol):
 
     @property
     def tenant(self) -> str:
-        """Whose turn it takes; "" where nobody is asked for a token."""
+        """Whose turn it takes: a tenant, or an address."""
         ...
 
     @property
     def call(self) -> str:
-        """The call that it belongs to."""
+        """The call that it belongs to, or the connection."""
         ...
 
     @property
@@ -159,7 +165,7 @@ class _Tenants(Generic[Entry]):
         self.lines: dict[str, _Line[Entry]] = {}
         """Of tenants with something waiting."""
         self._given: dict[str, int] = {}
-        """By tenant, tokens. Whoever runs the router names the tenants: they are few."""
+        """By tenant, tokens."""
         self._floor = 0
 
     def order(self) -> list[_Line[Entry]]:
@@ -169,6 +175,7 @@ class _Tenants(Generic[Entry]):
     def add(self, entry: Entry, work: int) -> None:
         """Adds an entry to its tenant's line."""
         if entry.tenant not in self.lines:
+            self._forget_some()
             self.lines[entry.tenant] = _Line()
             self._given[entry.tenant] = max(self._given.get(entry.tenant, 0), self._floor)
         self.lines[entry.tenant].add(entry, work)
@@ -184,6 +191,19 @@ class _Tenants(Generic[Entry]):
         """Counts what a tenant is given."""
         self._floor = self._given[entry.tenant]
         self._given[entry.tenant] += work
+
+    def _forget_some(self) -> None:
+        """Forgets those who would be lifted anyway; and all who are away, if those are too many."""
+        if len(self._given) < MOST_REMEMBERED:
+            return
+        for least in (self._floor, math.inf):
+            self._given = {
+                name: given
+                for name, given in self._given.items()
+                if name in self.lines or given > least
+            }
+            if len(self._given) < MOST_REMEMBERED:
+                return
 
     def ahead(self, entry: Entry, work: int) -> int:
         """Work that goes before an entry that comes now: what does in its own tenant's line, and

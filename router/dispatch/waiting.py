@@ -3,8 +3,9 @@
 Life of a wait: `begin` -> in the queue, for `queue_timeout_s` at most -> `end`, because a worker
 has room or the job is over.
 
-It may happen that no worker is left that could run a group. A job that has not begun fails at once.
-One that has begun has a reader. It waits for a worker for `resume_grace_s`, if one is expected: a
+It may happen that no worker is left that could run a group. A job that has not begun fails at once,
+unless a worker stood still: then it waits for that one to wake, for `WAKES_S`. One that has begun
+has a reader. It waits for a worker for `resume_grace_s`, if one is expected: a
 worker of the model was lost without a word not longer ago than that, or loads now. If none is
 expected it fails at once, too. When a worker has come, the group gets another ordinary wait to find
 room.
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from router import errors
 from router.dispatch.queue import AdmissionQueue
@@ -26,7 +27,11 @@ from telemetry.tracing import end_span, start_span
 
 if TYPE_CHECKING:
     from router.dispatch.job_run import ChoiceGroup, JobRun
+    from router.placement.models import Models
     from router.settings import RouterSettings
+
+WAKES_S: Final = 10.0
+"""Time in which a worker that stood still is waited for, seconds. Most that wake do so sooner."""
 
 
 def now_s() -> float:
@@ -41,7 +46,7 @@ class WaitingGroups:
         self,
         settings: RouterSettings,
         refusal: Callable[[ChoiceGroup], errors.RouterError | None],
-        is_expected: Callable[[str], bool],
+        models: Models,
         fail: Callable[[JobRun, errors.RouterError], None],
     ) -> None:
         """An empty queue.
@@ -49,7 +54,7 @@ class WaitingGroups:
         Args:
             settings: bounds of the queue and of the waits.
             refusal: why nobody could run a group even with room; None where somebody could.
-            is_expected: whether a worker is likely to come for a model of that name.
+            models: knows whether a worker is likely to come.
             fail: ends a job, whose groups then wait no more.
         """
         self.queue: AdmissionQueue[ChoiceGroup] = AdmissionQueue(
@@ -57,7 +62,7 @@ class WaitingGroups:
         )
         self._settings = settings
         self._refusal = refusal
-        self._is_expected = is_expected
+        self._models = models
         self._fail = fail
 
     def check_deadline(self, group: ChoiceGroup) -> None:
@@ -122,18 +127,29 @@ class WaitingGroups:
         if error is None:
             return
         run = group.run
-        if not run.started:
+        if not run.started and not self.may_wake(group):
             self._fail(run, error)
-        elif not self._is_expected(group.model):
+        elif not self._is_expected(group):
             self._fail(run, errors.worker_lost_mid_stream(run.tokens_sent))
         elif not group.in_grace:
             group.in_grace = True
-            group.set_timer(self._settings.resume_grace_s, self._grace_over)
+            grace_s = self._settings.resume_grace_s if run.started else WAKES_S
+            group.set_timer(grace_s, self._grace_over)
+
+    def may_wake(self, group: ChoiceGroup) -> bool:
+        """Whether a worker that could run a group stood still a moment ago."""
+        return self._models.may_wake(group.model, now_s(), WAKES_S)
+
+    def _is_expected(self, group: ChoiceGroup) -> bool:
+        return self._models.is_expected_back(group.model, now_s(), self._settings.resume_grace_s)
 
     def _grace_over(self, group: ChoiceGroup) -> None:
         group.in_grace = False
-        if self._refusal(group) is None:
+        error = self._refusal(group)
+        if error is None:
             group.set_timer(self._settings.queue_timeout_s, self._timed_out)
+        elif not group.run.started:
+            self._fail(group.run, error)
         else:
             self._fail(group.run, errors.worker_lost_mid_stream(group.run.tokens_sent))
 

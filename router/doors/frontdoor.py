@@ -82,7 +82,7 @@ class InferenceService:
     async def tokenize(self, request: api.TokenizeRequest, call: Call) -> api.TokenizeResponse:
         """Tokenize."""
         async with self._generations.deadline(call):
-            return await self._generations.tokenize(request)
+            return await self._generations.tokenize(request, call)
 
     async def list_models(
         self, request: api.ListModelsRequest, call: Call

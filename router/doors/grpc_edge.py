@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar, cast
+from urllib.parse import unquote
 
 import grpc
 import grpc.aio
@@ -21,7 +22,7 @@ from google.protobuf.message import DecodeError, Message
 from opentelemetry import context as otel_context
 
 from router import errors
-from router.call import AccessRecord, Call
+from router.call import AccessRecord, Call, Peer
 from router.doors.auth import AUTHORIZATION, OPEN, Gate
 from router.events import NO_EVENTS, RouterEvents
 from router.requests.deadlines import UnreadError, read_by
@@ -48,6 +49,10 @@ class ServerContext(Protocol):
 
     def time_remaining(self) -> float | None:
         """Seconds until the caller's deadline."""
+        ...
+
+    def peer(self) -> str:
+        """The other end of the connection, as gRPC writes it."""
         ...
 
     def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None:
@@ -269,7 +274,14 @@ def _call(name: str, context: ServerContext, longest_s: float) -> Call:
         longest_s=longest_s,
         context=current,
         record=AccessRecord(method=name),
+        peer=_peer(context.peer()),
     )
+
+
+def _peer(named: str) -> Peer:
+    """The peer that gRPC names, such as `ipv4:10.0.0.1:54321` or `ipv6:%5B::1%5D:54321`."""
+    host, _, port = unquote(named).partition(":")[2].rpartition(":")
+    return Peer.of(host.strip("[]"), int(port) if port.isdecimal() else 0)
 
 
 def _authorization(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | None:

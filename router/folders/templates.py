@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -32,7 +33,7 @@ class TemplateRefusalError(jinja2.TemplateError):
 
 
 class Template:
-    """A compiled chat template.
+    """A chat template.
 
     Raises:
         jinja2.TemplateSyntaxError: the source is no template.
@@ -45,11 +46,21 @@ class Template:
         """Variables that it reads."""
         self.takes_parts = any(map(_is_content, _looped(parsed)))
         """Whether it goes through the parts of a content. Others want one text."""
-        self._compiled = environment.from_string(source)
+        self._source = source
+
+    @cached_property
+    def compiled(self) -> jinja2.Template:
+        """The program. To compile it already computes what is constant, and may take any time and
+        memory, so routers do it in a process aside.
+
+        Raises:
+            jinja2.TemplateSyntaxError: it uses what there is not.
+        """
+        return _environment().from_string(self._source)
 
     def render(self, **variables: object) -> str:
         """Text of a conversation."""
-        return self._compiled.render(**variables)
+        return self.compiled.render(**variables)
 
 
 class Templates:
@@ -102,7 +113,7 @@ def read_template(path: str) -> str | None:
         return None
     try:
         source = Path(path).read_text(encoding="utf-8")
-        Template(source)
+        _ = Template(source).compiled
     except OSError as error:
         raise TemplateFileError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Final
 from router import errors
 from router.jobs import ServedModel
 from router.placement import routing
+from router.workers.link import Loss
 
 if TYPE_CHECKING:
     from baton.worker.v1 import worker_pb2
@@ -51,6 +52,8 @@ class Models:
         """When the last worker of a name left."""
         self._lost_s: dict[str, float] = {}
         """When a worker of a name was last lost without a word: something may start it again."""
+        self._froze_s: dict[str, float] = {}
+        """When a worker of a name was last lost because it stood still."""
         self._served: dict[str, ServedModel] = {}
         """Results of `_of` by name, until a worker joins or leaves. Every request needs one."""
         self._loading: dict[str, tuple[str, float]] = {}
@@ -116,12 +119,14 @@ class Models:
             fields = {"model": model.name, "revisions": sorted(revisions)}
             logger.warning("workers of one model name hold different weights", extra=fields)
 
-    def left(self, worker: WorkerLink, now_s: float, *, in_order: bool) -> None:
-        """A worker is gone; `in_order`, if it had said that it would."""
+    def left(self, worker: WorkerLink, now_s: float, loss: Loss) -> None:
+        """A worker is gone."""
         name = worker.identity.model.name
         self._served.clear()
-        if not in_order:
+        if not worker.left_in_order(loss):
             _remember(self._lost_s, name, now_s)
+        if loss is Loss.FROZEN:
+            _remember(self._froze_s, name, now_s)
         if not self._named(name):
             _remember(self._left_s, name, now_s)
 
@@ -131,6 +136,11 @@ class Models:
         lost_s = self._lost_s.get(name)
         is_lost = lost_s is not None and now_s - lost_s <= within_s
         return is_lost or self.is_loading(name, now_s)
+
+    def may_wake(self, name: str, now_s: float, within_s: float) -> bool:
+        """Whether a worker of a name stood still not longer ago than `within_s`."""
+        froze_s = self._froze_s.get(name)
+        return froze_s is not None and now_s - froze_s <= within_s
 
     def _is_expected(self, name: str, now_s: float) -> bool:
         left_s = self._left_s.get(name)

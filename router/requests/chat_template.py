@@ -89,6 +89,8 @@ def render(templates: Templates, special: Mapping[str, str], chat: api.ChatPromp
         raise
     except TemplateRefusalError as error:
         raise ChatTemplateError(f"{refused}: {_words(str(error))}") from None
+    except MemoryError:
+        raise
     except Exception as error:  # A template is a program and may raise anything.
         raise ChatTemplateError(refused) from error
 
@@ -121,7 +123,11 @@ def variables_of(chat: api.ChatPrompt, end: str, template: Template) -> dict[str
         ChatTemplateError: a tool is no JSON object, or the last turn has nothing to go on from.
         Exception: a number is infinite or NaN.
     """
-    turns = [_turn(chat, index, template) for index in range(len(chat.messages))]
+    names: dict[str, str] = {}
+    for message in chat.messages:
+        for call in message.tool_calls:
+            names.setdefault(call.id, call.name)
+    turns = [_turn(chat, index, template, names) for index in range(len(chat.messages))]
     if end:
         _mark_end(turns, end)
     given = MessageToDict(chat.template_variables)
@@ -161,7 +167,10 @@ def _tool(tool: api.Tool, field: str) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _turn(chat: api.ChatPrompt, index: int, template: Template) -> dict[str, Any]:
+def _turn(
+    chat: api.ChatPrompt, index: int, template: Template, names: Mapping[str, str]
+) -> dict[str, Any]:
+    """A turn as templates get it. `names` has the functions by the ids of their calls."""
     given = chat.messages[index]
     turn: dict[str, Any] = {"role": _ROLES[given.role]}
     if given.content_parts:
@@ -187,15 +196,10 @@ def _turn(chat: api.ChatPrompt, index: int, template: Template) -> dict[str, Any
     name = given.name
     if given.role == api.ROLE_TOOL:
         turn["tool_call_id"] = given.tool_call_id
-        name = name or _name_of(chat, given.tool_call_id)
+        name = name or names.get(given.tool_call_id, "")
     if name or given.role == api.ROLE_TOOL:
         turn["name"] = name
     return turn
-
-
-def _name_of(chat: api.ChatPrompt, call_id: str) -> str:
-    calls = (call for turn in chat.messages for call in turn.tool_calls)
-    return next((call.name for call in calls if call.id == call_id), "")
 
 
 def _arguments(text: str) -> Arguments | str:

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Final
 
 from baton.inference.v1 import inference_pb2 as api
 from baton.worker.v1 import worker_pb2
 from router import errors
+from router.answers.detokenization import (
+    CONTEXT_TOKENS,
+    Decoder,
+    Detokenizer,
+    ShowsSpecial,
+    StopTexts,
+)
 from router.errors import Violation
+from router.requests.outputs import ChoiceOutput
 
 if TYPE_CHECKING:
     from router.jobs import Job, ServedModel
@@ -72,20 +81,12 @@ def fill_stopping(
     )
 
 
-def restrict(
-    job: Job, sampling: api.SamplingOptions, tokenizer: Tokenizer | None, plan: AnswerPlan
-) -> None:
+def restrict(job: Job, bad_words: Iterable[bytes], plan: AnswerPlan) -> None:
     """Adds to the job what narrows the tokens that may be drawn."""
     job.sampling.grammar = plan.grammar
     if plan.thinking is not None:
         job.sampling.thinking.CopyFrom(plan.thinking)
-    for word in sampling.bad_words:
-        assert tokenizer is not None, "validation made sure"
-        # A word has other tokens at the start of a text, or within a word, than after a space.
-        ids = (tokenizer.encode(text, False) for text in (word, f" {word}"))
-        size = job.model.vocab_size
-        runs = {one.astype("<u4").tobytes() for one in ids if (one < size).all()}
-        job.sampling.bad_words.extend(sorted(run for run in runs if run))
+    job.sampling.bad_words.extend(bad_words)
 
 
 def last(ids: PromptIds, count: int | None) -> PromptIds:
@@ -98,3 +99,33 @@ def salted(tenant: str, salt: str) -> bytes:
     if not salt:
         return tenant.encode()
     return hashlib.sha256(f"{len(tenant)}:{tenant}{salt}".encode()).digest()
+
+
+def choices_of(
+    job: Job, generation: api.GenerationInput, tokenizer: Tokenizer | None, plan: AnswerPlan
+) -> Iterator[ChoiceOutput]:
+    """The outputs of a job's choices, to be filled."""
+    stop, output = generation.stop, generation.output
+    wants_text = bool(stop.sequences) or plan.is_message or not output.omit_text
+    tail = job.prompt_ids[-CONTEXT_TOKENS:].tolist()
+    decoder: Decoder | None = tokenizer
+    hidden_names: dict[int, str] = {}
+    if tokenizer is not None:
+        if shown := _shown_ids(tokenizer, output, plan):
+            decoder = ShowsSpecial(tokenizer, shown)
+        in_stops = tokenizer.ids_within(stop.sequences) - shown if stop.sequences else ()
+        hidden_names = {one: tokenizer.token_text(one) for one in in_stops}
+    for index in range(job.choices):
+        detokenizer = Detokenizer(decoder, tail) if decoder is not None and wants_text else None
+        texts = StopTexts(stop.sequences, stop.include_stop) if stop.sequences else None
+        yield ChoiceOutput(index, job, detokenizer, texts, generation, plan, hidden_names)
+
+
+def _shown_ids(tokenizer: Tokenizer, output: api.OutputOptions, plan: AnswerPlan) -> frozenset[int]:
+    """Special tokens that the text must show: all that the client wants, and those by which parts
+    of the answer are found."""
+    if output.HasField("skip_special_tokens") and not output.skip_special_tokens:
+        return tokenizer.special_ids
+    if plan.form is None or not plan.form.markers:
+        return frozenset()
+    return tokenizer.ids_within(plan.form.markers)

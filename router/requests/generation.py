@@ -13,7 +13,7 @@ In every case the dispatcher is done with the job before `Generations.stream` re
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -22,13 +22,6 @@ import numpy as np
 
 from baton.inference.v1 import inference_pb2 as api
 from router import errors
-from router.answers.detokenization import (
-    CONTEXT_TOKENS,
-    Decoder,
-    Detokenizer,
-    ShowsSpecial,
-    StopTexts,
-)
 from router.errors import Violation
 from router.events import NO_EVENTS, RouterEvents
 from router.jobs import (
@@ -44,7 +37,7 @@ from router.jobs import (
 from router.requests import validation
 from router.requests.chat_template import ChatTemplateError
 from router.requests.deadlines import until
-from router.requests.filling import fill_sampling, fill_stopping, last, restrict, salted
+from router.requests.filling import choices_of, fill_sampling, fill_stopping, last, restrict, salted
 from router.requests.outputs import (
     FINISH_REASONS,
     ChoiceOutput,
@@ -98,21 +91,26 @@ class Generations:
                     model, tokenizer = await self._admit(request)
                 with span.step(SpanName.TOKENIZE):
                     most = model.max_context_tokens
-                    ids, text = await self._tokenize(request.input, tokenizer, "input", most)
+                    ids, text = await self._tokenize(
+                        request.input, tokenizer, "input", call.sharer, most
+                    )
                     validation.check_encoded(request.input, ids, model)
                     plan = await self._tokenizers.plans.plan(
-                        request.input, model, tokenizer, text, call.holder
+                        request.input, model, tokenizer, text, call.sharer
                     )
                     job = self._job(request.input, call, span, model, ids)
                     job = replace(job, keys=await self._tokenizers.page_keys(job))
-                    restrict(job, request.input.sampling, tokenizer, plan)
+                    words = await self._tokenizers.words(
+                        tokenizer, request.input.sampling.bad_words, model.vocab_size, call.sharer
+                    )
+                    restrict(job, words, plan)
             stop = request.input.stop
             if stop.cut_max_tokens or not stop.HasField("max_tokens"):
                 self._shorten(job)
             span.describe_job(job)
             outbox = OutputBuffer(self._limits.max_unread_tokens, whole=call.whole)
             generation = _Generation(self._dispatcher, job, outbox, plan)
-            generation.choices += _choices(job, request.input, tokenizer, plan)
+            generation.choices += choices_of(job, request.input, tokenizer, plan)
             async with generation.running():
                 while (output := await outbox.take()) is not None:
                     left_s = call.passed_s
@@ -129,12 +127,16 @@ class Generations:
         """
         return until(self._deadline_ns(call), int)
 
-    async def tokenize(self, request: api.TokenizeRequest) -> api.TokenizeResponse:
+    async def tokenize(self, request: api.TokenizeRequest, call: Call) -> api.TokenizeResponse:
         """Token ids of a text or of chat turns, and their texts if the request asks for them.
 
         Raises:
-            RouterError: INVALID_FIELD, or the model is not served.
+            RouterError: INVALID_FIELD, QUOTA_EXCEEDED, or the model is not served.
         """
+        with self._dispatcher.quotas.counted(call.tenant, call.quota):
+            return await self._tokenized(request, call.sharer)
+
+    async def _tokenized(self, request: api.TokenizeRequest, sharer: str) -> api.TokenizeResponse:
         found = validation.check_tokenize(request)
         found.raise_if_any()
         model = self._dispatcher.model(request.model)
@@ -142,14 +144,14 @@ class Generations:
         if tokenizer is None:
             validation.check_tokenizable(found, request)
             found.raise_if_any()
-        ids, _ = await self._tokenize(request, tokenizer, "")
+        ids, _ = await self._tokenize(request, tokenizer, "", sharer)
         token_ids = ids.tolist()
         texts: list[str] = []
         if tokenizer is not None and request.token_texts:
-            texts = await self._tokenizers.texts(tokenizer, token_ids)
+            texts = await self._tokenizers.texts(tokenizer, token_ids, sharer)
         return api.TokenizeResponse(token_ids=token_ids, token_texts=texts)
 
-    async def detokenize(self, model_name: str, token_ids: Sequence[int]) -> str:
+    async def detokenize(self, model_name: str, token_ids: Sequence[int], call: Call) -> str:
         """Text of token ids, special tokens by their names.
 
         Raises:
@@ -162,7 +164,8 @@ class Generations:
             found.add("tokens", "the model has no tokenizer")
         found.raise_if_any()
         assert tokenizer is not None
-        return await self._tokenizers.decode(tokenizer, token_ids, skip_special_tokens=False)
+        with self._dispatcher.quotas.counted(call.tenant, call.quota):
+            return await self._tokenizers.decode(tokenizer, token_ids, False, call.sharer)
 
     async def _admit(self, request: GenerationRequest) -> tuple[ServedModel, Tokenizer | None]:
         found = validation.check_request(request, self._limits)
@@ -185,6 +188,7 @@ class Generations:
         holder: api.GenerationInput | api.TokenizeRequest,
         tokenizer: Tokenizer | None,
         path: str,
+        sharer: str,
         max_tokens: int | None = None,
     ) -> tuple[PromptIds, str]:
         """The prompt's ids, and its text if it is not given as ids. A prompt that certainly has
@@ -204,7 +208,9 @@ class Generations:
             special = holder.add_special_tokens
         try:
             prompt = holder.chat if kind == "chat" else holder.text
-            ids, text = await self._tokenizers.encode(tokenizer, prompt, special, max_tokens)
+            ids, text = await self._tokenizers.encode(
+                tokenizer, prompt, special, max_tokens, sharer
+            )
         except ChatTemplateError as error:
             field = f"{field}.{error.field}".rstrip(".")
             raise errors.invalid_fields([Violation(field, error.rule)]) from None
@@ -238,6 +244,8 @@ class Generations:
             prompt_logprobs=generation.output.prompt_logprobs,
             tenant=call.tenant,
             holder=call.holder,
+            line=call.tenant or call.peer.address,
+            turn=call.id if call.tenant else call.peer.connection or call.id,
             quota=call.quota,
             cache_salt=salted(call.tenant, generation.cache_salt),
             extensions=dict(generation.extensions),
@@ -364,32 +372,3 @@ class _Generation:
                 self._last.choice, self._last.reason, self._last.stop_text, usage, event.timings
             )
         )
-
-
-def _choices(
-    job: Job, generation: api.GenerationInput, tokenizer: Tokenizer | None, plan: AnswerPlan
-) -> Iterator[ChoiceOutput]:
-    stop, output = generation.stop, generation.output
-    wants_text = bool(stop.sequences) or plan.is_message or not output.omit_text
-    tail = job.prompt_ids[-CONTEXT_TOKENS:].tolist()
-    decoder: Decoder | None = tokenizer
-    hidden_names: dict[int, str] = {}
-    if tokenizer is not None:
-        if shown := _shown_ids(tokenizer, output, plan):
-            decoder = ShowsSpecial(tokenizer, shown)
-        in_stops = tokenizer.ids_within(stop.sequences) - shown if stop.sequences else ()
-        hidden_names = {one: tokenizer.token_text(one) for one in in_stops}
-    for index in range(job.choices):
-        detokenizer = Detokenizer(decoder, tail) if decoder is not None and wants_text else None
-        texts = StopTexts(stop.sequences, stop.include_stop) if stop.sequences else None
-        yield ChoiceOutput(index, job, detokenizer, texts, generation, plan, hidden_names)
-
-
-def _shown_ids(tokenizer: Tokenizer, output: api.OutputOptions, plan: AnswerPlan) -> frozenset[int]:
-    """Special tokens that the text must show: all that the client wants, and those by which parts
-    of the answer are found."""
-    if output.HasField("skip_special_tokens") and not output.skip_special_tokens:
-        return tokenizer.special_ids
-    if plan.form is None or not plan.form.markers:
-        return frozenset()
-    return tokenizer.ids_within(plan.form.markers)

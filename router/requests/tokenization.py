@@ -29,11 +29,13 @@ from prefixes.keys import NO_KEYS, ShortKeys, prompt_short_keys
 from router import errors
 from router.answers.forms import ResponseForm, form_of
 from router.answers.parser import is_readable
+from router.aside.turns import Turns
 from router.folders.classes import TokenizerError
 from router.folders.templates import DEFAULT, Templates, template_sources
 from router.folders.tokenizer import FILE, read_tokenizer
 from router.requests.chat_template import render
 from router.requests.longest_token import longest_token_bytes
+from router.requests.rendering import Model, Renderers, TokenizerCrashError
 from router.structure.plan import AnswerPlans
 
 if TYPE_CHECKING:
@@ -45,15 +47,16 @@ PromptIds = NDArray[np.uint32]
 Result = TypeVar("Result")
 
 _INLINE_CHARS: Final = 2048
-"""Texts up to this length are encoded directly, since a thread switch would take longer."""
+"""Texts up to this length are encoded directly, since a thread switch would take longer. It is also
+the most that is encoded directly in one turn of the event loop: a request may have many prompts."""
+_IDS_A_CHAR: Final = 8
+"""So many ids take as long to hash as a character to encode, at most."""
 _LONG_CHARS: Final = 65_536
 """Longer texts take some hundredths of a second. They share one thread."""
 _LONG_IDS: Final = 16_384
 """The same bound for ids that are decoded, or whose keys are made. Keys of fewer are made directly:
 those of 8,000 take 0.4 ms. A thread would hold the interpreter as long, and took 1.1 ms (medians
 on two busy cores; 18 and 0.44 ms were the ninetieth percentiles)."""
-_TURN_CHARS: Final = 32
-"""Cost of rendering any turn of a conversation, in characters of text."""
 
 
 class PromptTooLongError(Exception):
@@ -98,6 +101,10 @@ class Tokenizer:
         }
         """Ids of special tokens by their texts."""
         self._longest_token_bytes = longest_token_bytes(backend)
+        self.rendered_with = Model(
+            tuple(self._templates.sources.items()), tuple(self.special_tokens.items())
+        )
+        """What conversations are rendered with."""
 
     @classmethod
     def load(cls, folder: str, chat_template: str | None = None) -> Tokenizer | None:
@@ -173,6 +180,10 @@ class Tokenizers:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="baton-tokenize")
         self._long_pool = ThreadPoolExecutor(1, thread_name_prefix="baton-tokenize-long")
         self._loads: dict[str, asyncio.Future[Tokenizer | None]] = {}
+        self._turns, self._long_turns = Turns(threads), Turns(1)
+        self._done_directly = 0
+        """Characters in this turn of the event loop."""
+        self._renderers = Renderers()
         self.plans = AnswerPlans()
         """Plans of answers, which need tokenizers and threads as well."""
 
@@ -184,9 +195,7 @@ class Tokenizers:
         """
         load = self._loads.get(folder)
         if load is None or (load.done() and (load.cancelled() or load.exception())):
-            loop = asyncio.get_running_loop()
-            load = loop.run_in_executor(self._pool, Tokenizer.load, folder, self._chat_template)
-            self._loads[folder] = load
+            load = self._loads[folder] = asyncio.create_task(self._load(folder))
         # Shielded: a caller that gives up must not cancel the load for other waiting callers.
         try:
             return await asyncio.shield(load)
@@ -195,6 +204,16 @@ class Tokenizers:
                 "the tokenizer cannot be used", extra={"folder": folder, "why": str(error)}
             )
             raise errors.tokenizer_unsupported(str(error)) from None
+
+    async def _load(self, folder: str) -> Tokenizer | None:
+        if folder and (Path(folder) / FILE).is_file():
+            try:
+                await self._renderers.check_tokenizer(folder)
+            except TokenizerCrashError:
+                why = "to read it crashes, or takes too long or too much memory"
+                raise TokenizerError(why) from None
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, Tokenizer.load, folder, self._chat_template)
 
     async def warm(self, models: Iterable[ServedModel]) -> None:
         """Reads the tokenizers that were not read yet. What checks forms of answers gets ready
@@ -211,6 +230,7 @@ class Tokenizers:
         prompt: str | api.ChatPrompt,
         add_special_tokens: bool | None = None,
         max_tokens: int | None = None,
+        sharer: str = "",
     ) -> tuple[PromptIds, str]:
         """Ids of a text or a conversation, and the text of which they are made. All but short ones
         are encoded on threads.
@@ -220,6 +240,7 @@ class Tokenizers:
             prompt: the text or conversation.
             add_special_tokens: None as in a generation: yes for a text, no for a conversation.
             max_tokens: a prompt that certainly has more need not be encoded; None sets no bound.
+            sharer: takes turns at the threads with others.
 
         Raises:
             ChatTemplateError: the conversation cannot be rendered.
@@ -227,24 +248,47 @@ class Tokenizers:
         """
         if add_special_tokens is None:
             add_special_tokens = isinstance(prompt, str)
-        if isinstance(prompt, str) and max_tokens is not None:
-            tokenizer.check_length(prompt, max_tokens)
-        work = partial(_encode, tokenizer, prompt, add_special_tokens, max_tokens)
-        if (chars := _chars(prompt)) <= _INLINE_CHARS:
-            return work()
-        return await self._run(work, is_long=chars > _LONG_CHARS)
+        if isinstance(prompt, str):
+            text = prompt
+        else:
+            text = await self._renderers.render(tokenizer.rendered_with, prompt, sharer)
+        if max_tokens is not None:
+            tokenizer.check_length(text, max_tokens)
+        work = partial(tokenizer.encode, text, add_special_tokens)
+        if self._is_done_directly(len(text)):
+            return work(), text
+        is_long = len(text) > _LONG_CHARS
+        return await self._run(work, sharer, is_long=is_long), text
 
-    async def texts(self, tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
+    async def words(
+        self, tokenizer: Tokenizer | None, words: Sequence[str], vocab_size: int, sharer: str
+    ) -> list[bytes]:
+        """The runs of ids of the model, packed, that write one of the words."""
+        if not words:
+            return []
+        assert tokenizer is not None, "validation made sure"
+        work = partial(_word_ids, tokenizer, words, vocab_size)
+        if self._is_done_directly(2 * sum(map(len, words))):
+            return work()
+        return await self._run(work, sharer, is_long=False)
+
+    async def texts(
+        self, tokenizer: Tokenizer, token_ids: Sequence[int], sharer: str = ""
+    ) -> list[str]:
         """Text of each token, by `Tokenizer.token_text` on the pool."""
         work = partial(_texts, tokenizer, token_ids)
-        return await self._run(work, is_long=len(token_ids) > _LONG_IDS)
+        return await self._run(work, sharer, is_long=len(token_ids) > _LONG_IDS)
 
     async def decode(
-        self, tokenizer: Tokenizer, token_ids: Sequence[int], skip_special_tokens: bool = True
+        self,
+        tokenizer: Tokenizer,
+        token_ids: Sequence[int],
+        skip_special_tokens: bool = True,
+        sharer: str = "",
     ) -> str:
         """Text of ids, by `Tokenizer.decode` on the pool."""
         work = partial(tokenizer.decode, token_ids, skip_special_tokens)
-        return await self._run(work, is_long=len(token_ids) > _LONG_IDS)
+        return await self._run(work, sharer, is_long=len(token_ids) > _LONG_IDS)
 
     async def page_keys(self, job: Job) -> ShortKeys:
         """Keys of a job's prompt, which fits the context: so this is bounded, too. None where a
@@ -254,48 +298,52 @@ class Tokenizers:
             return NO_KEYS
         shape = model.page_size_tokens, model.kv_precision, job.cache_salt
         work = partial(prompt_short_keys, job.prompt_ids, *shape)
-        if job.prompt_tokens <= _LONG_IDS:
+        if self._is_done_directly(job.prompt_tokens // _IDS_A_CHAR):
             return work()
-        return await self._run(work, is_long=True)
+        return await self._run(work, job.turn, is_long=job.prompt_tokens > _LONG_IDS)
 
     def close(self) -> None:
         """Ends the threads after their current work."""
         for pool in (self._pool, self._long_pool):
             pool.shutdown(wait=False, cancel_futures=True)
+        self._renderers.close()
         self.plans.close()
 
-    async def _run(self, work: Callable[[], Result], *, is_long: bool) -> Result:
-        """Runs work on a thread and returns its result. Work that is cancelled before it begins is
-        not run."""
-        pool = self._long_pool if is_long else self._pool
-        return await asyncio.get_running_loop().run_in_executor(pool, work)
+    def _is_done_directly(self, chars: int) -> bool:
+        """Whether work on so many characters may be done on the event loop now; then it is."""
+        if self._done_directly + chars > _INLINE_CHARS:
+            return False
+        if not self._done_directly:
+            asyncio.get_running_loop().call_soon(self._new_turn)
+        self._done_directly += chars
+        return True
+
+    def _new_turn(self) -> None:
+        self._done_directly = 0
+
+    async def _run(self, work: Callable[[], Result], sharer: str, *, is_long: bool) -> Result:
+        """Runs work on a thread, where sharers take turns, and returns its result. Work that is
+        cancelled before it begins is not run."""
+        turns, pool = self._turns, self._pool
+        if is_long:
+            turns, pool = self._long_turns, self._long_pool
+        async with turns.turn(sharer):
+            return await asyncio.get_running_loop().run_in_executor(pool, work)
 
 
-def _encode(
-    tokenizer: Tokenizer,
-    prompt: str | api.ChatPrompt,
-    add_special_tokens: bool,
-    max_tokens: int | None,
-) -> tuple[PromptIds, str]:
-    if isinstance(prompt, str):
-        return tokenizer.encode(prompt, add_special_tokens), prompt
-    text = tokenizer.render_chat(prompt)
-    if max_tokens is not None:
-        tokenizer.check_length(text, max_tokens)
-    return tokenizer.encode(text, add_special_tokens), text
+def _word_ids(tokenizer: Tokenizer, words: Iterable[str], vocab_size: int) -> list[bytes]:
+    found: list[bytes] = []
+    for word in words:
+        # A word has other tokens at the start of a text, or within a word, than after a space.
+        ids = (tokenizer.encode(text, False) for text in (word, f" {word}"))
+        runs = {one.astype("<u4").tobytes() for one in ids if (one < vocab_size).all()}
+        found += sorted(run for run in runs if run)
+    return found
 
 
 def _texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
     texts = {token_id: tokenizer.token_text(token_id) for token_id in set(token_ids)}
     return [texts[token_id] for token_id in token_ids]
-
-
-def _chars(prompt: str | api.ChatPrompt) -> int:
-    if isinstance(prompt, str):
-        return len(prompt)
-    turns = sum(_TURN_CHARS + turn.ByteSize() for turn in prompt.messages)
-    tools = sum(tool.ByteSize() for tool in prompt.tools)
-    return turns + tools + prompt.template_variables.ByteSize()
 
 
 def _ids(encoding: tokenizers.Encoding) -> PromptIds:

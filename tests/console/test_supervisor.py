@@ -104,12 +104,10 @@ async def test_a_worker_that_dies_is_started_again(monkeypatch: pytest.MonkeyPat
     await supervisor.stop(drain_s=20)
 
 
-@pytest.mark.parametrize("settled", [False, True])
-async def test_some_deaths_end_everything(settled: bool) -> None:
+async def test_a_death_before_everything_works_ends_everything() -> None:
     log = Log()
-    dying = spec("router", "import sys; sys.exit(3)", essential=settled)
+    dying = spec("router", "import sys; sys.exit(3)")
     supervisor = Supervisor([dying, spec("worker", STOPPABLE)], log)
-    supervisor.settled = settled
     supervisor.start()
     await asyncio.wait_for(supervisor.ended.wait(), 30)
     await supervisor.stop(drain_s=20)

@@ -151,7 +151,6 @@ def test_several_routers_share_clients_workers_and_one_store_of_traces(
         )  # fmt: skip
         assert (flags["--name"], flags["--admin"]) in plan.router_admin_addresses
         assert "--reuse-port" in spec.argv
-        assert not spec.essential
     internal = [flags_of(spec)["--internal-listen"] for spec in routers]
     for spec in workers:
         assert flags_of(spec)["--routers"] == ",".join(internal)

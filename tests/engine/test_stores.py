@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
@@ -106,6 +107,41 @@ def test_a_store_keeps_its_size(kind, tmp_path):
     assert found[-1], "the newest went before older ones"
     files = [path for path in tmp_path.rglob("*") if path.is_file() and "index" not in path.name]
     assert sum(path.stat().st_size for path in files) <= 4 * OBJECT
+    store.close()
+
+
+def test_a_folder_store_touches_nothing_but_its_own_files(tmp_path):
+    store, elsewhere = make("dir", tmp_path / "new"), tmp_path / "elsewhere"
+    name, buffers = sealed(FORM, b"k" * 32)
+    assert store.store([name], [buffers]) == [True]
+    file = tmp_path / "new" / name[-2:] / name
+    modes = [path.stat().st_mode & 0o777 for path in (file.parent.parent, file.parent, file)]
+    assert modes == [0o700, 0o700, 0o600]
+    elsewhere.mkdir()
+    (elsewhere / "victim").write_bytes(bytes(9 * OBJECT))
+    (elsewhere / name).write_bytes(b"".join(buffers))
+    makes = {
+        "folder": file.mkdir,
+        "loop": lambda: file.symlink_to(file),
+        "link": lambda: file.symlink_to(elsewhere / name),
+        "pipe": lambda: os.mkfifo(file),
+    }
+    for what, put in makes.items():
+        store.remove([name])
+        put()
+        assert store.lookup([name]) == [False], what
+        assert store.load([name], [parts()]) == [False], what
+        assert store.store([name], [buffers]) == [what != "folder"], "a name is replaced"
+        if what == "folder":
+            file.rmdir()
+    shutil.rmtree(file.parent)
+    file.parent.symlink_to(elsewhere)
+    assert store.lookup([name]) == store.load([name], [parts()]) == [False]
+    assert store.store([name], [buffers]) == [False]
+    store.remove([name])
+    store._until_counted = 0
+    store._make_room()
+    assert sorted(path.name for path in elsewhere.iterdir()) == sorted([name, "victim"])
     store.close()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,6 +37,7 @@ from router.jobs import (
     JobTokens,
     ServedModel,
 )
+from router.quotas import Quotas
 from router.requests.tokenization import Tokenizers
 from router.requests.validation import Limits
 
@@ -130,6 +131,7 @@ class ScriptedDispatcher:
     served: Sequence[ServedModel]
     script: Script
     pool_tokens: int | None = None
+    quotas: Quotas = field(default_factory=Quotas)
     jobs: list[Job] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
     """Choices that the front door ended."""
@@ -232,6 +234,9 @@ async def open_door(
     service.add_to_server(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
+    for model in dispatcher.served:  # As a router does before it opens its doors.
+        with suppress(Exception):
+            await tokenizers_.get(model.path)
     address = f"127.0.0.1:{port}"
     async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
         yield Door(dispatcher, channel, api_grpc.InferenceServiceStub(channel), address)

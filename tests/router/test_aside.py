@@ -17,6 +17,10 @@ from router.answers.forms import ResponseForm, Thought
 from router.aside.turns import Turns
 from router.errors import RouterError
 from router.jobs import ServedModel
+from router.requests import rendering
+from router.requests.chat_template import ChatTemplateError
+from router.requests.rendering import Model, Renderers
+from router.requests.tokenization import Tokenizers
 from router.structure import checking, grammars
 from router.structure.checking import Question
 from router.structure.grammars import KEPT_REFUSALS, Grammars
@@ -173,3 +177,53 @@ async def test_callers_take_turns() -> None:
     tasks[1].cancel()
     await asyncio.wait(tasks)
     assert "".join(order) == "abcabaa"
+
+
+TEMPLATES = {
+    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}x",
+    "fills": "{% set x = namespace(y='x') %}{% for a in range(40) %}"
+    "{% set x.y = x.y ~ x.y %}{% endfor %}{{ x.y }}",
+    "computes when compiled": "{{ 'x' * 10 ** 11 }}",
+}
+
+
+@pytest.mark.parametrize("what", TEMPLATES)
+async def test_a_template_that_never_ends_is_ended(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendering, "BOUNDS", rendering.BOUNDS._replace(cpu_s=0.3))
+    renderers, chat = Renderers(), api.ChatPrompt(messages=[api.ChatMessage(content="Hi", role=1)])
+    for _ in range(2):
+        with pytest.raises(ChatTemplateError, match="too long or too much memory"):
+            await renderers.render(Model((("default", TEMPLATES[what]),), ()), chat, "")
+        good = Model((("default", "{{ eos }}{{ messages[0].content }}"),), (("eos", "!"),))
+        assert await renderers.render(good, chat, "") == "!Hi"
+    renderers.close()
+
+
+async def test_a_process_that_renders_goes_on_with_the_next_conversation() -> None:
+    renderers, model = Renderers(), Model((("default", "{{ messages[0].content }}"),), ())
+    for number in range(5):
+        chat = api.ChatPrompt(messages=[api.ChatMessage(content=str(number), role=1)])
+        assert await renderers.render(model, chat, "") == str(number)
+    (process,) = renderers._idle[model]
+    assert process.answers == 6, "the model, and five conversations"
+    assert renderers._server._process is not None
+    os.kill(renderers._server._process.pid, signal.SIGKILL)
+    await asyncio.sleep(0.1)
+    assert await renderers.render(model, chat, "") == "4", "another one takes its place"
+    renderers.close()
+
+
+async def test_a_tokenizer_that_crashes_its_reader_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tokenizer(tmp_path)
+    config = json.loads((tmp_path / "tokenizer.json").read_text())
+    found = Tokenizers()
+    monkeypatch.setattr(rendering, "READ", rendering.READ._replace(memory_bytes=16 << 20))
+    config["model"]["vocab"] |= {f"<{number}>" * 9: 10_000 + number for number in range(100_000)}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(config))
+    with pytest.raises(RouterError, match="TOKENIZER_UNSUPPORTED"):
+        await found.get(str(tmp_path))
+    found.close()

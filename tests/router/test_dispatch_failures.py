@@ -9,6 +9,7 @@ import pytest
 from scripted_worker import BOTH, BUSY_S, DECODE, PREFILL, Cluster, job, tokens_of, until
 
 from baton.worker.v1 import worker_pb2
+from router.dispatch import waiting
 from router.errors import RouterError
 
 if TYPE_CHECKING:
@@ -165,8 +166,9 @@ async def test_decode_dies_before_the_first_token(cluster: Cluster) -> None:
     await finish(reader, prefill, other, second)
 
 
-async def test_frozen_decode_worker() -> None:
+async def test_frozen_decode_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load reports still come, but the progress counter stands still: the stream is let go."""
+    monkeypatch.setattr(waiting, "WAKES_S", 0.5)
     cluster = Cluster(stale_after_s=2)  # the other worker outlives a machine that stood still
     prefill, decode = await cluster.pair()
     reader = cluster.read(job())
@@ -176,8 +178,35 @@ async def test_frozen_decode_worker() -> None:
     frozen_s = loop.time()
     error = await error_of(reader)
     assert error.reason == "WORKER_LOST"
-    assert loop.time() - frozen_s < cluster.settings.debug.stale_after_s + BUSY_S
+    assert loop.time() - frozen_s < cluster.settings.debug.stale_after_s + 0.5 + BUSY_S
     assert (await prefill.heard("cancel")).attempt_id == attempt
+    cluster.check_nothing_leaked()
+    await cluster.close()
+
+
+async def test_a_worker_that_stood_still_and_comes_back_costs_no_retry() -> None:
+    """The only one, before any token was sent and after, though no retry is allowed."""
+    cluster = Cluster(stale_after_s=1, max_retries=0, max_workers_lost=2)
+    worker = await cluster.add("b0", BOTH)
+    readers = [cluster.read(job(max_tokens=3)) for _ in range(2)]
+    first, second = [(await worker.heard("submit")).attempt_id for _ in range(2)]
+    worker.first_token(second, 10)
+    worker.tokens(second, 0, 10)
+    await until(lambda: len(tokens_of(readers[1].events)) == 1)
+    worker.frozen = True
+    await until(lambda: not cluster.registry.members)
+    worker.frozen = False
+    await until(lambda: cluster.registry.announce(worker.identity))
+    assert all(run.lost == set() for run in cluster.dispatcher._runs.values())
+    for _ in range(2):
+        again = await worker.heard("submit")
+        sent = sum(len(one.token_ids) for one in again.generated) // 4
+        worker.first_token(again.attempt_id, 10 + sent)
+        worker.tokens(again.attempt_id, sent, *range(10 + sent, 13))
+        worker.finished(again.attempt_id, 3)
+    for reader in readers:
+        assert tokens_of(await reader.end()) == [10, 11, 12]
+    assert first != second
     cluster.check_nothing_leaked()
     await cluster.close()
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
+from router.call import Call, Peer
 from router.dispatch.pace import Pace
-from router.dispatch.queue import AGEING, AdmissionQueue
+from router.dispatch.queue import AGEING, MOST_REMEMBERED, AdmissionQueue
+from router.doors.grpc_edge import _peer
 from router.errors import RouterError
-from router.jobs import Demand, ServedModel
+from router.jobs import Demand, Quota, ServedModel
+from router.quotas import Quotas
 
 MODEL = ServedModel("m", "r", "/m", 4096, 100, (), 16)
 
@@ -247,3 +250,43 @@ def test_what_a_request_needs_to_be_done() -> None:
     assert pace.service_s(demand) == pytest.approx(0.5 + 15 * 0.1)
     assert pace.service_s(Demand(MODEL, 100, 5, 1)) == pytest.approx(0.5 + 5 * 0.1)
     assert pace.needed_s(demand, 1.0) == pytest.approx(4.0)
+
+
+def test_nobody_is_remembered_for_ever() -> None:
+    queue = a_queue()
+    for number in range(3 * MOST_REMEMBERED):
+        push(queue, Job(tenant=f"10.0.{number}"))
+        take(queue)
+    assert len(queue.of("m")._tenants._given) <= MOST_REMEMBERED
+
+
+@pytest.mark.parametrize(
+    ("host", "sharer"),
+    [
+        ("10.0.0.1", "10.0.0.1"),
+        ("2001:db8::1:2:3:4", "2001:db8::/64"),
+        ("127.0.0.1", "127.0.0.1:7"),
+        ("::1", "::1:7"),
+        ("", ":7"),
+    ],
+)
+def test_who_shares_with_whom(host: str, sharer: str) -> None:
+    """Without a token a machine; of this one a connection."""
+    call = Call(peer=Peer.of(host, 7))
+    assert call.sharer == sharer
+    assert replace(call, tenant="t").sharer == "t"
+    assert _peer(f"ipv4:{host}:7" if "." in host else f"ipv6:%5B{host}%5D:7").connection == (
+        call.peer.connection
+    )
+
+
+def test_a_call_that_is_no_job_is_counted() -> None:
+    quotas, quota = Quotas(), Quota(requests=1)
+    with quotas.counted("t", quota):
+        with pytest.raises(RouterError, match="QUOTA_EXCEEDED"), quotas.counted("t", quota):
+            pass
+        with quotas.counted("other", quota):
+            pass
+    with quotas.counted("t", quota):
+        pass
+    assert quotas._usage == {}

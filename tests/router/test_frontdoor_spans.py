@@ -62,7 +62,9 @@ async def serve(
     """One streamed call under a SERVER span, left after so many messages."""
     server = start_span("server", CALLER)
     call = Call(trace_id_of(server), time_left_s=time_left_s, context=context_of(server))
-    stream = InferenceService(dispatcher, Tokenizers()).stream_generate(request(), call)
+    tokenizers = Tokenizers()
+    await tokenizers.get(dispatcher.served[0].path)
+    stream = InferenceService(dispatcher, tokenizers).stream_generate(request(), call)
     try:
         while messages is None or messages > 0:
             await anext(stream)

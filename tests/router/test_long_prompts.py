@@ -233,3 +233,32 @@ async def test_a_normal_prompt_passes_the_largest_ones(folder: Path) -> None:
         )
         for one in others:
             one.cancel()
+
+
+async def test_many_short_prompts_do_not_hold_up_the_event_loop(folder: Path) -> None:
+    """So many characters are encoded directly in one turn of the loop; threads have the rest."""
+    tokenizer, text = load(folder), "a b " * 256
+    async with busy("_pool") as found, asyncio.timeout(20):
+        calls = [asyncio.create_task(found.encode(tokenizer, text)) for _ in range(64)]
+        await asyncio.sleep(0.01)
+        assert [call.done() for call in calls] == [True, True] + [False] * 62
+        assert len((await found.encode(tokenizer, text))[0]), "it is another turn"
+        for call in calls:
+            call.cancel()
+
+
+async def test_who_has_many_texts_keeps_nobody_waiting(folder: Path) -> None:
+    tokenizer, ended = load(folder), list[str]()
+
+    async def encode(sharer: str) -> None:
+        await found.encode(tokenizer, "word " * 1000, sharer=sharer)
+        ended.append(sharer)
+
+    found, end = Tokenizers(threads=1), threading.Event()
+    found._pool.submit(end.wait)
+    calls = [asyncio.create_task(encode(sharer)) for sharer in "a" * 9 + "b"]
+    await asyncio.sleep(0.01)
+    end.set()
+    await asyncio.wait(calls, timeout=20)
+    found.close()
+    assert ended.index("b") <= 2

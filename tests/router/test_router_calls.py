@@ -28,6 +28,9 @@ class LeavingCaller:
     def time_remaining(self) -> float | None:
         return None
 
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:1"
+
     def invocation_metadata(self) -> None:
         return None
 

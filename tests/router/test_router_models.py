@@ -13,6 +13,7 @@ from baton.worker.v1 import worker_pb2
 from router.errors import RouterError
 from router.placement import models
 from router.placement.models import MOST_NAMES, Models
+from router.workers.link import Loss
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -160,10 +161,10 @@ def test_of_names_without_workers_the_last_are_remembered() -> None:
     """Fleets that give each revision a name of its own would fill the memory with them."""
     known = Models([], "cached")
     for second in range(MOST_NAMES + 3):
-        link = SimpleNamespace(identity=worker_pb2.WorkerIdentity())
+        link = SimpleNamespace(identity=worker_pb2.WorkerIdentity(), left_in_order=lambda _: False)
         link.identity.model.name = f"m{second}"
-        known.left(link, second, in_order=False)  # type: ignore[arg-type]
-    assert len(known._left_s) == len(known._lost_s) == MOST_NAMES
+        known.left(link, second, Loss.FROZEN)  # type: ignore[arg-type]
+    assert len(known._left_s) == len(known._lost_s) == len(known._froze_s) == MOST_NAMES
     latest = float(MOST_NAMES + 2)
     assert known.is_expected_back(f"m{MOST_NAMES + 2}", latest, within_s=60)
     assert not known.is_expected_back("m2", latest, within_s=latest)

@@ -4,14 +4,13 @@ import asyncio
 import json
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 from frontdoor_kit import CORPUS, write_tokenizer
 
 from baton.inference.v1 import inference_pb2 as api
-from router.folders.templates import Template, TemplateFileError, Templates, read_template
+from router.folders.templates import TemplateFileError, read_template
 from router.requests.chat_template import ChatTemplateError
 from router.requests.tokenization import Tokenizer, Tokenizers
 from router.server import main
@@ -180,26 +179,6 @@ async def test_a_folder_is_read_once_and_long_texts_leave_the_loop_free(folder: 
     counting.cancel()
     assert turns > 10
     assert first.decode(long_ids.tolist()) == text
-    tokenizers.close()
-
-
-@pytest.mark.parametrize(("turns", "on_loop"), [(3, True), (1000, False)])
-async def test_many_turns_leave_the_loop_free_however_short_they_are(
-    folder: Path, turns: int, on_loop: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rendered_on: list[threading.Thread] = []
-
-    class Watched(Template):
-        def render(self, **variables: object) -> str:
-            rendered_on.append(threading.current_thread())
-            return "rendered"
-
-    tokenizer = load(folder)
-    monkeypatch.setattr(Templates, "of", lambda self, tools: Watched(""))
-    tokenizers = Tokenizers()
-    silent = api.ChatMessage(role=api.ROLE_USER, content="")
-    await tokenizers.encode(tokenizer, api.ChatPrompt(messages=[silent] * turns))
-    assert [thread is threading.main_thread() for thread in rendered_on] == [on_loop]
     tokenizers.close()
 
 

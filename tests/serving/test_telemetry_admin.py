@@ -31,11 +31,10 @@ class Process:
             [Route("/traces", lambda request: PlainTextResponse("mine"))],
         )
 
-    async def get(self, path: str, accept: str = "") -> tuple[int, str]:
+    async def get(self, path: str, accept: str = "", host: str = "") -> tuple[int, str]:
         def fetch() -> tuple[int, str]:
-            request = urllib.request.Request(
-                f"http://{self.admin.address}{path}", headers={"accept": accept}
-            )
+            headers = {"accept": accept} | ({"host": host} if host else {})
+            request = urllib.request.Request(f"http://{self.admin.address}{path}", headers=headers)
             try:
                 with urllib.request.urlopen(request, timeout=10) as response:
                     return response.status, response.read().decode()
@@ -77,6 +76,15 @@ async def test_health(process: Process) -> None:
 async def test_the_process_adds_pages(process: Process) -> None:
     assert await process.get("/traces") == (200, "mine")
     assert (await process.get("/else"))[0] == 404
+
+
+async def test_no_web_page_reads_it_by_a_name_of_its_own(process: Process) -> None:
+    port = process.admin.address.rpartition(":")[2]
+    names = {"evil.example": 403, f"evil.example:{port}": 403, "localhost.evil.example": 403}
+    names |= {f"localhost:{port}": 200, "LOCALHOST": 200, f"[::1]:{port}": 200}
+    for name, status in names.items():
+        for path in ("/metrics", "/traces"):
+            assert (await process.get(path, host=name))[0] == status, name
 
 
 async def test_signals_stay_the_process_own(process: Process) -> None:

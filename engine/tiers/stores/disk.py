@@ -16,6 +16,7 @@ from pathlib import Path
 
 from engine.tiers.stores.protocol import Buffers, StoreError
 
+_OURS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_DIRECT_READS = {22, 95}
 """EINVAL, ENOTSUP: a file system in memory, for example."""
 
@@ -45,8 +46,8 @@ class DiskStore:
             raise StoreError(f"disk:{path}: {error}") from error
 
     def _open(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._lock = (folder / "lock").open("w")
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = os.fdopen(os.open(folder / "lock", _OURS, 0o600), "w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -54,6 +55,7 @@ class DiskStore:
         self._fd = _open_direct(folder / "pages")
         os.posix_fallocate(self._fd, 0, self._num_places * self._object_bytes)
         os.ftruncate(self._fd, self._num_places * self._object_bytes)
+        os.close(os.open(folder / "index", _OURS, 0o600))
         self._index = sqlite3.connect(folder / "index", isolation_level=None)
         self._index.execute("PRAGMA journal_mode = WAL")
         self._index.execute("PRAGMA synchronous = NORMAL")
@@ -134,10 +136,9 @@ class DiskStore:
 
 
 def _open_direct(path: Path) -> int:
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
     try:
-        return os.open(path, flags | os.O_DIRECT, 0o600)
+        return os.open(path, _OURS | os.O_DIRECT, 0o600)
     except OSError as error:
         if error.errno not in _NO_DIRECT_READS:
             raise
-        return os.open(path, flags, 0o600)
+        return os.open(path, _OURS, 0o600)

@@ -178,7 +178,7 @@ class StoreProcess:
         ours, theirs = socket.socketpair()
         connection = Connection(ours.detach())
         fds = (theirs.fileno(), *self._opening.memory_fds)
-        command = [sys.executable, "-m", "engine.tiers.stores.child"]
+        command = [sys.executable, "-P", "-m", "engine.tiers.stores.child"]
         arguments = [str(theirs.fileno()), str(os.getpid())]
         self._child = subprocess.Popen(
             [*command, *arguments], pass_fds=fds, stdin=subprocess.DEVNULL

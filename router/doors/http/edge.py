@@ -36,7 +36,7 @@ from pydantic_core import to_json
 from starlette.requests import ClientDisconnect, Request
 
 from router import errors
-from router.call import AccessRecord, Call
+from router.call import NO_PEER, AccessRecord, Call, Peer
 from router.doors.auth import Gate
 from router.doors.http.bodies import Bodies, Body
 from router.doors.http.connections import connection_of
@@ -181,6 +181,7 @@ class _Response:
             record=AccessRecord(
                 method=f"{request.method} {route}", client_tag=_client_tag(request)
             ),
+            peer=Peer.of(*request.client) if request.client else NO_PEER,
         )
         self.answer: Answer | None = None
         """Set when the method took the request. From then on the generations count refusals."""

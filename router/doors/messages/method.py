@@ -60,7 +60,7 @@ class Messages:
         asked = api.TokenizeRequest(model=request.model, chat=chat)
         with renamed(lambda path: _name(paths, path)):
             async with self._generations.deadline(call):
-                told = await self._generations.tokenize(asked)
+                told = await self._generations.tokenize(asked, call)
         return Said({"input_tokens": len(told.token_ids)}, request.ignored())
 
 

@@ -75,7 +75,7 @@ class Completions:
         echoes: list[Echo | None] = [None] * len(request.prompt)
         if request.echo:
             async with self._generations.deadline(call):
-                echoes = [await self._echo(request, one, tokenizer) for one in request.prompt]
+                echoes = [await self._echo(request, one, tokenizer, call) for one in request.prompt]
         requests = [
             _generation(request, prompt, echo, client_tag)
             for prompt, echo in zip(request.prompt, echoes, strict=True)
@@ -96,7 +96,7 @@ class Completions:
         return Reply(self._generations, order, call)
 
     async def _echo(
-        self, request: CompletionRequest, prompt: Prompt, tokenizer: Tokenizer | None
+        self, request: CompletionRequest, prompt: Prompt, tokenizer: Tokenizer | None, call: Call
     ) -> Echo:
         """The prompt as text, and also as ids if their log probabilities are wanted."""
         if isinstance(prompt, str):
@@ -107,12 +107,13 @@ class Completions:
                     model=request.model,
                     text=prompt,
                     add_special_tokens=request.add_special_tokens,
-                )
+                ),
+                call,
             )
             return Echo(prompt, list(tokenized.token_ids))
         if tokenizer is None:
             raise errors.invalid_fields([Violation("echo", "the model has no tokenizer")])
-        return Echo(await self._tokenizers.decode(tokenizer, prompt), prompt)
+        return Echo(await self._tokenizers.decode(tokenizer, prompt, sharer=call.sharer), prompt)
 
 
 def _generation(

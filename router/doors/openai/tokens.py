@@ -39,7 +39,7 @@ class Tokens:
             **prompt,
         )
         async with self._generations.deadline(call):
-            response = await self._generations.tokenize(request)
+            response = await self._generations.tokenize(request, call)
         model = self._dispatcher.model(asked.model)
         return Said(
             {
@@ -55,5 +55,5 @@ class Tokens:
         """The text of ids."""
         asked = parse(DetokenizeRequest, body, self._shape.most_elements())
         async with self._generations.deadline(call):
-            text = await self._generations.detokenize(asked.model, asked.tokens)
+            text = await self._generations.detokenize(asked.model, asked.tokens, call)
         return Said({"prompt": text}, asked.ignored())

@@ -76,7 +76,7 @@ class Responses:
         with renamed(lambda path: _name(turns, f"input.{path}")):
             async with self._generations.deadline(call):
                 told = await self._generations.tokenize(
-                    api.TokenizeRequest(model=request.model, chat=chat)
+                    api.TokenizeRequest(model=request.model, chat=chat), call
                 )
         content = {"object": "response.input_tokens", "input_tokens": len(told.token_ids)}
         return Said(content, request.ignored())
