@@ -198,6 +198,7 @@ _CONTENT = "messages[1].content[0]"
             "tools[0].input_schema",
         ),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.budget_tokens"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type"),
         ({"container": "SECRET"}, "container"),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _NAMES: Final = (
     ("chat.reasoning_effort", "output_config.effort"),
     ("chat.thinking_token_budget", "thinking.budget_tokens"),
+    ("chat.tool_choice.mode", "tool_choice"),
     ("chat.", ""),
     ("chat", "messages"),
     ("structure.json_schema", "output_config.format"),

@@ -165,7 +165,8 @@ class CountRequest(ModelRequest):
                 parameters=tool.input_schema or "",
                 strict=bool(tool.strict),
             )
-        if (choice := self.tool_choice) is None or not self.tools:
+        choice = self.tool_choice
+        if choice is None or (not self.tools and choice.type in ("auto", "none")):
             return
         if choice.type == "tool":
             chat.tool_choice.name = choice.name or ""

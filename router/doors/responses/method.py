@@ -24,6 +24,7 @@ _NAMES: Final = (
     ("input.chat.messages", "input"),
     ("input.chat.template_variables", "chat_template_kwargs"),
     ("input.chat.reasoning_effort", "reasoning.effort"),
+    ("input.chat.tool_choice.mode", "tool_choice"),
     ("input.chat.", ""),
     ("input.chat", "input"),
     ("input.structure.json_schema", "text.format"),

@@ -199,7 +199,7 @@ def _echoed(request: ResponseRequest) -> JSON:
     choice, form = request.tool_choice, request.format
     format_: JSON = {"type": form.type}
     if form.type == "json_schema":
-        schema = from_json(form.schema_ or "{}")
+        schema = _told(form.schema_)
         format_ |= {"name": form.name, "schema": schema, "strict": bool(form.strict)}
     return {
         "instructions": request.instructions,
@@ -216,7 +216,7 @@ def _echoed(request: ResponseRequest) -> JSON:
                 "type": "function",
                 "name": tool.name,
                 "description": tool.description,
-                "parameters": from_json(tool.parameters or "{}"),
+                "parameters": _told(tool.parameters),
                 "strict": bool(tool.strict),
             }
             for tool in request.tools or ()
@@ -224,6 +224,14 @@ def _echoed(request: ResponseRequest) -> JSON:
         "top_logprobs": 0,
         "truncation": "disabled",
     }
+
+
+def _told(schema: str | None) -> object:
+    """A schema as JSON; as its text, where that is none and nothing has read it."""
+    try:
+        return from_json(schema or "{}")
+    except ValueError:
+        return schema
 
 
 def _chosen(request: ResponseRequest) -> JSON | str:
