@@ -115,6 +115,11 @@ MESSAGES = [
             },
         ],
     },
+    {"role": "assistant", "content": [{**_USE, "id": "c3", "input": {}}]},
+    {
+        "role": "user",
+        "content": [{"type": "tool_result", "tool_use_id": "c3", "content": "Fog."}],
+    },
     {"role": "assistant", "content": "Both."},
     {"role": "assistant", "content": "Well."},
     {"role": "user", "content": [{"type": "text", "text": one} for one in ("a", "b")]},

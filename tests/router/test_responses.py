@@ -107,6 +107,11 @@ async def test_events_in_openais_order(port: Port) -> None:
         ] * 2
 
 
+CALLED = {
+    "id": "c3",
+    "type": "function",
+    "function": {"name": "get_weather", "arguments": "{}"},
+}
 TURNS = [
     {"role": "user", "content": "Hello"},
     {
@@ -124,9 +129,11 @@ TURNS = [
     },
     {"role": "tool", "tool_call_id": "c1", "content": "Rain."},
     {"role": "tool", "tool_call_id": "c2", "content": "Sun."},
+    {"role": "assistant", "content": None, "tool_calls": [CALLED]},
+    {"role": "tool", "tool_call_id": "c3", "content": "Fog."},
     {"role": "assistant", "content": "Both."},
     {"role": "assistant", "content": "Well."},
-    {"role": "user", "content": "a\nb"},
+    {"role": "user", "content": [{"type": "text", "text": one} for one in ("a", "b")]},
 ]
 _CALLED = {"type": "function_call", "name": "get_weather", "arguments": '{"city": "Paris"}'}
 ITEMS = [
@@ -141,6 +148,8 @@ ITEMS = [
         "call_id": "c2",
         "output": [{"type": "input_text", "text": "Sun."}],
     },
+    {"type": "function_call", "call_id": "c3", **CALLED["function"]},
+    {"type": "function_call_output", "call_id": "c3", "output": "Fog."},
     {"role": "assistant", "content": "Both."},
     {"role": "assistant", "content": "Well."},
     {"role": "user", "content": [{"type": "input_text", "text": one} for one in ("a", "b")]},

@@ -6,7 +6,7 @@ result and are not supported. They are refused by name, unless their value asks 
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, ValidationError
 
@@ -25,6 +25,12 @@ class ModelRequest(ApiObject):
     def refused(self) -> list[Violation]:
         """Violations: fields that are not supported, or that contradict each other."""
         return self.refusals("")
+
+
+def said(texts: list[str]) -> dict[str, Any]:
+    """The fields of a turn that hold its texts. Several are parts, which some chat templates go
+    through."""
+    return {"content_parts": texts} if len(texts) > 1 else {"content": "".join(texts)}
 
 
 Request = TypeVar("Request", bound=ModelRequest)

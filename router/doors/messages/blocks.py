@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Final, Literal
 
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError, to_json
 
 from baton.inference.v1 import inference_pb2 as api
+from router.doors.http.parsing import said
 from router.doors.http.values import ApiObject
 from router.errors import Violation
 from router.requests.bounds import MAX_CONTENT_PARTS
@@ -87,9 +88,9 @@ def refused_texts(blocks: list[TextBlock], path: str) -> Iterator[Violation]:
             yield Violation(f"{path}[{index}].type", "only blocks of text are supported")
 
 
-def text_of(blocks: list[TextBlock]) -> str:
-    """The texts, a line each, as in a chat."""
-    return "\n".join(block.text or "" for block in blocks)
+def texts_in(blocks: Sequence[TextBlock]) -> list[str]:
+    """The texts of blocks."""
+    return [block.text or "" for block in blocks]
 
 
 def turns_of(message: Message) -> Iterator[api.ChatMessage]:
@@ -104,15 +105,15 @@ def turns_of(message: Message) -> Iterator[api.ChatMessage]:
             texts.append(block)
             continue
         if texts:
-            yield api.ChatMessage(role=role, content=text_of(texts))
+            yield api.ChatMessage(role=role, **said(texts_in(texts)))
             texts = []
         yield api.ChatMessage(
             role=api.ROLE_TOOL,
-            content=text_of(block.content or []),
             tool_call_id=block.tool_use_id or "",
+            **said(texts_in(block.content or [])),
         )
     if texts or not message.content:
-        yield api.ChatMessage(role=role, content=text_of(texts))
+        yield api.ChatMessage(role=role, **said(texts_in(texts)))
 
 
 def _assistants(blocks: list[Block]) -> api.ChatMessage:
@@ -120,7 +121,7 @@ def _assistants(blocks: list[Block]) -> api.ChatMessage:
     calls = [block for block in blocks if block.type == "tool_use"]
     return api.ChatMessage(
         role=api.ROLE_ASSISTANT,
-        content="".join(block.text or "" for block in texts),
+        content="".join(texts_in(texts)) if texts or not calls else None,
         reasoning="".join(block.thinking or "" for block in blocks if block.type == "thinking"),
         tool_calls=[
             api.ToolCall(id=call.id or "", name=call.name or "", arguments=call.input or "")

@@ -8,9 +8,9 @@ from typing import Annotated, Final, Literal
 from pydantic import BeforeValidator, Field
 
 from baton.inference.v1 import inference_pb2 as api
-from router.doors.http.parsing import ModelRequest
+from router.doors.http.parsing import ModelRequest, said
 from router.doors.http.values import ApiObject, AtMost, JsonText, UInt32, Unless, texts_of
-from router.doors.messages.blocks import Message, Texts, refused_texts, text_of, turns_of
+from router.doors.messages.blocks import Message, Texts, refused_texts, texts_in, turns_of
 from router.errors import Violation
 from router.requests.bounds import MAX_TURNS
 from router.requests.chat_template import THINKING_SWITCHES
@@ -138,7 +138,7 @@ class CountRequest(ModelRequest):
         """The conversation, and the path in the request of each of its turns."""
         turns, paths = [], []
         if self.system:
-            turns.append(api.ChatMessage(role=api.ROLE_SYSTEM, content=text_of(self.system)))
+            turns.append(api.ChatMessage(role=api.ROLE_SYSTEM, **said(texts_in(self.system))))
             paths.append("system")
         for index, message in enumerate(self.messages):
             new = list(turns_of(message))

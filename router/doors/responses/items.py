@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field
 
 from baton.inference.v1 import inference_pb2 as api
+from router.doors.http.parsing import said
 from router.doors.http.values import ApiObject
 from router.errors import Violation
 from router.requests.bounds import MAX_CONTENT_PARTS
@@ -88,9 +89,13 @@ class Item(ApiObject):
                     yield Violation(f"{where}.text", "must be set")
 
 
-def text_of(parts: Sequence[Part] | None) -> str:
-    """The texts of a content, a line each, as in a chat."""
-    return "\n".join(part.text or part.refusal or "" for part in parts or ())
+def texts_in(parts: Sequence[Part] | None) -> list[str]:
+    """The texts of a content."""
+    return [part.text or part.refusal or "" for part in parts or ()]
+
+
+def _text_of(parts: Sequence[Part] | None) -> str:
+    return "\n".join(texts_in(parts))
 
 
 class Turns:
@@ -110,15 +115,15 @@ class Turns:
             case "function_call":
                 self._call(item, path)
             case "function_call_output":
-                message = self._begin(api.ROLE_TOOL, path)
-                message.content, message.tool_call_id = text_of(item.output), item.call_id or ""
+                message = self._begin(api.ROLE_TOOL, path, **said(texts_in(item.output)))
+                message.tool_call_id = item.call_id or ""
             case "reasoning":
                 self._think(item, path)
             case _ if item.role == "assistant":
                 self._say(item, path)
             case _:
-                message = self._begin(_ROLES[item.role or "user"], path)
-                message.content = text_of(item.content)
+                role = _ROLES[item.role or "user"]
+                self._begin(role, path, **said(texts_in(item.content)))
 
     def name_of(self, path: str) -> str | None:
         """The path of an item for a path below `input.chat.messages`; None for another one."""
@@ -131,8 +136,8 @@ class Turns:
         where = self._paths[turn] if call is None else self._call_paths[turn, int(call)]
         return f"{where}{found[3]}" if "[" in where else where
 
-    def _begin(self, role: api.Role.ValueType, path: str) -> api.ChatMessage:
-        self.messages.append(api.ChatMessage(role=role))
+    def _begin(self, role: api.Role.ValueType, path: str, **content: Any) -> api.ChatMessage:
+        self.messages.append(api.ChatMessage(role=role, **content))
         self._paths.append(path)
         self._is_open, self._called_last = role == api.ROLE_ASSISTANT, False
         return self.messages[-1]
@@ -155,11 +160,11 @@ class Turns:
         last = self.messages[-1] if self.messages else None
         begins = last is None or bool(last.content or last.tool_calls)
         turn = self._assistants(path, joins=not begins)
-        turn.reasoning += text_of(item.content or item.summary)
+        turn.reasoning += _text_of(item.content or item.summary)
 
     def _say(self, item: Item, path: str) -> None:
         last = self.messages[-1] if self.messages else None
         is_new = last is not None and bool(last.content) and not self._called_last
         turn = self._assistants(path, joins=not is_new)
-        turn.content += text_of(item.content)
+        turn.content += _text_of(item.content)
         self._called_last = False
