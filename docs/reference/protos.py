@@ -20,7 +20,8 @@ CLIENTS = """\
 
 Clients speak this API to a router over gRPC. [Clients](clients.md) has examples in several
 languages, and [errors](errors.md) lists the errors. Over HTTP the router speaks OpenAI's API on the
-paths `/v1/models`, `/v1/completions` and `/v1/chat/completions`. It also has `/tokenize`,
+paths `/v1/models`, `/v1/completions` and `/v1/chat/completions`, and the APIs of agents on
+`/v1/responses` and `/v1/messages` ([Responses and Messages](agents.md)). It also has `/tokenize`,
 `/detokenize` and `/tokenizer_info`, as vLLM's server does.
 """
 WORKERS = """\
