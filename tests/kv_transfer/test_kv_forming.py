@@ -71,8 +71,7 @@ def is_over(channel: Channel) -> bool:
     return channel.is_over if isinstance(channel, SendChannel) else channel.failed
 
 
-@pytest.mark.parametrize("end", [SendChannel, ReceiveChannel])
-@pytest.mark.parametrize("is_killed", [True, False])
+@pytest.mark.parametrize(("end", "is_killed"), [(SendChannel, False), (ReceiveChannel, True)])
 def test_a_peer_that_goes_no_further_than_the_rendezvous_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, end: type[Channel], is_killed: bool
 ) -> None:

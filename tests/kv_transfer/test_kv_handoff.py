@@ -39,7 +39,7 @@ def delivered(world: World, transfers: int = 1) -> Delivered:
     return world.decode.of(Delivered)[-1]
 
 
-@pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 333])
+@pytest.mark.parametrize("num_tokens", [1, 16, 333])
 def test_scattered_pages_arrive_byte_for_byte(world: World, num_tokens: int) -> None:
     transfer = world.grant(num_tokens)
     transfer.begin()
@@ -84,19 +84,19 @@ def test_full_pages_leave_while_the_rest_is_computed(world: World) -> None:
     transfer.assert_delivered()
 
 
-@pytest.mark.parametrize("granted_after_chunks", [0, 1, 2, 3])
-def test_a_grant_may_come_at_any_time(world: World, granted_after_chunks: int) -> None:
-    transfer = world.grant(60)
+@pytest.mark.parametrize("granted_after_chunks", [0, 1, 3])
+def test_a_grant_may_come_at_any_time(loopback: World, granted_after_chunks: int) -> None:
+    transfer = loopback.grant(60)
     chunks = [lambda: transfer.compute(20), lambda: transfer.compute(40), transfer.finish]
     chunks.insert(granted_after_chunks, transfer.begin)
     for step in chunks:
         step()
-        world.turn(3)
-    delivered(world)
+        loopback.turn(3)
+    delivered(loopback)
     transfer.assert_delivered()
 
 
-@pytest.mark.parametrize("held_pages", [1, 3, 6, 7])
+@pytest.mark.parametrize("held_pages", [1, 7])
 def test_held_pages_are_not_sent(world: World, held_pages: int) -> None:
     transfer = world.grant(100, held_pages=held_pages)
     transfer.begin()
@@ -149,21 +149,21 @@ def test_notifications_that_are_not_ours_are_dropped_and_counted(world: World) -
     transfer.assert_delivered()
 
 
-def test_duplicates_and_overlaps_are_dropped(world: World) -> None:
-    transfer = world.grant(100)
+def test_duplicates_and_overlaps_are_dropped(loopback: World) -> None:
+    transfer = loopback.grant(100)
     transfer.begin()
     transfer.compute(64)
-    world.until(lambda: world.decode.receiver.state(transfer.id) is ReceiveState.FILLING)
+    loopback.until(lambda: loopback.decode.receiver.state(transfer.id) is ReceiveState.FILLING)
     for first, end in ((0, 4), (3, 5), (0, 7)):
         chunk = Chunk(transfer.id, DECODE_EPOCH, first, end, 64)
-        world.prefill.transport.notify(world.decode.name, encode(chunk))
-    world.until(lambda: world.decode.counters.stale_notifications == 3)
+        loopback.prefill.transport.notify(loopback.decode.name, encode(chunk))
+    loopback.until(lambda: loopback.decode.counters.stale_notifications == 3)
     transfer.finish()
-    delivered(world)
+    delivered(loopback)
     repeat = Chunk(transfer.id, DECODE_EPOCH, 0, 7, 100, last=True)
-    world.prefill.transport.notify(world.decode.name, encode(repeat))
-    world.until(lambda: world.decode.counters.stale_notifications == 4)
-    assert len(world.decode.of(Delivered)) == 1
+    loopback.prefill.transport.notify(loopback.decode.name, encode(repeat))
+    loopback.until(lambda: loopback.decode.counters.stale_notifications == 4)
+    assert len(loopback.decode.of(Delivered)) == 1
 
 
 def test_only_the_granted_peer_may_fill(world: World) -> None:
@@ -218,16 +218,16 @@ def test_abort_by_the_prefill_side(world: World) -> None:
     assert len(world.prefill.of(SendQuiesced)) == 2, "an abort is always answered"
 
 
-def test_abort_of_a_transfer_never_heard_of(world: World) -> None:
-    transfer = world.grant(100)
-    world.prefill.sender.abort(transfer.id)
-    assert world.prefill.of(SendQuiesced) == [SendQuiesced(transfer.id)]
+def test_abort_of_a_transfer_never_heard_of(loopback: World) -> None:
+    transfer = loopback.grant(100)
+    loopback.prefill.sender.abort(transfer.id)
+    assert loopback.prefill.of(SendQuiesced) == [SendQuiesced(transfer.id)]
     transfer.begin()
     transfer.finish()
-    world.settle()
-    assert not world.decode.of(Delivered)
-    world.decode.receiver.abort(b"u" * 16)
-    assert world.decode.of(ReceiveFreed) == [ReceiveFreed(b"u" * 16)]
+    loopback.settle()
+    assert not loopback.decode.of(Delivered)
+    loopback.decode.receiver.abort(b"u" * 16)
+    assert loopback.decode.of(ReceiveFreed) == [ReceiveFreed(b"u" * 16)]
 
 
 def test_ready_and_abort_exclude_each_other(world: World) -> None:
@@ -264,17 +264,17 @@ def test_expiry_is_a_timeout_and_no_fence(world: World) -> None:
     assert world.prefill.of(SendQuiesced)
 
 
-def test_quarantine_outlives_a_peer_that_merely_left(world: World) -> None:
-    transfer = world.grant(100)
+def test_quarantine_outlives_a_peer_that_merely_left(loopback: World) -> None:
+    transfer = loopback.grant(100)
     transfer.begin()
-    world.decode.exchange.part(world.prefill.name, proven_dead=False)
-    world.decode.receiver.abort(transfer.id)
+    loopback.decode.exchange.part(loopback.prefill.name, proven_dead=False)
+    loopback.decode.receiver.abort(transfer.id)
     for _ in range(20):
-        world.decode.exchange.turn()
-        world.clock.advance(100.0)
-    assert world.decode.receiver.state(transfer.id) is ReceiveState.QUARANTINED
-    world.die(world.prefill, at=world.decode)
-    assert world.decode.of(ReceiveFreed) == [ReceiveFreed(transfer.id)]
+        loopback.decode.exchange.turn()
+        loopback.clock.advance(100.0)
+    assert loopback.decode.receiver.state(transfer.id) is ReceiveState.QUARANTINED
+    loopback.die(loopback.prefill, at=loopback.decode)
+    assert loopback.decode.of(ReceiveFreed) == [ReceiveFreed(transfer.id)]
 
 
 def test_a_peer_that_left_still_answers(world: World) -> None:
@@ -478,30 +478,30 @@ def test_a_restarted_peer_has_a_new_name(world: World) -> None:
         reborn.decode = unused
 
 
-def test_bad_grants_and_chunks_fail_typed(world: World) -> None:
-    transfer = world.grant(48)
+def test_bad_grants_and_chunks_fail_typed(loopback: World) -> None:
+    transfer = loopback.grant(48)
     spec = transfer.spec
     short = SendSpec(
         transfer.id, spec.peer, 1, spec.source_pages[:2], spec.target_pages, 0, 48, PAGE_TOKENS
     )
-    world.prefill.sender.begin(short)
-    assert world.prefill.of(SendFailed) == [SendFailed(transfer.id, "bad_grant")]
-    outside = world.grant(48)
+    loopback.prefill.sender.begin(short)
+    assert loopback.prefill.of(SendFailed) == [SendFailed(transfer.id, "bad_grant")]
+    outside = loopback.grant(48)
     outside.target[1] = NUM_PAGES
     outside.begin()
     outside.finish()
-    world.until(lambda: len(world.prefill.of(SendFailed)) == 2)
-    assert world.prefill.of(SendFailed)[1] == SendFailed(outside.id, "bad_pages")
-    too_long = world.grant(48)
+    loopback.until(lambda: len(loopback.prefill.of(SendFailed)) == 2)
+    assert loopback.prefill.of(SendFailed)[1] == SendFailed(outside.id, "bad_pages")
+    too_long = loopback.grant(48)
     too_long.begin()
     too_long.compute(49)
-    assert world.prefill.of(SendFailed)[2] == SendFailed(too_long.id, "bad_chunk")
-    too_big = world.grant(48)
+    assert loopback.prefill.of(SendFailed)[2] == SendFailed(too_long.id, "bad_chunk")
+    too_big = loopback.grant(48)
     too_big.begin()
     too_big.compute(48, b"x" * 5000)
-    world.until(lambda: len(world.prefill.of(SendQuiesced)) == 4)
-    assert world.prefill.of(SendFailed)[3] == SendFailed(too_big.id, "payload_too_large")
-    assert world.prefill.counters.transfers_failed == 4
+    loopback.until(lambda: len(loopback.prefill.of(SendQuiesced)) == 4)
+    assert loopback.prefill.of(SendFailed)[3] == SendFailed(too_big.id, "payload_too_large")
+    assert loopback.prefill.counters.transfers_failed == 4
 
 
 def test_only_the_granting_peer_may_quiesce(world: World) -> None:
