@@ -94,7 +94,7 @@ class Progress:
         self._done[name] += 1
         self._seconds[name] += now_s - began_s
         for kind in ("matrix", "slow", "clients"):
-            if kind in item.keywords:
+            if item.get_closest_marker(kind):
                 self._kinds[kind] += now_s - began_s
                 break
         done, left = self._done.total(), self._left.total()
