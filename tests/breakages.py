@@ -171,7 +171,7 @@ BREAKAGES = (
         "engine/loop/step_loop.py",
         "            self._scheduler.recovery.recover(plan, error)\n",
         "",
-        ("engine/test_engine_paths.py", "engine/test_poison.py"),
+        ("engine/test_step_observer.py",),
     ),
     Breakage(
         "mask-off-by-one",

@@ -1,12 +1,14 @@
-"""Whoever observes the steps hears of each one that settled."""
+"""Whoever observes the steps hears of each one that settled; one that failed ends its requests."""
 
 from __future__ import annotations
 
-from engine_kit import finish, submit
+from engine_kit import build, finish, submit
 from tiny_models import write_tiny_model
 
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.types import FailureReason
+from faults import failpoints
 
 
 def test_prompt_steps_decode_nobody_and_the_others_do(tmp_path) -> None:
@@ -23,3 +25,17 @@ def test_prompt_steps_decode_nobody_and_the_others_do(tmp_path) -> None:
     assert decoded[:2] == [0, 0]
     # One step may be in flight when the last token is known.
     assert decoded[2:] in ([1] * 7, [1] * 8)
+
+
+def test_a_step_that_fails_gives_up_its_requests_and_the_next_ones_run(tmp_path) -> None:
+    engine = build(write_tiny_model(tmp_path, tokenizer=False))
+    try:
+        failpoints.arm("engine.step=raise@3")
+        struck = submit(engine, range(5, 25), 8, ignore_eos=True)
+        assert struck.done.wait(30), struck.told_so_far()
+        assert struck.failed is not None
+        assert struck.failed.reason is FailureReason.INTERNAL
+        finish(submit(engine, range(5, 25), 8, ignore_eos=True))
+    finally:
+        failpoints.arm("")
+        engine.stop()
