@@ -385,7 +385,7 @@ BREAKAGES = (
         "quota-not-given-back",
         "a job that is over still counts for its tenant",
         "router/dispatch/dispatcher.py",
-        "            self._quotas.leave(job)\n",
+        "            self.quotas.leave(job)\n",
         "",
         ("router/test_dispatch_shares.py",),
     ),
