@@ -113,9 +113,10 @@ class Nursery:
         )
 
     def start(self, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Child:
-        """Starts `python -m baton ...`; what it writes is appended to the log."""
-        assert argv[1:3] == ["-m", "baton"], argv
-        order = {"argv": list(argv[3:]), "environment": dict(environment), "log": str(log)}
+        """Starts `python [-P] -m baton ...`; what it writes is appended to the log."""
+        words = argv[argv.index("-m") :]
+        assert words[1] == "baton", argv
+        order = {"argv": list(words[2:]), "environment": dict(environment), "log": str(log)}
         return Child(self._tell(order), lambda pid: self._tell({"ended": pid}))
 
     @property
