@@ -2,15 +2,22 @@
 
 It asks for no token: bind it to an address that only operators and Prometheus reach. On a loopback
 address it answers to names of this machine alone, so that no web page reads it.
+
+It asks for a token where something would change: every method but GET and HEAD needs an operator's,
+`BATON_OPERATOR_TOKEN`. Without one set nothing can be changed there. The one exception is the page
+of failpoints, which only tests have.
 """
 
 from __future__ import annotations
 
+import hmac
+import os
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
@@ -20,8 +27,14 @@ from serving.embedded_http import EmbeddedHttpServer, local_alone
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from starlette.requests import Request
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
     Page = Callable[[Request], Awaitable[Response]]
+
+
+OPERATOR_TOKEN: Final = "BATON_OPERATOR_TOKEN"
+"""Variable with the token that operators show."""
+FAILPOINTS: Final = "/failpoints"
 
 
 class AdminServer(EmbeddedHttpServer):
@@ -48,12 +61,36 @@ class AdminServer(EmbeddedHttpServer):
             Route("/health/ready", _health_page(ready)),
         )
         tests = [_failpoints_route()] if failpoints.is_live() else []
-        application = Starlette(routes=[*own, *tests, *routes])
+        application = OperatorsAlone(Starlette(routes=[*own, *tests, *routes]))
         words = (
             "an admin port on a loopback address answers to localhost, 127.0.0.1 and [::1] alone"
         )
         refusal = PlainTextResponse(f"{words}\n", 403)
         super().__init__(listen, local_alone(application, listen, refusal), "admin-server")
+
+
+def is_operator(authorization: str) -> bool:
+    """Whether a caller shows the operator's token, as `Bearer TOKEN`: one rule for all commands
+    that change something."""
+    token = os.environ.get(OPERATOR_TOKEN, "")
+    return bool(token) and hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode())
+
+
+class OperatorsAlone:
+    """Refuses requests that would change something, unless an operator sends them."""
+
+    def __init__(self, application: ASGIApp) -> None:
+        self._application = application
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request."""
+        changes = scope["type"] == "http" and scope["method"] not in ("GET", "HEAD")
+        shown = Headers(scope=scope).get("authorization", "") if changes else ""
+        if changes and scope["path"] != FAILPOINTS and not is_operator(shown):
+            refusal = PlainTextResponse(f"this needs the token of {OPERATOR_TOKEN}\n", 403)
+            await refusal(scope, receive, send)
+            return
+        await self._application(scope, receive, send)
 
 
 def metrics_route(registry: CollectorRegistry) -> Route:
@@ -81,7 +118,7 @@ def _failpoints_route() -> Route:
                 return PlainTextResponse(f"{error}\n", status_code=400)
         return JSONResponse(failpoints.counts())
 
-    return Route("/failpoints", page, methods=["GET", "POST"])
+    return Route(FAILPOINTS, page, methods=["GET", "POST"])
 
 
 def _health_page(healthy: Callable[[], bool]) -> Page:

@@ -26,6 +26,11 @@ log = logging.getLogger("baton.router")
 
 PREPARE: Final = Bounds(cpu_s=60.0, memory_bytes=4 << 30, time_s=240.0)
 """For a model's tokenizer; one of 256,000 tokens takes some seconds and some 100 MB."""
+MOST_IDLE: Final = 2
+"""Processes of a kind that wait for the next question. A new one costs some 10 ms of CPU time."""
+MOST_ANSWERS: Final = 64
+"""After so many a process is ended, so that nothing grows for ever."""
+DYING_S: Final = 0.05
 AGAIN_S: Final = 30.0
 """Time after which a server that could not get ready is tried again."""
 
@@ -61,6 +66,7 @@ class ForkServer:
         self._orders: socket.socket | None = None
         self._ready: asyncio.Task[None] | None = None
         self._next_number = 0
+        self._idle: dict[str, list[Forked]] = {}
         self._try_again_s = 0.0
 
     async def start(self) -> None:
@@ -79,7 +85,7 @@ class ForkServer:
         await asyncio.shield(self._ready)
 
     async def ask(self, kind: str, question: bytes, bounds: Bounds) -> bytes:
-        """Answers one question in a process of its own.
+        """Answers one question in a process that has answered others well, or in a new one.
 
         Raises:
             NotReadyError: see `start`.
@@ -87,11 +93,24 @@ class ForkServer:
             WorkFailedError: the work raised.
             WorkLateError: the time has passed.
         """
-        process = await self.fork(kind, bounds)
+        idle = self._idle.setdefault(kind, [])
+        process = idle.pop() if idle else await self.fork(kind, bounds)
+        is_new = not process.answers
         try:
-            return await process.ask(question)
-        finally:
+            answer = await process.ask(question)
+        except WorkEndedError:
             process.close()
+            if is_new or not await self._is_lost():
+                raise
+            return await self.ask(kind, question, bounds)
+        except BaseException:
+            process.close()
+            raise
+        if len(idle) < MOST_IDLE and process.answers < MOST_ANSWERS:
+            idle.append(process)
+        else:
+            process.close()
+        return answer
 
     def close(self) -> None:
         """Ends the server and all that it has forked."""
@@ -130,6 +149,11 @@ class ForkServer:
                 self._end()
         raise NotReadyError
 
+    async def _is_lost(self) -> bool:
+        """Whether the server itself has ended a moment ago."""
+        await asyncio.sleep(DYING_S)
+        return self._process is None or self._process.poll() is not None
+
     def _kill(self, orders: socket.socket, number: int) -> None:
         if self._orders is orders:
             with suppress(OSError):  # It is gone, and all that it had forked with it.
@@ -162,6 +186,7 @@ class ForkServer:
         process, self._process = self._process, None
         orders, self._orders = self._orders, None
         ready, self._ready = self._ready, None
+        self._idle.clear()
         if orders is not None:
             orders.close()
         if process is not None:

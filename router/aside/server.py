@@ -34,6 +34,7 @@ Work = Mapping[str, Callable[[bytes], bytes]]
 _PR_SET_PDEATHSIG: Final = 1
 _ORDERS: Final = 0
 """The socket of orders is the standard input."""
+_COMPLAINTS: Final = 2
 _FIRST_FREE: Final = 3
 _NICENESS: Final = 5
 """The router's own loop goes first."""
@@ -94,8 +95,9 @@ def _serve(fd: int, work: Callable[[bytes], bytes], bounds: Bounds) -> NoReturn:
         die_with_parent()
         os.closerange(_FIRST_FREE, fd)
         os.closerange(fd + 1, max(fd, 1024) + 1)
-        with open(os.devnull, "rb") as nothing:
-            os.dup2(nothing.fileno(), _ORDERS)
+        with open(os.devnull, "r+b", buffering=0) as nothing:
+            for taken in (_ORDERS, _COMPLAINTS):  # They would quote what a request brought.
+                os.dup2(nothing.fileno(), taken)
         os.nice(_NICENESS)
         bound_memory(bounds.memory_bytes)
         with socket.socket(fileno=fd) as own, own.makefile("rb") as stream:

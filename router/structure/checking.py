@@ -8,6 +8,7 @@ first by a process that may end. Its stack is a small part of what workers have
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import threading
 from collections.abc import Callable, Mapping
@@ -101,6 +102,8 @@ def _check(tokenizer: LLTokenizer, data: bytes) -> bytes:
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
+    if not found:
+        os._exit(1)  # llguidance has panicked, which is a crash like any other.
     if isinstance(answer := found[0], BaseException):
         raise answer
     return json.dumps(answer).encode()

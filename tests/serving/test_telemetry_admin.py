@@ -87,6 +87,30 @@ async def test_no_web_page_reads_it_by_a_name_of_its_own(process: Process) -> No
             assert (await process.get(path, host=name))[0] == status, name
 
 
+async def test_who_changes_something_shows_a_token(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def post(authorization: str) -> int:
+        url, headers = f"http://{process.admin.address}/traces", {"authorization": authorization}
+        try:
+            with urllib.request.urlopen(urllib.request.Request(url, b"", headers)) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    for token, shown, status in (
+        ("", "", 403),
+        ("", "Bearer ", 403),
+        ("secret", "", 403),
+        ("secret", "Bearer secre", 403),
+        ("secret", "secret", 403),
+        ("secret", "Bearer secret", 405),
+    ):
+        monkeypatch.setenv("BATON_OPERATOR_TOKEN", token)
+        assert await asyncio.to_thread(post, shown) == status, shown
+        assert (await process.get("/traces"))[0] == 200
+
+
 async def test_signals_stay_the_process_own(process: Process) -> None:
     got = asyncio.Event()
     loop = asyncio.get_running_loop()
