@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,15 @@ async def test_another_tenants_responses_are_not_there(port: Port) -> None:
             await api.create(model=MODEL, **fields)
     assert len(port.dispatcher.jobs) == jobs
     assert await port.client.responses.retrieve(kept.id) == kept
+
+
+async def test_a_full_disk_costs_no_answer(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def put(*_: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(ResponseStore, "put", put)
+    got = await create(port, "one")
+    assert (got.output_text, got.store) == ("The fox", False)
 
 
 def kept(name: str, previous: str | None = None, text: str = "") -> Kept:

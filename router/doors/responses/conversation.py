@@ -31,7 +31,6 @@ class Conversations:
 
     Args:
         store: None: nothing is kept.
-        most_bytes: most that may be read for one request.
     """
 
     def __init__(self, store: ResponseStore | None) -> None:
@@ -68,7 +67,8 @@ class Conversations:
             try:
                 await store.put(tenant, Kept(request.previous_response_id, kept, response))
             except sqlite3.Error as error:
-                logger.error("a response could not be stored: %s", error.sqlite_errorname)
+                name = getattr(error, "sqlite_errorname", type(error).__name__)
+                logger.error("a response could not be stored: %s", name)
                 return False
             return True
 
