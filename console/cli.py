@@ -23,7 +23,7 @@ from baton.errors import (
     UnreachableError,
 )
 from baton.version import __version__
-from console import vllm_flags
+from console import tls_hint, vllm_flags
 from console.commands import (
     ask,
     bench,
@@ -72,6 +72,8 @@ def explain(error: Exception) -> tuple[str, int] | None:
         return told, WRONG_USE
     match error:
         case UnreachableError():
+            if told := tls_hint.hint(error.message):
+                return told, WRONG_USE
             return (
                 "no router answers there. Start one with `baton up`, or name it with --router "
                 f"({error.message})",
@@ -85,7 +87,8 @@ def explain(error: Exception) -> tuple[str, int] | None:
             return f"{error.reason}: {error.message}{again}", TRY_LATER
         case BatonError() if error.code.name == "UNIMPLEMENTED":
             return (
-                "what answers there is no router's port for clients, 50051 unless told otherwise",
+                "what answers there is no router's port for clients. `baton up` prints that as "
+                "gRPC; --router names it",
                 FAILED,
             )
         case BatonError():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from baton.addresses import check_free
@@ -38,13 +38,16 @@ class PortPicker:
         for held in self._held:
             held.close()
 
-    def pick(self, wanted: int | None, usual: int, host: str = HOST) -> str:
+    def pick(
+        self, wanted: int | None, usual: int, host: str = HOST, never: Collection[int] = ()
+    ) -> str:
         """Returns HOST:PORT with a free port.
 
         Args:
             wanted: the port; 0: any port; None: the first free one from `usual` upwards.
             usual: where to begin for None.
             host: an address of this machine.
+            never: ports that are not taken for None, since others expect something else there.
 
         Raises:
             PortTakenError: no such port is free.
@@ -52,7 +55,8 @@ class PortPicker:
         """
         match wanted:
             case None:
-                ports: Sequence[int] = range(usual, usual + PORTS_TRIED)
+                tried = range(usual, usual + PORTS_TRIED)
+                ports: Sequence[int] = [port for port in tried if port not in never]
             case 0:
                 ports = [*random.SystemRandom().sample(ANY_PORT, PORTS_TRIED), 0]
             case _:

@@ -65,6 +65,8 @@ class UpOptions:
     device: Device = "auto"
     trace: bool = True
     """Whether every process sends its spans to the first router's trace store."""
+    otlp_endpoint: str = ""
+    """Where spans go instead; "": nowhere else."""
     host: str = HOST
     """The address of this machine at which clients are served over gRPC."""
     http_host: str = ""
@@ -165,7 +167,9 @@ def plan(options: UpOptions) -> UpPlan:
         routers = [
             _Router(
                 name=name,
-                internal=ports.pick(_like(options.grpc_port), INTERNAL_PORT),
+                internal=ports.pick(
+                    _like(options.grpc_port), INTERNAL_PORT, never=(GRPC_PORT, HTTP_PORT)
+                ),
                 admin=ports.pick(admin_port, ADMIN_PORT),
             )
             for name, admin_port in zip(names, admin_ports, strict=True)
@@ -241,7 +245,7 @@ def _router_spec(
         "--chat-template": options.chat_template,
     }
     switches = ["--reuse-port"] if len(routers) > 1 else []
-    if options.trace and router is routers[0]:
+    if options.trace and not options.otlp_endpoint and router is routers[0]:
         switches.append("--trace-store")
     ca, cert, key, _ = holders_files(options.certs, "router")
     own = _own(options, "router")
@@ -291,6 +295,8 @@ def _baton(command: str, flags: _Flags) -> list[str]:
 
 
 def _spans_to(options: UpOptions, routers: Sequence[_Router]) -> str | None:
+    if options.otlp_endpoint:
+        return options.otlp_endpoint
     scheme = "grpcs" if options.certs else "http"
     return f"{scheme}://{routers[0].internal}" if options.trace else None
 

@@ -9,7 +9,7 @@ The spans of one request, by the process that writes them:
 
     [router]   baton.inference.v1.InferenceService/StreamGenerate       SERVER
                or POST /v1/completions, /v1/chat/completions
-                 text_completion MODEL                                  INTERNAL
+                 text_completion MODEL, or chat MODEL                   INTERNAL
                    router.admit
                    router.tokenize
                    router.queue
@@ -69,9 +69,9 @@ class SpanName:
     DECODE_GENERATE: Final = "decode.generate"
 
     @staticmethod
-    def request(model: str) -> str:
+    def request(operation: str, model: str) -> str:
         """Name of the span around one generation."""
-        return f"{Attr.TEXT_COMPLETION} {model}"
+        return f"{operation} {model}"
 
 
 class Attr:
@@ -96,6 +96,7 @@ class Attr:
     # The request span.
     OPERATION_NAME: Final = "gen_ai.operation.name"
     TEXT_COMPLETION: Final = "text_completion"
+    CHAT: Final = "chat"
     PROVIDER_NAME: Final = "gen_ai.provider.name"
     REQUEST_MODEL: Final = "gen_ai.request.model"
     REQUEST_STREAM: Final = "gen_ai.request.stream"

@@ -57,7 +57,9 @@ class Given:
         list[str],
         typer.Option(
             "--url",
-            help="grpc://HOST:PORT (grpcs:// with TLS), or http://HOST:PORT/v1 of any "
+            "--router",
+            envvar="BATON_ROUTER",
+            help="HOST:PORT or grpc://HOST:PORT (grpcs:// with TLS), or http://HOST:PORT/v1 of any "
             "OpenAI-compatible server. Several take requests in turn.",
         ),
     ] = field(default_factory=lambda: [f"grpc://{ROUTER_ADDRESS}"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
@@ -20,7 +20,7 @@ from console.commands.tls_options import (
 from console.commands.trace import ROUTER_ADMIN_ADDRESS, AdminOption
 from console.doctor.finding import Finding, Level, warning
 from serving.installing import install_line
-from serving.output import stdout
+from serving.output import stderr, stdout
 
 if TYPE_CHECKING:
     from console.doctor.cluster import Path
@@ -83,7 +83,7 @@ def _show(title: str, findings: Iterable[Finding]) -> Counter[Level]:
     """Prints findings as they come. Returns the number of findings of each level."""
     stdout.print(f"\n[bold]{escape(title)}[/]")
     levels: Counter[Level] = Counter()
-    for finding in findings:
+    for finding in _awaited(title, findings):
         levels[finding.level] += 1
         found, *more = _wrapped(finding.found)
         stdout.print(f"  {_MARKS[finding.level]} {escape(finding.subject):<13} {escape(found)}")
@@ -92,6 +92,16 @@ def _show(title: str, findings: Iterable[Finding]) -> Counter[Level]:
         for line in _wrapped(f"-> {finding.advice}") if finding.advice else ():
             stdout.print(" " * _INDENT + f"[cyan]{escape(line)}[/]")
     return levels
+
+
+def _awaited(title: str, findings: Iterable[Finding]) -> Iterator[Finding]:
+    """The findings. While one is awaited, the terminal says what is looked at."""
+    waiting = iter(findings)
+    while True:
+        with stderr.status(f"looking at {title}"):
+            if (finding := next(waiting, None)) is None:
+                return
+        yield finding
 
 
 def _show_paths(paths: Sequence[Path]) -> None:

@@ -164,7 +164,8 @@ def up_command(
     Each is a process of its own; one log shows them all. A worker that dies is started again, and
     so is a router if there are several. Ctrl-C drains, a second Ctrl-C stops at once. Each process
     takes its other settings from BATON_* or baton.toml. So does this command for the addresses for
-    clients (BATON_LISTEN, BATON_HTTP_LISTEN) and the key.
+    clients (BATON_LISTEN, BATON_HTTP_LISTEN), the key, and the receiver of spans
+    (BATON_OTLP_ENDPOINT), which then takes the place of `baton trace`.
 
     Example: [cyan]baton up --prefill 2 --decode 2 --model ./Llama-3.1-8B-Instruct[/]
     """
@@ -186,6 +187,7 @@ def up_command(
         http_host=host or host_of(http_listen),
         api_key=routers_own.settings.api_key,
         chat_template=chat_template,
+        otlp_endpoint=routers_own.settings.otlp_endpoint,
         has_tokens=bool(routers_own.settings.auth_tokens_file),
         grpc_port=port_of(listen) if port is None else port,
         http_port=port_of(http_listen) if http_port is None else http_port,
@@ -194,7 +196,7 @@ def up_command(
         drain_s=drain_s,
         certs=certs,
     )
-    asyncio.run(_up(_planned(options), trace))
+    asyncio.run(_up(_planned(options), trace and not options.otlp_endpoint))
 
 
 def _check_certs(routers_own: RouterSettings, certs: str) -> None:

@@ -31,7 +31,8 @@ _PROVIDER: Final = "baton"
 
 
 class RequestSpan:
-    """The span `text_completion MODEL` below the call's; a context manager around the request."""
+    """The span `text_completion MODEL`, or `chat MODEL`, below the call's; a context manager around
+    the request."""
 
     def __init__(
         self,
@@ -44,11 +45,13 @@ class RequestSpan:
         self._model = request.input.model[:_MAX_NAME_CHARS]
         self._record = call.record
         self._record.client_tag = request.client_tag[:_MAX_NAME_CHARS]
+        is_chat = request.input.WhichOneof("prompt") == "chat"
+        self._operation = Attr.CHAT if is_chat else Attr.TEXT_COMPLETION
         self._span = start_span(
-            SpanName.request(self._model),
+            SpanName.request(self._operation, self._model),
             call.context,
             {
-                Attr.OPERATION_NAME: Attr.TEXT_COMPLETION,
+                Attr.OPERATION_NAME: self._operation,
                 Attr.PROVIDER_NAME: _PROVIDER,
                 Attr.REQUEST_STREAM: isinstance(request, api.StreamGenerateRequest),
                 Attr.RESPONSE_ID: call.id,
@@ -113,7 +116,7 @@ class RequestSpan:
         self._prompt_tokens = job.prompt_tokens
         self._record.model = job.model.name
         self._record.prompt_tokens += job.prompt_tokens
-        self._span.update_name(SpanName.request(job.model.name))
+        self._span.update_name(SpanName.request(self._operation, job.model.name))
         sampling = job.sampling
         self._span.set_attributes(
             {

@@ -16,6 +16,7 @@ from waiting import until
 
 from baton.addresses import CannotListenError
 from console import up
+from console.ports import PortPicker
 from console.supervisor import ProcessSpec
 from worker.settings import Role
 
@@ -157,6 +158,21 @@ def test_several_routers_share_clients_workers_and_one_store_of_traces(
     assert {flags_of(spec)["--otlp-endpoint"] for spec in plan.specs} == {f"http://{internal[0]}"}
     assert ["--trace-store" in spec.argv for spec in plan.specs] == [True, False, False, False]
     assert plan.admin_address == plan.router_admin_addresses[0][1]
+
+
+def test_spans_go_to_the_operators_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    there = "http://collector:4317"
+    plan = up.plan(up.UpOptions("/m", otlp_endpoint=there, **OWN_PORTS))
+    assert {flags_of(spec)["--otlp-endpoint"] for spec in plan.specs} == {there}
+    assert not any("--trace-store" in spec.argv for spec in plan.specs)
+
+
+def test_an_internal_port_is_never_where_clients_expect_a_router() -> None:
+    with PortPicker() as ports:
+        usual = int(ports.pick(0, 0).rpartition(":")[2])  # It is held.
+        picked = ports.pick(None, usual, never=range(usual + 1, usual + 50))
+    assert int(picked.rpartition(":")[2]) >= usual + 50
 
 
 OWN_PORTS = {"grpc_port": 0, "http_port": 0, "admin_port": 0}

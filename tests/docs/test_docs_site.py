@@ -54,6 +54,8 @@ def test_every_page_is_in_the_site_and_loads_nothing_from_elsewhere(site: Path) 
         assert loads.addresses
         assert [one for one in loads.addresses if re.match(r"(?:[a-z]+:)?//", one)] == [], page
         assert 'class="mermaid"' not in content, page
+        assert "iframe-worker.js" in content, "the search works from files"
+    assert (site / "search" / "search_index.js").read_text().startswith("var __index = {")
     for style in site.rglob("*.css"):
         assert not re.search(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//", style.read_text()), style
 

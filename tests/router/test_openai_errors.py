@@ -273,7 +273,11 @@ async def test_a_wrong_path_or_method_says_what_is_right(tmp_path: Path) -> None
     async with open_port(tmp_path, says("a")) as port:
         url, client = f"http://{port.server.address}", port.client._client
         missing = await client.post(f"{url}/chat/completions", json={})
-        assert "/v1/chat/completions, " in missing.json()["error"]["message"]
+        assert missing.json()["error"]["message"] == "no such path: it is /v1/chat/completions"
+        unknown = await client.post(f"{url}/nothing", json={})
+        assert "/v1/chat/completions, " in unknown.json()["error"]["message"]
+        ollama = await client.post(f"{url}/api/chat", json={})
+        assert "/v1/chat/completions here" in ollama.json()["error"]["message"]
         for path, instead in (
             ("audio/speech", "text"),
             ("images/generations", "text"),
@@ -288,6 +292,48 @@ async def test_a_wrong_path_or_method_says_what_is_right(tmp_path: Path) -> None
         assert get.headers["allow"] == "POST"
         listed = await client.get(f"{url}/v1/models/")
         assert [model["id"] for model in listed.json()["data"]] == [MODEL]
+
+
+@pytest.mark.parametrize(
+    ("target", "host", "status"),
+    [
+        ("http://localhost:1/v1/models", "nobody.example", 200),
+        ("HTTP://localhost/v1/models?x=1", "localhost", 200),
+        ("http://nobody.example/v1/models", "localhost", 403),
+        ("/v1/models/", "localhost", 200),
+        ("/ping", "localhost", 200),
+        ("/healthz", "localhost", 200),
+    ],
+)
+async def test_targets(tmp_path: Path, target: str, host: str, status: int) -> None:
+    """Also whole URLs, whose host counts in place of the header's."""
+    async with open_port(tmp_path, says("a")) as port:
+        reader, writer = await asyncio.open_connection(*port.address)
+        writer.write(f"GET {target} HTTP/1.1\r\nhost: {host}\r\n\r\n".encode())
+        answer = await asyncio.wait_for(reader.readline(), GONE_S)
+        writer.close()
+    assert answer.split()[1] == str(status).encode()
+
+
+async def test_a_compressed_body_is_not_taken(tmp_path: Path) -> None:
+    async with open_port(tmp_path, says("a")) as port:
+        url, client = f"http://{port.server.address}/v1/completions", port.client._client
+        for coding, status in (("gzip", 415), ("identity, BR", 415), ("identity", 200)):
+            headers = {**TYPE, "content-encoding": coding}
+            answer = await client.post(url, content=b'{"prompt": "a"}', headers=headers)
+            assert answer.status_code == status
+            assert (answer.headers.get("accept-encoding") == "identity") == (status == 415)
+
+
+async def test_the_api_describes_itself(tmp_path: Path) -> None:
+    async with open_port(tmp_path, says("a")) as port:
+        url = f"http://{port.server.address}/openapi.json"
+        document = (await port.client._client.get(url)).json()
+        routes = {route.path for route in port.server.application.routes}
+    assert {path.replace("{name}", "{name:path}") for path in document["paths"]} <= routes
+    chat = document["components"]["schemas"]["ChatRequest"]["properties"]
+    assert {"messages", "tools", "guided_json"} <= chat.keys()
+    assert "functions" not in chat, "it is refused"
 
 
 async def test_one_failing_prompt_ends_the_others(tmp_path: Path) -> None:

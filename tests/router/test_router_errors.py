@@ -12,6 +12,7 @@ from google.rpc import error_details_pb2 as details
 from google.rpc import status_pb2
 
 from router import errors
+from router.doors.http.bodies import unsupported_encoding
 from router.doors.http.statuses import http_status
 from router.doors.responses import refusals
 from router.errors import RouterError, Violation
@@ -20,6 +21,7 @@ Code = grpc.StatusCode
 Detail = TypeVar("Detail", bound=Message)
 ROWS: list[tuple[RouterError, grpc.StatusCode, str, type[Message] | None]] = [
     (errors.malformed_request(), Code.INVALID_ARGUMENT, "MALFORMED_REQUEST", None),
+    (unsupported_encoding(), Code.UNIMPLEMENTED, "UNSUPPORTED_ENCODING", None),
     (
         errors.invalid_fields([Violation("input.choices", "at least 1")]),
         Code.INVALID_ARGUMENT,

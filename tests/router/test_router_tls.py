@@ -31,6 +31,7 @@ from baton.client.clients import AsyncClient
 from baton.errors import UnreachableError
 from baton.tls import NO_FILES, TlsFiles
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
+from console.cli import explain
 from console.health import SERVING, check_at
 from router.requests.bounds import ConnectionLimits
 from router.server import RouterServer
@@ -322,6 +323,12 @@ async def test_doors_speak_tls(tmp_path: Path, client_ca: bool) -> None:
         assert health == SERVING
         in_clear = await asyncio.to_thread(check_at, router.address, "", 1.0, NO_FILES)
         assert in_clear != SERVING
+        async with AsyncClient(router.address, retries=False) as client:
+            with pytest.raises(UnreachableError) as caught:
+                await client.models(timeout_s=10.0)
+        told = await asyncio.to_thread(explain, caught.value)
+        assert told is not None
+        assert "speaks TLS" in told[0]
 
 
 def test_the_door_opens_on_the_event_loop_of_processes_too(tmp_path: Path) -> None:

@@ -16,7 +16,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from grpc import StatusCode
+
 from router import errors
+from router.errors import RouterError
 from router.requests.bounds import BODY_BYTES_A_SECOND, BODY_GRACE_S, MOST_HELD_BODY_BYTES
 
 if TYPE_CHECKING:
@@ -70,9 +73,11 @@ class Body:
 
         Raises:
             ClientDisconnect: the client left before its end.
-            RouterError: MALFORMED_REQUEST, it is no JSON, too large or has an impossible shape;
+            RouterError: UNSUPPORTED_ENCODING, it is compressed;
+                MALFORMED_REQUEST, it is no JSON, too large or has an impossible shape;
                 DEADLINE_EXCEEDED, it came too slowly; ROUTER_BUSY, other bodies fill the budget.
         """
+        _check_encoding(request)
         _check_type(request)
         self._shape.check_size(_announced(request))
         began_s = asyncio.get_running_loop().time()
@@ -109,6 +114,18 @@ def _check_type(request: Request) -> None:
     told = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if told != "application/json" and not told.endswith("+json"):
         raise errors.malformed_request("the content type must be application/json")
+
+
+def unsupported_encoding() -> RouterError:
+    """The body is compressed. A few of its bytes could stand for megabytes."""
+    message = "bodies must not be compressed: leave out content-encoding"
+    return RouterError(StatusCode.UNIMPLEMENTED, "UNSUPPORTED_ENCODING", message)
+
+
+def _check_encoding(request: Request) -> None:
+    told = ",".join(request.headers.getlist("content-encoding"))
+    if any(one.strip().lower() not in ("", "identity") for one in told.split(",")):
+        raise unsupported_encoding()
 
 
 def _announced(request: Request) -> int:

@@ -37,6 +37,7 @@ _STATUSES: Final = {
     StatusCode.UNAVAILABLE: 503,
     StatusCode.ABORTED: 503,
     StatusCode.DEADLINE_EXCEEDED: 504,
+    StatusCode.UNIMPLEMENTED: 415,
 }
 """All others are 500."""
 _TYPES: Final = {
@@ -115,7 +116,8 @@ def retry_headers(error: RouterError) -> dict[str, str]:
     """Headers that say when to retry, or not to retry. Without them OpenAI's clients retry after
     every 5xx."""
     if error.retry_after_s is None:
-        return {"x-should-retry": "false"}
+        taken = {"accept-encoding": "identity"} if http_status(error) == 415 else {}
+        return {"x-should-retry": "false", **taken}
     return {
         "retry-after": str(max(1, math.ceil(error.retry_after_s))),
         "retry-after-ms": str(math.ceil(error.retry_after_s * 1e3)),

@@ -29,9 +29,10 @@ def _number(value: object) -> object:
     return value
 
 
-Int = Annotated[int, BeforeValidator(_number)]
-Float = Annotated[float, BeforeValidator(_number)]
-UInt32 = Annotated[Int, Field(ge=0, lt=1 << 32)]
+IsNumber: Final = BeforeValidator(_number)
+Int = Annotated[int, IsNumber]
+Float = Annotated[float, IsNumber]
+UInt32 = Annotated[int, Field(ge=0, lt=1 << 32), IsNumber]
 Prompt = str | list[int]
 """A text, or token ids."""
 
@@ -164,5 +165,5 @@ def text_or_json(value: object) -> str:
     return "" if value is None else to_json(value).decode()
 
 
-JsonText = Annotated[str | None, BeforeValidator(_json_text)]
+JsonText = Annotated[str | None, BeforeValidator(_json_text, str | dict[str, Any] | bool | None)]
 """A JSON schema."""

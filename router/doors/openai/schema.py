@@ -21,6 +21,7 @@ from router.doors.http.values import (
     AtMost,
     Float,
     Int,
+    IsNumber,
     Prompt,
     UInt32,
     Unless,
@@ -76,7 +77,7 @@ class GenerationRequest(FormFields, ModelRequest):
     n: UInt32 | None = None
     temperature: Float | None = None
     top_p: Float | None = None
-    top_k: Annotated[Int, Field(ge=-1, lt=1 << 32)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 32), IsNumber] | None = None
     """-1 disables it, as 0 does."""
     min_p: Float | None = None
     frequency_penalty: Float | None = None
@@ -85,14 +86,16 @@ class GenerationRequest(FormFields, ModelRequest):
     seed: Int | None = None
     """Any integer; only the lowest 64 bits are used."""
     logit_bias: Annotated[dict[UInt32, Float] | None, AtMost(MAX_LOGIT_BIASES, "entries")] = None
-    stop: Annotated[list[str], AtMost(MAX_STOP_TEXTS, "texts"), BeforeValidator(texts_of)] = Field(
-        default_factory=list
-    )
+    stop: Annotated[
+        list[str],
+        AtMost(MAX_STOP_TEXTS, "texts"),
+        BeforeValidator(texts_of, str | list[str] | None),
+    ] = Field(default_factory=list)
     stop_token_ids: Annotated[list[UInt32], Field(max_length=MAX_STOP_TOKENS)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: UInt32 | None = None
-    priority: Annotated[Int, Field(gt=-(1 << 31), lt=1 << 31)] | None = None
+    priority: Annotated[int, Field(gt=-(1 << 31), lt=1 << 31), IsNumber] | None = None
     """Lower runs first, as in vLLM: the opposite of the gRPC API."""
     return_tokens_as_token_ids: bool | None = None
     """Writes tokens beside log probabilities as `token_id:7` instead of their text."""
@@ -110,7 +113,7 @@ class GenerationRequest(FormFields, ModelRequest):
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     """Stands for a priority, unless `priority` is set."""
     skip_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[Int, Field(ge=-1, lt=1 << 32)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 32), IsNumber] | None = None
     """Keeps the prompt's last tokens; -1: as many as the context holds beside the output."""
 
     custom_logit_processor: Annotated[bool, Unless()] = False
@@ -213,11 +216,13 @@ class GenerationRequest(FormFields, ModelRequest):
 class CompletionRequest(GenerationRequest):
     """A request of /v1/completions."""
 
-    prompt: Annotated[list[Prompt], PlainValidator(prompts)]
+    prompt: Annotated[
+        list[Prompt], PlainValidator(prompts, str | list[str] | list[int] | list[list[int]])
+    ]
     max_tokens: UInt32 | None = 16
     """16 if it is left out, as in OpenAI's API; null for the server's default; 0 with `echo` for
     the prompt alone."""
-    logprobs: Annotated[Int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), IsNumber] | None = None
     echo: bool | None = None
     best_of: Int | None = None
 
@@ -263,4 +268,4 @@ class CompletionRequest(GenerationRequest):
 class DetokenizeRequest(ModelRequest):
     """A request of /detokenize."""
 
-    tokens: Annotated[list[int], PlainValidator(ids_of)]
+    tokens: Annotated[list[int], PlainValidator(ids_of, list[int])]

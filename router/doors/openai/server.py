@@ -29,11 +29,13 @@ from router.doors.http.dialect import CHATS, NAMED_EVENTS, Dialect
 from router.doors.http.edge import REQUEST_ID, Guards, HttpEndpoint, Method
 from router.doors.http.elsewhere import not_served
 from router.doors.http.origins import guarded
+from router.doors.http.targets import Targets
 from router.doors.messages.dialect import MESSAGES_DIALECT, VERSION_HEADER
 from router.doors.messages.method import Messages
 from router.doors.messages.models import model_of, models_page
 from router.doors.openai.chat import ChatCompletions
 from router.doors.openai.completions import Completions
+from router.doors.openai.description import description
 from router.doors.openai.tokens import Tokens
 from router.doors.responses.method import Responses
 from router.doors.responses.pages import ResponsePages
@@ -66,6 +68,11 @@ TOKENIZE: Final = "/tokenize"
 DETOKENIZE: Final = "/detokenize"
 TOKENIZER_INFO: Final = "/tokenizer_info"
 HEALTH: Final = "/health"
+HEALTHZ: Final = "/healthz"
+"""The same, as Kubernetes names it."""
+PING: Final = "/ping"
+"""The same, as SageMaker names it."""
+OPENAPI: Final = "/openapi.json"
 VERSION: Final = "/version"
 _SERVED: Final = ", ".join(
     (
@@ -80,6 +87,7 @@ _SERVED: Final = ", ".join(
         TOKENIZER_INFO,
         HEALTH,
         VERSION,
+        OPENAPI,
     )
 )
 
@@ -137,20 +145,22 @@ class OpenAiServer(EmbeddedHttpServer):
             method(TOKENIZE, tokens.tokenize),
             method(DETOKENIZE, tokens.detokenize),
             Route(MODELS, self._pages.models),
-            Route(f"{MODELS}/", self._pages.models),
             Route(f"{MODELS}/{{name:path}}", self._pages.model),
             Route(TOKENIZER_INFO, self._pages.tokenizer),
             Route(HEALTH, self._pages.health),
+            Route(HEALTHZ, self._pages.health),
+            Route(PING, self._pages.health, methods=["GET", "POST"]),
+            Route(OPENAPI, self._pages.description),
             Route(VERSION, self._pages.version),
         )
-        application = Starlette(
+        self.application = application = Starlette(
             routes=[*api, *routes],
             exception_handlers={HTTPException: _not_served, errors.RouterError: _refused},
         )
         connections = Connections(most_connections().http, tls)
         super().__init__(
             listen,
-            connections.around(guarded(application, listen, allowed_origins)),
+            connections.around(Targets(guarded(application, listen, allowed_origins))),
             "openai-server",
             reuse_port=reuse_port,
             protocol=connections.protocol,
@@ -217,6 +227,10 @@ class _Pages:
         """200 while some model can run."""
         ready = self._dispatcher.models() and not self.draining
         return Response(status_code=200 if ready else 503)
+
+    async def description(self, request: Request) -> Response:
+        """The API as an OpenAPI document."""
+        return _json(description())
 
     async def version(self, request: Request) -> Response:
         """The release."""

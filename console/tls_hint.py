@@ -1,0 +1,36 @@
+"""Tells a port that speaks TLS, asked in clear, from one where nothing answers."""
+
+from __future__ import annotations
+
+import re
+import socket
+import ssl
+from typing import Final
+
+_ADDRESS: Final = re.compile(r"ipv[46]:(\S+):(\d+)")
+_TIMEOUT_S: Final = 1.0
+
+
+def hint(message: str) -> str:
+    """What to do about a failed call, if the address in gRPC's message speaks TLS; else ""."""
+    if "refused" in message or (found := _ADDRESS.search(message)) is None:
+        return ""
+    host, port = found[1].strip("[]"), int(found[2])
+    if not _speaks_tls(host, port):
+        return ""
+    return f"the router there speaks TLS: name it as grpcs://HOST:{port} (--tls-ca for its CA)"
+
+
+def _speaks_tls(host: str, port: int) -> bool:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # It only looks, and sends nothing.
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with (
+            socket.create_connection((host, port), _TIMEOUT_S) as opened,
+            context.wrap_socket(opened, server_hostname=host),
+        ):
+            return True
+    except ssl.SSLError as error:  # One that asks for a certificate speaks it, too.
+        return "CERTIFICATE_REQUIRED" in str(error)
+    except OSError:
+        return False
