@@ -167,9 +167,7 @@ def plan(options: UpOptions) -> UpPlan:
         routers = [
             _Router(
                 name=name,
-                internal=ports.pick(
-                    _like(options.grpc_port), INTERNAL_PORT, never=(GRPC_PORT, HTTP_PORT)
-                ),
+                internal=ports.pick(_like(options.grpc_port), INTERNAL_PORT, never=(GRPC_PORT,)),
                 admin=ports.pick(admin_port, ADMIN_PORT),
             )
             for name, admin_port in zip(names, admin_ports, strict=True)
@@ -295,10 +293,8 @@ def _baton(command: str, flags: _Flags) -> list[str]:
 
 
 def _spans_to(options: UpOptions, routers: Sequence[_Router]) -> str | None:
-    if options.otlp_endpoint:
-        return options.otlp_endpoint
     scheme = "grpcs" if options.certs else "http"
-    return f"{scheme}://{routers[0].internal}" if options.trace else None
+    return options.otlp_endpoint or (f"{scheme}://{routers[0].internal}" if options.trace else None)
 
 
 def _own(options: UpOptions, holder: str) -> dict[str, str]:

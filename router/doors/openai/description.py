@@ -8,29 +8,18 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
+from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 from baton.version import __version__
-from router.doors.messages.schema import CountRequest, MessageRequest
-from router.doors.openai.schema import CompletionRequest, DetokenizeRequest
-from router.doors.openai.turns import ChatRequest, TokenizeRequest
-from router.doors.responses.schema import ResponseRequest
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
     from pydantic_core import CoreSchema
 
     from router.doors.http.statuses import JSON
 
-POSTS: Final[dict[str, tuple[type[BaseModel], str]]] = {
-    "/v1/chat/completions": (ChatRequest, "The next turn of a conversation, as in OpenAI's API"),
-    "/v1/completions": (CompletionRequest, "A text that goes on, as in OpenAI's API"),
-    "/v1/responses": (ResponseRequest, "A response, as in OpenAI's API"),
-    "/v1/messages": (MessageRequest, "A message, as in Anthropic's API"),
-    "/v1/messages/count_tokens": (CountRequest, "The number of a message's tokens"),
-    "/tokenize": (TokenizeRequest, "The ids that a generation would run"),
-    "/detokenize": (DetokenizeRequest, "The text of ids"),
-}
+Posts = tuple[tuple[str, type[BaseModel], str], ...]
+"""Paths that take a body, its model, and what they do."""
 GETS: Final = {
     "/v1/models": "The models that are served",
     "/v1/models/{name}": "One of them",
@@ -52,9 +41,9 @@ class _Schemas(GenerateJsonSchema):
 
 
 @cache
-def description() -> JSON:
+def description(posts: Posts) -> JSON:
     """The document."""
-    models = [(model, "validation") for model, _ in POSTS.values()]
+    models = [(model, "validation") for _, model, _ in posts]
     _, schemas = models_json_schema(
         models,  # type: ignore[arg-type]  # a literal that is inferred as str
         ref_template="#/components/schemas/{model}",
@@ -62,7 +51,7 @@ def description() -> JSON:
     )
     for schema in schemas["$defs"].values():
         _drop_unsupported(schema)
-    paths: JSON = {path: {"post": _post(*told)} for path, told in POSTS.items()}
+    paths: JSON = {path: {"post": _post(model, summary)} for path, model, summary in posts}
     paths |= {path: {"get": _get(path, summary)} for path, summary in GETS.items()}
     return {
         "openapi": "3.1.0",

@@ -33,12 +33,16 @@ from router.doors.http.targets import Targets
 from router.doors.messages.dialect import MESSAGES_DIALECT, VERSION_HEADER
 from router.doors.messages.method import Messages
 from router.doors.messages.models import model_of, models_page
+from router.doors.messages.schema import CountRequest, MessageRequest
 from router.doors.openai.chat import ChatCompletions
 from router.doors.openai.completions import Completions
-from router.doors.openai.description import description
+from router.doors.openai.description import Posts, description
+from router.doors.openai.schema import CompletionRequest, DetokenizeRequest
 from router.doors.openai.tokens import Tokens
+from router.doors.openai.turns import ChatRequest, TokenizeRequest
 from router.doors.responses.method import Responses
 from router.doors.responses.pages import ResponsePages
+from router.doors.responses.schema import ResponseRequest
 from router.errors import Violation
 from router.events import NO_EVENTS, RouterEvents
 from router.requests.bounds import BodyShape, most_connections
@@ -89,6 +93,17 @@ _SERVED: Final = ", ".join(
         VERSION,
         OPENAPI,
     )
+)
+
+
+_POSTS: Final[Posts] = (
+    (CHAT_COMPLETIONS, ChatRequest, "The next turn of a conversation, as in OpenAI's API"),
+    (COMPLETIONS, CompletionRequest, "A text that goes on, as in OpenAI's API"),
+    (RESPONSES, ResponseRequest, "A response, as in OpenAI's API"),
+    (MESSAGES, MessageRequest, "A message, as in Anthropic's API"),
+    (COUNT_TOKENS, CountRequest, "The number of a message's tokens"),
+    (TOKENIZE, TokenizeRequest, "The ids that a generation would run"),
+    (DETOKENIZE, DetokenizeRequest, "The text of ids"),
 )
 
 
@@ -230,7 +245,7 @@ class _Pages:
 
     async def description(self, request: Request) -> Response:
         """The API as an OpenAPI document."""
-        return _json(description())
+        return _json(description(_POSTS))
 
     async def version(self, request: Request) -> Response:
         """The release."""
