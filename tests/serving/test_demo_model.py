@@ -72,6 +72,20 @@ def test_a_folder_that_is_incomplete_or_old_is_made_again(made: list[str]) -> No
     assert made.count("convert") == 3
 
 
+def test_a_folder_of_before_gets_the_template_with_tools(made: list[str]) -> None:
+    """It is not made again, and it says the same where there are no tools."""
+    folder = demo.ensure()
+    marker = folder / demo.MARKER
+    (folder / demo.TEMPLATE).write_text("{{ messages }}")
+    told = json.loads(marker.read_text())
+    told["bytes"][demo.TEMPLATE] = len("{{ messages }}")
+    marker.write_text(json.dumps(told))
+    assert demo.ensure() == folder
+    assert (folder / demo.TEMPLATE).read_text() == demo.OWN_TEMPLATE.read_text()
+    assert demo.is_ready(folder)
+    assert made == ["download", "convert"]
+
+
 def test_a_failure_leaves_nothing(
     made: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
