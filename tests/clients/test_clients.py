@@ -107,6 +107,8 @@ def test_chat_stream_text_and_a_prompt_that_is_too_long(
         ("forms_litellm.py", "litellm mcp"),  # It needs mcp for tools, and does not say so.
         ("forms_langchain.py", "langchain-openai"),
         ("forms_instructor.py", "instructor"),
+        ("forms_huggingface_hub.py", "huggingface_hub"),
+        ("forms_guidance.py", "guidance openai"),
     ],
 )
 def test_schemas_and_tools(served: Served, program: str, requirement: str) -> None:
@@ -202,6 +204,19 @@ def test_a_coding_agent_that_speaks_messages(served: Served, tmp_path: Path) -> 
     assert (answer["role"], answer["stopReason"]) == ("assistant", "length")
     assert answer["content"][0]["text"]
     assert answer["usage"]["input"] + answer["usage"]["cacheRead"] > 1000
+
+
+def test_the_ai_sdk_in_node(served: Served) -> None:
+    said = run_program("ai_sdk.mjs", f"{served.url}/v1", MODEL_NAME)
+    assert said.pop("parsed").keys() == {"name", "people"}
+    assert said.pop("calls")[0][1] in ("Paris", "Rome")
+    assert said == {"chat": served.chat, "stream": served.chat, "finish": "tool-calls"}
+
+
+def test_autogen_calls_a_tool_and_takes_its_result(served: Served) -> None:
+    said = said_by("calls_autogen.py", "autogen-ext[openai]", served)
+    assert said["calls"][0][0] == "note"
+    assert said["after"]
 
 
 def test_instructor_reads_json_out_of_a_text(served: Served) -> None:
