@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import time
@@ -25,14 +26,16 @@ def tokenizer(demo_model: Path) -> LLTokenizer:
     return LLTokenizer((demo_model / "tokenizer.json").read_text(), 49152, [END])
 
 
-def longest_mask_s(matcher: LLMatcher, tokens: int, seed: int = 0) -> float:
-    """Draws tokens at random until the fuel is spent or the text ends."""
+def longest_mask_s(
+    matcher: LLMatcher, tokens: int, seed: int = 0, enough_s: float = math.inf
+) -> float:
+    """Draws tokens at random until the fuel is spent, the text ends or a mask took long enough."""
     rng, longest_s = np.random.default_rng(seed), 0.0
     for _ in range(tokens):
         began_s = time.thread_time()
         mask = matcher.compute_bitmask()
         longest_s = max(longest_s, time.thread_time() - began_s)
-        if matcher.is_error():
+        if matcher.is_error() or longest_s > enough_s:
             break
         bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
         allowed = np.setdiff1d(np.flatnonzero(bits), [END])
@@ -60,15 +63,14 @@ def test_an_ambiguous_grammar_is_stopped_early(tokenizer: LLTokenizer) -> None:
     assert "start" not in matcher.get_error(), "it does not show the grammar"
     loose = LLParserLimits(verbose_errors=False)
     unbounded = LLMatcher(tokenizer, AMBIGUOUS, log_level=0, limits=loose)
-    theirs_s = longest_mask_s(unbounded, 60)
-    assert ours_s < theirs_s / 2
+    assert longest_mask_s(unbounded, 60, enough_s=2 * ours_s) > 2 * ours_s
 
 
 @pytest.mark.parametrize("optional", [20, 150])
 def test_wide_schemas_have_enough(tokenizer: LLTokenizer, optional: int) -> None:
     options: Any = {"whitespace_pattern": "[ \\n]?"}
     grammar = LLMatcher.grammar_from_json_schema(schema(optional), overrides=options)
-    for seed in range(8):
+    for seed in range(2):
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
         longest_mask_s(matcher, 80, seed)
         assert not matcher.is_error(), matcher.get_error()
