@@ -155,10 +155,14 @@ def test_parts_of_ranks_come_back_from_a_server(address, secret):
 
 @pytest.mark.slow
 def test_an_engine_over_a_server(address, path, want, secret):  # noqa: F811
+    """A prompt is computed where that seems sooner, so on a busy machine the first may all be."""
     engine = build(path, **SMALL, kv_stores=(address,), kv_secret_file=secret)
-    speaks(engine, want)
-    assert engine.load().tiers.loaded_tokens[address.partition(":")[0]] >= 256
+    for _ in range(4):
+        speaks(engine, want)
+        if (loaded := engine.load().tiers.loaded_tokens[address.partition(":")[0]]) >= 256:
+            break
     engine.stop()
+    assert loaded >= 256
 
 
 @pytest.mark.parametrize(
