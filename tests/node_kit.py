@@ -12,7 +12,7 @@ from typing import Any
 import debian
 
 FOLDER = Path(__file__).resolve().parent / "node"
-INSTALL_S = 100
+INSTALL_S = 400
 SCENARIO_S = 30
 
 
