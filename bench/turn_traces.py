@@ -38,7 +38,7 @@ def read(admin: str, began_ns: int) -> list[Trace]:
         listed = json.load(page)["traces"]
     found = []
     for one in listed:
-        if one["start_ns"] >= began_ns and Attr.TEXT_COMPLETION in one["name"]:
+        if one["start_ns"] >= began_ns and SpanName.is_request(one["name"]):
             with contextlib.suppress(traces.TraceError):
                 found.append(traces.fetch(admin, one["trace_id"], patience_s=0.0))
     return found

@@ -25,7 +25,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from telemetry.names import Attr
+from telemetry.names import Attr, SpanName
 
 if TYPE_CHECKING:
     import grpc
@@ -39,8 +39,6 @@ DEFAULT_MAX_BYTES: Final = 512 * 1024
 """Serialized spans of one trace, bytes. The whole store holds at most 128 MiB."""
 TRACE_ID_BYTES: Final = 16
 
-_REQUESTS: Final = (f"{Attr.TEXT_COMPLETION} ", f"{Attr.CHAT} ")
-"""Beginnings of the names of request spans."""
 _STATUS_WORDS: Final = {Status.STATUS_CODE_OK: "ok", Status.STATUS_CODE_ERROR: "error"}
 
 
@@ -81,7 +79,7 @@ class _Trace:
         if not self.spans or start_ns < self.start_ns:
             self.start_ns, self.first_name = start_ns, span.name
         self.end_ns = max(self.end_ns, end_ns)
-        if not self.request_name and span.name.startswith(_REQUESTS):
+        if not self.request_name and SpanName.is_request(span.name):
             self.request_name = span.name
         self.services.add(stored.service)
         self.failed = self.failed or span.status.code == Status.STATUS_CODE_ERROR

@@ -73,6 +73,11 @@ class SpanName:
         """Name of the span around one generation."""
         return f"{operation} {model}"
 
+    @staticmethod
+    def is_request(name: str) -> bool:
+        """Whether a span is around one generation."""
+        return name.startswith((Attr.TEXT_COMPLETION, f"{Attr.CHAT} "))
+
 
 class Attr:
     """Keys of span attributes, and a few fixed values of the conventions."""

@@ -221,7 +221,7 @@ def _attempt(span: Span) -> str:
 
 
 def _is_request(span: Span) -> bool:
-    return span.name.startswith(Attr.TEXT_COMPLETION) and span.kind == "internal"
+    return SpanName.is_request(span.name) and span.kind == "internal"
 
 
 def from_store(found: Mapping[str, Any]) -> Trace:
@@ -305,7 +305,7 @@ class _Store:
                 f"the router at {self.base_url} keeps no traces: start it with --trace-store, and "
                 "every process with --otlp-endpoint http://ROUTER:50050, its internal address"
             )
-        named = (trace for trace in found["traces"] if Attr.TEXT_COMPLETION in trace["name"])
+        named = (trace for trace in found["traces"] if SpanName.is_request(trace["name"]))
         return next((trace["trace_id"] for trace in named), None)
 
 

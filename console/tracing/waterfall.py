@@ -17,7 +17,7 @@ from rich.text import Text
 
 from console.tracing.span_details import count, details, duration
 from console.tracing.traces import Span, Trace, missing_spans
-from telemetry.names import Attr, Service
+from telemetry.names import Attr, Service, SpanName
 
 MAX_COLUMNS: Final = 140
 _MIN_AXIS: Final = 24
@@ -156,8 +156,8 @@ class _Columns:
 
 def _indented(depth: int, span: Span) -> str:
     name = span.name.rsplit("/", 1)[-1] if span.kind == "server" else span.name
-    if name.startswith(f"{Attr.TEXT_COMPLETION} "):
-        name = Attr.TEXT_COMPLETION  # The title has the model.
+    if SpanName.is_request(name):
+        name = name.split(" ")[0]  # The title has the model.
     return "  " * depth + name
 
 

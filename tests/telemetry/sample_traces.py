@@ -60,7 +60,7 @@ class Builder:
             "baton.inference.v1.InferenceService/StreamGenerate", None, 0, end_ms, kind="server"
         )
         request = self.span(
-            SpanName.request(MODEL),
+            SpanName.request(Attr.CHAT, MODEL),
             server,
             0.2,
             end_ms - 0.4,

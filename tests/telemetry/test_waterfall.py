@@ -51,7 +51,7 @@ SmolLM2-135M-Instruct                                               0af7651916cd
                                           0 ms          100 ms        200 ms        300 ms
                                           ┬─────────────┬─────────────┬─────────────┬───────────────
 StreamGenerate         router     412 ms  ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━
-  text_completion      router     411 ms  ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━
+  chat                 router     411 ms  ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━
     router.admit       router     300 µs  ▏
     router.tokenize    router     1.6 ms  ▎
     router.queue       router     300 µs  ▏ 3 ahead
