@@ -35,6 +35,7 @@ READY_S: Final = 60.0
 HOST_GIB: Final = 0.001
 """Fewer slots than a tight pool has pages."""
 STORE_MODULE: Final = "engine.tiers.stores.child"
+ASIDE_MODULE: Final = "router.aside.server"
 FAILPOINTS: Final = "BATON_DEBUG_FAILPOINTS"
 FIRED_BELOW: Final = re.compile(r"WARNING (?:faults\.failpoints: )?failpoint fires: (\S+)")
 """As ranks and stores log it; workers log JSON."""
@@ -205,11 +206,11 @@ class Arena:
             rank.resume()
         self._is_awake(name)
 
-    def signal_stores(self, name: str, number: signal.Signals) -> None:
-        """To the processes of a worker's stores that run now."""
+    def signal_children(self, name: str, number: signal.Signals, module: str) -> None:
+        """To the processes that a process has started to run a module, and that run now."""
         for child in psutil.Process(self.pid(name)).children():
             with contextlib.suppress(psutil.NoSuchProcess):
-                if STORE_MODULE in child.cmdline():
+                if module in child.cmdline():
                     child.send_signal(number)
 
     async def tend(self) -> None:

@@ -11,6 +11,7 @@ The rules, each with a name that a violation carries:
     status     no terminal event, or more than one, or one that the table does not have
     unfinished OK, and a choice is not finished
     promise    a status that this run had no excuse for
+    form       a choice that has ended by itself is not of the form that was asked for
     late       the end came more than `GRACE_S` after the deadline, but for what the client itself
                did not look
     trace      no trace id, several, or that of another request
@@ -21,9 +22,13 @@ there is below the numerical noise: from there on both answers are right, and no
 
 from __future__ import annotations
 
+import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
+
+from jsonschema import Draft202012Validator
 
 from chaos.history import USUAL_TIMEOUT_S, Ask, Event, History
 
@@ -38,6 +43,7 @@ BEFORE_FIRST_TOKEN: Final[Mapping[str, frozenset[str]]] = {
     "RESOURCE_EXHAUSTED": frozenset({"QUEUE_FULL", "QUEUE_TIMEOUT", "DEADLINE_UNREACHABLE"}),
     "DEADLINE_EXCEEDED": frozenset({"DEADLINE_EXCEEDED"}),
     "INTERNAL": frozenset({"POISON_REQUEST"}),
+    "INVALID_ARGUMENT": frozenset({"STRUCTURE_TOO_COMPLEX"}),
 }
 AFTER_FIRST_TOKEN: Final[Mapping[str, frozenset[str]]] = {
     "ABORTED": frozenset({"WORKER_LOST_MID_STREAM", "READER_TOO_SLOW", "POISON_REQUEST"}),
@@ -107,6 +113,16 @@ def comparable(ask: Ask, choice: Choice) -> int:
         if token.margin < noise:
             return index
     return len(choice.tokens)
+
+
+def is_of_form(option: str, form: str, text: str) -> bool:
+    """Whether a whole output is what a regular expression or a schema asks for."""
+    if option == "regex":
+        return re.fullmatch(form, text) is not None
+    try:
+        return Draft202012Validator(json.loads(form)).is_valid(json.loads(text))
+    except json.JSONDecodeError:
+        return False
 
 
 Found = Iterator[tuple[str, str]]
@@ -215,6 +231,8 @@ def _status(history: History, excuses: Excuses) -> Found:
         return
     status = statuses[0]
     if status.code == "OK":
+        if history.ask.crash:
+            yield "promise", "OK, and its form cannot be read"
         missing = [n for n in range(history.ask.choices) if not _finished(history, n)]
         if missing:
             yield "unfinished", f"OK, but choices {missing} are not finished"
@@ -239,6 +257,8 @@ def _is_in_table(history: History, status: Event) -> bool:
 
 
 def _is_excused(history: History, status: Event, excuses: Excuses) -> bool:
+    if status.reason == "STRUCTURE_TOO_COMPLEX":
+        return history.ask.crash
     if status.reason == "READER_TOO_SLOW":
         return history.ask.behaviour == "stall"
     if history.ask.poison and status.reason == "POISON_REQUEST":

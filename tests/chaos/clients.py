@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -98,6 +99,8 @@ async def _behave(call: Call, history: History) -> None:
 
 
 def _request(ask: Ask) -> pb.StreamGenerateRequest:
+    option, text = ask.form
+    form: Any = {option: text} if option else {}
     given = generation_input(
         None,
         None,
@@ -109,6 +112,7 @@ def _request(ask: Ask) -> pb.StreamGenerateRequest:
             "seed": ask.seed,
             "frequency_penalty": ask.frequency_penalty,
             "ignore_eos": ask.ignore_eos,
+            **form,
         },
     )
     return pb.StreamGenerateRequest(input=given, client_tag=f"chaos-{ask.number}")

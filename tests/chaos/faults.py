@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
-from chaos.arena import Arena, Care
+from chaos.arena import ASIDE_MODULE, STORE_MODULE, Arena, Care
 from chaos.plan import Fault
 
 VICTIM_BEGINS_S = 20.0
@@ -100,11 +100,13 @@ async def _strike(arena: Arena, fault: Fault) -> None:
             finally:
                 arena.wake(fault.target)
         case "kill_store" if arena.is_alive(fault.target):
-            arena.signal_stores(fault.target, signal.SIGKILL)
+            arena.signal_children(fault.target, signal.SIGKILL, STORE_MODULE)
+        case "kill_aside" if arena.is_alive(fault.target):
+            arena.signal_children(fault.target, signal.SIGKILL, ASIDE_MODULE)
         case "freeze_store" if arena.is_alive(fault.target):
-            arena.signal_stores(fault.target, signal.SIGSTOP)
+            arena.signal_children(fault.target, signal.SIGSTOP, STORE_MODULE)
             await asyncio.sleep(fault.lasts_s)
-            arena.signal_stores(fault.target, signal.SIGCONT)
+            arena.signal_children(fault.target, signal.SIGCONT, STORE_MODULE)
         case "kill_client" | "freeze_client":
             await _strike_client(arena, fault.lasts_s)
 

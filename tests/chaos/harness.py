@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tiny_models import write_tiny_model
+from tokenizers import Tokenizer
 
 from chaos.arena import Arena, Blow
-from chaos.checker import Excuses, Violation, check
+from chaos.checker import Excuses, Violation, check, is_of_form
 from chaos.clients import ask_all
 from chaos.faults import fired, inflicted
 from chaos.figures import Figures
@@ -76,6 +77,7 @@ class Harness:
     def __post_init__(self) -> None:
         self._model = write_tiny_model(self.workspace / "model")
         self._reference = ReferenceEngine(self._model)
+        self._tokenizer = Tokenizer.from_file(str(self._model / "tokenizer.json"))
         self._certs = str(self.workspace / "certs") if self.tls else ""
         if self.tls:
             write_set(Path(self._certs), ("prefill", "decode", "both"), (), days=1)
@@ -116,6 +118,7 @@ class Harness:
         except AssertionError as error:
             left.append(str(error))
         violations = check(histories, references, self._excuses(plan))
+        violations += [one for history in histories for one in self._unformed(history)]
         left += [] if left else await wait_for_quiet(arena, self._baselines)
         struck = arena.blows[blows:]
         self.figures.add(plan, histories, references, violations, left, struck, points)
@@ -124,8 +127,17 @@ class Harness:
     def _excuses(self, plan: RunPlan) -> Excuses:
         return Excuses(
             failures=bool(plan.faults) and (self.lenient or not plan.others_can_take_over),
-            router_gone=any(fault.target == "router" for fault in plan.faults),
+            router_gone=any(f.target == "router" and not f.is_of_spares for f in plan.faults),
         )
+
+    def _unformed(self, history: History) -> Iterator[Violation]:
+        """Of the choices that have ended by themselves."""
+        option, form = history.ask.form
+        for event in history.events if option else ():
+            if event.finish_reason == "END_OF_SEQUENCE":
+                text = self._tokenizer.decode(history.tokens(event.choice))
+                if not is_of_form(option, form, text):
+                    yield Violation("form", history.ask.number, f"choice {event.choice}: {text!r}")
 
     def _arena_of(self, plan: RunPlan) -> Arena:
         block = plan.seed, plan.number // RUNS_PER_CLUSTER, plan.topology

@@ -31,6 +31,10 @@ class Ask:
     """When it does so."""
     poison: bool = False
     """A failpoint of this run kills whoever touches a prompt of this length."""
+    form: tuple[str, str] = ("", "")
+    """The client's option that asks for one, and its text."""
+    crash: bool = False
+    """Whoever reads its form dies of it."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,7 @@ class History:
         """For the report of a run that failed; times count from the begin of the request."""
         ask = dataclasses.asdict(self.ask)
         ask["prompt"] = f"{len(self.ask.prompt)} tokens"
+        ask["form"] = " ".join(self.ask.form)[:200]
         events = [
             {"at_s": round(event.at_s - self.sent_s, 4), **_told(event)} for event in self.events
         ]

@@ -7,6 +7,7 @@ blocks of `RUNS_PER_CLUSTER`: the topology belongs to the block, all else to the
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -21,7 +22,7 @@ TIGHT_PAGES: Final = 150
 POISON_TOKENS: Final = 173
 """Length of a prompt that kills, and of no other."""
 SPAN_S: Final = 1.5
-"""Requests begin, and faults strike, within this time."""
+"""Requests begin, and faults strike, within this time; but for some requests with a form."""
 SHORT_TIMEOUT_S: Final = 1.0
 """A deadline that a fault, or a busy machine, lets pass."""
 
@@ -46,6 +47,7 @@ FaultKind = Literal[
     "kill_store",
     "freeze_store",
     "below",
+    "kill_aside",
 ]
 OF_RANKS: Final[dict[FaultKind, FaultKind]] = {"kill": "kill_rank", "freeze": "freeze_rank"}
 """What befalls a worker of several ranks befalls one of them, mostly: not rank 0."""
@@ -71,11 +73,21 @@ WEIGHTS: Final[dict[FaultKind, int]] = {
     "kill_store": 6,
     "freeze_store": 3,
     "below": 8,
+    "kill_aside": 4,
 }
 OF_HAND_OFFS: Final = ("short_grants", "cut_path", "kill_writer")
 """Between a prefill and a decode worker."""
 OF_STORES: Final = ("kill_store", "freeze_store")
 """Of the processes that read and write a worker's stores. No request needs them."""
+FORMS: Final = {
+    "regex": "[a-f]{{4,30}}-[0-9]{{2,5}} {0}",
+    "json_schema": '{{"type": "object", "additionalProperties": false, "required": ["name", "age"],'
+    '"properties": {{"name": {{"type": "string", "maxLength": 12}}, "age": {{"maximum": {0},'
+    '"minimum": 0, "type": "integer"}}}}}}',
+}
+"""By the client's option. With another number it is a form that nobody has checked before."""
+CRASHING_RULES: Final = (4_000, 12_000)
+"""Length of a chain of rules that ends whoever reads it."""
 ENDINGS: Final = ("kill", "kill", "stop")
 PREFILL_POINTS: Final = (
     "prefill.submitted",
@@ -215,9 +227,10 @@ class Fault:
     """A process that died starts again this much later."""
 
     @property
-    def is_of_store(self) -> bool:
-        """No request needs what it strikes."""
-        return self.kind in OF_STORES or self.failpoint.partition("=")[0] in STORE_POINTS
+    def is_of_spares(self) -> bool:
+        """No request needs what it strikes, or another one takes its place."""
+        spares = (*OF_STORES, "kill_aside")
+        return self.kind in spares or self.failpoint.partition("=")[0] in STORE_POINTS
 
     def __str__(self) -> str:
         what = self.failpoint or self.kind
@@ -242,7 +255,7 @@ class RunPlan:
         struck = {
             fault.target
             for fault in self.faults
-            if fault.target != "client" and not fault.is_of_store
+            if fault.target != "client" and not fault.is_of_spares
         }
         return not struck or (
             len(struck) == 1 and all(self.topology.peers(name) > 1 for name in struck)
@@ -287,6 +300,9 @@ def plan_run(seed: int, number: int) -> RunPlan:
     faults = [_at_a_rank(rng, fault, topology) for fault in faults]
     if "poison" in kinds:
         asks = (*asks, _poison(rng, len(asks)))
+    forms = random.Random(f"{seed}/{number}/forms")
+    if "kill_aside" in kinds or forms.random() < 0.5:
+        asks = (*asks, *_formed(forms, len(asks)))
     return RunPlan(seed, number, topology, asks, tuple(faults))
 
 
@@ -312,7 +328,7 @@ def plan_moment(seed: int, number: int, target: str, failpoint: str) -> RunPlan:
     asks = tuple(
         replace(ask, start_s=ask.start_s / 4, behaviour="read", timeout_s=USUAL_TIMEOUT_S)
         for ask in plan.asks
-        if not ask.poison
+        if not ask.poison and ask.form[0] == ""
     )
     fault = Fault("failpoint", 0, target, failpoint, lasts_s=4.0, restart_after_s=0.2)
     return replace(plan, topology=Topology(2, 2), asks=asks, faults=(fault,))
@@ -382,6 +398,28 @@ def _poison(rng: random.Random, number: int) -> Ask:
     return Ask(number, prompt, max_tokens=30, start_s=rng.uniform(0, SPAN_S), poison=True)
 
 
+def _formed(rng: random.Random, first: int) -> Iterator[Ask]:
+    """Some with a form each, the third and later ones after `kill_aside`; in half of the runs one
+    whose form crashes."""
+    count = rng.randint(3, 5)
+    for turn in range(count):
+        option, text = rng.choice(tuple(FORMS.items()))
+        yield replace(
+            _ask(rng, first + turn, ()),
+            max_tokens=rng.choice((24, 60, 120)),
+            start_s=turn * SPAN_S / 2,
+            ignore_eos=False,
+            form=(option, text.format(rng.randrange(1 << 30))),
+        )
+    if rng.random() < 0.5:
+        rules = rng.randint(*CRASHING_RULES)
+        chain = "\n".join(f"r{i}: r{i + 1}" for i in range(rules))
+        lark = f'start: r0\n{chain}\nr{rules}: "x"'
+        yield replace(
+            _ask(rng, first + count, ()), ignore_eos=False, form=("lark", lark), crash=True
+        )
+
+
 def _poisoned(topology: Topology) -> list[Fault]:
     """Whoever computes the poisonous prompt dies of it, each worker once."""
     return [
@@ -431,7 +469,7 @@ def _fault(rng: random.Random, kind: FaultKind, topology: Topology) -> Fault:
     at_s = rng.uniform(0.05, SPAN_S)
     restart_after_s = rng.choice((0.0, 0.2, 1.0))
     match kind:
-        case "kill_router":
+        case "kill_router" | "kill_aside":
             return Fault(kind, at_s, "router", restart_after_s=restart_after_s)
         case "freeze_router":
             return Fault(kind, at_s, "router", lasts_s=rng.choice((0.3, 1.5, 4.0)))

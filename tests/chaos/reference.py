@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from baton.inference.v1 import inference_pb2 as api
 from chaos.checker import Choice, Token
 from chaos.history import Ask
 from engine.config import EngineConfig
@@ -32,6 +33,7 @@ from engine.types import (
     SequenceEnded,
     StopRules,
 )
+from router.structure.grammar import Grammar
 
 TIMEOUT_S = 60.0
 REASONS = {
@@ -53,17 +55,30 @@ class ReferenceEngine:
         self._engine.start()
 
     def answer(self, asks: Sequence[Ask]) -> Mapping[int, tuple[Choice, ...]]:
-        """By the number of the ask."""
+        """By the number of the ask; nothing for those whose form crashes."""
         self._margins.forget()
-        runs = [_Run(ask) for ask in asks]
+        runs = [_Run(ask) for ask in asks if not ask.crash]
         for run in runs:
             self._engine.submit(run.request, run.sink)
         for run in runs:
             assert run.done.wait(TIMEOUT_S), "the fault-free run hangs"
-        return {run.ask.number: run.choices(self._margins) for run in runs}
+        answered = {run.ask.number: run.choices(self._margins) for run in runs}
+        return {ask.number: answered.get(ask.number, ()) for ask in asks}
 
     def stop(self) -> None:
         self._engine.stop()
+
+
+def _grammar(option: str, text: str) -> str:
+    """As the router writes it."""
+    if not option:
+        return ""
+    grammar = Grammar({})
+    schema = api.JsonSchema(schema=text)
+    grammar.structure(
+        api.Structure(json_schema=schema) if option == "json_schema" else api.Structure(regex=text)
+    )
+    return grammar.text()
 
 
 class _Run:
@@ -79,6 +94,7 @@ class _Run:
                 temperature=ask.temperature,
                 seed=ask.seed,
                 frequency_penalty=ask.frequency_penalty,
+                grammar=_grammar(*ask.form),
             ),
             stop=StopRules(ask.max_tokens, ignore_eos=ask.ignore_eos),
             choices=ask.choices,

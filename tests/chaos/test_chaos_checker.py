@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from chaos.checker import Choice, Excuses, Token, check
+from chaos.checker import Choice, Excuses, Token, check, is_of_form
 from chaos.history import USUAL_TIMEOUT_S, Ask, Event, History
 
 ASK = Ask(number=3, prompt=(1, 2, 3), max_tokens=4, choices=2, timeout_s=10.0)
@@ -152,6 +152,27 @@ def test_only_a_poisonous_request_may_be_told_so_without_an_excuse() -> None:
     assert rules(history(killed)) == {"promise"}
     lost = [status("UNAVAILABLE", "WORKER_LOST")]
     assert rules(history(lost, replace(ASK, poison=True))) == {"promise"}
+
+
+def test_only_a_form_that_crashes_is_too_complex_and_has_no_answer() -> None:
+    refused = [status("INVALID_ARGUMENT", "STRUCTURE_TOO_COMPLEX")]
+    crash = replace(ASK, form=("lark", "start: start"), crash=True)
+    assert rules(history(refused, crash), reference=()) == set()
+    assert rules(history(refused)) == {"promise"}
+    assert "promise" in rules(history(GOOD, crash), reference=())
+
+
+@pytest.mark.parametrize(
+    ("option", "form", "right", "wrong"),
+    [
+        ("regex", "[a-c]{2}", "ab", "abc"),
+        ("json_schema", '{"type": "integer"}', " 7", '"7"'),
+        ("json_schema", "{}", "[]", "["),
+    ],
+)
+def test_an_output_is_of_its_form(option: str, form: str, right: str, wrong: str) -> None:
+    assert is_of_form(option, form, right)
+    assert not is_of_form(option, form, wrong)
 
 
 def test_only_a_short_deadline_may_pass_without_an_excuse() -> None:
