@@ -1,7 +1,7 @@
 """Goodput under overload: how many requests a second are whole by their deadline.
 
 python -m bench.overload [--load chat azure] [--factor 2 5 20] [--seconds 120] [--draws 3]
-                         [--deadline 10] [--cold] [--rule shipped ...] [--json FILE]
+                         [--deadline 10] [--shared 0] [--cold] [--rule shipped ...] [--json FILE]
 
 The router's own dispatcher (`router.dispatch`) runs on a virtual clock, and nothing is computed. A
 scripted worker that does both computes prompts one after the other and decodes `SLOTS` sequences at
@@ -14,8 +14,10 @@ Loads: `chat` (20 to 80 tokens in, 16 out, as in the attack that this was found 
 will be).
 
 A line for each case, medians over the draws: the goodput in parts of the capacity, the share of all
-requests that ended with DEADLINE_EXCEEDED, how long a refusal took at p99, the same goodput and
-share in the 30 s behind the overload.
+requests and of those not refused that ended with DEADLINE_EXCEEDED, the share that was refused, how
+long a refusal took at p99, the same goodput and share in the 30 s behind the overload.
+
+`--shared`: the part of a token's time that is due to those that run beside it, at all slots.
 
 `--cold`: a router that has seen no request before is overloaded, with no closed loop in front.
 
@@ -94,6 +96,8 @@ class _Jump(selectors.DefaultSelector):
 class Worker:
     """A scripted worker, and the router's link to it."""
 
+    shared = 0.0
+    """Part of a token's time that grows with the sequences beside it."""
     draining = False
     role = worker_pb2.WORKER_ROLE_BOTH
     worker_id = agent_name = "w"
@@ -161,7 +165,8 @@ class Worker:
             )
             self._say(tokens=tokens)
             if index < wanted - 1:
-                await asyncio.sleep(OUTPUT_TOKEN_S)
+                beside = self.shared * len(self._running) / SLOTS
+                await asyncio.sleep(OUTPUT_TOKEN_S * (1 - self.shared + beside))
         self._running.pop(attempt_id)
         reason = worker_pb2.END_REASON_LENGTH
         finished = worker_pb2.Finished(attempt_id=attempt_id, output_tokens=wanted, reason=reason)
@@ -306,6 +311,9 @@ async def overload(
         "capacity": capacity,
         "good": during.rate(seconds) / capacity,
         "late": during.ends["DEADLINE_EXCEEDED"] / during.sent,
+        "late_of_taken": during.ends["DEADLINE_EXCEEDED"]
+        / max(1, during.sent - len(during.refused_s)),
+        "refused": len(during.refused_s) / during.sent,
         "refused_p99_s": float(np.percentile(during.refused_s or [0.0], 99)),
         "good_after": after.rate(30) / (after.sent / 30),
         "late_after": after.ends["DEADLINE_EXCEEDED"] / after.sent,
@@ -320,7 +328,7 @@ def rule(name: str) -> Iterator[None]:
         return wait_s
 
     def once(pace: Pace, demand: Demand, wait_s: float) -> float:
-        return wait_s + pace.service_s(demand)
+        return wait_s + pace.service_s(demand, max(1, pace.running))
 
     patches: dict[str, list[tuple[type, str, Callable[..., object]]]] = {
         "shipped": [],
@@ -366,9 +374,11 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=3)
     parser.add_argument("--deadline", type=float, default=10)
     parser.add_argument("--rule", nargs="+", default=["shipped"])
+    parser.add_argument("--shared", type=float, default=0.0)
     parser.add_argument("--cold", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    Worker.shared = arguments.shared
     found = []
     for load, factor, name in itertools.product(arguments.load, arguments.factor, arguments.rule):
         with rule(name):

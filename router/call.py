@@ -132,6 +132,8 @@ class Call:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Trace id of the call's span, 32 hex digits; random if nothing is traced."""
     arrived_ns: int = field(default_factory=time.time_ns)
+    began_s: float = field(default_factory=time.monotonic)
+    """When it arrived, by the steady clock."""
     time_left_s: float | None = None
     """Time until the caller's deadline; None if it set none."""
     longest_s: float = math.inf

@@ -105,6 +105,8 @@ class Job:
     """The front door cancels the job then. Workers and admission need it, too."""
     context: Context
     """Holds the request's span: the parent of the dispatcher's spans."""
+    began_s: float = 0.0
+    """When it arrived, by `time.monotonic`; 0: as it is run."""
     priority: int = 0
     prompt_logprobs: bool = False
     tenant: str = ""

@@ -32,6 +32,7 @@ from router.dispatch import merge
 from router.dispatch.clocks import Clocks
 from router.dispatch.fault import Fault
 from router.dispatch.leg import Leg
+from router.dispatch.pace import Mean
 from router.jobs import ChoiceEnded, JobTimings
 from router.placement.placing import LocalReason
 
@@ -77,7 +78,9 @@ class Attempt:
         """Whether a worker has computed the prompt."""
         self.is_delivered = False
         """Whether its KV has come to the decode worker, whose word may overtake the other's."""
-        self._dispatched_s = self._first_s = time.monotonic()
+        self._dispatched_s = self._first_s = self._last_s = time.monotonic()
+        self._beside = Mean()
+        """Attempts that ran as tokens came."""
         self._on_over = on_over
         self._fault: Fault | None = None
         self._first_ids: list[int] = []
@@ -158,6 +161,8 @@ class Attempt:
         if self._contradicts(tokens):
             self._over(Fault(worker, worker_pb2.FAILURE_REASON_KV_TRANSFER))
             return
+        self._last_s = time.monotonic()
+        self._beside.add(self.run.pace.running)
         if (choice := choices[tokens.choice]) != tokens.choice:
             tokens = tokens._replace(choice=choice)
         self.run.add([tokens])
@@ -183,15 +188,22 @@ class Attempt:
             leg.cancel(fault)
 
     def tell_pace(self) -> None:
-        """The group ended by itself: how long it took helps to foretell others. Those that were
-        begun before say nothing of a whole request."""
-        if self.is_computed and not any(self._first_indexes):
-            choices = [self.run.choices[choice] for choice in self.group.choices]
+        """The group is over: how long it took helps to foretell others. It counts, too, if its
+        reader left: of those that are late, none ends by itself. Those that were begun before say
+        nothing of a whole request."""
+        if any(self._first_indexes):
+            return
+        choices = [self.run.choices[choice] for choice in self.group.choices]
+        if self.is_computed:
             self.run.pace.served(
                 self._first_s - self._dispatched_s,
-                time.monotonic() - self._first_s,
+                max(0.0, self._last_s - self._first_s),
                 [len(choice.token_ids) for choice in choices],
+                beside=self._beside.value or self.run.pace.running,
+                whole=self.group.complete,
             )
+        else:
+            self.run.pace.unserved(self.age_s)
 
     def timings(self) -> JobTimings:
         """Time in each phase, as far as the workers reported it."""

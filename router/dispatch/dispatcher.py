@@ -239,12 +239,11 @@ class JobDispatcher:
             raise
 
     def _admit(self, group: ChoiceGroup) -> None:
-        if self._draining:
-            raise errors.draining()
-        if (error := self._refusal(group)) is not None:
+        if (error := errors.draining() if self._draining else self._refusal(group)) is not None:
             raise error
         self._waiting.check_deadline(group)
         self._enqueue(group, bounded=True)
+        self._waiting.check_stay(group)
 
     def _enqueue(self, group: ChoiceGroup, *, bounded: bool) -> None:
         self._waiting.begin(group, bounded=bounded)
@@ -257,7 +256,7 @@ class JobDispatcher:
             asyncio.get_running_loop().call_soon(self._pump)
 
     def _pump(self) -> None:
-        """Dispatches from every queue for as long as there is room."""
+        """Dispatches from every queue for as long as there is room. Who would be late fails."""
         self._pump_due = False
         for queue in self._queue.queues():
             while any(self._try_dispatch(group) for group in self._next(queue)):
@@ -269,9 +268,8 @@ class JobDispatcher:
         if (group := queue.first()) is not None:
             yield group
             if self._holds_slots(group):
-                group = queue.first(lambda other: not self._holds_slots(other))
-                if group is not None:
-                    yield group
+                other = queue.first(lambda one: not self._holds_slots(one))
+                yield from () if other is None else (other,)
 
     def _holds_slots(self, group: ChoiceGroup) -> bool:
         holder = group.demand.holder
@@ -281,8 +279,11 @@ class JobDispatcher:
         route = routing.choose(group.demand, self._workers, self._policy, group.failed, self._local)
         if route is None:
             return False
-        self._events.waited(self._waiting.take(group))
-        self._dispatch(group, route)
+        if (error := self._waiting.too_late(group)) is None:
+            self._events.waited(self._waiting.take(group))
+            self._dispatch(group, route)
+        else:
+            self._fail(group.run, error)
         return True
 
     # Running.
@@ -361,8 +362,6 @@ class JobDispatcher:
     def _finish(self, group: ChoiceGroup) -> None:
         """Ends a group whose choices have all ended. The last group ends the job."""
         timings = group.timings()
-        if group.attempt is not None:
-            group.attempt.tell_pace()
         self._release(group)
         if group.run.complete:
             group.run.finish(timings)
@@ -388,6 +387,7 @@ class JobDispatcher:
         """Frees everything that the group holds, at any worker. A second call does nothing."""
         self._waiting.end(group, fault)
         if (attempt := group.attempt) is not None:
+            attempt.tell_pace()
             attempt.end(fault)
             if not (attempt.is_computed or attempt.is_delivered):
                 self._policy.failed(group.demand, attempt.workers)

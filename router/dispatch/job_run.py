@@ -78,8 +78,8 @@ class JobRun:
         self.job = job
         self.pace = pace or Pace()
         """Of its model: hears of the work that is done."""
-        # Counted on a steady clock from here on: the other one may jump.
-        self._began_s = time.monotonic()
+        # Counted on a steady clock: the other one may jump.
+        self._began_s = job.began_s or time.monotonic()
         self._ends_s = self._began_s + (job.deadline_ns - job.arrived_ns) / 1e9
         self.choices = [ChoiceMerger(choice) for choice in range(job.choices)]
         self.started = False
@@ -274,6 +274,8 @@ class ChoiceGroup:
         """Number of attempts that failed without the loss of a worker."""
         self.failed: Failed = former.failed.copy() if former else Failed()
         self._timer: asyncio.TimerHandle | None = None
+        self.has_waited = False
+        """Whether it found no room when it came."""
         self.in_grace = False
         """Whether it waits although no worker could run it."""
         self.queue_span: Span | None = None

@@ -10,10 +10,12 @@ A request that comes now is done after
     wait_s + service_s        wait_s = work that goes before it / rate
                               service_s = first_s + output tokens x token_s
 
-`first_s` and `token_s` are running means of what requests took once they were dispatched. How long
-an output becomes is not known: the running mean of the model is taken, within the request's own
-limits. The estimate of the wait is a mean, too. So half of the requests that just fit would be late
-if it were taken as it is; `needed_s` takes it twice. A queue need not be long to keep workers busy.
+`first_s` and `token_s` are what requests took lately once they were dispatched, beside as many as
+run now (`Trend`). Those that were cut at their deadline count, too: else all that is remembered was
+in time. How long an output becomes is not known: the running mean of the model is taken, within the
+request's own limits. The estimate of the wait is a mean, too. So half of the requests that just fit
+would be late if it were taken as it is; `needed_s` takes it twice. A queue need not be long to keep
+workers busy.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ MEASURED_S: Final = 1.0
 """A backlog of less time, all in all, says nothing: work comes in lumps."""
 REMEMBERED: Final = 100
 """Requests that a running mean remembers."""
+LEVEL: Final = 0.25
+"""Variance of the number that ran; less is too little to tell how it matters."""
 
 
 class Mean:
@@ -45,6 +49,29 @@ class Mean:
         self.value += (value - self.value) / min(self.count, REMEMBERED)
 
 
+class Trend:
+    """A time that grows with the number of requests that run: a line through the values, of which
+    mostly the last `REMEMBERED` count (least squares). Falling lines are noise, taken as level."""
+
+    def __init__(self) -> None:
+        self._beside, self._value = Mean(), Mean()
+        self._square, self._product = Mean(), Mean()
+
+    def add(self, value: float, beside: float) -> None:
+        """Takes a value that was seen while `beside` requests ran."""
+        self._beside.add(beside)
+        self._value.add(value)
+        self._square.add(beside * beside)
+        self._product.add(beside * value)
+
+    def at(self, beside: float) -> float:
+        """The value that is likely while so many run; 0 while unknown."""
+        spread = self._square.value - self._beside.value**2
+        shared = self._product.value - self._beside.value * self._value.value
+        slope = max(0.0, shared / spread) if spread > LEVEL else 0.0
+        return max(0.0, self._value.value + slope * (beside - self._beside.value))
+
+
 class Pace:
     """The pace of one model. Times are seconds, work is tokens."""
 
@@ -52,8 +79,8 @@ class Pace:
         self._work = 0.0
         self._busy_s = 0.0
         self._output_tokens = Mean()
-        self._first_s = Mean()
-        self._token_s = Mean()
+        self._first_s = Trend()
+        self._token_s = Trend()
         self.is_backlogged = False
         """Whether something waits; the queue says so."""
         self.running = 0
@@ -73,19 +100,35 @@ class Pace:
         if self.is_backlogged:
             self._work += work
 
-    def served(self, first_s: float, decode_s: float, output_tokens: list[int]) -> None:
-        """A request ended by itself.
+    def served(
+        self,
+        first_s: float,
+        decode_s: float,
+        output_tokens: list[int],
+        *,
+        beside: float = 1.0,
+        whole: bool = True,
+    ) -> None:
+        """A request ended by itself, or was left by its reader.
 
         Args:
             first_s: from its dispatch to the first token.
             decode_s: from there to the last one.
             output_tokens: of each choice; they are generated side by side.
+            beside: requests that ran meanwhile, itself included; a mean.
+            whole: whether it ended by itself. If not, its length says nothing.
         """
-        self._first_s.add(first_s)
-        for tokens in output_tokens:
+        self._first_s.add(first_s, beside)
+        for tokens in output_tokens if whole else ():
             self._output_tokens.add(tokens)
         if (longest := max(output_tokens, default=0)) > 1:
-            self._token_s.add(decode_s / (longest - 1))
+            self._token_s.add(decode_s / (longest - 1), beside)
+
+    def unserved(self, waited_s: float) -> None:
+        """A request was left by its reader before the first token, which took longer than that."""
+        beside = max(1, self.running)
+        if waited_s > self._first_s.at(beside):
+            self._first_s.add(waited_s, beside)
 
     def output_tokens(self, demand: Demand) -> int:
         """How long each choice is likely to become."""
@@ -97,9 +140,10 @@ class Pace:
         """How much a request is likely to be."""
         return demand.prompt_tokens + demand.choices * self.output_tokens(demand)
 
-    def service_s(self, demand: Demand) -> float:
-        """How long a request is likely to take once it is dispatched; 0 while unknown."""
-        return self._first_s.value + self.output_tokens(demand) * self._token_s.value
+    def service_s(self, demand: Demand, beside: int) -> float:
+        """How long a request is likely to take once it is dispatched, while so many run; 0 while
+        unknown."""
+        return self._first_s.at(beside) + self.output_tokens(demand) * self._token_s.at(beside)
 
     def wait_s(self, ahead: int) -> float | None:
         """How long the work `ahead` takes to drain; None while too little was measured."""
@@ -111,4 +155,4 @@ class Pace:
 
     def needed_s(self, demand: Demand, wait_s: float) -> float:
         """What a request needs to be surely done that has to wait for `wait_s` or so."""
-        return self.service_s(demand) + 2 * wait_s
+        return self.service_s(demand, max(1, self.running)) + 2 * wait_s

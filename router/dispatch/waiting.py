@@ -11,7 +11,8 @@ expected it fails at once, too. When a worker has come, the group gets another o
 room.
 
 Deadlines: while anything waits, a job is refused that is not likely to be done in time
-(`router.dispatch.pace`). So workers spend no time on answers that come too late.
+(`router.dispatch.pace`). It is asked again when its turn comes, beside all that run then. So
+workers spend no time on answers that come too late.
 """
 
 from __future__ import annotations
@@ -74,12 +75,38 @@ class WaitingGroups:
         """
         queue = self.queue.of(group.model)
         wait_s = queue.wait_of_s(group, now_s()) if len(queue) else None
-        if wait_s is None:
-            return
-        needed_s = queue.pace.needed_s(group.demand, wait_s)
-        if needed_s > group.run.left_s:
-            left_s, retry_s = max(0.0, group.run.left_s), self._retry_after_s(group)
-            raise errors.deadline_unreachable(needed_s, left_s, retry_s)
+        if wait_s is not None and (error := self._unreachable(group, wait_s)) is not None:
+            raise error
+
+    def check_stay(self, group: ChoiceGroup) -> None:
+        """Refuses a group that still waits as it came, and has less time than its service takes.
+
+        Raises:
+            RouterError: DEADLINE_UNREACHABLE.
+        """
+        group.has_waited = group.queue_span is not None
+        if group.has_waited and (error := self._unreachable(group, 0.0)) is not None:
+            raise error
+
+    def too_late(self, group: ChoiceGroup) -> errors.RouterError | None:
+        """Why a group gets no room now that its turn has come: beside all that run it would be
+        late. One that was begun before goes on. One that found room at once is refused only if it
+        would be in time alone: else the load is not the cause, and it may try."""
+        pace = self.queue.of(group.model).pace
+        service_s = pace.service_s(group.demand, pace.running + 1)
+        left_s = group.run.left_s
+        alone = not group.has_waited and pace.service_s(group.demand, 1) > left_s
+        if service_s <= left_s or group.is_resumed or alone:
+            return None
+        return self._late(group, service_s)
+
+    def _unreachable(self, group: ChoiceGroup, wait_s: float) -> errors.RouterError | None:
+        needed_s = self.queue.of(group.model).pace.needed_s(group.demand, wait_s)
+        return self._late(group, needed_s) if needed_s > group.run.left_s else None
+
+    def _late(self, group: ChoiceGroup, needed_s: float) -> errors.RouterError:
+        left_s = max(0.0, group.run.left_s)
+        return errors.deadline_unreachable(needed_s, left_s, self._retry_after_s(group))
 
     def begin(self, group: ChoiceGroup, *, bounded: bool) -> None:
         """Queues a group.

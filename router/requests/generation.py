@@ -240,6 +240,7 @@ class Generations:
             arrived_ns=call.arrived_ns,
             deadline_ns=self._deadline_ns(call),
             context=span.context,
+            began_s=call.began_s,
             priority=generation.priority,
             prompt_logprobs=generation.output.prompt_logprobs,
             tenant=call.tenant,

@@ -247,8 +247,8 @@ def test_what_a_request_needs_to_be_done() -> None:
     for _ in range(10):
         pace.served(0.5, 1.9, [10, 20])
     assert pace.work(demand) == 100 + 2 * 15
-    assert pace.service_s(demand) == pytest.approx(0.5 + 15 * 0.1)
-    assert pace.service_s(Demand(MODEL, 100, 5, 1)) == pytest.approx(0.5 + 5 * 0.1)
+    assert pace.service_s(demand, 1) == pytest.approx(0.5 + 15 * 0.1)
+    assert pace.service_s(Demand(MODEL, 100, 5, 1), 1) == pytest.approx(0.5 + 5 * 0.1)
     assert pace.needed_s(demand, 1.0) == pytest.approx(4.0)
 
 
