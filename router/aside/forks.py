@@ -75,7 +75,8 @@ class ForkServer:
         Raises:
             NotReadyError: it ended before, and may not be tried again yet.
         """
-        if self._process is not None and self._process.poll() is not None:
+        starts = self._ready is not None and not self._ready.done()
+        if not starts and self._process is not None and self._process.poll() is not None:
             self._end()
         if self._ready is None:
             if asyncio.get_running_loop().time() < self._try_again_s:
@@ -95,12 +96,11 @@ class ForkServer:
         """
         idle = self._idle.setdefault(kind, [])
         process = idle.pop() if idle else await self.fork(kind, bounds)
-        is_new = not process.answers
         try:
             answer = await process.ask(question)
         except WorkEndedError:
             process.close()
-            if is_new or not await self._is_lost():
+            if not await self._is_lost():
                 raise
             return await self.ask(kind, question, bounds)
         except BaseException:
@@ -160,6 +160,20 @@ class ForkServer:
                 orders.send(json.dumps({"do": "end", "number": number}).encode())
 
     async def _start(self) -> None:
+        """Tries twice, since the first try may meet with an accident."""
+        if await self._is_prepared():
+            return
+        ready = self._ready
+        self._end()
+        self._ready = ready
+        if not await self._is_prepared():
+            self._end()
+            self._try_again_s = asyncio.get_running_loop().time() + AGAIN_S
+            log.error("a process beside the router could not get ready: %s", self._module)
+            raise NotReadyError
+
+    async def _is_prepared(self) -> bool:
+        """Starts a process, and says whether it got ready."""
         loop = asyncio.get_running_loop()
         orders = self._launch()
         order = {"argument": self._argument, "bounds": PREPARE}
@@ -168,11 +182,7 @@ class ForkServer:
             orders.send(json.dumps(order).encode())
             async with asyncio.timeout(PREPARE.time_s):
                 found = await loop.sock_recv(orders, MOST_ORDER_BYTES)
-        if not found:
-            self._end()
-            self._try_again_s = loop.time() + AGAIN_S
-            log.error("a process beside the router could not get ready: %s", self._module)
-            raise NotReadyError
+        return bool(found)
 
     def _launch(self) -> socket.socket:
         self._orders, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -155,6 +155,18 @@ async def test_a_server_that_was_lost_is_started_again(checker: Checker) -> None
     assert await checker.reason(schema('{"type": "null"}')) == "", "the process that waited, too"
 
 
+async def test_a_server_that_is_lost_while_it_starts_is_started_once_more(checker: Checker) -> None:
+    lost = checker.pid
+    os.kill(lost, signal.SIGKILL)
+    asked = asyncio.create_task(checker.reason(schema('{"type": "boolean"}')))
+    (server,) = checker.grammars._servers.values()
+    async with asyncio.timeout(30):
+        while server._process is None or server._process.pid == lost:
+            await asyncio.sleep(0)
+    os.kill(checker.pid, signal.SIGKILL)
+    assert await asked == ""
+
+
 async def test_a_process_checks_one_form_after_the_other(checker: Checker) -> None:
     for number in range(3):
         assert await checker.reason(schema(json.dumps({"const": number}))) == ""
