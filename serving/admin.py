@@ -63,7 +63,7 @@ class AdminServer(EmbeddedHttpServer):
         tests = [_failpoints_route()] if failpoints.is_live() else []
         application = OperatorsAlone(Starlette(routes=[*own, *tests, *routes]))
         words = (
-            "an admin port on a loopback address answers to localhost, 127.0.0.1 and [::1] alone"
+            "an admin port on a loopback address answers to localhost and loopback addresses alone"
         )
         refusal = PlainTextResponse(f"{words}\n", 403)
         super().__init__(listen, local_alone(application, listen, refusal), "admin-server")

@@ -27,10 +27,6 @@ KEEP_ALIVE_S: Final = 75
 """Seconds that idle connections stay open. Clients close theirs earlier, so none is closed just
 when a request comes."""
 _POLL_S: Final = 0.005
-LOCAL_NAMES: Final = frozenset(("localhost", "127.0.0.1", "::1"))
-"""Names under which a port on a loopback address is called. A web page could have its own name
-resolved to 127.0.0.1 (DNS rebinding). Then a browser takes what listens there for a part of that
-page's site, and lets the page read it."""
 
 
 class EmbeddedHttpServer:
@@ -116,7 +112,9 @@ class _SignalsLeftAlone(uvicorn.Server):
 
 def local_alone(application: ASGIApp, listen: str, refusal: ASGIApp) -> ASGIApp:
     """The application. If it listens on a loopback address, requests whose `Host` is not a name of
-    this machine get the refusal."""
+    this machine get the refusal. A web page could have its own name resolved to 127.0.0.1 (DNS
+    rebinding). Then a browser takes what listens there for a part of that page's site, and lets
+    the page read it. An address in `Host` is no such name."""
     return _LocalNames(application, refusal) if is_loopback(host_of(listen)) else application
 
 
@@ -127,7 +125,7 @@ class _LocalNames:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         host = _named(Headers(scope=scope).get("host", "")) if scope["type"] == "http" else ""
-        is_ours = not host or host.lower() in LOCAL_NAMES
+        is_ours = not host or is_loopback(host)
         await (self._application if is_ours else self._refusal)(scope, receive, send)
 
 

@@ -42,6 +42,6 @@ def guarded(application: ASGIApp, listen: str, allowed_origins: Sequence[str]) -
             allow_headers=["*"],
             expose_headers=["x-request-id"],
         )
-    message = "a door on a loopback address answers to localhost, 127.0.0.1 and [::1] alone"
+    message = "a door on a loopback address answers to localhost and loopback addresses alone"
     body = statuses.body(message, "permission_error", None, "wrong_host")
     return local_alone(application, listen, JSONResponse(body, 403))
