@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final, Self
 
 from pydantic import (
     BaseModel,
@@ -12,6 +12,7 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     ValidationInfo,
+    model_validator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema, to_json
 
@@ -116,8 +117,8 @@ def texts_of(value: object) -> object:
 
 
 class ApiObject(BaseModel):
-    """An object of the API, with fields that are not supported. Unknown ones are kept, so that an
-    answer can name them."""
+    """An object of the API, with fields that are not supported. Of unknown ones it is kept whether
+    they are set, so that an answer can name them."""
 
     model_config = ConfigDict(extra="allow")
     unsupported: ClassVar[frozenset[str]] = frozenset()
@@ -133,10 +134,16 @@ class ApiObject(BaseModel):
             if any(isinstance(one, Unless) for one in info.metadata)
         )
 
+    @model_validator(mode="after")
+    def _drop_unknown_values(self) -> Self:
+        unknown = self.model_extra or {}
+        for name, value in unknown.items():
+            unknown[name] = value is not None
+        return self
+
     def ignored(self, path: str = "") -> list[str]:
         """The fields that are set and have no effect; their names follow the path."""
-        unknown = self.model_extra or {}
-        return [path + name for name, value in unknown.items() if value is not None]
+        return [path + name for name, is_set in (self.model_extra or {}).items() if is_set]
 
     def refusals(self, path: str) -> list[Violation]:
         """Violations for fields that are set and not supported; their names follow the path."""
