@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from engine.types import Mode, Request
+if TYPE_CHECKING:
+    from engine.types import Request
 
 UNBOUNDED: Final = 1 << 31
 """More tokens than any step has."""
@@ -58,6 +59,8 @@ class Bounds:
         prompt = len(request.prompt_ids)
         longest = prompt + request.stop.max_tokens
         resumed = len(request.generated[0]) if request.generated else 0
+        from engine.types import Mode  # It brings numpy, which settings do without.
+
         only_prefills = request.mode is Mode.PREFILL
         grown = prompt + resumed if only_prefills else longest
         slots = 1 if only_prefills else request.choices
