@@ -248,4 +248,6 @@ def test_which_file_is_read_is_never_a_guess(tmp_path):
         load(only)
     write_gguf(folder, folder / "c.gguf")
     assert load(folder).path == str(folder)
-    assert load(folder, load_format="gguf").path == str(folder / "c.gguf")
+    file = load(folder, load_format="gguf")
+    assert file.revision != load(folder).revision
+    assert file.path == str(folder), "where the tokenizer would be"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import openai
 import pytest
 from frontdoor_kit import TIMINGS
-from openai_kit import open_port, says
+from openai_kit import Port, Script, open_port, says
 
 from baton.worker.v1 import worker_pb2
 from router import errors
@@ -25,6 +26,16 @@ ASKED = {"model": "tiny", "prompt": "a", "stream": True}
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(edge, "SILENT_S", SILENT_S)
     monkeypatch.setattr(edge, "STILL_SILENT_S", STILL_SILENT_S)
+
+
+@asynccontextmanager
+async def open_warm(folder: Path, script: Script) -> AsyncIterator[Port]:
+    """A port whose tokenizer is read: that takes longer than the silence."""
+    async with open_port(folder, script) as port:
+        url = f"http://{port.server.address}/tokenize"
+        answer = await port.client._client.post(url, json={"prompt": "a"})
+        assert answer.status_code == 200
+        yield port
 
 
 class Paused:
@@ -46,7 +57,7 @@ class Paused:
 
 async def test_headers_and_comments_come_before_the_first_token(tmp_path: Path) -> None:
     script = Paused()
-    async with open_port(tmp_path, script) as port:
+    async with open_warm(tmp_path, script) as port:
         url, client = f"http://{port.server.address}/v1/completions", port.client._client
         clock = asyncio.get_running_loop().time
         began_s = clock()
@@ -62,14 +73,14 @@ async def test_headers_and_comments_come_before_the_first_token(tmp_path: Path) 
                     script.go_on.set()
     comments_s = [came for line, came in zip(lines, came_s, strict=True) if line[:1] == ":"]
     assert lines[:6] == [": keepalive", ""] * 3
-    assert comments_s[1] - comments_s[0] >= 0.9 * STILL_SILENT_S, "the others come more rarely"
+    assert comments_s[1] >= SILENT_S + 0.9 * STILL_SILENT_S, "the others come more rarely"
     assert [line[:6] for line in lines[6:] if line] == ["data: "] * 3
     assert lines[-2] == "data: [DONE]"
 
 
 async def test_an_error_after_a_comment_is_the_last_event(tmp_path: Path) -> None:
     script = Paused(errors.kv_integrity())
-    async with open_port(tmp_path, script) as port:
+    async with open_warm(tmp_path, script) as port:
         stream = await port.client.completions.create(**ASKED)
         script.go_on.set()
         with pytest.raises(openai.APIError) as caught:
@@ -78,7 +89,7 @@ async def test_an_error_after_a_comment_is_the_last_event(tmp_path: Path) -> Non
 
 
 async def test_who_leaves_during_the_silence_ends_the_work(tmp_path: Path) -> None:
-    async with open_port(tmp_path, Paused()) as port:
+    async with open_warm(tmp_path, Paused()) as port:
         stream = await port.client.completions.create(**ASKED)
         await stream.close()
         async with asyncio.timeout(10):
@@ -88,7 +99,7 @@ async def test_who_leaves_during_the_silence_ends_the_work(tmp_path: Path) -> No
 async def test_a_refusal_that_comes_soon_has_its_own_status(tmp_path: Path) -> None:
     script = Paused(errors.kv_integrity())
     script.go_on.set()
-    async with open_port(tmp_path, script) as port:
+    async with open_warm(tmp_path, script) as port:
         with pytest.raises(openai.InternalServerError):
             await port.client.completions.create(**ASKED)
 
@@ -103,7 +114,7 @@ async def test_tokens_that_come_need_no_comments(tmp_path: Path) -> None:
         yield JobFinished(TIMINGS)
 
     for script, is_stream in ((often, True), (says("a"), False)):
-        async with open_port(tmp_path, script) as port:
+        async with open_warm(tmp_path, script) as port:
             url = f"http://{port.server.address}/v1/completions"
             answer = await port.client._client.post(url, json={**ASKED, "stream": is_stream})
         assert answer.status_code == 200
