@@ -12,7 +12,7 @@ from baton.version import __version__ as __version__
 if TYPE_CHECKING:
     from baton.client import AsyncClient as AsyncClient
     from baton.client import Client as Client
-    from local import LLM as LLM
+    from local.llm import LLM as LLM
 
 _CLIENTS = ("AsyncClient", "Client")
 
@@ -36,10 +36,11 @@ def __getattr__(name: str) -> Any:
 
 def _llm() -> Any:
     try:
-        from local import LLM
+        # A module and not `local` itself: a folder of that name may lie on the path, too.
+        from local.offer import llm
     except ImportError as error:
-        if error.name == "local":
+        if error.name in ("local", "local.offer"):
             problem = "baton-client has no LLM: pip uninstall baton-client, then install baton-llm"
             raise ImportError(problem, name=error.name) from None
         raise
-    return LLM
+    return llm()
