@@ -25,6 +25,7 @@ FLOORS = (
     ("serving.output",),
     ("kv_transfer", "kv_transfer.transports", "kv_transfer.nccl", "kv_transfer.ranks"),
     ("engine",),
+    ("engine.groups",),
     ("engine.pool",),
     ("engine.step",),
     ("engine.hooks",),

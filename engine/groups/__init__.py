@@ -1,0 +1,1 @@
+"""Groups: layers whose state lives equally long share pages."""

@@ -1,0 +1,104 @@
+"""Groups of layers whose state lives equally long.
+
+Layers that see all tokens keep the pages of a whole sequence. Layers with a window keep those of
+the window. So each group has pages, page ids and page tables of its own. All have pages of equally
+many tokens, and one key names the page of each group that ends at the same token.
+
+Group 0 keeps all tokens. Hooks, tiers, the load report and the router mean its pages by "pages".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """The state of all tokens is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The state of the last tokens is kept."""
+
+    tokens: int
+    """Tokens that a position sees, with itself; at least 1."""
+
+    def first_page(self, position: int, page_size: int) -> int:
+        """Index of the first page that the token at `position` reads."""
+        return max(0, position - self.tokens + 1) // page_size
+
+    def pages_before(self, page_size: int) -> int:
+        """Pages before a page's border that the token behind it may read."""
+        return -(-(self.tokens - 1) // page_size)
+
+    def most_pages(self, page_size: int) -> int:
+        """Most pages of a sequence that decodes. A token and the window before it touch one page
+        more than `pages_before`. One more is let go only when the step that read it has settled."""
+        return self.pages_before(page_size) + 2
+
+
+Kind = Full | Window
+"""How long the state of a group lives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """A part of each page of a group: what some layers keep there."""
+
+    layers: tuple[int, ...]
+    """Indices of layers in the model, in the order of the page."""
+    unit_bytes: int
+    """Bytes that all these layers keep in a page for one unit."""
+    dtype: str
+    """How its numbers are stored: a dtype's name or `fp8`."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """A group of a whole model, over all ranks."""
+
+    name: str
+    kind: Kind
+    planes: tuple[Plane, ...]
+    units: int
+    """Parts of a page that ranks divide, such as KV heads."""
+    replicated: bool = False
+    """Each rank holds all units."""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Indices of its layers in the model, in the order of the page."""
+        return tuple(layer for plane in self.planes for layer in plane.layers)
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of a unit in a page."""
+        return sum(plane.unit_bytes for plane in self.planes)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page, over all ranks once."""
+        return self.units * self.unit_bytes
+
+
+def split_layers(windows: Sequence[int | None]) -> tuple[tuple[Kind, tuple[int, ...]], ...]:
+    """The groups of a model, the one of all tokens first, with the layers of each.
+
+    Args:
+        windows: for each layer the tokens that a position sees; None: all. Where no layer sees all
+            of them, the layers are one group, which keeps all tokens.
+    """
+    by_window: dict[int | None, list[int]] = {None: []}
+    for layer, window in enumerate(windows):
+        by_window.setdefault(window, []).append(layer)
+    if not by_window[None]:
+        return ((Full(), tuple(range(len(windows)))),)
+    kinds = {w: Full() if w is None else Window(w) for w in by_window}
+    return tuple((kinds[window], tuple(layers)) for window, layers in by_window.items())
+
+
+def name_of(kind: Kind) -> str:
+    """The name of a group of this kind, as logs and metrics have it."""
+    return f"window-{kind.tokens}" if isinstance(kind, Window) else "full"
