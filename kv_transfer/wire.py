@@ -18,7 +18,9 @@ from kv_transfer.specs import TRANSFER_ID_BYTES
 from kv_transfer.types import MAX_NOTIFICATION_BYTES, TransportError
 
 _MAGIC = b"BT"
-_VERSION = 1
+VERSION = 1
+"""Version of what two workers send each other. It is part of the fingerprints that routers and
+workers compare, so workers of different versions never exchange pages."""
 _HEADER = struct.Struct("<2sBB16sQ")
 _CHUNK = struct.Struct("<IIIB8sH")
 _LAST = 1
@@ -112,7 +114,7 @@ def decode(data: bytes) -> Message:
     if len(data) < _HEADER.size or len(data) > MAX_NOTIFICATION_BYTES:
         raise MalformedNotification("length")
     magic, version, kind, transfer_id, epoch = _HEADER.unpack_from(data)
-    if magic != _MAGIC or version != _VERSION:
+    if magic != _MAGIC or version != VERSION:
         raise MalformedNotification("magic or version")
     if kind == Kind.CHUNK:
         return _decode_chunk(transfer_id, epoch, data[_HEADER.size :])
@@ -130,7 +132,7 @@ def decode(data: bytes) -> Message:
 
 
 def _header(kind: Kind, transfer_id: bytes, epoch: int) -> bytes:
-    return _HEADER.pack(_MAGIC, _VERSION, kind, transfer_id, epoch)
+    return _HEADER.pack(_MAGIC, VERSION, kind, transfer_id, epoch)
 
 
 def _body(chunk: Chunk) -> bytes:

@@ -229,6 +229,22 @@ BREAKAGES = (
         "answers, 1) if not answer]",
         ("engine/test_movers.py",),
     ),
+    Breakage(
+        "minor-refused",
+        "a router or worker refuses one that is a minor protocol number ahead",
+        "serving/release.py",
+        "theirs.major == PROTOCOL.major",
+        "theirs == PROTOCOL",
+        ("worker/test_worker_stream.py",),
+    ),
+    Breakage(
+        "major-taken",
+        "a router takes a worker of another major protocol number",
+        "serving/release.py",
+        "theirs.major == PROTOCOL.major",
+        "theirs.major != 0",
+        ("router/test_served_errors.py",),
+    ),
     # -- hand-off -------------------------------------------------------------------------------
     Breakage(
         "grant-not-fenced",

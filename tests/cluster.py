@@ -229,6 +229,13 @@ class Cluster:
 
     def load(self, name: str) -> worker.Load:
         """A load report, as a router that has just attached gets it."""
+        return self._first(name, "load").load
+
+    def identity(self, name: str) -> worker.WorkerIdentity:
+        """Who a worker says it is."""
+        return self._first(name, "attached").attached.worker
+
+    def _first(self, name: str, kind: str) -> worker.WorkResponse:
         over = threading.Event()
 
         def say_hello() -> Iterator[worker.WorkRequest]:
@@ -240,11 +247,11 @@ class Cluster:
                 for response in worker_grpc.WorkerServiceStub(channel).Work(
                     say_hello(), timeout=10
                 ):
-                    if response.HasField("load"):
-                        return response.load
+                    if response.HasField(kind):
+                        return response
             finally:
                 over.set()
-        raise AssertionError(f"{name} sent no load")
+        raise AssertionError(f"{name} sent no {kind}")
 
     def available_pages(self, name: str) -> int:
         load = self.load(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import filecmp
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from google.protobuf import descriptor_pb2
+
+from baton.version import __version__
+from serving.release import PROTOCOL, Protocol
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (
@@ -40,15 +45,35 @@ def run(*command: str, cwd: Path = ROOT) -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
-def test_protos_only_grow_since_the_last_release(tmp_path: Path) -> None:
-    described = subprocess.run(
-        ["git", "describe", "--tags", "--abbrev=0"], cwd=ROOT, capture_output=True, text=True
+def released_protos() -> tuple[Path, str, Protocol]:
+    """The stored image of the released protos, its release and its protocol."""
+    (image,) = (ROOT / "protos/released").iterdir()
+    named = re.fullmatch(r"(\d+\.\d+\.\d+)-protocol-(\d+)\.(\d+)\.binpb", image.name)
+    assert named is not None
+    return image, named[1], Protocol(int(named[2]), int(named[3]))
+
+
+def test_protos_only_grow_since_the_last_release() -> None:
+    run("buf", "breaking", "protos", "--against", str(released_protos()[0]))
+
+
+def test_a_changed_protocol_between_router_and_workers_has_a_number_of_its_own(
+    tmp_path: Path,
+) -> None:
+    image, _, released = released_protos()
+    run("buf", "build", "protos", "--exclude-source-info", "-o", str(tmp_path / "now.binpb"))
+    before, now = (
+        next(file for file in files.file if file.package == "baton.worker.v1")
+        for path in (image, tmp_path / "now.binpb")
+        for files in (descriptor_pb2.FileDescriptorSet.FromString(path.read_bytes()),)
     )
-    if described.returncode != 0:
-        pytest.skip("nothing was released yet: there is no tag")
-    archive = tmp_path / "protos.tar"
-    run("git", "archive", "--output", str(archive), described.stdout.strip(), "protos")
-    run("buf", "breaking", "protos", "--against", f"{archive}#subdir=protos")
+    assert before == now or released < PROTOCOL, "docs/releasing.md says which number to raise"
+
+
+def test_version_changelog_and_stored_protos_are_of_one_release() -> None:
+    heads = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert heads[:2] == ["Unreleased", released_protos()[1]]
+    assert __version__.startswith(heads[1])
 
 
 def test_stubs_are_current(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from faults import failpoints
 from serving.net.internal_net import ClearNet, InternalNet
 from serving.net.refusals import Cause
-from serving.release import refusal
+from serving.release import version_mismatch
 from worker.load import Report
 from worker_base.messages import MalformedMessage, failed_message
 from worker_base.outbox import Outbox
@@ -189,7 +189,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if first is None or not first.HasField("attach"):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message is attach")
         router = first.attach.router_id
-        if why := refusal(f"router {router}", first.attach):
+        if why := version_mismatch(f"router {router}", first.attach):
             logger.warning("router refused", extra={"router": router, "cause": why})
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, why)
         attached = worker_pb2.Attached(worker=self._identity)
@@ -237,9 +237,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     def _submit(self, submit: worker_pb2.Submit, outbox: Outbox) -> None:
         outbox.submitted(submit.attempt_id)
-        refusal = self._refusal(submit)
-        if refusal is not None:
-            outbox.send(failed_message(submit.attempt_id, refusal))
+        reason = self._reason_to_refuse(submit)
+        if reason is not None:
+            outbox.send(failed_message(submit.attempt_id, reason))
             return
         is_prefill = submit.mode == worker_pb2.WORK_MODE_PREFILL
         service = self._services.prefill if is_prefill else self._services.decode
@@ -250,7 +250,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             reason = worker_pb2.FAILURE_REASON_INTERNAL
             outbox.send(failed_message(submit.attempt_id, reason))
 
-    def _refusal(self, submit: worker_pb2.Submit) -> worker_pb2.FailureReason.ValueType | None:
+    def _reason_to_refuse(
+        self, submit: worker_pb2.Submit
+    ) -> worker_pb2.FailureReason.ValueType | None:
         if self.draining:
             return worker_pb2.FAILURE_REASON_DRAINING
         if self._services.active >= MAX_ATTEMPTS:

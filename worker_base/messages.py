@@ -28,6 +28,7 @@ from engine.types import (
     TokenIds,
     TokenRecord,
 )
+from kv_transfer import wire
 from kv_transfer.types import SCRATCH_PAGE, Endpoint
 from serving.wire import MAX_EXTENSION_BYTES, MAX_EXTENSIONS, PACKED_ID, extension_bytes, pack_ids
 
@@ -279,7 +280,7 @@ def model_message(model: ModelInfo) -> worker_pb2.ModelInfo:
         name=model.name,
         path=model.path,
         revision=model.revision,
-        fingerprint=model.fingerprint,
+        fingerprint=f"{model.fingerprint}.{wire.VERSION}",
         max_context_tokens=model.max_context_tokens,
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,

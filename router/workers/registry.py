@@ -32,7 +32,7 @@ from router.workers.link import LinkOwner, LinkState, Loss, WorkerLink
 from router.workers.model_folders import AnyFolder, ModelFolders
 from serving.net.internal_net import ClearNet, InternalNet, agent_name
 from serving.net.refusals import Cause
-from serving.release import refusal
+from serving.release import version_mismatch
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -235,7 +235,7 @@ class RegistryServicer(worker_pb2_grpc.RegistryServiceServicer):
     ) -> worker_pb2.AnnounceResponse:
         """Takes an announcement."""
         worker = request.worker
-        if why := refusal(f"worker {worker.worker_id}", worker):
+        if why := version_mismatch(f"worker {worker.worker_id}", worker):
             self._registry.refused(worker, why)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, why)
         server_name = await self._admit(worker, context)

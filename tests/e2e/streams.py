@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-from cluster import Cluster
+from cluster import GENERATED_S, Cluster
 from waiting import wait_until
 
 from baton.client.clients import Client
@@ -90,3 +91,24 @@ def bring_back(cluster: Cluster, *names: str) -> None:
     for name in names:
         cluster.wait_attached(name)
     cluster.check_baseline()
+
+
+class Asking(threading.Thread):
+    """A thread whose exception is its test's."""
+
+    def __init__(self, ask: Callable[[], None]) -> None:
+        super().__init__(daemon=True)
+        self._ask = ask
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._ask()
+        except BaseException as error:
+            self._error = error
+
+    def end(self) -> None:
+        self.join(GENERATED_S)
+        assert not self.is_alive()
+        if self._error is not None:
+            raise self._error

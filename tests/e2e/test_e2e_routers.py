@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 
 import openai
 import pytest
 from cluster import GENERATED_S, Cluster, make_cluster
-from streams import prompt_of, read
+from streams import Asking, prompt_of, read
 from tiny_models import write_tiny_model
 from typer.testing import CliRunner
 from waiting import wait_until
@@ -184,24 +184,3 @@ def test_while_one_drains_every_request_is_answered(cluster, stack):
     for thread in threads:
         thread.end()
     cluster.check_baseline()
-
-
-class Asking(threading.Thread):
-    """A thread whose exception is its test's."""
-
-    def __init__(self, ask: Callable[[], None]) -> None:
-        super().__init__(daemon=True)
-        self._ask = ask
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self._ask()
-        except BaseException as error:
-            self._error = error
-
-    def end(self) -> None:
-        self.join(GENERATED_S)
-        assert not self.is_alive()
-        if self._error is not None:
-            raise self._error

@@ -26,7 +26,7 @@ from baton.inference.v1 import inference_pb2_grpc as api_grpc
 from baton.worker.v1 import worker_pb2
 from router.errors import DOMAIN
 from router.server import RouterServer
-from serving.release import stamp
+from serving.release import PROTOCOL, stamp
 
 HTTP_STATUSES = {
     "INVALID_ARGUMENT": 400,
@@ -107,21 +107,23 @@ async def test_no_worker_yet(ask: Ask) -> None:
         check(await ask(server), "UNAVAILABLE", "NO_WORKERS", retry=True, model="tiny")
 
 
-async def test_a_worker_of_another_release_is_refused_by_name(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("protocol", ["", "0f6c1d9a3b5e7788", f"{PROTOCOL.major + 1}.0"])
+async def test_a_worker_of_another_major_protocol_is_refused_by_name(
+    caplog: pytest.LogCaptureFixture, protocol: str
 ) -> None:
     """Whether it loads or serves; the log says so once for each of its starts."""
     async with a_router() as server:
         old = worker_pb2.WorkerIdentity()
         old.CopyFrom(ScriptedWorker("d0", DECODE).identity)
         old.address = "127.0.0.1:9"
-        old.release, old.protocol = "0.0.1", ""
+        old.release, old.protocol = "0.0.1", protocol
         for loading in (True, False, False):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await announce(server, old, loading=loading)
             assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
             told = caught.value.details() or ""
-            assert "worker d0 is of another release of Baton (0.0.1" in told
+            named = f"(0.0.1, protocol {protocol or 'unknown'}; here"
+            assert f"worker d0 is of another release of Baton {named}" in told
         assert not server.registry.members
         assert [one.message for one in caplog.records].count("worker refused") == 1
 

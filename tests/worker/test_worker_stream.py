@@ -15,7 +15,7 @@ from worker_kit import DECODE, PREFILL, WAIT_S, WHOLE, Attempted, Node, a_pair, 
 from baton.grpc_options import channel_options, server_options
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from faults import failpoints
-from serving.release import stamp
+from serving.release import PROTOCOL, stamp
 from worker.load import PrefillRoom, Report, load_message
 from worker.stream import WorkerServicer
 
@@ -147,6 +147,21 @@ async def test_a_router_of_another_release_is_refused() -> None:
         await router.close()
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert "router old is of another release of Baton (0.0.1" in (caught.value.details() or "")
+
+
+async def test_a_router_that_is_a_minor_number_ahead_is_served_and_its_news_ignored() -> None:
+    """A message of a kind that this release has not, and a new field in one that it has."""
+    async with a_pair() as pair, served(pair.d) as worker:
+        router = RouterEnd(worker.address)
+        newer = f"{PROTOCOL.major}.{PROTOCOL.minor + 1}"
+        attach = worker_pb2.Attach(router_id="new", release="9.0.0", protocol=newer)
+        attach.MergeFromString(b"\xa2\x06\x03new")  # field 100
+        await router.say(attach=attach)
+        await router.heard("attached")
+        await router.call.write(worker_pb2.WorkRequest.FromString(b"\xa2\x06\x03new"))
+        await router.heard("load")
+        await router.heard("load")
+        await router.close()
 
 
 async def test_the_first_message_is_attach() -> None:

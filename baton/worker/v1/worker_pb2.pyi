@@ -255,7 +255,9 @@ class WorkerIdentity(_message.Message):
     release: _builtins.str
     """Baton's version, for people."""
     protocol: _builtins.str
-    """Digest of this protocol: a router refuses a worker whose digest differs."""
+    """Number of this protocol, such as "1.0": a router refuses a worker whose major
+    number differs.
+    """
     @_builtins.property
     def model(self) -> Global___ModelInfo:
         """The model it serves."""
@@ -310,7 +312,9 @@ class ModelInfo(_message.Message):
     revision: _builtins.str
     """Digest of the config and of sampled weights."""
     fingerprint: _builtins.str
-    """Digest of all that two workers must agree on before KV moves between them."""
+    """Digest of all that two workers must agree on before KV moves between them, and the
+    version of their notifications.
+    """
     max_context_tokens: _builtins.int
     """Prompt and output tokens together."""
     vocab_size: _builtins.int
@@ -630,7 +634,9 @@ class Attach(_message.Message):
     release: _builtins.str
     """Baton's version, for people."""
     protocol: _builtins.str
-    """Digest of this protocol: a worker refuses a router whose digest differs."""
+    """Number of this protocol, such as "1.0": a worker refuses a router whose major
+    number differs.
+    """
     def __init__(
         self,
         *,
