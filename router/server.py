@@ -133,15 +133,7 @@ class RouterServer:
         self._traces = (
             TraceStore(settings.debug.max_stored_traces) if settings.trace_store else None
         )
-        self.admin = AdminServer(
-            settings.admin,
-            self.metrics.registry,
-            lambda: self._can_run,
-            (
-                discovery_route(lambda: self.registry.members),
-                *(trace_routes(self._traces) if self._traces is not None else ()),
-            ),
-        )
+        self.admin = self._admin_server()
         self._tracing = setup_tracing(
             Service.ROUTER,
             settings.name,
@@ -151,6 +143,18 @@ class RouterServer:
         if (tracing := self._tracing) is not None:
             self.metrics.watch_spans(lambda: tracing.counts)
         self._lag = EventLoopLag(self.metrics.loop_lagged)
+
+    def _admin_server(self) -> AdminServer:
+        routes = [discovery_route(lambda: self.registry.members)]
+        if self._traces is not None:
+            routes += trace_routes(self._traces)
+        return AdminServer(
+            self.settings.admin,
+            self.metrics.registry,
+            lambda: self._can_run,
+            routes,
+            self.settings.operator_token,
+        )
 
     async def start(self) -> None:
         """Binds and serves.

@@ -4,14 +4,13 @@ It asks for no token: bind it to an address that only operators and Prometheus r
 address it answers to names of this machine alone, so that no web page reads it.
 
 It asks for a token where something would change: every method but GET and HEAD needs an operator's,
-`BATON_OPERATOR_TOKEN`. Without one set nothing can be changed there. The one exception is the page
-of failpoints, which only tests have.
+the setting `operator_token`. Without one set nothing can be changed there. The one exception is the
+page of failpoints, which only tests have.
 """
 
 from __future__ import annotations
 
 import hmac
-import os
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
     Page = Callable[[Request], Awaitable[Response]]
 
 
-OPERATOR_TOKEN: Final = "BATON_OPERATOR_TOKEN"
-"""Variable with the token that operators show."""
 FAILPOINTS: Final = "/failpoints"
 
 
@@ -46,6 +43,7 @@ class AdminServer(EmbeddedHttpServer):
         ready: whether /health/ready answers 200, else 503. /health/live answers as long as the
             event loop runs.
         routes: further routes.
+        operator_token: what callers show who change something; empty: nobody may.
     """
 
     def __init__(
@@ -54,6 +52,7 @@ class AdminServer(EmbeddedHttpServer):
         registry: CollectorRegistry,
         ready: Callable[[], bool] = lambda: True,
         routes: Sequence[BaseRoute] = (),
+        operator_token: str = "",
     ) -> None:
         own = (
             metrics_route(registry),
@@ -61,7 +60,7 @@ class AdminServer(EmbeddedHttpServer):
             Route("/health/ready", _health_page(ready)),
         )
         tests = [_failpoints_route()] if failpoints.is_live() else []
-        application = OperatorsAlone(Starlette(routes=[*own, *tests, *routes]))
+        application = OperatorsAlone(Starlette(routes=[*own, *tests, *routes]), operator_token)
         words = (
             "an admin port on a loopback address answers to localhost and loopback addresses alone"
         )
@@ -69,25 +68,25 @@ class AdminServer(EmbeddedHttpServer):
         super().__init__(listen, local_alone(application, listen, refusal), "admin-server")
 
 
-def is_operator(authorization: str) -> bool:
+def is_operator(token: str, authorization: str) -> bool:
     """Whether a caller shows the operator's token, as `Bearer TOKEN`: one rule for all commands
     that change something."""
-    token = os.environ.get(OPERATOR_TOKEN, "")
     return bool(token) and hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode())
 
 
 class OperatorsAlone:
     """Refuses requests that would change something, unless an operator sends them."""
 
-    def __init__(self, application: ASGIApp) -> None:
+    def __init__(self, application: ASGIApp, token: str) -> None:
         self._application = application
+        self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
         changes = scope["type"] == "http" and scope["method"] not in ("GET", "HEAD")
         shown = Headers(scope=scope).get("authorization", "") if changes else ""
-        if changes and scope["path"] != FAILPOINTS and not is_operator(shown):
-            refusal = PlainTextResponse(f"this needs the token of {OPERATOR_TOKEN}\n", 403)
+        if changes and scope["path"] != FAILPOINTS and not is_operator(self._token, shown):
+            refusal = PlainTextResponse("this needs the token of the setting operator_token\n", 403)
             await refusal(scope, receive, send)
             return
         await self._application(scope, receive, send)

@@ -118,7 +118,12 @@ class Worker:
         self.services.peers.held_against = self.services.peers_to_avoid
         self.metrics.watch_overdue(self.services.overdue)
         self.servicer = WorkerServicer(self.identity, self.services, self.report, self._net)
-        self.admin = AdminServer(settings.admin, self.metrics.registry, self._is_ready)
+        self.admin = AdminServer(
+            settings.admin,
+            self.metrics.registry,
+            self._is_ready,
+            operator_token=settings.operator_token,
+        )
         self._server = grpc.aio.server(
             interceptors=[Callers(self._net.refusals)], options=server_options()
         )

@@ -155,8 +155,11 @@ class WorkerSettings(BaseModel):
     admin: Address = Field(
         default_factory=lambda data: f"127.0.0.1:{_ADMIN_PORT[data.get('role', Role.BOTH)]}"
     )
-    """Sets the address for metrics and health. It is neither encrypted nor asks who calls: keep it
-    on loopback, or within a pod."""
+    """Sets the address for metrics and health. It is not encrypted, and everybody may read
+    there: keep it on loopback, or within a pod."""
+    operator_token: str = Field(default="", pattern=r"^[!-~]*$", repr=False)
+    """Serves commands that change something at `admin` to callers that show this token. Set it as
+    BATON_OPERATOR_TOKEN: others of this host can read command lines. Empty: to nobody."""
     tls_cert: str = ""
     """Names the PEM file of this process's certificate between routers and workers. `baton certs`
     makes one. A new file takes effect by itself. Empty: no TLS."""

@@ -10,7 +10,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
-from router_kit import served
+from operators import post_status
+from router_kit import a_router, served
 from scripted_worker import PREFILL, WAIT_S, until
 
 from baton.client.clients import AsyncClient
@@ -92,6 +93,12 @@ async def test_no_request_waits_for_a_tokenizer(monkeypatch: pytest.MonkeyPatch)
         inference_pb2_grpc.InferenceServiceStub(channel).StreamGenerate(request())
         await worker.heard("submit")
         assert reads == ["/tiny"] * 2
+
+
+async def test_commands_of_an_operator_come_in_at_the_admin_port() -> None:
+    async with a_router(operator_token="secret") as server:
+        assert await post_status(server.admin.address, "") == 403
+        assert await post_status(server.admin.address, "Bearer secret") == 405
 
 
 async def test_metrics_on_both_http_ports() -> None:

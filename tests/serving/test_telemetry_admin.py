@@ -7,8 +7,10 @@ import signal
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
+from operators import post_status
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
@@ -21,7 +23,7 @@ from telemetry.names import Metric
 class Process:
     """One with an admin port."""
 
-    def __init__(self) -> None:
+    def __init__(self, operator_token: str = "") -> None:
         self.ready = False
         self.metrics = RouterMetrics(lambda: RouterLoad(queued_requests=5))
         self.admin = AdminServer(
@@ -29,6 +31,7 @@ class Process:
             self.metrics.registry,
             lambda: self.ready,
             [Route("/traces", lambda request: PlainTextResponse("mine"))],
+            operator_token,
         )
 
     async def get(self, path: str, accept: str = "", host: str = "") -> tuple[int, str]:
@@ -45,12 +48,18 @@ class Process:
         return await asyncio.to_thread(fetch)
 
 
-@pytest.fixture
-async def process() -> AsyncIterator[Process]:
-    made = Process()
+@asynccontextmanager
+async def a_process(operator_token: str = "") -> AsyncIterator[Process]:
+    made = Process(operator_token)
     await made.admin.start()
     yield made
     await made.admin.stop()
+
+
+@pytest.fixture
+async def process() -> AsyncIterator[Process]:
+    async with a_process() as made:
+        yield made
 
 
 async def test_metrics_are_scraped(process: Process) -> None:
@@ -87,27 +96,20 @@ async def test_no_web_page_reads_it_by_a_name_of_its_own(process: Process) -> No
             assert (await process.get(path, host=name))[0] == status, name
 
 
-async def test_who_changes_something_shows_a_token(
-    process: Process, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def post(authorization: str) -> int:
-        url, headers = f"http://{process.admin.address}/traces", {"authorization": authorization}
-        try:
-            with urllib.request.urlopen(urllib.request.Request(url, b"", headers)) as answer:
-                return int(answer.status)
-        except urllib.error.HTTPError as error:
-            return error.code
-
-    for token, shown, status in (
+@pytest.mark.parametrize(
+    ("token", "shown", "status"),
+    [
         ("", "", 403),
         ("", "Bearer ", 403),
         ("secret", "", 403),
         ("secret", "Bearer secre", 403),
         ("secret", "secret", 403),
         ("secret", "Bearer secret", 405),
-    ):
-        monkeypatch.setenv("BATON_OPERATOR_TOKEN", token)
-        assert await asyncio.to_thread(post, shown) == status, shown
+    ],
+)
+async def test_who_changes_something_shows_a_token(token: str, shown: str, status: int) -> None:
+    async with a_process(token) as process:
+        assert await post_status(process.admin.address, shown) == status
         assert (await process.get("/traces"))[0] == 200
 
 

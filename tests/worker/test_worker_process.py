@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from nursery import Child, fork
+from operators import post_status
 from settings_kit import settings_of, variables_of
 from test_worker_stream import RouterEnd
 from tiny_models import write_tiny_model
@@ -144,7 +145,9 @@ def _all_back(worker: Worker) -> bool:
 
 
 async def test_health_metrics_and_credit_of_an_idle_worker(tiny: Path) -> None:
-    async with running(settings(tiny, Role.BOTH)) as worker:
+    async with running(settings(tiny, Role.BOTH, operator_token="secret")) as worker:
+        assert await post_status(worker.admin.address, "") == 403
+        assert await post_status(worker.admin.address, "Bearer secret") == 405
         async with grpc.aio.insecure_channel(worker.identity.address) as channel:
             for service in ("", SERVICE_NAME):
                 request = health_pb2.HealthCheckRequest(service=service)
