@@ -23,6 +23,8 @@ from baton.errors import BatonError
 from worker.watchdog import EXIT_HUNG
 
 WAIT_S = 100.0
+FOREIGN = ("jinja2", "tokenizers", "torch", "safetensors", "grpc", "xxhash", "local")
+"""Modules in the working directory of `baton up` that are not what its processes mean."""
 SMALL = ("--prefill", "0", "--decode", "0", "--both", "1")
 """Of workers one, which is soon there."""
 
@@ -31,7 +33,7 @@ def command(model, *options: str) -> list[str]:
     """`baton up` at free ports."""
     ports = [word for name in ("--port", "--http-port", "--admin-port") for word in (name, "0")]
     shared = ["--model", str(model), "--device", "cpu", *ports]
-    return [sys.executable, "-m", "baton", "up", *shared, *options]
+    return [sys.executable, "-P", "-m", "baton", "up", *shared, *options]
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +44,13 @@ def running(tmp_path_factory):
     environment = {**os.environ, **variables_of(settings)}
     model = write_tiny_model(tmp_path / "model")
     log = tmp_path / "log"
+    (foreign := tmp_path / "foreign").mkdir()
+    for name in FOREIGN:
+        (foreign / f"{name}.py").write_text("open(__file__ + '.ran', 'w').close()\nexit(3)\n")
     with log.open("wb") as file:
         process = subprocess.Popen(
             command(model, "--routers", "2"),
+            cwd=foreign,
             env=environment,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -84,6 +90,14 @@ def test_a_router_that_dies_is_started_again_and_meanwhile_the_other_serves(runn
         until(lambda: "router-0 │ was ended by SIGKILL; starts again" in log.read_text(), log)
         assert answers(client)
     until(lambda: serves_again(log), log)
+
+
+def test_nobody_imports_from_the_working_directory(running):
+    _, log = running
+    foreign = log.parent / "foreign"
+    until(lambda: "Ctrl-C" in log.read_text() or list(foreign.glob("*.ran")), log)
+    assert not list(foreign.glob("*.ran"))
+    assert len(list(foreign.iterdir())) == len(FOREIGN)
 
 
 def serves_again(log) -> bool:

@@ -5,14 +5,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
+import aiohttp
+import grpc.aio
 import pytest
+from router_kit import served
 from scripted_worker import BOTH, DECODE, PREFILL, Cluster, Reader, ScriptedWorker, job, until
 from test_dispatch_failures import error_of
 
+from baton.inference.v1 import inference_pb2 as api
+from baton.inference.v1 import inference_pb2_grpc as api_grpc
 from router.jobs import Job, Quota
+from serving.wire import pack_ids
 
 SLOTS = 32
 KEPT = 2
@@ -146,3 +153,52 @@ async def test_a_worker_that_loads_is_waited_for(cluster: Cluster) -> None:
     new.tokens(attempt, 1, 11)
     new.finished(attempt, 2)
     await reader.end()
+
+
+@pytest.mark.parametrize("door", ["grpc", "http"])
+async def test_two_hundred_streams_of_a_connection_hold_up_another_by_one(door: str) -> None:
+    """Nobody shows a token here, so connections of this machine take turns."""
+    many, honest = 200, [7, 8, 9]
+    async with served() as (server, worker), AsyncExitStack() as held:
+        worker.report(max_sequences=4, prefill_credit_tokens=10_000)
+        await until(lambda: server.dispatcher.attached_models())
+        channel = await held.enter_async_context(a_connection(server.address))
+        streams = [ask_grpc(channel, [1, 2, 3]) for _ in range(many)]
+        await until(lambda: server.dispatcher.queued_jobs == many - worker.count("submit"))
+        assert server.dispatcher.queued_jobs > many - 10
+        if door == "grpc":
+            other = await held.enter_async_context(a_connection(server.address))
+            asked: Any = ask_grpc(other, honest)
+        else:
+            session = await held.enter_async_context(aiohttp.ClientSession())
+            url = f"http://{server.http_address}/v1/completions"
+            body = {"prompt": honest, "max_tokens": 2}
+            asked = asyncio.create_task(session.post(url, json=body).__aenter__())
+        before = server.dispatcher.queued_jobs
+        await until(lambda: server.dispatcher.queued_jobs == before + 1)
+        while True:
+            submit = await worker.heard("submit")
+            if submit.prompt_ids == pack_ids(honest):
+                break
+            worker.first_token(submit.attempt_id, 10)
+            worker.tokens(submit.attempt_id, 1, 11)
+            worker.finished(submit.attempt_id, 2)
+        sent = [one for one in worker.history if one.HasField("submit")]
+        assert len(sent) <= 12, "of the two hundred those that had begun, and one each turn"
+        asked.cancel()
+        for stream in streams:
+            stream.cancel()
+
+
+def a_connection(address: str) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
+
+
+def ask_grpc(channel: grpc.aio.Channel, ids: list[int]) -> grpc.aio.Call:
+    request = api.StreamGenerateRequest(
+        input=api.GenerationInput(
+            token_ids=api.TokenIds(ids=ids), stop=api.StopOptions(max_tokens=2)
+        )
+    )
+    request.input.output.omit_text = True
+    return api_grpc.InferenceServiceStub(channel).StreamGenerate(request)
