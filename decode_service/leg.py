@@ -64,7 +64,7 @@ class DecodeLeg(WorkerLeg):
     steps: int = 0
     preemptions: int = 0
     gaps_ms: array[float] = field(default_factory=lambda: array("f"))
-    """Times between two tokens of one choice."""
+    """Times between two messages with tokens of one choice."""
     longest_gap_ms: float = 0.0
     longest_gap_end_ns: int = 0
     last_token_of: dict[int, int] = field(default_factory=dict)
@@ -107,13 +107,15 @@ class DecodeLeg(WorkerLeg):
         self.computed_ns = self.ready_ns = self.first_token_ns = at_ns
 
     def count(self, choice: int, at_ns: int) -> None:
-        """Counts one token of a choice."""
+        """Counts one token of a choice. The tokens of a step come together, so nobody waits between
+        them."""
         if not self.second_token_ns and at_ns != self.first_token_ns:
             self.second_token_ns = at_ns
         self.steps += at_ns != self.last_token_ns
         self.tokens += 1
         self.last_token_ns = at_ns
-        if before_ns := self.last_token_of.get(choice):
+        before_ns = self.last_token_of.get(choice, at_ns)
+        if before_ns != at_ns:
             self._add_gap(before_ns, at_ns)
         self.last_token_of[choice] = at_ns
 

@@ -28,7 +28,7 @@ FLOORS = (
     ("engine.groups",),
     ("engine.pool",),
     ("engine.step",),
-    ("engine.hooks",),
+    ("engine.hooks", "engine.speculation"),
     (
         "engine.pages",
         "engine.masks",

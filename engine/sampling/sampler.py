@@ -180,7 +180,12 @@ class Sampler:
 
     def _draw(self, logits: Tensor, draw: Draw) -> ops.Drawn:
         scaled = ops.scale(logits, self._upload(draw.temperature))
-        return ops.draw(scaled, self._floor(scaled, draw), self._upload(draw.uniforms))
+        return ops.draw(scaled, self._floor(scaled, draw), self._uniforms(draw))
+
+    def _uniforms(self, draw: Draw) -> Tensor:
+        """[D] float64: the rows' noise."""
+        assert draw.uniforms is not None, "the host knows the output indices"
+        return self._upload(draw.uniforms)
 
     def _floor(self, scaled: Tensor, draw: Draw) -> Tensor | None:
         """The least scaled logit that min-p, top-k and top-p keep."""

@@ -314,7 +314,7 @@ class Admission:
         loaded = self._loaded_tokens(leader, cached)
         self.cached_tokens += cached
         self.loaded_tokens.update(loaded)
-        self._batch.slots.kv_len[leader.slot] = cached
+        self._batch.slots.set_kv(leader.slot, cached)
         self._batch.prefills.append(
             PrefillTask(
                 leader=leader,

@@ -152,7 +152,7 @@ class Batch:
                 self._copies[int(own[-1])] = int(pages[-1])
             self._blocks.share(pages[: len(pages) - partial])
             self.slots.set_pages(follower.slot, own)
-            self.slots.kv_len[follower.slot] = length
+            self.slots.set_kv(follower.slot, length)
             self.slots.state[follower.slot] = SlotState.RUNNING
         if followers and partial:
             # The source page counts as well: its sequence may end before that step has run, and no

@@ -76,7 +76,7 @@ class Planner:
         if chunks:
             self._batch.chunks[plan.number] = tuple(chunks)
         slots = self._batch.slots
-        slots.kv_len[rows] += 1
+        slots.launch(rows, plan.context_lens[: rows.size], plan.width)
         slots.count_in_flight(plan.sample_slots, 1)
         for chunk in chunks:
             self._advance(chunk)
@@ -88,8 +88,8 @@ class Planner:
         """Slots that decode in the next step, each with a page for the token it stores."""
         slots, blocks = self._batch.slots, self._blocks
         rows = slots.running()
-        rows = rows[slots.kv_len[rows] + 1 < slots.limit_len[rows]]
-        short = rows[slots.kv_len[rows] == slots.page_count[rows] * slots.page_size]
+        rows = rows[slots.least_kv(rows) + 1 < slots.limit_len[rows]]
+        short = rows[slots.least_kv(rows) >= slots.page_count[rows] * slots.page_size]
         if short.size == 0:
             return rows
         if short.size > blocks.available:
@@ -178,7 +178,7 @@ class Planner:
                 ),
             )
         task.cursor = chunk.end
-        self._batch.slots.kv_len[task.leader.slot] = chunk.end
+        self._batch.slots.set_kv(task.leader.slot, chunk.end)
         if task.remaining == 0:
             self._batch.prefills.remove(task)
             if active.request.mode is not Mode.PREFILL:

@@ -110,7 +110,7 @@ class Requests:
         active.state = RequestState.ACTIVE
         leader = active.sequences[0]
         self._blocks.arrivals.note(self._batch.slots.pages(leader.slot))
-        self._batch.slots.kv_len[leader.slot] = len(leader.tokens)
+        self._batch.slots.set_kv(leader.slot, len(leader.tokens))
         if self._config.prefix_cache:
             generation = int(self._batch.slots.generation[leader.slot])
             self._delivered.append((leader, leader.slot, generation))

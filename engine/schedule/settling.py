@@ -7,7 +7,8 @@ cancelled meanwhile has left one more row in flight, whose token is dropped.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,6 +85,7 @@ class Settler:
         self._recovery.step_is_over(plan)
         alive = self._batch.alive(plan)
         self._batch.slots.count_in_flight(plan.sample_slots[alive], -1)
+        self._land(plan, result, alive)
         self._fail_rows(plan, alive & ~result.finite)
         if result.hook_failures:
             self._recovery.lose_hooks(plan, result.hook_failures)
@@ -98,6 +100,12 @@ class Settler:
         hand_out()
         self._requests.let_go()
 
+    def _land(self, plan: StepPlan, result: StepResult, alive: Bools) -> None:
+        """Moves the lengths of decode rows past the step."""
+        rows = np.flatnonzero(alive[: plan.num_decodes])
+        counts = 1 if result.counts is None else result.counts[rows]
+        self._batch.slots.land(plan.sample_slots[rows].astype(np.intp), counts)
+
     def _fail_rows(self, plan: StepPlan, bad: Bools) -> None:
         for slot in set(plan.sample_slots[bad].tolist()):
             owner = self._batch.owners[slot]
@@ -110,58 +118,71 @@ class Settler:
         """Settles the tokens of sequences in the batch. PREFILL requests have none there, because
         their chunks carry all events."""
         slots = self._batch.slots
-        rows = np.flatnonzero(alive)
-        if rows.size == 0:
+        draws = np.flatnonzero(alive)
+        if draws.size == 0:
             return
-        where = plan.sample_slots[rows].astype(np.intp)
-        indices, tokens = plan.sample_indices[rows], result.tokens[rows]
-        slots.outputs[where, indices] = tokens
-        slots.output_len[where] = indices + 1
-        ended = (slots.stop_ids[where] == tokens[:, None]).any(1)
-        ended |= slots.prompt_len[where] + indices + 1 >= slots.limit_len[where]
-        self._tell_tokens(plan, result, rows, now_ns)
-        for i in np.flatnonzero(ended).tolist():
-            owner = self._batch.owner(int(where[i]))
-            reason = self._end_reason(owner, int(tokens[i]), int(indices[i]))
-            if reason is None:
-                ended[i] = False
-            else:
-                self._requests.end(owner, reason)
-        self._masking.consume(where[~ended], tokens[~ended])
+        drawn = _Drawn.of(plan, result, draws, slots.output_len)
+        ends = self._find_ends(drawn)
+        if ends:
+            drawn = drawn.until(ends)
+        slots.outputs[drawn.slots, drawn.indices] = drawn.tokens
+        slots.output_len[drawn.slots] = drawn.indices + 1  # The last of a draw's tokens stays.
+        self._tell_tokens(result, drawn, now_ns)
+        for draw, (_, reason) in ends.items():
+            self._requests.end(self._batch.owner(int(plan.sample_slots[draw])), reason)
+        goes_on = ~np.isin(drawn.draws, np.fromiter(ends, np.intp)) if ends else slice(None)
+        self._masking.consume(drawn.slots[goes_on], drawn.tokens[goes_on])
+        where = plan.sample_slots[draws].astype(np.intp)
         preempting = slots.state[where] == SlotState.PREEMPTING
         leaving = where[preempting & (slots.in_flight[where] == 0)]
         for slot in leaving.tolist():
             self._requests.finish_preemption(self._batch.owner(slot))
 
+    def _find_ends(self, drawn: _Drawn) -> dict[int, tuple[int, EndReason]]:
+        """The first token of each draw that ends its sequence: by draw, the token's place in
+        `drawn` and the reason."""
+        slots = self._batch.slots
+        may_end = (slots.stop_ids[drawn.slots] == drawn.tokens[:, None]).any(1)
+        may_end |= slots.prompt_len[drawn.slots] + drawn.indices + 1 >= slots.limit_len[drawn.slots]
+        ends: dict[int, tuple[int, EndReason]] = {}
+        for place in np.flatnonzero(may_end).tolist():
+            if (draw := int(drawn.draws[place])) in ends:
+                continue
+            owner = self._batch.owner(int(drawn.slots[place]))
+            token, index = int(drawn.tokens[place]), int(drawn.indices[place])
+            if (reason := self._end_reason(owner, token, index)) is not None:
+                ends[draw] = place, reason
+        return ends
+
     def _end_reason(self, owner: Sequence, token: int, index: int) -> EndReason | None:
         """The reason for which a sequence ends with a token that may end it."""
         return end_reason(token, index, owner.active.request.stop, self._config.eos_token_ids)
 
-    def _tell_tokens(self, plan: StepPlan, result: StepResult, rows: Rows, now_ns: int) -> None:
-        """Emits one event for each sink that has sequences among `rows`."""
+    def _tell_tokens(self, result: StepResult, drawn: _Drawn, now_ns: int) -> None:
+        """Emits one event for each sink that has sequences among those that have drawn."""
         slots = self._batch.slots
-        while rows.size:
-            sinks = slots.sink[plan.sample_slots[rows]]
+        while drawn.draws.size:
+            sinks = slots.sink[drawn.slots]
             mine = np.asarray(sinks == sinks[0], np.bool_)
-            told, rows = _youngest_first(plan, rows[mine]), rows[~mine]
-            where = plan.sample_slots[told]
+            told, drawn = drawn.at(mine).youngest_first(), drawn.at(~mine)
             event = NewTokens(
-                request_ids=slots.request_id[where].tolist(),
-                choices=slots.choice[where],
-                indices=plan.sample_indices[told],
-                token_ids=result.tokens[told],
-                scored=self._scored(plan, result, told),
+                request_ids=slots.request_id[told.slots].tolist(),
+                choices=slots.choice[told.slots],
+                indices=told.indices,
+                token_ids=told.tokens,
+                scored=self._scored(result, told),
                 at_ns=now_ns,
             )
             self._requests.emit(sinks[0], event)
 
-    def _scored(self, plan: StepPlan, result: StepResult, rows: Rows) -> dict[int, TokenRecord]:
-        """Records by place in `rows`. They cost nothing in a batch without log probabilities."""
+    def _scored(self, result: StepResult, told: _Drawn) -> dict[int, TokenRecord]:
+        """Records by place in `told`. They cost nothing in a batch without log probabilities."""
         if result.logprobs is None:
             return {}
+        places = zip(told.slots.tolist(), told.draws.tolist(), told.columns.tolist(), strict=True)
         records = (
-            _token_record(self._batch.owner(int(plan.sample_slots[row])), result, row)
-            for row in rows.tolist()
+            _token_record(self._batch.owner(slot), result, draw, column)
+            for slot, draw, column in places
         )
         return {i: record for i, record in enumerate(records) if record.logprob is not None}
 
@@ -229,22 +250,68 @@ class Settler:
         )
 
 
-def _youngest_first(plan: StepPlan, rows: Rows) -> Rows:
-    """The rows with sequences that just joined first, because they have waited longest for a token
-    and it takes some milliseconds to pass on a step's tokens. The others keep their order."""
-    return rows[np.argsort(plan.sample_indices[rows], kind="stable")]
+class _Drawn(NamedTuple):
+    """Tokens of a step that count, in columns of N. Those of a draw are neighbours, in order."""
+
+    draws: Rows
+    """Which of the step's draws."""
+    columns: Rows
+    """Which token of its draw."""
+    first: NDArray[np.int32]
+    """Output index of the draw's first token."""
+    slots: Rows
+    tokens: NDArray[np.int32]
+
+    @classmethod
+    def of(
+        cls, plan: StepPlan, result: StepResult, draws: Rows, output_len: NDArray[np.int32]
+    ) -> _Drawn:
+        """The tokens of these draws, whose slots have so many tokens before."""
+        columns = np.zeros_like(draws)
+        if result.counts is not None:
+            counts = result.counts[draws]
+            before = np.repeat(np.cumsum(counts) - counts, counts)
+            draws = np.repeat(draws, counts)
+            columns = np.arange(draws.size) - before
+        slots = plan.sample_slots[draws].astype(np.intp)
+        tokens = result.tokens.reshape(len(plan.sample_slots), -1)[draws, columns]
+        return cls(draws, columns, output_len[slots], slots, tokens)
+
+    @property
+    def indices(self) -> NDArray[np.int32]:
+        """Output index of each token."""
+        indices: NDArray[np.int32] = (self.first + self.columns).astype(np.int32)
+        return indices
+
+    def at(self, where: Bools | Rows) -> _Drawn:
+        """Some of the tokens."""
+        draws, columns, first, slots, tokens = self
+        return _Drawn(draws[where], columns[where], first[where], slots[where], tokens[where])
+
+    def until(self, ends: Mapping[int, tuple[int, EndReason]]) -> _Drawn:
+        """Without what was drawn behind the token that ends a draw's sequence."""
+        last = np.full(int(self.draws[-1]) + 1, self.draws.size)
+        for draw, (place, _) in ends.items():
+            last[draw] = place
+        return self.at(np.arange(self.draws.size) <= last[self.draws])
+
+    def youngest_first(self) -> _Drawn:
+        """Sequences that just joined come first, because they have waited longest for a token and
+        it takes some milliseconds to pass on a step's tokens. The others keep their order."""
+        return self.at(np.argsort(self.first, kind="stable"))
 
 
-def _token_record(owner: Sequence, result: StepResult, row: int) -> TokenRecord:
-    """The token of a row, with its log probabilities if the request wants them."""
-    token, top_n = int(result.tokens[row]), owner.active.request.sampling.top_logprobs
+def _token_record(owner: Sequence, result: StepResult, draw: int, column: int = 0) -> TokenRecord:
+    """A token, with its log probabilities if the request wants them."""
+    at = (draw, column) if result.tokens.ndim > 1 else draw
+    token, top_n = int(result.tokens[at]), owner.active.request.sampling.top_logprobs
     if top_n is None or result.logprobs is None:
         return TokenRecord(token)
-    logprob = float(result.logprobs[row])
+    logprob = float(result.logprobs[at])
     if top_n == 0 or result.top_ids is None or result.top_logprobs is None:
         return TokenRecord(token, logprob)
-    best = tuple(result.top_ids[row, :top_n].tolist())
-    return TokenRecord(token, logprob, best, tuple(result.top_logprobs[row, :top_n].tolist()))
+    best = tuple(result.top_ids[at][:top_n].tolist())
+    return TokenRecord(token, logprob, best, tuple(result.top_logprobs[at][:top_n].tolist()))
 
 
 def _score_records(score: ScoreResult) -> list[TokenRecord]:

@@ -2,10 +2,14 @@
 
 A sequence is in a slot from its admission until it ends or is preempted. For each slot in use:
 
-    0 <= kv_len <= page_count * page_size
-    positions [0, kv_len) are stored, or will be by launched steps; never written twice
+    0 <= kv_low <= kv_low + flying <= kv_len <= page_count * page_size
+    positions [0, kv_low) are stored; never written again
+    positions [kv_low, kv_len) may be written by launched steps
     output index i is drawn from the logits at position prompt_len + i - 1
-    kv_len + 1 < limit_len  iff  one more decode step is wanted
+    kv_low + flying + 1 < limit_len  iff  one more decode step is wanted
+
+Without drafts a step adds one token to each row, so kv_low + flying is kv_len. With them
+(`engine.speculation`) the host knows bounds while a step is in flight.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from numpy.typing import NDArray
 
 from engine.types import PageIds, StopRules, TokenIds
 
+Rows = NDArray[np.intp]
 NO_TOKEN = -1
 FEW_STOP_IDS = 4
 """Columns for stop ids that always exist."""
@@ -57,6 +62,16 @@ class SlotTable:
         """Pages of so many tokens; 0 in an empty slot."""
         self.min_tokens = np.zeros(max_slots, np.int32)
         self.kv_len = np.zeros(max_slots, np.int32)
+        """Tokens in KV after all launched steps: the most."""
+        self.kv_low = np.zeros(max_slots, np.int32)
+        """Tokens in KV after all settled steps. Each decode step in flight adds at least one,
+        unless its bound forbids it."""
+        self.flying = np.zeros(max_slots, np.int32)
+        """Decode steps in flight: at most two."""
+        self.drafts = np.zeros(max_slots, np.bool_)
+        """Whether drafts of the sequence may be verified. The scheduler sets it."""
+        self._bound = np.zeros(max_slots, np.int32)
+        self._width = np.zeros(max_slots, np.int32)
         self.output_len = np.zeros(max_slots, np.int32)
         """Number of output tokens that the host has read."""
         self.in_flight = np.zeros(max_slots, np.int32)
@@ -92,7 +107,8 @@ class SlotTable:
         self.prompt_len[slot] = prompt_len
         self.set_limit(slot, prompt_len + stop.max_tokens)
         self.min_tokens[slot] = stop.min_tokens
-        self.kv_len[slot] = 0
+        self.set_kv(slot, 0)
+        self.drafts[slot] = False
         self.in_flight[slot] = 0
         self.seniority[slot] = seniority
         self.page_count[slot] = 0
@@ -105,6 +121,35 @@ class SlotTable:
         """Sets `limit_len` of the sequence in `slot`."""
         self.limit_len[slot] = length
         self.final_pages[slot] = -(-length // self.page_size)
+
+    def set_kv(self, slot: int, length: int) -> None:
+        """Sets the tokens in KV of a sequence that does not decode yet."""
+        self.kv_len[slot] = self.kv_low[slot] = length
+        self.flying[slot] = 0
+
+    def least_kv(self, rows: Rows) -> NDArray[np.int32]:
+        """[R]: the fewest tokens in KV after all launched steps."""
+        least: NDArray[np.int32] = self.kv_low[rows] + self.flying[rows]
+        return least
+
+    def launch(self, rows: Rows, bounds: NDArray[np.int32], width: int) -> None:
+        """A decode step of these rows is launched.
+
+        Args:
+            rows: [R] slots.
+            bounds: [R], the first position that the step does not store.
+            width: tokens of each row.
+        """
+        self.kv_len[rows] = self._bound[rows] = bounds
+        self._width[rows] = width
+        self.flying[rows] += 1
+
+    def land(self, rows: Rows, counts: NDArray[np.int32] | int) -> None:
+        """The oldest decode step in flight of these rows has added `counts` tokens."""
+        self.kv_low[rows] += counts
+        self.flying[rows] -= 1
+        most = np.minimum(self._bound[rows], self.kv_low[rows] + self._width[rows])
+        self.kv_len[rows] = np.where(self.flying[rows] > 0, most, self.kv_low[rows])
 
     def set_stop_ids(self, slot: int, ids: list[int]) -> None:
         """Sets the ids that end the sequence in `slot`. There are only as many columns as the

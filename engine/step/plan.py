@@ -32,12 +32,34 @@ class ScorePlan:
     top_n: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Begins:
+    """E sequences that have got slots, for tables by slot on the device (`engine.speculation`)."""
+
+    slots: Int32s
+    """[E]"""
+    lens: Int32s
+    """[E]. Tokens so far. The sequence decodes when the KV of just these is there."""
+    prompt_lens: Int32s
+    """[E]"""
+    choices: Int32s
+    """[E]. What keys the noise."""
+    seeds: NDArray[np.int64]
+    """[E]. The bits of the seeds."""
+    ids: Int32s
+    """[sum of lens]. The tokens, one sequence behind the other."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The work of the device in one step: R rows, T new tokens, S tokens sampled.
+    """The work of the device in one step: R rows, T new tokens, S draws.
 
     The device works in this order: page copies, token table writes, the forward pass, sampling,
     and writing the sampled tokens into the token table. Decode rows come first.
+
+    A decode row has `width` W tokens: its last one, and W - 1 drafts that the device has. Where
+    drafts are verified, lengths are the device's: positions of decode rows mean nothing then, and
+    their contexts are bounds (`engine.speculation`).
     """
 
     number: int
@@ -48,20 +70,22 @@ class StepPlan:
     row_slots: Int32s
     """[R]"""
     query_lens: Int32s
-    """[R]; 1 for the first `num_decodes` rows."""
+    """[R]; `width` for the first `num_decodes` rows."""
     context_lens: Int32s
-    """[R]; tokens in KV after this step."""
+    """[R]; tokens in KV after this step. Of a decode row whose length the host does not know: the
+    most. What the row would store at or behind that place is dropped, and not counted."""
     num_decodes: int
     page_table: Int32s
     """[R, P]. Entries beyond a row's context are the scratch page."""
     sample_tokens: Int32s
-    """[S]. Index among the step's tokens of the position whose logits are sampled."""
+    """[S]. Index among the step's tokens of the position whose logits are sampled. Draws of decode
+    rows come first, in their order; of W positions it is the first."""
     sample_slots: Int32s
     """[S]"""
     sample_generations: Int32s
     """[S]. Generation of the slot at planning."""
     sample_indices: Int32s
-    """[S]. Output index of the drawn token."""
+    """[S]. Output index of the (first) drawn token; the least that it may be."""
     sample: SamplePlan | None
     """None if S is 0."""
     copy_source: Int32s
@@ -83,6 +107,16 @@ class StepPlan:
     """The place among all shapes (`engine.cuda.steps.shapes`) of that to which every rank pads the
     step. Set by `Executor.shaped`."""
     scores: tuple[ScorePlan, ...] = ()
+    width: int = 1
+    """Tokens of each decode row."""
+    begins: Begins | None = None
+    tells_drafts: bool = False
+    """Whether the host wants to know the next drafts, because it fills masks behind them."""
+
+    @property
+    def decode_tokens(self) -> int:
+        """Number of decode rows' tokens."""
+        return self.num_decodes * self.width
 
     @property
     def num_tokens(self) -> int:
@@ -92,12 +126,12 @@ class StepPlan:
     @property
     def prompt_tokens(self) -> int:
         """Number of prompt tokens."""
-        return len(self.token_ids) - self.num_decodes
+        return len(self.token_ids) - self.decode_tokens
 
     @property
     def only_decodes(self) -> bool:
         """Whether the step only decodes. Such steps take about equally long."""
-        return 0 < self.num_tokens == self.num_decodes
+        return 0 < self.num_tokens == self.decode_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,19 +150,27 @@ class ScoreResult:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The results of the device, on the host."""
+    """The results of the device, on the host: of S draws, or S x W in a step of width W > 1."""
 
     tokens: Int32s
-    """[S]"""
+    """[S] or [S, W]"""
     finite: NDArray[np.bool_]
-    """[S]. False if the row's logits held NaN or infinity."""
+    """[S]. False if the logits of a token that counts held NaN or infinity."""
     logprobs: NDArray[np.float32] | None
-    """[S]"""
+    """[S] or [S, W]"""
     top_ids: Int32s | None
-    """[S, N], likeliest first. N is the most that any row asked for."""
+    """[S, N] or [S, W, N], likeliest first. N is the most that any row asked for."""
     top_logprobs: NDArray[np.float32] | None
-    """[S, N]"""
+    """[S, N] or [S, W, N]"""
     scores: tuple[ScoreResult, ...] = ()
     """One per ScorePlan."""
     hook_failures: tuple[HookFailure, ...] = ()
     """Hooks that failed in the step."""
+    counts: Int32s | None = None
+    """[S]. Leading tokens of each draw that count; None: one of each."""
+    drafted: Int32s | None = None
+    """[S]. Drafts that each draw has verified; None: none."""
+    next_drafts: Int32s | None = None
+    """[S, K]. Drafts of the row's next step, if the plan wants them told."""
+    next_ready: Int32s | None = None
+    """[S]. How many of them there are."""

@@ -20,12 +20,15 @@ Ints = NDArray[np.integer[Any]]
 class Adjustments(NamedTuple):
     """Logit biases, and minus infinity where an id would end a sequence too early.
 
-    Entry i adds `values[i]` to the logit of `ids[i]` in row `rows[i]`; no pair occurs twice.
+    Entry i adds `values[i]` to the logit of `ids[i]` in row `rows[i]`. No pair occurs twice, unless
+    there are bounds: then a bias may stand beside a bound.
     """
 
     rows: I64
     ids: I64
     values: F32
+    until: I64 | None = None
+    """An entry counts for output indices below this; None: the host knew the indices."""
 
 
 class Resets(NamedTuple):
@@ -66,15 +69,25 @@ class Nucleus(NamedTuple):
     row."""
 
 
+class NoiseKeys(NamedTuple):
+    """What keys the noise of rows beside their output indices; all arrays are [D]."""
+
+    seeds: I64
+    """The bits of the seeds."""
+    choices: I64
+
+
 class Draw(NamedTuple):
     """Rows that are drawn rather than greedy; all arrays are [D]."""
 
     rows: I64
     temperature: F32
-    uniforms: F64
+    uniforms: F64 | None
+    """None: the host does not know the output indices, and the device makes them of `noise`."""
     floor: F32 | None
     """min-p as the least (logit - best) / temperature that stays; None if no row needs it."""
     nuclei: tuple[Nucleus, ...]
+    noise: NoiseKeys | None = None
 
 
 class LogprobRows(NamedTuple):
@@ -89,7 +102,7 @@ class Masks(NamedTuple):
     """Rows that may draw only some tokens."""
 
     rows: I64
-    """[M]"""
+    """[M]. Draws of the step; in a step of width W > 1: draw * W + column."""
     bits: NDArray[np.int32]
     """[M, W]: bit i % 32 of word i // 32 stands for token i."""
 

@@ -96,13 +96,25 @@ def first_tokens(
 
 
 def step_tokens(message: worker_pb2.Tokens) -> Iterable[tuple[bytes, JobTokens]]:
-    """The tokens of a step, with the attempt of each."""
+    """The tokens of a step, with the attempt of each. Neighbours that continue each other are one
+    run: several tokens of one step cost a client's stream one message."""
     scored = dict(zip(unpack_ids(message.scored_rows), _logprobs(message.records), strict=True))
     packed = message.choice_indices, message.indices, message.token_ids
-    columns = zip(message.attempt_ids, *map(unpack_ids, packed), strict=True)
-    for row, (attempt_id, choice, index, token_id) in enumerate(columns):
-        logprobs = (scored[row],) if row in scored else ()
-        yield attempt_id, JobTokens(choice, index, (token_id,), logprobs)
+    choices, indices, ids = map(unpack_ids, packed)
+    attempts = message.attempt_ids
+    start, rows = 0, len(ids)
+    for end in range(1, rows + 1):
+        if (
+            end < rows
+            and indices[end] == indices[end - 1] + 1
+            and choices[end] == choices[start]
+            and attempts[end] == attempts[start]
+            and (end in scored) == (start in scored)
+        ):
+            continue
+        logprobs = tuple(scored[row] for row in range(start, end) if row in scored)
+        yield attempts[start], JobTokens(choices[start], indices[start], ids[start:end], logprobs)
+        start = end
 
 
 def prompt_logprobs(message: worker_pb2.PromptLogprobs) -> tuple[TokenScore, ...]:

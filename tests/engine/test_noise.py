@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.sampling import device_noise
 from engine.sampling.noise import philox4x32, uniform
 
 WORD = st.integers(0, 2**32 - 1)
@@ -96,3 +98,17 @@ def test_never_zero_or_one(monkeypatch: pytest.MonkeyPatch) -> None:
         answer = np.full((4, 1), word, np.uint64)
         monkeypatch.setattr("engine.sampling.noise.philox4x32", lambda *_, answer=answer: answer)
         assert low < uniform(one, one, one)[0] < high
+
+
+def test_a_device_makes_the_same_numbers_bit_for_bit() -> None:
+    rng = np.random.default_rng(4)
+    edges = np.array([0, 1, 2**31, 2**32 - 1, 2**32, 2**63, 2**64 - 1], np.uint64)
+    seeds = np.concatenate([edges, rng.integers(0, 2**64, 50_000, np.uint64)])
+    indices = rng.integers(0, 2**31, len(seeds))
+    indices[:9] = [0, 1, 2**31 - 1, 7, 7, 7, 7, 0, 2**17]
+    choices = rng.integers(0, 1 << 10, len(seeds))
+    wanted = uniform(seeds, choices, indices)
+    columns = seeds.view(np.int64), choices, indices
+    found = device_noise.uniform(*map(torch.from_numpy, columns)).numpy()
+    assert found.dtype == np.float64
+    assert (found == wanted).all()

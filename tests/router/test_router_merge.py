@@ -102,16 +102,18 @@ def test_wire_forms() -> None:
     ]
     assert first_tokens(first, (3, 4), (5, 6))[1] == JobTokens(4, 6, (9,))
     step = worker_pb2.Tokens(
-        attempt_ids=[b"a", b"b", b"b"],
-        choice_indices=pack_ids([0, 1, 1]),
-        indices=pack_ids([9, 4, 5]),
-        token_ids=pack_ids([6, 7, 8]),
-        scored_rows=pack_ids([1]),
-        records=[record],
+        attempt_ids=[b"a", b"b", b"b", b"b", b"b", b"c", b"c"],
+        choice_indices=pack_ids([0, 1, 1, 2, 2, 2, 2]),
+        indices=pack_ids([9, 4, 5, 6, 8, 9, 10]),
+        token_ids=pack_ids([6, 7, 8, 1, 2, 3, 4]),
+        scored_rows=pack_ids([1, 2]),
+        records=[record, record],
     )
     assert list(step_tokens(step)) == [
         (b"a", JobTokens(0, 9, (6,))),
-        (b"b", JobTokens(1, 4, (7,), scores)),
-        (b"b", JobTokens(1, 5, (8,))),
+        (b"b", JobTokens(1, 4, (7, 8), scores * 2)),
+        (b"b", JobTokens(2, 6, (1,))),
+        (b"b", JobTokens(2, 8, (2,))),
+        (b"c", JobTokens(2, 9, (3, 4))),
     ]
     assert unpack_ids(pack_ids([0, 2**32 - 1])) == (0, 2**32 - 1)

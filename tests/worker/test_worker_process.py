@@ -92,11 +92,12 @@ async def output_of(router: RouterEnd, attempt_id: bytes) -> list[int]:
     finished = await router.heard("finished")
     assert finished.attempt_id == attempt_id
     return [
-        tokens.token_ids[0]
+        token_id
         for kind, message in router.history
         if kind == "tokens"
         for drawn_for, tokens in step_tokens(message)
         if drawn_for == attempt_id
+        for token_id in tokens.token_ids
     ]
 
 
