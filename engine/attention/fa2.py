@@ -35,7 +35,7 @@ class Fa2Backend(PagedAttention):
         keys, values = self._views[layer]
         spec = self._specs[layer]
         out: Tensor = self._kernels.flash_attn_with_kvcache(
-            q.unsqueeze(1),
+            q.view(len(contexts), -1, *q.shape[1:]),
             keys,
             values,
             cache_seqlens=contexts,
@@ -44,7 +44,7 @@ class Fa2Backend(PagedAttention):
             softmax_scale=spec.scale,
             window_size=window_of(spec),
         )
-        return out.squeeze(1)
+        return out.flatten(0, 1)
 
     def _continued_prompts(
         self, layer: int, q: Tensor, step: PagedStep, window: tuple[int, int]

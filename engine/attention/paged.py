@@ -28,7 +28,7 @@ from engine.pool.kv_pool import KvPool
 from engine.step.attention import AttentionBatch, AttentionSpec, Specs
 
 Decode = Callable[[int, Tensor], Tensor | None]
-"""Attention of decode rows [B, Hq, D] in a layer; None: it has none of its own there."""
+"""Attention of decode rows [B * w, Hq, D] in a layer; None: it has none of its own there."""
 ALL = (-1, -1)
 """The library's window without a limit: positions before a token's own, and after it."""
 
@@ -50,6 +50,13 @@ class PagedStep(NamedTuple):
     """Whether every prompt row begins at position 0."""
     differ: bool = True
     """Whether decode rows differ in length (`engine.attention.parts`)."""
+    width: int = 1
+    """New tokens of each decode row."""
+
+    @property
+    def decode_tokens(self) -> int:
+        """New tokens of all decode rows."""
+        return self.num_decodes * self.width
 
 
 def window_of(spec: AttentionSpec) -> tuple[int, int]:
@@ -87,9 +94,9 @@ class PagedAttention(ABC):
 
     @abstractmethod
     def attend_ends(self, layer: int, q: Tensor, contexts: Tensor, page_table: Tensor) -> Tensor:
-        """One layer, from the last positions of S rows over all their stored tokens.
+        """One layer, from the w last positions of S rows, each over the stored tokens up to itself.
 
-        `q` [S, Hq, D], `contexts` [S] and `page_table` [S, P] int32; returns [S, Hq, D].
+        `q` [S * w, Hq, D], `contexts` [S] and `page_table` [S, P] int32; returns [S * w, Hq, D].
         """
 
     @abstractmethod
@@ -119,6 +126,7 @@ class PagedAttention(ABC):
                 max_query=int(batch.query_lens[first:].max(initial=0)),
                 all_fresh=fresh,
                 differ=lengths_differ(batch.context_lens[:first], self._pool.num_kv_heads),
+                width=int(batch.query_lens[0]) if first else 1,
             )
         )
 
@@ -137,7 +145,7 @@ class PagedAttention(ABC):
     ) -> Tensor:
         """One layer. The pool already has its K and V of this step. Shapes as in
         `AttentionBackend`. `decode` is for the decode rows instead of their own attention."""
-        step, count = self._step, self._step.num_decodes
+        step, count = self._step, self._step.decode_tokens
         if step.query_starts is None:
             return self._decode(layer, q, decode)
         if count == 0:

@@ -50,7 +50,7 @@ class TritonBackend(PagedAttention):
 
     def attend_ends(self, layer: int, q: Tensor, contexts: Tensor, page_table: Tensor) -> Tensor:
         """See `PagedAttention`."""
-        divided = division(len(q), self._pool.num_kv_heads, differ=self._step.differ)
+        divided = division(len(contexts), self._pool.num_kv_heads, differ=self._step.differ)
         spec = self._specs[layer]
         return self._decode_kernel(q, self._pool, layer, contexts, page_table, spec, divided)
 

@@ -1,10 +1,11 @@
-"""Attention of decode rows over the paged pool: one new token a row, split along the context.
+"""Attention of decode rows over the paged pool: few new tokens a row, split along the context.
 
 This is flash decoding (Dao et al. 2023) for pages. A program takes one KV head of one row and a
-part of its context, or all of it. All query heads of the KV head share the loads. A second kernel
-merges the parts. Long contexts have more parts than short ones, so that the device does not wait
-for one row (`engine.attention.parts`). The start of a part depends only on the row's own length and
-on the batch's division. So within a division a row's result does not depend on the other rows.
+part of its context, or all of it. All query heads of the KV head share the loads, and so do all new
+tokens of the row, each of which sees what is before it. A second kernel merges the parts. Long
+contexts have more parts than short ones, so that the device does not wait for one row
+(`engine.attention.parts`). The start of a part depends only on the row's own length and on the
+batch's division. So within a division a row's result does not depend on the other rows.
 
 Memory is the limit: every byte of K and V is read once.
 """
@@ -26,8 +27,9 @@ from engine.step.attention import AttentionSpec
 
 LOG2_E = 1.4426950408889634
 MERGE_WARPS = 1
-MIN_GROUP = 16
-"""Rows of the smallest matrix product. The query heads of a KV head are padded to this number."""
+MIN_QUERIES = 16
+"""Rows of the smallest matrix product. The queries of a KV head, one of each of its query heads for
+each new token, are padded to this number."""
 
 
 @triton.jit
@@ -47,24 +49,41 @@ def capped(logits, cap):
 
 @triton.jit
 def begun(
-    sinks, kv_head, heads, part, group: tl.constexpr, padded: tl.constexpr, has_sinks: tl.constexpr
+    sinks, kv_head, head, part, group: tl.constexpr, padded: tl.constexpr, has_sinks: tl.constexpr
 ):
     """The reference and the total of a part's logits, in powers of two, before its first token.
     The first part has the sinks."""
     most = tl.full((padded,), float("-inf"), tl.float32)
     total = tl.zeros((padded,), tl.float32)
     if has_sinks:
-        sink = tl.load(sinks + kv_head * group + heads, mask=heads < group, other=0.0)
+        sink = tl.load(sinks + kv_head * group + head)
         most = tl.where(part == 0, sink.to(tl.float32) * 1.4426950408889634, most)
         total = tl.where(part == 0, total + 1.0, total)
     return most, total
 
 
 @triton.jit
-def weighed(logits, most):
-    """The new largest logit, what is kept of the sums so far, and the weights."""
+def weighed(logits, most, width: tl.constexpr):
+    """The new largest logit, what is kept of the sums so far, and the weights. The first of several
+    new tokens may have seen nothing of a part: any finite reference will do for it."""
     now = tl.maximum(most, tl.max(logits, axis=1))
-    return now, tl.exp2(most - now), tl.exp2(logits - now[:, None])
+    reference = now
+    if width > 1:
+        reference = tl.where(now == float("-inf"), 0.0, now)
+    return now, tl.exp2(most - reference), tl.exp2(logits - reference[:, None])
+
+
+@triton.jit
+def unseen(logits, position, end, context, window, column, width: tl.constexpr):
+    """`logits` [queries, tokens] without those of tokens from `end` on, and of those that a query,
+    which is at `column` among its row's new tokens, does not see."""
+    if width == 1:
+        seen = ((position < end) & (position >= context - window))[None, :]
+    else:
+        own = (context - width + column)[:, None]
+        seen = (position < end)[None, :] & (position[None, :] <= own)
+        seen &= position[None, :] > own - window
+    return tl.where(seen, logits, float("-inf"))
 
 
 @triton.jit
@@ -83,8 +102,8 @@ def leave(out, partial, sums, place, to, real, rows, acc, most, total, whole: tl
 def _attend_part(
     q, pool, contexts, page_table, partial, sums, out, sinks, scale, cap,
     page_stride, head_stride, layer_offset, table_width, q_row_stride, window, splits, least,
-    whole: tl.constexpr, group: tl.constexpr, padded_group: tl.constexpr, dim: tl.constexpr,
-    padded_dim: tl.constexpr, page_size: tl.constexpr, caps: tl.constexpr,
+    whole: tl.constexpr, width: tl.constexpr, group: tl.constexpr, padded: tl.constexpr,
+    dim: tl.constexpr, padded_dim: tl.constexpr, page_size: tl.constexpr, caps: tl.constexpr,
     has_sinks: tl.constexpr, pdl: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     if pdl:
@@ -93,20 +112,22 @@ def _attend_part(
     row, kv_head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     kv_heads = tl.num_programs(1)
     context = tl.load(contexts + row)
-    first, share = cut(context, window, splits, least, block)
+    first, share = cut(context, window + width - 1, splits, least, block)
     begin = first + part * share
     if begin >= context:
         return
     end = tl.minimum(begin + share, context)
-    heads = tl.arange(0, padded_group)
+    queries = tl.arange(0, padded)
+    column, head = queries // group, queries % group
     at = tl.arange(0, padded_dim)
-    real = (heads < group)[:, None]
+    real = (queries < width * group)[:, None]
     if padded_dim != dim:
         real = real & (at < dim)[None, :]
-    q_at = row * q_row_stride + (kv_head * group + heads[:, None]) * dim + at[None, :]
+    token = row * width + column[:, None]
+    q_at = token * q_row_stride + (kv_head * group + head[:, None]) * dim + at[None, :]
     query = tl.load(q + q_at, mask=real, other=0.0)
-    most, total = begun(sinks, kv_head, heads, part, group, padded_group, has_sinks)
-    acc = tl.zeros((padded_group, padded_dim), tl.float32)
+    most, total = begun(sinks, kv_head, head, part, group, padded, has_sinks)
+    acc = tl.zeros((padded, padded_dim), tl.float32)
     base = pool + layer_offset + kv_head.to(tl.int64) * head_stride
     tokens = tl.arange(0, block)
     for start in tl.range(begin, end, block):
@@ -122,15 +143,16 @@ def _attend_part(
         logits = tl.dot(query, k.T) * scale
         if caps:
             logits = capped(logits, cap)
-        seen &= position >= context - window
-        logits = tl.where(seen[None, :], logits, float("-inf"))
-        now, kept, weights = weighed(logits, most)
+        logits = unseen(logits, position, end, context, window, column, width)
+        now, kept, weights = weighed(logits, most, width)
         total = total * kept + tl.sum(weights, axis=1)
         acc = tl.dot(weights.to(v.dtype), v, acc * kept[:, None])
         most = now
-    place = ((row * kv_heads + kv_head) * splits + part) * group + heads
+    place = ((row * kv_heads + kv_head) * splits + part) * (width * group) + queries
     to = place[:, None] * dim + at[None, :]
-    leave(out, partial, sums, place, to, real, heads < group, acc, most, total, whole)
+    if whole:
+        to = ((token * kv_heads + kv_head) * group + head[:, None]) * dim + at[None, :]
+    leave(out, partial, sums, place, to, real, queries < width * group, acc, most, total, whole)
 
 
 @triton.jit(do_not_specialize=["window", "splits", "least"])
@@ -145,6 +167,7 @@ def _merge_parts(
     kv_heads: tl.constexpr,
     ahead: tl.constexpr,
     padded_splits: tl.constexpr,
+    width: tl.constexpr,
     group: tl.constexpr,
     dim: tl.constexpr,
     padded_dim: tl.constexpr,
@@ -154,14 +177,15 @@ def _merge_parts(
     if pdl:
         gdc_launch_dependents()
         gdc_wait()
-    kv_head, head = tl.program_id(0), tl.program_id(1)
-    context = tl.load(contexts + kv_head // kv_heads)
-    first, share = cut(context, window, splits, least, block)
+    kv_head, query = tl.program_id(0), tl.program_id(1)
+    row = kv_head // kv_heads
+    context = tl.load(contexts + row)
+    first, share = cut(context, window + width - 1, splits, least, block)
     parts = tl.arange(0, padded_splits)
     there = parts < tl.cdiv(context - first, share)
     read = (parts < splits) if ahead else there  # Ahead: loads do not wait for the row's length.
     at = tl.arange(0, padded_dim)
-    place = (kv_head.to(tl.int64) * splits + parts) * group + head
+    place = (kv_head.to(tl.int64) * splits + parts) * (width * group) + query
     kept = read[:, None]
     if padded_dim != dim:
         kept = kept & (at < dim)[None, :]
@@ -173,7 +197,9 @@ def _merge_parts(
     acc = tl.where(there[:, None], acc, 0.0)
     weight = tl.exp2(most - tl.max(most, axis=0))
     merged = tl.sum(acc * weight[:, None], axis=0) / tl.sum(total * weight, axis=0)
-    tl.store(out + (kv_head * group + head) * dim + at, merged, mask=at < dim)
+    token = row * width + query // group
+    target = (token * kv_heads + kv_head % kv_heads) * group + query % group
+    tl.store(out + target * dim + at, merged, mask=at < dim)
 
 
 def decode_attention(
@@ -185,28 +211,28 @@ def decode_attention(
     spec: AttentionSpec,
     divided: Division,
 ) -> Tensor:
-    """Attends from the last position of each row.
+    """Attends from the last positions of each row.
 
     Args:
-        q: [B, Hq, D], with any stride between rows.
+        q: [B * w, Hq, D], the w new tokens of each row, with any stride between tokens.
         pool: holds K and V of all positions, with the new ones.
         layer: layer of the pool.
-        contexts: [B] int32, positions of each row, at least 1.
+        contexts: [B] int32, positions of each row, at least w.
         page_table: [B, P] int32.
         spec: of the layer.
         divided: the division of the contexts.
 
     Returns:
-        [B, Hq, D]
+        [B * w, Hq, D]
     """
-    rows, heads, dim = q.shape
+    (tokens, heads, dim), rows = q.shape, len(contexts)
     kv_heads = pool.num_kv_heads
     most, least, tiles = divided
-    group = heads // kv_heads
+    width, group = tokens // rows, heads // kv_heads
     seen = 1 << 30 if spec.window is None else spec.window
-    out = q.new_empty(rows, heads, dim)
+    out = q.new_empty(tokens, heads, dim)
     whole = most == 1
-    places = 0 if whole else rows * heads * most
+    places = 0 if whole else tokens * heads * most
     partial = torch.empty(places, dim, dtype=torch.float32, device=q.device)
     sums = torch.empty(places, 2, dtype=torch.float32, device=q.device)
     launch(
@@ -229,8 +255,9 @@ def decode_attention(
         most,
         least,
         whole,
+        width,
         group,
-        max(MIN_GROUP, triton.next_power_of_2(group)),
+        max(MIN_QUERIES, triton.next_power_of_2(width * group)),
         dim,
         triton.next_power_of_2(dim),
         pool.page_size,
@@ -263,11 +290,12 @@ def merge(
     divided: Division,
     kv_heads: int,
 ) -> None:
-    """Merges the parts of every row into [B, Hq, D]."""
-    rows, heads, dim = out.shape
+    """Merges the parts of every row into [B * w, Hq, D]."""
+    (tokens, heads, dim), rows = out.shape, len(contexts)
+    width, group = tokens // rows, heads // kv_heads
     launch(
         _merge_parts,
-        (rows * kv_heads, heads // kv_heads),
+        (rows * kv_heads, width * group),
         partial,
         sums,
         contexts,
@@ -278,7 +306,8 @@ def merge(
         kv_heads,
         divided.least_tokens == LEAST_TOKENS_OF_FEW,
         triton.next_power_of_2(divided.most),
-        heads // kv_heads,
+        width,
+        group,
         dim,
         triton.next_power_of_2(dim),
         early(),

@@ -34,7 +34,8 @@ class AttentionBatch:
     """R rows with T new tokens in all. The executor sets it once a step."""
 
     query_lens: NDArray[np.int32]
-    """[R] on the host; 1 in the first `num_decodes` rows."""
+    """[R] on the host; equal in the first `num_decodes` rows. Backends that read no pages in place
+    take only rows of one token for decode rows."""
     context_lens: NDArray[np.int32]
     """[R] on the host: tokens in KV after this step, with the new ones."""
     num_decodes: int
@@ -60,8 +61,8 @@ class AttentionBackend(Protocol):
         ...
 
     def attend_ends(self, layer: int, q: Tensor, contexts: Tensor, page_table: Tensor) -> Tensor:
-        """One layer, from the last positions of S rows over all their stored tokens.
+        """One layer, from the w last positions of S rows, each over the stored tokens up to itself.
 
-        `q` [S, Hq, D], `contexts` [S] and `page_table` [S, P] int32; returns [S, Hq, D].
+        `q` [S * w, Hq, D], `contexts` [S] and `page_table` [S, P] int32; returns [S * w, Hq, D].
         """
         ...

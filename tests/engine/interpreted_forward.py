@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from interpreted_kernels import convert_as_a_gpu_does
 from quantised_experts import write_mxfp4
-from test_attention import FEATURES, MIXES, Row
+from test_attention import FEATURES, MIXES, SEVERAL, Row
 from test_attention import check as check_rows
 from test_model_logits import Runner, load
 from tiny_families import EVERY
@@ -277,7 +277,8 @@ def check_attention(*, every: bool) -> None:
         return TritonBackend(pool, specs, prompt_attention, decode_attention)
 
     with patch("test_attention.backend_over", backend_over):
-        for rows, decodes in MIXES.values() if every else [MIXES["both"]]:
+        few = [MIXES["both"], SEVERAL["eight"]]
+        for rows, decodes in (MIXES | SEVERAL).values() if every else few:
             check_rows(rows, 8, FEATURES, decodes, 7, "triton")
         if not every:
             return

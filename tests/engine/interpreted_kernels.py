@@ -87,18 +87,23 @@ def check_decode(
     spread: float,
     cap: float | None = None,
     sinks: Tensor | None = None,
+    width: int = 1,
 ) -> None:
-    contexts = torch.tensor([1, 64, 65, 200], dtype=torch.int32)
+    """Rows of `width` new tokens each."""
+    contexts = torch.tensor([width, 64, 64 + width, 200], dtype=torch.int32)
     pool, table = filled(contexts, page_size, spread)
-    q = torch.randn(4, HEADS + 4, DIM)[:, :HEADS] * torch.tensor([1, 1e-9, 30, 0])[:, None, None]
+    sizes = torch.tensor([1, 1e-9, 30, 0]).repeat_interleave(width)
+    q = torch.randn(4 * width, HEADS + 4, DIM)[:, :HEADS] * sizes[:, None, None]
     division = Division(*parts, Tiles(64, 4, 3))
     spec = AttentionSpec(DIM**-0.5, window, cap, sinks)
     got = decode_attention_fp8(q, pool, 1, contexts, table, spec, division)
-    for row, length in enumerate(contexts.tolist()):
+    lengths = (contexts[:, None] - width + 1 + torch.arange(width)).flatten()
+    for token, length in enumerate(lengths.tolist()):
+        row = token // width
         first = 0 if window is None else max(0, length - window)
         places = pool.places(table[row].long())
         keys, values = (x[:, first:length].double() for x in pool.gather(1, places))
-        grouped = q[row].double().view(KV_HEADS, -1, DIM)
+        grouped = q[token].double().view(KV_HEADS, -1, DIM)
         logits = grouped @ keys.transpose(1, 2) * DIM**-0.5
         if cap is not None:
             logits = (logits / cap).tanh() * cap
@@ -106,7 +111,7 @@ def check_decode(
             logits = torch.cat((logits, sinks.view(KV_HEADS, -1, 1).double()), 2)
         weights = logits.softmax(-1)[:, :, : keys.shape[1]]
         want = (weights @ values).view(HEADS, DIM)
-        assert (got[row] - want).norm() < 2e-3 * want.norm(), (row, page_size, window, parts)
+        assert (got[token] - want).norm() < 2e-3 * want.norm(), (token, page_size, window, parts)
 
 
 def check_no_number_is_told() -> None:
@@ -161,6 +166,9 @@ def main() -> None:
         check_decode(16, None, (3, 64), 6, None, SINKS)
         check_no_number_is_told()
         check_gather(32)
+        check_decode(32, None, (1, 1), 3, width=2)
+        check_decode(16, 8, (16, 64), 3, width=8)
+    check_decode(16, 100, (3, 64), 0, 0.7, SINKS, width=4)
     print("all equal")
 
 

@@ -124,6 +124,11 @@ MIXES = {
     "one": ([Row(1, 1)], 1),
     "a prompt's last token alone": ([Row(1, 1), Row(1, 25)], 0),
 }
+SEVERAL = {
+    "three": ([Row(3, n) for n in (3, 4, 8, 9, 40, 64)], 6),
+    "eight": ([Row(8, 30), Row(8, 8), Row(9, 9), Row(8, 40), Row(1, 1)], 2),
+}
+"""Decode rows of several tokens, which backends over pages take."""
 WINDOWS = ((5, None, 16), (1, 200, 8))
 
 
@@ -135,6 +140,12 @@ WINDOWS = ((5, None, 16), (1, 200, 8))
 def test_every_mix_of_rows(mix, name, size, windows):
     rows, decodes = MIXES[mix]
     check(rows, size, windows, decodes, 7, name)
+
+
+@pytest.mark.parametrize("mix", SEVERAL)
+def test_decode_rows_of_several_tokens(mix):
+    rows, decodes = SEVERAL[mix]
+    check(rows, 256, WINDOWS[0], decodes, 7, "fa2")
 
 
 FEATURES = (

@@ -20,13 +20,14 @@ from torch import Tensor
 
 from engine.attention.parts import Division
 from engine.cuda.decode_attention import (
-    MIN_GROUP,
+    MIN_QUERIES,
     begun,
     capped,
     cut,
     features_of,
     leave,
     merge,
+    unseen,
     weighed,
 )
 from engine.cuda.kernels import launch
@@ -83,56 +84,27 @@ def _keys_and_values(
     return k, tl.load(turned, mask=begun[None, :], other=0.0)
 
 
-@triton.jit
-def _unseen(logits, position, end, first):
-    """`logits` without those of tokens outside of [first, end)."""
-    seen = (position < end) & (position >= first)
-    return tl.where(seen[None, :], logits, float("-inf"))
-
-
 @triton.jit(do_not_specialize=["table_width", "window", "splits", "least"])
 def _attend_part_fp8(
-    q,
-    values,
-    exponents,
-    contexts,
-    page_table,
-    partial,
-    sums,
-    out,
-    sinks,
-    scale,
-    cap,
-    page_stride,
-    head_stride,
-    layer_offset,
-    exponents_offset,
-    table_width,
-    q_row_stride,
-    window,
-    splits,
-    least,
-    whole: tl.constexpr,
-    group: tl.constexpr,
-    padded_group: tl.constexpr,
-    dim: tl.constexpr,
-    page_size: tl.constexpr,
-    caps: tl.constexpr,
-    has_sinks: tl.constexpr,
-    block: tl.constexpr,
-):
+    q, values, exponents, contexts, page_table, partial, sums, out, sinks, scale, cap,
+    page_stride, head_stride, layer_offset, exponents_offset, table_width, q_row_stride, window,
+    splits, least, whole: tl.constexpr, width: tl.constexpr, group: tl.constexpr,
+    padded: tl.constexpr, dim: tl.constexpr, page_size: tl.constexpr, caps: tl.constexpr,
+    has_sinks: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
     row, kv_head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     context = tl.load(contexts + row)
-    first, share = cut(context, window, splits, least, block)
+    first, share = cut(context, window + width - 1, splits, least, block)
     begin = first + part * share
     if begin >= context:
         return
     end = tl.minimum(begin + share, context)
-    heads = tl.arange(0, padded_group)
-    at = heads[:, None] * dim + tl.arange(0, dim)[None, :]
-    real = heads < group
-    q += row * q_row_stride + kv_head * group * dim
-    query, unscale = _halved(tl.load(q + at, mask=real[:, None], other=0.0), scale)
+    queries, at = tl.arange(0, padded), tl.arange(0, dim)[None, :]
+    column, head = queries // group, queries % group
+    real = queries < width * group
+    token = row * width + column[:, None]
+    q_at = token * q_row_stride + (kv_head * group + head[:, None]) * dim + at
+    query, unscale = _halved(tl.load(q + q_at, mask=real[:, None], other=0.0), scale)
     values += kv_head.to(tl.int64) * head_stride + layer_offset
     exponents += kv_head.to(tl.int64) * head_stride + exponents_offset
     page_table += row * table_width
@@ -140,8 +112,8 @@ def _attend_part_fp8(
     page = _pages(page_table, position, end, page_size)
     k_exponent, v_exponent = _exponents(exponents, page, position, end, page_stride, page_size)
     page = _pages(page_table, position + block, end, page_size)
-    most, total = begun(sinks, kv_head, heads, part, group, padded_group, has_sinks)
-    acc = tl.zeros((padded_group, dim), tl.float32)
+    most, total = begun(sinks, kv_head, head, part, group, padded, has_sinks)
+    acc = tl.zeros((padded, dim), tl.float32)
     for start in tl.range(begin, end, block):
         position = start + tl.arange(0, block)
         # They are small, so the pipeline leaves them out: those of the next round are read now.
@@ -152,13 +124,16 @@ def _attend_part_fp8(
         scales = unscale[:, None] * power_of_two(k_exponent)[None, :]
         logits = tl.dot(query, k.to(tl.float16).T) * scales
         logits = (capped(logits, cap) if caps else logits) + _lift(v_exponent)[None, :]
-        logits = _unseen(logits, position, end, context - window)
-        now, kept, weights = weighed(logits, most)
+        logits = unseen(logits, position, end, context, window, column, width)
+        now, kept, weights = weighed(logits, most, width)
         total = total * kept + tl.sum(weights * power_of_two(-v_exponent)[None, :], axis=1)
         acc = tl.dot(weights.to(tl.float16), v.to(tl.float16).T, acc * kept[:, None])
         most, k_exponent, v_exponent = now, k_ahead, v_ahead
-    place = ((row * tl.num_programs(1) + kv_head) * splits + part) * group
-    to, place = place * dim + at, place + heads
+    kv_heads = tl.num_programs(1)
+    place = ((row * kv_heads + kv_head) * splits + part) * (width * group) + queries
+    to = place[:, None] * dim + at
+    if whole:
+        to = ((token * kv_heads + kv_head) * group + head[:, None]) * dim + at
     leave(out, partial, sums, place, to, real[:, None], real, acc, most, total, whole)
 
 
@@ -172,14 +147,14 @@ def decode_attention_fp8(
     divided: Division,
 ) -> Tensor:
     """`decode_attention` over a pool in FP8."""
-    rows, heads, dim = q.shape
+    (tokens, heads, dim), rows = q.shape, len(contexts)
     kv_heads = pool.num_kv_heads
     most, least, tiles = divided
-    group = heads // kv_heads
+    width, group = tokens // rows, heads // kv_heads
     seen = 1 << 30 if spec.window is None else spec.window
-    out = q.new_empty(rows, heads, dim)
+    out = q.new_empty(tokens, heads, dim)
     whole = most == 1
-    places = 0 if whole else rows * heads * most
+    places = 0 if whole else tokens * heads * most
     partial = torch.empty(places, dim, dtype=torch.float32, device=q.device)
     sums = torch.empty(places, 2, dtype=torch.float32, device=q.device)
     launch(
@@ -204,8 +179,9 @@ def decode_attention_fp8(
         most,
         least,
         whole,
+        width,
         group,
-        max(MIN_GROUP, triton.next_power_of_2(group)),
+        max(MIN_QUERIES, triton.next_power_of_2(width * group)),
         dim,
         pool.page_size,
         spec.soft_cap is not None,
