@@ -136,7 +136,9 @@ class Quest(AttentionHook):
             places = self._pool.places(some)
             for layer, place in self._places.items():
                 keys, _ = self._pool.gather(layer, places)
-                apart = keys.unflatten(1, (len(some), -1))  # [Hkv, pages, page_size, D]
+                apart = keys.reshape(
+                    len(keys), len(some), -1, keys.shape[-1]
+                )  # [Hkv, pages, page_size, D]
                 both = torch.cat((apart.amax(2), apart.amin(2)), dim=-1)
                 self._summaries[place, some] = both.transpose(0, 1)
             self._is_summarised[some] = 1
@@ -170,7 +172,10 @@ class Quest(AttentionHook):
         if (place := self._places.get(layer)) is None:
             return None
         if self._choice is not None:
-            return self._choice(q, self._summaries[place], self._is_summarised, self._rows)
+            chosen: Tensor = self._choice(
+                q, self._summaries[place], self._is_summarised, self._rows
+            )
+            return chosen
         scores = self._scores(q, self._summaries[place][self._table])
         best = scores.topk(self._rows.most - 1, dim=-1).indices
         best = torch.where(self._unread, self._last, best)
@@ -181,7 +186,9 @@ class Quest(AttentionHook):
         """[B, Hkv, P] of `q` [B, Hq, D] and `summaries` [B, P, Hkv, 2 * D]. The last page is none
         of those to choose: it is read in any case."""
         both = torch.cat((q.clamp_min(0), q.clamp_max(0)), dim=-1)
-        grouped = both.unflatten(1, (summaries.shape[2], -1))  # [B, Hkv, heads of a group, 2 * D]
+        grouped = both.view(
+            len(both), summaries.shape[2], -1, both.shape[-1]
+        )  # [B, Hkv, heads of a group, 2 * D]
         bounds = torch.einsum("bhgd,bphd->bhgp", grouped, summaries).amax(2).float()
         bounds.masked_fill_(self._always[:, None], GREATEST)
         return bounds.masked_fill_(self._beyond, -torch.inf)

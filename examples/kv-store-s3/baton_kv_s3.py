@@ -59,10 +59,14 @@ def make(address: str, object_bytes: int) -> BucketStore:
     """Opens the bucket that an address names."""
     parts = urlsplit(address)
     endpoint = parse_qs(parts.query).get("endpoint", [""])[0]
-    more = {"endpoint": endpoint, "client_options": {"allow_http": True}} if endpoint else {}
-    retries = {"max_retries": 2}
     try:
-        bucket = S3Store(parts.netloc, region="us-east-1", retry_config=retries, **more)
+        bucket = S3Store(
+            parts.netloc,
+            region="us-east-1",
+            retry_config={"max_retries": 2},
+            endpoint=endpoint or None,
+            client_options={"allow_http": bool(endpoint)},
+        )
     except BaseError as error:
         raise StoreError(f"{address}: {error}") from error
     return BucketStore(bucket, parts.path.lstrip("/") + "/" if parts.path.strip("/") else "")
