@@ -68,7 +68,7 @@ class Stepper:
         shape = loaded.config
         self._pool = pool_type(kv_cache_dtype, PAGE_TOKENS)(
             num_pages=most_tokens // PAGE_TOKENS + 2 * SLOTS, num_layers=shape.num_layers,
-            num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, page_size=PAGE_TOKENS,
+            num_kv_heads=shape.kept.kv_heads, head_dim=shape.kept.head_dim, page_size=PAGE_TOKENS,
             dtype=torch.bfloat16, device=device,
         )  # fmt: skip
         self._pool.data.random_(0, HIGHEST_BYTE)

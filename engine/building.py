@@ -24,6 +24,7 @@ from engine.hooks.steps import StepHooks
 from engine.hooks.warming import warm
 from engine.model import LoadedModel, load_model
 from engine.model.loading import Check
+from engine.model.mixers.config import AttentionConfig
 from engine.model.precision.int4 import compile_all
 from engine.model.shard import Shard
 from engine.pool.kinds import pool_type
@@ -188,11 +189,12 @@ def make_arena(config: EngineConfig, pool: KvPool) -> HostArena:
 def _pool_of(
     num_pages: int, config: EngineConfig, loaded: LoadedModel, device: torch.device
 ) -> KvPool:
+    kept = loaded.config.kept
     return pool_type(config.kv_cache_dtype, config.page_size)(
         num_pages=num_pages,
         num_layers=loaded.config.num_layers,
-        num_kv_heads=loaded.model.shard.kv_heads(loaded.config).size,
-        head_dim=loaded.config.head_dim,
+        num_kv_heads=loaded.model.shard.shared(kept.kv_heads).size,
+        head_dim=kept.head_dim,
         page_size=config.page_size,
         dtype=_dtype(config.dtype),
         device=device,
@@ -284,7 +286,8 @@ def _warm(
     Raises:
         EngineError: one has failed.
     """
-    heads = loaded.model.shard.heads(loaded.config).size
+    attention = (each for each in loaded.config.mixers if isinstance(each, AttentionConfig))
+    heads = loaded.model.shard.even(next(attention).heads).size
     max_pages = -(-context_of(config, loaded, site.pool.num_pages) // site.pool.page_size)
     try:
         warm(hooks, site, heads=heads, max_pages=max_pages, integers=integers)

@@ -145,7 +145,8 @@ class Engine:
         executor = ranks.executor(own)
         ranks.wait_until_ready()
         profiler = StepProfiler(nvtx=device.type == "cuda")
-        heads = [Shard(rank, config.tp).kv_heads(loaded.config) for rank in range(config.tp)]
+        kv_heads = loaded.config.kept.kv_heads
+        heads = [Shard(rank, config.tp).shared(kv_heads) for rank in range(config.tp)]
         stores = StoreConfig(
             config.kv_stores, config.kv_secret_file, info.fingerprint, heads, ranks.memories
         )
@@ -341,7 +342,7 @@ def _model_info(
         vocab_size=model.vocab_size,
         eos_token_ids=tuple(model.eos_token_ids),
         page_size_tokens=config.page_size,
-        num_kv_heads=model.num_kv_heads,
+        num_kv_heads=model.kept.kv_heads,
         kv_precision=pool.precision,
         prefix_cache=config.prefix_cache,
         extensions=tuple(hook.name for hook in hooks),

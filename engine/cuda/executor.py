@@ -35,8 +35,9 @@ from torch import Tensor
 from engine.attention.paged import PagedAttention, PagedStep
 from engine.attention.parts import lengths_differ
 from engine.bounds import Bounds
-from engine.cuda.forward import FusedForward, RowEnds
+from engine.cuda.forward import FusedForward
 from engine.cuda.hooks.hooked import Hooked
+from engine.cuda.mixers.base import RowEnds
 from engine.cuda.ranks.drawing import Draw, drawing_of, nothing_drawn, telling
 from engine.cuda.steps.inputs import Inputs, attention_of, ends_of, narrowed_of
 from engine.cuda.steps.packing import PackedStep, counts_of, pack, reads_of, rows_of, stores_of

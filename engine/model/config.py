@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.model.experts.config import SILU, USUAL_NAMES, ExpertNames, Gate, Routing
+from engine.model.mixers.config import Kept, MixerConfig
 
 
 class ModelError(Exception):
@@ -33,32 +34,13 @@ class Activation(StrEnum):
     """Its approximation by tanh."""
 
 
-class QkNorm(StrEnum):
-    """RMS norm of q and k, before rope."""
-
-    HEAD = "head"
-    """Over each head, with one weight for all heads."""
-    WHOLE = "whole"
-    """Over all heads together."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """Rotary position embedding of the first R numbers of a head (Su et al. 2021)."""
-
-    frequencies: tuple[float, ...]
-    """[R / 2] inverse frequencies, with scaling."""
-    scale: float = 1.0
-    """Factor on cos and sin (yarn)."""
-
-
 @dataclass(frozen=True, slots=True)
 class Norms:
     """The norms of a layer, by their names in a checkpoint. None: the model has none there."""
 
-    before_attention: str | None = "input_layernorm"
-    after_attention: str | None = None
-    """On the output of attention, before the residual is added."""
+    before_mixer: str | None = "input_layernorm"
+    after_mixer: str | None = None
+    """On the output of the mixer, before the residual is added."""
     before_feed_forward: str | None = "post_attention_layernorm"
     after_feed_forward: str | None = None
 
@@ -95,24 +77,16 @@ class ExpertsConfig:
 
 
 FeedForwardConfig = GatedConfig | ExpertsConfig
-"""What stands behind attention in a layer. See `engine.model.feed_forward`."""
+"""What stands behind the mixer in a layer. See `engine.model.feed_forward`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """The features of one layer."""
+    """The features of one layer. It may lack one of its two parts."""
 
-    rope: Rope | None
-    """None: q and k are not rotated."""
-    scale: float
-    """Factor on the products of q and k."""
-    feed_forward: FeedForwardConfig
-    window: int | None = None
-    """Number of tokens that a position attends to, with itself; None: all before it."""
-    soft_cap: float | None = None
-    """Products of q and k become cap * tanh(product / cap)."""
-    sinks: bool = False
-    """Each head has a learned logit beside those of the tokens, which takes part of the weight."""
+    mixer: MixerConfig | None
+    feed_forward: FeedForwardConfig | None
+    norms: Norms = Norms()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,20 +96,11 @@ class ModelConfig:
     architecture: str
     vocab_size: int
     hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     norm_eps: float
     max_position_embeddings: int
     layers: tuple[LayerConfig, ...]
-    norms: Norms = Norms()
     norm_plus_one: bool = False
     """A norm multiplies by 1 + its weight."""
-    qk_norm: QkNorm | None = None
-    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    """Modules of the checkpoint that are q, k and v together, in this order."""
-    qkv_bias: bool = False
-    output_bias: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     """Factor on what a layer adds to the residual."""
@@ -150,6 +115,17 @@ class ModelConfig:
     def num_layers(self) -> int:
         """Layers."""
         return len(self.layers)
+
+    @property
+    def mixers(self) -> list[MixerConfig]:
+        """Of the layers that have one."""
+        return [layer.mixer for layer in self.layers if layer.mixer is not None]
+
+    @property
+    def kept(self) -> Kept:
+        """What a layer keeps of each token. It has one shape in all layers, and windows differ."""
+        (found,) = {mixer.kept._replace(window=None) for mixer in self.mixers}
+        return found
 
     def layer_name(self, index: int, name: str) -> str:
         """The full name of a module of a layer."""

@@ -1,16 +1,14 @@
 """The decoder of all families. It knows features (`engine.model.config`), and no names.
 
-The three projections of attention are one weight, and so are gate and up, for one product each.
+One of several ranks holds its part of the weights (`engine.model.shard`). Behind mixers and
+feed-forwards the ranks add up.
 
-One of several ranks holds its part of the weights (`engine.model.shard`). Behind output and down
-the ranks add up.
-
-Shapes: T tokens of a step, H hidden size, Hq query heads, Hkv KV heads, D head dimension.
+Shapes: T tokens of a step, H hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import cast
 
 import torch
@@ -18,12 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.model.best import best_of_parts
-from engine.model.config import ModelConfig, Rope
+from engine.model.config import ModelConfig
 from engine.model.experts.weights import ExpertWeights
 from engine.model.feed_forward import feed_forward
-from engine.model.head_norms import QK_NORMS, HeadNorm, WholeNorm
 from engine.model.linear import Build, Linear, RmsNorm
-from engine.model.places import Place, of_linear, of_norm, plain
+from engine.model.mixers.kinds import mixer
+from engine.model.mixers.rope import Ropes, Rotations
+from engine.model.places import Place, of_norm
 from engine.model.precision.base import Format, Kernels, parameter
 from engine.model.precision.choice import Precision
 from engine.model.precision.packing import pack, product
@@ -33,140 +32,70 @@ from engine.step.collective import Alone, Collective
 
 ALL = Shard()
 """The whole model."""
-
-
-Rotation = tuple[Tensor, Tensor]
-"""Cos and sin of the T tokens of a step, [T, 1, R] each."""
-Rotations = Mapping[Rope | None, Rotation]
-"""By the ropes of the layers."""
-BLOCK = 1 << 14
-"""Positions of a table that are computed at once. Their angles are float32, in a few copies."""
-
-
-class Ropes(nn.Module):
-    """The rotations of all layers, with the halves in the layout of Hugging Face."""
-
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        super().__init__()
-        found = dict.fromkeys(layer.rope for layer in config.layers)
-        self.frequencies = {
-            rope: torch.tensor(rope.frequencies, device=device) for rope in found if rope
-        }
-
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotations:
-        """At [T] positions."""
-        return {rope: self.rotation(rope, positions, dtype) for rope in self.frequencies}
-
-    def rotation(self, rope: Rope, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        """That of one rope."""
-        angles = positions.float()[:, None] * self.frequencies[rope]
-        angles = torch.cat((angles, angles), dim=-1)[:, None]
-        return (angles.cos() * rope.scale).to(dtype), (angles.sin() * rope.scale).to(dtype)
-
-    def fill(self, rope: Rope, table: Tensor) -> None:
-        """Writes cos and sin of the pairs at the first positions into [positions, 2, R / 2]."""
-        for start in range(0, len(table), BLOCK):
-            block = table[start : start + BLOCK]
-            positions = torch.arange(start, start + len(block), device=table.device)
-            for row, found in enumerate(self.rotation(rope, positions, table.dtype)):
-                block[:, row] = found[:, 0, : len(rope.frequencies)]
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the first R numbers of each head of [T, heads, D]; cos and sin are [T, 1, R]."""
-    if (size := cos.shape[-1]) < x.shape[-1]:
-        return torch.cat((rotate(x[..., :size], cos, sin), x[..., size:]), dim=-1)
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+NO_ATTENTION = AttentionSpec(1.0)
+"""Of a layer without a mixer. Nobody attends there."""
 
 
 class Layer(nn.Module):
-    """Attention and a feed-forward, each with a residual around it and norms where the model has
-    them."""
+    """A mixer and a feed-forward, each with a residual around it and norms where the model has
+    them. It may lack one of them."""
 
     def __init__(self, config: ModelConfig, index: int, build: Build) -> None:
         super().__init__()
         self.index = index
         self.config = config
-        self.own = config.layers[index]
-        """The features of this layer."""
-        self.head_dim = config.head_dim
-        shard = build.shard
-        heads, kv_heads = shard.heads(config).size, shard.kv_heads(config).size
-        self.heads = (heads, kv_heads, kv_heads)
-        self._collective = build.collective
-        self._add_norms(build)
-        parts = shard.attention_parts(config, index)
-        self.qkv = Linear(parts.qkv, config.qkv_bias, build)
-        self.output = Linear(parts.output, config.output_bias, build)
-        self.sinks = parameter((heads,), build.dtype, build.device) if self.own.sinks else None
-        self.feed_forward = feed_forward(config, index, build)
+        own, norms = config.layers[index], config.layers[index].norms
 
-    def _add_norms(self, build: Build) -> None:
-        config = self.config
-
-        def norm(name: str | None, size: int = config.hidden_size) -> RmsNorm | None:
+        def norm(name: str | None) -> RmsNorm | None:
             if name is None:
                 return None
-            return RmsNorm(size, config.norm_eps, build, plus_one=config.norm_plus_one)
+            return RmsNorm(
+                config.hidden_size, config.norm_eps, build, plus_one=config.norm_plus_one
+            )
 
-        self.before_attention = norm(config.norms.before_attention)
-        self.after_attention = norm(config.norms.after_attention)
-        self.before_feed_forward = norm(config.norms.before_feed_forward)
-        self.after_feed_forward = norm(config.norms.after_feed_forward)
-        self.qk_norm: HeadNorm | WholeNorm | None = None
-        if config.qk_norm is not None:
-            self.qk_norm = QK_NORMS[config.qk_norm](config, build)
+        self.before_mixer, self.after_mixer = norm(norms.before_mixer), norm(norms.after_mixer)
+        self.before_feed_forward = norm(norms.before_feed_forward)
+        self.after_feed_forward = norm(norms.after_feed_forward)
+        self.mixer = None if own.mixer is None else mixer(config, index, own.mixer, build)
+        self.feed_forward = None
+        if own.feed_forward is not None:
+            self.feed_forward = feed_forward(config, index, own.feed_forward, build)
 
     def forward(self, x: Tensor, rotations: Rotations, attention: AttentionBackend) -> Tensor:
         """[T, H] -> [T, H]."""
-        out = self._attend(
-            _normed(x, self.before_attention), rotations.get(self.own.rope), attention
-        )
-        x = self._added(x, _normed(out, self.after_attention))
-        out = self.feed_forward(_normed(x, self.before_feed_forward))
-        return self._added(x, _normed(out, self.after_feed_forward))
+        if self.mixer is not None:
+            out = self.mixer(_normed(x, self.before_mixer), rotations, attention)
+            x = self._added(x, _normed(out, self.after_mixer))
+        if self.feed_forward is not None:
+            out = self.feed_forward(_normed(x, self.before_feed_forward))
+            x = self._added(x, _normed(out, self.after_feed_forward))
+        return x
 
     def _added(self, residual: Tensor, x: Tensor) -> Tensor:
         scale = self.config.residual_scale
         return residual + (x if scale == 1.0 else x * scale)
 
-    def _attend(self, x: Tensor, rotation: Rotation | None, attention: AttentionBackend) -> Tensor:
-        heads = self.qkv(x).view(len(x), -1, self.head_dim)
-        q, k, v = heads.split(self.heads, dim=1)
-        if self.qk_norm is not None:
-            q, k = self.qk_norm(q, k)
-        if rotation is not None:
-            q, k = rotate(q, *rotation), rotate(k, *rotation)
-        return self._collective.all_reduce(self.output(attention(self.index, q, k, v).flatten(1)))
-
     @property
     def attention_spec(self) -> AttentionSpec:
         """Its attention."""
-        own = self.own
-        return AttentionSpec(own.scale, own.window, own.soft_cap, self.sinks)
+        return NO_ATTENTION if self.mixer is None else self.mixer.spec
 
     def places(self, form: Format | None, shard: Shard) -> Iterator[Place]:
         """The parts of its weights, in a fixed order. `form`: the format of quantised weights."""
-        names = self.config.norms
+        names = self.config.layers[self.index].norms
         norms = {
-            names.before_attention: self.before_attention,
-            names.after_attention: self.after_attention,
+            names.before_mixer: self.before_mixer,
+            names.after_mixer: self.after_mixer,
             names.before_feed_forward: self.before_feed_forward,
             names.after_feed_forward: self.after_feed_forward,
         }
         for name, norm in norms.items():
             if name is not None and norm is not None:
                 yield of_norm(self.config.layer_name(self.index, name), norm)
-        attention = self.config.layer_name(self.index, "self_attn")
-        if self.qk_norm is not None:
-            yield from self.qk_norm.places(attention)
-        if self.sinks is not None:
-            heads = shard.heads(self.config)
-            yield plain(f"{attention}.sinks", self.sinks, heads, whole=self.config.num_heads)
-        yield from of_linear(self.qkv, form, shard)
-        yield from of_linear(self.output, form, shard)
-        yield from self.feed_forward.places(form, shard)
+        if self.mixer is not None:
+            yield from self.mixer.places(form, shard)
+        if self.feed_forward is not None:
+            yield from self.feed_forward.places(form, shard)
 
 
 def _normed(x: Tensor, norm: RmsNorm | None) -> Tensor:
@@ -197,7 +126,7 @@ class Model(nn.Module):
         hidden = config.hidden_size
         self.embedding = parameter((config.vocab_size, hidden), dtype, device)
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
-        self.ropes = Ropes(config, device)
+        self.ropes = Ropes((each.rope for each in config.mixers), device)
         build = Build(dtype, device, precision, shard, self.collective)
         layers = [Layer(config, index, build) for index in range(config.num_layers)]
         self.layers = nn.ModuleList(layers)

@@ -1,4 +1,4 @@
-"""What stands behind attention in a layer, chosen by the layer's features.
+"""What stands behind the mixer in a layer, chosen by the layer's features.
 
 Another kind is a class with these functions, and its line in `feed_forward`. On a GPU
 `engine.cuda.forward` runs the same modules with fused kernels.
@@ -15,7 +15,7 @@ from typing import Final, Protocol
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.model.config import Activation, GatedConfig, ModelConfig
+from engine.model.config import Activation, FeedForwardConfig, GatedConfig, ModelConfig
 from engine.model.experts.layer import Experts
 from engine.model.linear import Build, Linear
 from engine.model.places import Place, of_linear
@@ -65,9 +65,10 @@ class Gated(nn.Module):
         yield from of_linear(self.down, form, shard)
 
 
-def feed_forward(config: ModelConfig, index: int, build: Build) -> Gated | Experts:
-    """The feed-forward of a layer."""
-    own = config.layers[index].feed_forward
+def feed_forward(
+    config: ModelConfig, index: int, own: FeedForwardConfig, build: Build
+) -> Gated | Experts:
+    """The feed-forward of layer `index`."""
     if isinstance(own, GatedConfig):
         return Gated(config, index, own, build)
     shared = None

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from engine.gguf_header import CheckpointError, read_gguf
-from engine.model.config import ModelConfig, ModelError, Rope, UnsupportedModelError
+from engine.model.config import LayerConfig, ModelConfig, ModelError, UnsupportedModelError
 from engine.model.families import build_config
 from engine.model.families.sense import check_stated
+from engine.model.mixers.config import AttentionConfig
 from engine.model.region import Range
 from engine.model.sources import Header, WholeTensors
 
@@ -114,8 +115,7 @@ class GgufFile:
         if _ROPE_FACTORS not in self._tensors:
             return config
         divisors = self._read(_ROPE_FACTORS).tolist()
-        layers = [replace(each, rope=_divided(each.rope, divisors)) for each in config.layers]
-        return replace(config, layers=tuple(layers))
+        return replace(config, layers=tuple(_divided(each, divisors) for each in config.layers))
 
     @property
     def headers(self) -> dict[str, Header]:
@@ -221,11 +221,13 @@ def _hugging_face_name(name: str) -> str:
     return name
 
 
-def _divided(rope: Rope | None, divisors: list[float]) -> Rope | None:
-    if rope is None:
-        return None
-    pairs = zip(rope.frequencies, divisors, strict=True)
-    return replace(rope, frequencies=tuple(f / divisor for f, divisor in pairs))
+def _divided(layer: LayerConfig, divisors: list[float]) -> LayerConfig:
+    mixer = layer.mixer
+    if not isinstance(mixer, AttentionConfig) or mixer.rope is None:
+        return layer
+    pairs = zip(mixer.rope.frequencies, divisors, strict=True)
+    rope = replace(mixer.rope, frequencies=tuple(f / divisor for f, divisor in pairs))
+    return replace(layer, mixer=replace(mixer, rope=rope))
 
 
 def _stack_halves(weight: Tensor, heads: int) -> Tensor:

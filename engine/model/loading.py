@@ -25,8 +25,9 @@ from engine.model.places import Place, of_norm, plain
 from engine.model.precision.base import Format
 from engine.model.precision.choice import Precision
 from engine.model.precision.formats import read_format
+from engine.model.ranks import check_ranks
 from engine.model.region import Range
-from engine.model.shard import Shard, check_ranks
+from engine.model.shard import Shard
 from engine.model.sources import Dummy, Safetensors, Source
 from engine.step.collective import Collective
 

@@ -161,9 +161,9 @@ def layer(shared: bool, routing: Routing) -> Experts:
         shared=GatedConfig(32) if shared else None,
         shared_gate="mlp.shared_expert_gate" if shared else None,
     )
-    config = ModelConfig("", 64, 64, 2, 2, 32, 1e-6, 64, (LayerConfig(None, 1.0, own),))
+    config = ModelConfig("", 64, 64, 1e-6, 64, (LayerConfig(None, own),))
     build = Build(torch.float32, CPU, Precision(CPU, torch.float32), Shard(), Alone())
-    module = feed_forward(config, 0, build)
+    module = feed_forward(config, 0, own, build)
     assert isinstance(module, Experts)
     for parameter in module.parameters():
         parameter.normal_(0, 0.2)

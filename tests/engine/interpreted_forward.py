@@ -18,6 +18,7 @@ from unittest.mock import patch
 import interpreted_ptx
 import numpy as np
 import torch
+from halved_layers import halved
 from interpreted_kernels import convert_as_a_gpu_does
 from quantised_experts import write_mxfp4
 from test_attention import FEATURES, MIXES, SEVERAL, Row
@@ -30,10 +31,11 @@ from triton.runtime import interpreter
 
 from engine.attention.triton import TritonBackend
 from engine.cuda.decode_attention import decode_attention
-from engine.cuda.forward import FusedForward, RowEnds
+from engine.cuda.forward import FusedForward
 from engine.cuda.hooks.choosing import ChosenAttention
 from engine.cuda.hooks.hooked import Hooked
 from engine.cuda.kv.prompt_attention import prompt_attention
+from engine.cuda.mixers.base import RowEnds
 from engine.hooks.attention import Attend
 from engine.hooks.steps import StepHooks
 from engine.model import LoadedModel
@@ -48,6 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
     "llama": {},
     "biases": {"attention_bias": True, "mlp_bias": True},
     "gelu": {"hidden_act": "gelu"},
+    "halves": {},
     "odd": {"head_dim": 24},
     "mistral": {"family": "mistral", "sliding_window": 24},
     "qwen3": {"family": "qwen3", "head_dim": 32},
@@ -107,8 +110,8 @@ class Fused:
     def __init__(self, loaded: LoadedModel) -> None:
         config = loaded.config
         self.pool = PlainPool(
-            num_pages=PAGES, num_layers=config.num_layers, num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim, page_size=PAGE, dtype=torch.float32, device=CPU,
+            num_pages=PAGES, num_layers=config.num_layers, num_kv_heads=config.kept.kv_heads,
+            head_dim=config.kept.head_dim, page_size=PAGE, dtype=torch.float32, device=CPU,
         )  # fmt: skip
         self.pool.elements.fill_(3e4)
         specs = loaded.model.attention_specs
@@ -169,9 +172,10 @@ def check(folder: Path, case: str) -> None:
     launches = Launches()
     launches.watch()
     with patch.object(Precision, "on_gpu", True):  # Experts lie in one tensor there.
-        fused = Fused(load(path))
+        loaded = load(path)
+        fused = Fused(halved(loaded) if case == "halves" else loaded)
     same(fused.step([(0, 0, first[:19]), (1, 0, second[:30])]), want[0][:19], want[1][:30])
-    if case in PLAIN:
+    if case in (*PLAIN, "halves"):
         assert launches == KERNELS, launches
     same(
         fused.step([(0, 19, first[19:20]), (1, 30, second[30:50])]), want[0][19:20], want[1][30:50]

@@ -39,8 +39,8 @@ class Device:
 
         model = loaded.config
         self.pool = kind(
-            num_pages=PAGES, num_layers=model.num_layers, num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim, page_size=PAGE_SIZE, dtype=torch.bfloat16, device=CUDA,
+            num_pages=PAGES, num_layers=model.num_layers, num_kv_heads=model.kept.kv_heads,
+            head_dim=model.kept.head_dim, page_size=PAGE_SIZE, dtype=torch.bfloat16, device=CUDA,
         )  # fmt: skip
         generator = torch.Generator(CUDA).manual_seed(0)
         if kind is PlainPool:

@@ -11,7 +11,7 @@ from engine_kit import specs_of
 from engine.attention import choose_backend
 from engine.attention.parts import LARGE, MIDDLE, OF_FEW, SMALL, Division, division
 from engine.cuda.attention_kernels import CudaKernels
-from engine.model.decoder import rotate
+from engine.model.mixers.rope import rotate
 from engine.pool.kv_pool import KvPool, PlainPool
 from engine.step.attention import AttentionBatch, AttentionSpec
 

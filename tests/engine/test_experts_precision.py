@@ -24,7 +24,8 @@ from engine.model import ModelError, UnsupportedModelError, load_model
 from engine.model.config import ExpertsConfig, read_json
 from engine.model.precision.choice import Precision
 from engine.model.precision.formats import read_format
-from engine.model.shard import Shard, check_ranks
+from engine.model.ranks import check_ranks
+from engine.model.shard import Shard
 
 SHAPE = {"hidden": 256, "heads": 4, "kv_heads": 2, "tokenizer": False}
 WIDTHS = {

@@ -14,7 +14,7 @@ from tiny_families import EVERY
 pytest.importorskip("triton", reason="Triton is not installed: it comes with torch for GPUs")
 
 pytestmark = pytest.mark.timeout(600)
-QUICK = ("llama", "attention", "experts", "experts-fp8", "experts-mxfp4")
+QUICK = ("llama", "halves", "attention", "experts", "experts-fp8", "experts-mxfp4")
 """Kernels of Llama, and those of one row through experts, are counted."""
 MATRIX = ("mixes", "biases", "gelu", "odd", "mistral", "qwen3", *EVERY)
 

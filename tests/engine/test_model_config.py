@@ -11,8 +11,9 @@ from tiny_families import LONG, LONGROPE, SHORT
 
 from engine.checkpoints import CheckpointError, SamplingDefaults, sampling_defaults
 from engine.model import ModelConfig, ModelError, UnsupportedModelError
-from engine.model.config import QkNorm, Rope
 from engine.model.families import read_config
+from engine.model.mixers.config import AttentionConfig, QkNorm
+from engine.model.mixers.rope import Rope
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
@@ -32,13 +33,20 @@ LLAMA3 = {
 
 def rope(config: ModelConfig) -> Rope:
     """That of all layers."""
-    (found,) = {layer.rope for layer in config.layers}
+    (found,) = {mixer.rope for mixer in config.mixers}
     assert found is not None
     return found
 
 
 def windows(config: ModelConfig) -> tuple[int | None, ...]:
-    return tuple(layer.window for layer in config.layers)
+    return tuple(mixer.kept.window for mixer in config.mixers)
+
+
+def attention(config: ModelConfig) -> AttentionConfig:
+    """Of the first layer."""
+    found = config.mixers[0]
+    assert isinstance(found, AttentionConfig)
+    return found
 
 
 @pytest.fixture
@@ -52,8 +60,8 @@ def read(tmp_path: Path):
 
 def test_families_differ_in_biases_and_norms(read):
     def traits(config: ModelConfig) -> tuple[bool, bool, bool, bool]:
-        by_head = config.qk_norm is QkNorm.HEAD
-        return config.qkv_bias, config.output_bias, config.layers[0].feed_forward.bias, by_head
+        own, by_head = attention(config), attention(config).qk_norm is QkNorm.HEAD
+        return own.qkv_bias, own.output_bias, config.layers[0].feed_forward.bias, by_head
 
     assert traits(read(LLAMA)) == traits(read(MISTRAL)) == (False, False, False, False)
     assert traits(read(LLAMA, attention_bias=True, mlp_bias=True)) == (True, True, True, False)
@@ -64,8 +72,8 @@ def test_families_differ_in_biases_and_norms(read):
 
 def test_head_dim_and_kv_heads_may_be_left_out(read):
     without = {k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}
-    assert (read(without).head_dim, read(without).num_kv_heads) == (16, 4)
-    assert read(LLAMA, head_dim=32).head_dim == 32
+    assert read(without).kept == (4, 16, None)
+    assert read(LLAMA, head_dim=32).kept.head_dim == 32
     assert len(rope(read(LLAMA, head_dim=32)).frequencies) == 16
 
 

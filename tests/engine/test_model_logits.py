@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from halved_layers import halved
 from tiny_families import EVERY, LONGROPE
 from tiny_models import write_tiny_model
 
@@ -47,8 +48,8 @@ class Runner:
         self.model.finish()  # as the engine does
         dtype = loaded.model.embedding.dtype
         self.pool = PlainPool(
-            num_pages=num_pages, num_layers=config.num_layers, num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim, page_size=page_size, dtype=dtype, device=CPU,
+            num_pages=num_pages, num_layers=config.num_layers, num_kv_heads=config.kept.kv_heads,
+            head_dim=config.kept.head_dim, page_size=page_size, dtype=dtype, device=CPU,
         )  # fmt: skip
         self.attention = choose_backend(
             "auto", self.pool, loaded.model.attention_specs, CudaKernels()
@@ -189,3 +190,12 @@ def test_what_is_not_computed_is_refused_by_name(options, words, tmp_path):
     path = write_tiny_model(tmp_path, tokenizer=False, **options)
     with pytest.raises(UnsupportedModelError, match=words):
         load(path)
+
+
+@torch.inference_mode()
+def test_a_layer_may_have_one_part(tmp_path):
+    loaded = load(write_tiny_model(tmp_path, tokenizer=False, **EVERY["gemma2"]))
+    ids = np.random.default_rng(1).integers(1, 384, 60).tolist()
+    halves = Runner(halved(loaded))
+    got = torch.cat([halves.step([(0, part)])[0] for part in (ids[:21], ids[21:])])
+    assert torch.equal(got, Runner(loaded).step([(0, ids)])[0])

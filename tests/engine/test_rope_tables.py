@@ -9,7 +9,7 @@ from tiny_families import DENSE
 from tiny_models import write_tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.model.decoder import BLOCK
+from engine.model.mixers.rope import BLOCK
 
 LENGTH = 2 * BLOCK + 7
 CASES = {"llama": {}, **{name: DENSE[name] for name in ("gemma3", "phi4_mini", "smollm3", "olmo3")}}

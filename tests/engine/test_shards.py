@@ -14,6 +14,7 @@ from tiny_models import write_tiny_model
 
 from engine.model import LoadedModel, UnsupportedModelError, load_model
 from engine.model.decoder import Layer
+from engine.model.mixers.attention import Attention
 from engine.model.region import Range
 from engine.model.shard import Shard
 from engine.model.sources import Safetensors
@@ -41,6 +42,7 @@ def path(tmp_path_factory) -> Path:
 def layer_of(loaded: LoadedModel) -> Layer:
     layer = loaded.model.layers[1]
     assert isinstance(layer, Layer)
+    assert isinstance(layer.mixer, Attention)
     return layer
 
 
@@ -52,14 +54,14 @@ def test_ranks_hold_the_parts_of_one(path, count, load_format):
     ranks = [load(path, rank, count, load_format=load_format) for rank in range(count)]
     assert {loaded.revision for loaded in ranks} == {one.revision}
     layers = [layer_of(loaded) for loaded in ranks]
-    d, (heads, kv_heads, _) = whole.head_dim, whole.heads
-    q, k, v = whole.qkv.method.weight.split([heads * d, kv_heads * d, kv_heads * d])
+    d, (heads, kv_heads, _) = whole.mixer.own.head_dim, whole.mixer.heads
+    q, k, v = whole.mixer.qkv.method.weight.split([heads * d, kv_heads * d, kv_heads * d])
     for rank, layer in enumerate(layers):
         own = slice(rank * heads // count * d, (rank + 1) * heads // count * d)
         first = rank * kv_heads // count
         kv = slice(first * d, (first + max(1, kv_heads // count)) * d)
-        assert torch.equal(layer.qkv.method.weight, torch.cat((q[own], k[kv], v[kv])))
-    outputs = [layer.output for layer in (*layers, whole)]
+        assert torch.equal(layer.mixer.qkv.method.weight, torch.cat((q[own], k[kv], v[kv])))
+    outputs = [layer.mixer.output for layer in (*layers, whole)]
     for *parts, of_one in (outputs, [layer.feed_forward.down for layer in (*layers, whole)]):
         both = torch.cat([part.method.weight for part in parts], 1)
         assert torch.equal(both, of_one.method.weight)
@@ -111,7 +113,7 @@ def test_numbers_that_do_not_fit_are_refused_with_those_that_do(tmp_path, option
         config = json.loads((tmp_path / "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps({**config, **stated}))
     if not why:
-        assert layer_of(load(tmp_path, 5, count)).heads == (1, 1, 1)
+        assert layer_of(load(tmp_path, 5, count)).mixer.heads == (1, 1, 1)
         return
     with pytest.raises(UnsupportedModelError, match=f"tp {count} does not fit.*{why}"):
         load(tmp_path, 0, count, check=lambda _: pytest.fail("refused too late"))

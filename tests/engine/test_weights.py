@@ -93,8 +93,8 @@ def write_gguf(path, source: LoadedModel):
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_layers)
     writer.add_feed_forward_length(config.layers[0].feed_forward.width)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_head_count(config.mixers[0].heads)
+    writer.add_head_count_kv(config.kept.kv_heads)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(config.vocab_size)
@@ -121,7 +121,7 @@ def write_gguf(path, source: LoadedModel):
             continue
         _, _, layer, kind = name.removesuffix(".weight").split(".", 3)
         if kind in ("self_attn.q_proj", "self_attn.k_proj"):
-            heads = config.num_heads if "q_proj" in kind else config.num_kv_heads
+            heads = config.mixers[0].heads if "q_proj" in kind else config.kept.kv_heads
             halves = values.reshape(heads, 2, -1, values.shape[1])
             values = halves.transpose(1, 2).reshape(values.shape)
         writer.add_tensor(f"blk.{layer}.{names[kind]}.weight", np.ascontiguousarray(values))
@@ -138,6 +138,6 @@ def test_gguf_holds_what_the_folder_held(tmp_path):
     write_gguf(file, original)
     for path in (file, file.parent):
         again = load(path)
-        assert again.config.num_kv_heads == original.config.num_kv_heads
+        assert again.config.kept == original.config.kept
         assert same_weights(original, again)
         assert again.path == str(file.parent), "its tokenizer lies beside it"

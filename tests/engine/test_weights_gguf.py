@@ -144,16 +144,16 @@ def test_the_file_is_the_folder_again(case, tmp_path):
 def test_llama3_rope_comes_as_a_tensor_of_divisors(tmp_path):
     plain = {"rope_type": "default", "rope_theta": 10000.0}
     folder = write_tiny_model(tmp_path / "hf", tokenizer=False, rope_parameters=LLAMA3)
-    scaled = load(folder).config.layers[0].rope.frequencies
+    scaled = load(folder).config.mixers[0].rope.frequencies
     unscaled = (
         load(write_tiny_model(tmp_path / "plain", tokenizer=False, rope_parameters=plain))
-        .config.layers[0]
+        .config.mixers[0]
         .rope.frequencies
     )
     divisors = torch.tensor(unscaled) / torch.tensor(scaled)
     assert divisors.max() > 3.9
     file = write_gguf(folder, tmp_path / "tiny.gguf", tensors={"rope_freqs.weight": divisors})
-    assert load(file).config.layers[0].rope.frequencies == pytest.approx(scaled, rel=1e-6)
+    assert load(file).config.mixers[0].rope.frequencies == pytest.approx(scaled, rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "F16", "BF16"])
@@ -199,14 +199,14 @@ def test_headers_that_ask_for_more_are_refused(architecture, keys, words, tmp_pa
 
 def test_rope_scaling_of_older_and_newer_writers(tmp_path):
     folder = write_tiny_model(tmp_path / "hf", tokenizer=False, rope_parameters=LINEAR)
-    want = load(folder).config.layers[0].rope.frequencies
+    want = load(folder).config.mixers[0].rope.frequencies
     older = {"rope__scaling__type": None, "rope__scaling__factor": None, "rope__scale_linear": 2.0}
     file = write_gguf(folder, tmp_path / "older.gguf", **older)
-    assert load(file).config.layers[0].rope.frequencies == want
+    assert load(file).config.mixers[0].rope.frequencies == want
     none = write_gguf(
         folder, tmp_path / "none.gguf", rope__scaling__type="none", rope__scaling__factor=None
     )
-    assert load(none).config.layers[0].rope.frequencies != want
+    assert load(none).config.mixers[0].rope.frequencies != want
 
 
 def test_headers_that_lack_something_and_files_that_are_none(tmp_path):

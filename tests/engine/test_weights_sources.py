@@ -97,7 +97,7 @@ def test_dummy_weights_are_small_and_need_a_config_only(seed, folder):
     model = load(folder, load_format="dummy", seed=seed).model
     assert model.head.std().item() == pytest.approx(DUMMY_STD, rel=0.1)
     assert model.norm.weight.eq(1).all()
-    first, second = (layer.qkv.method.weight for layer in model.layers)
+    first, second = (layer.mixer.qkv.method.weight for layer in model.layers)
     assert not torch.equal(first, second)
 
 

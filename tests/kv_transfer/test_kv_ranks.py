@@ -109,11 +109,7 @@ def test_real_agents(shape: str) -> None:
 
 
 def test_the_plan_is_that_of_the_model() -> None:
-    class Config:
-        num_kv_heads = 0
-
     for kv_heads in HEADS:
-        Config.num_kv_heads = kv_heads
         for count in COUNTS:
             if not fits(count, kv_heads):
                 with pytest.raises(TransportError, match="ranks_mismatch"):
@@ -121,7 +117,7 @@ def test_the_plan_is_that_of_the_model() -> None:
                 continue
             for rank in range(count):
                 heads = heads_of(rank, count, kv_heads)
-                assert Shard(rank, count).kv_heads(Config) == (heads.start, heads.stop)
+                assert Shard(rank, count).shared(kv_heads) == (heads.start, heads.stop)
 
 
 # -- the parts of a push ------------------------------------------------------------------------

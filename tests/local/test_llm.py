@@ -456,9 +456,7 @@ llm.generate(["x"] * 9, **{LONG})
 def test_a_model_that_computes_nan_says_so(tiny) -> None:
     with LLM(tiny, **SETTINGS) as llm:
         with torch.inference_mode():
-            llm.engine._loop._executor.steps.model.layers[0].before_attention.weight.fill_(
-                float("nan")
-            )
+            llm.engine._loop._executor.steps.model.layers[0].before_mixer.weight.fill_(float("nan"))
         with pytest.raises(ServerError, match="NaN"):
             llm.generate("x")
         check_baseline(llm.engine)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from engine.attention.paged import PagedStep
-from engine.cuda.forward import RowEnds
 from engine.cuda.kernels import StepInputs, unpack_step
+from engine.cuda.mixers.base import RowEnds
 from engine.cuda.steps.packing import PackedStep
 from engine.cuda.steps.shapes import Shape
 from engine.step.hooks import DecodeRows

@@ -8,11 +8,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.model.config import ModelConfig, Norms, QkNorm, UnsupportedModelError
-from engine.model.families.reading import Family, decoder, kinds, layers_alike, rope, windows
+from engine.model.config import ModelConfig, Norms, UnsupportedModelError
+from engine.model.families.reading import (
+    Family,
+    biases,
+    decoder,
+    kinds,
+    layers_alike,
+    rope,
+    windows,
+)
+from engine.model.mixers.config import QkNorm
 
 NORMS = Norms(
-    after_attention="post_attention_layernorm",
+    after_mixer="post_attention_layernorm",
     before_feed_forward="pre_feedforward_layernorm",
     after_feed_forward="post_feedforward_layernorm",
 )
@@ -37,18 +46,16 @@ def _read(config: Any, ropes: Any, **features: Any) -> ModelConfig:
         scale=config.query_pre_attn_scalar**-0.5,
         window=windows(config),
         soft_cap=config.attn_logit_softcapping,
+        norms=NORMS,
+        **biases(config),
+        **features,
     )
-    bias = bool(config.attention_bias)
     return decoder(
         config,
         layers,
-        norms=NORMS,
         norm_plus_one=True,
-        qkv_bias=bias,
-        output_bias=bias,
         embedding_scale=config.hidden_size**0.5,
         logits_soft_cap=config.final_logit_softcapping,
-        **features,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.model.config import ExpertsConfig, ModelConfig
 from engine.model.experts.config import ExpertNames, Gate, Scores
-from engine.model.families.reading import Family, decoder, layers_alike, routing, windows
+from engine.model.families.reading import Family, biases, decoder, layers_alike, routing, windows
 
 NAMES = ExpertNames(router="mlp.router", stacked=True)
 
@@ -22,9 +22,8 @@ def _read(config: Any, _longest: int) -> ModelConfig:
         bias=True,
         names=NAMES,
     )
-    layers = layers_alike(config, window=windows(config), sinks=True, feed_forward=experts)
-    bias = bool(config.attention_bias)
-    return decoder(config, layers, qkv_bias=bias, output_bias=bias)
+    attention: dict[str, Any] = {"window": windows(config), "sinks": True, **biases(config)}
+    return decoder(config, layers_alike(config, experts, **attention))
 
 
 FAMILIES = {"gpt_oss": Family("GptOssForCausalLM", _read)}

@@ -5,20 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from engine.model.config import ModelConfig
-from engine.model.families.reading import Family, decoder, layers_alike, rope, windows
+from engine.model.families.reading import Family, biases, decoder, layers_alike, rope, windows
 
 
 def _read(config: Any, _longest: int) -> ModelConfig:
-    bias = bool(config.attention_bias)
-    return decoder(config, layers_alike(config), qkv_bias=bias, output_bias=bias)
+    return decoder(config, layers_alike(config, **biases(config)))
 
 
 def _read_smol_3(config: Any, _longest: int) -> ModelConfig:
-    bias, rotation = bool(config.attention_bias), rope(config)
+    rotation = rope(config)
     ropes = tuple(rotation if rotates else None for rotates in config.no_rope_layers)
     window = windows(config) if config.use_sliding_window else None
-    layers = layers_alike(config, rope=ropes, window=window)
-    return decoder(config, layers, qkv_bias=bias, output_bias=bias)
+    return decoder(config, layers_alike(config, rope=ropes, window=window, **biases(config)))
 
 
 FAMILIES = {

@@ -7,12 +7,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.model.config import ModelConfig, Norms, QkNorm
-from engine.model.families.reading import Family, decoder, kinds, layers_alike, rope, windows
+from engine.model.config import ModelConfig, Norms
+from engine.model.families.reading import (
+    Family,
+    biases,
+    decoder,
+    kinds,
+    layers_alike,
+    rope,
+    windows,
+)
+from engine.model.mixers.config import QkNorm
 
 NORMS = Norms(
-    before_attention=None,
-    after_attention="post_attention_layernorm",
+    before_mixer=None,
+    after_mixer="post_attention_layernorm",
     before_feed_forward=None,
     after_feed_forward="post_feedforward_layernorm",
 )
@@ -29,10 +38,8 @@ def _read_3(config: Any, _longest: int) -> ModelConfig:
 
 
 def _read(config: Any, **by_layer: Any) -> ModelConfig:
-    bias = bool(config.attention_bias)
-    layers = layers_alike(config, **by_layer)
-    features = {"norms": NORMS, "qk_norm": QkNorm.WHOLE, "qkv_bias": bias, "output_bias": bias}
-    return decoder(config, layers, **features)
+    attention: dict[str, Any] = {"qk_norm": QkNorm.WHOLE, **biases(config), **by_layer}
+    return decoder(config, layers_alike(config, norms=NORMS, **attention))
 
 
 FAMILIES = {

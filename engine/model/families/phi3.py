@@ -17,8 +17,9 @@ def _read(config: Any, longest: int) -> ModelConfig:
         rope=rope(config, partial=True, longest=longest),
         feed_forward=gated(config, gate_up=("mlp.gate_up_proj",)),
         window=windows(config),
+        qkv=("qkv_proj",),
     )
-    return decoder(config, layers, qkv=("self_attn.qkv_proj",))
+    return decoder(config, layers)
 
 
 FAMILIES = {"phi3": Family("Phi3ForCausalLM", _read)}

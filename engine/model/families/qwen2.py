@@ -19,7 +19,7 @@ from engine.model.families.reading import (
 
 
 def _read(config: Any, _longest: int) -> ModelConfig:
-    return decoder(config, layers_alike(config, window=windows(config)), qkv_bias=True)
+    return decoder(config, layers_alike(config, window=windows(config), qkv_bias=True))
 
 
 def _read_experts(config: Any, _longest: int) -> ModelConfig:
@@ -34,9 +34,8 @@ def _read_experts(config: Any, _longest: int) -> ModelConfig:
     experts = ExpertsConfig(
         config.moe_intermediate_size, routing, shared=shared, shared_gate="mlp.shared_expert_gate"
     )
-    kinds = qwen_experts(config, experts)
-    layers = layers_alike(config, window=windows(config), feed_forward=kinds)
-    return decoder(config, layers, qkv_bias=bool(config.qkv_bias))
+    attention: dict[str, Any] = {"window": windows(config), "qkv_bias": bool(config.qkv_bias)}
+    return decoder(config, layers_alike(config, qwen_experts(config, experts), **attention))
 
 
 FAMILIES = {

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.model.config import ExpertsConfig, ModelConfig, QkNorm
+from engine.model.config import ExpertsConfig, ModelConfig
 from engine.model.families.reading import (
     Family,
+    biases,
     decoder,
     layers_alike,
     qwen_experts,
@@ -14,6 +15,7 @@ from engine.model.families.reading import (
     silu_only,
     windows,
 )
+from engine.model.mixers.config import QkNorm
 
 
 def _read(config: Any, _longest: int) -> ModelConfig:
@@ -23,13 +25,16 @@ def _read(config: Any, _longest: int) -> ModelConfig:
 def _read_experts(config: Any, _longest: int) -> ModelConfig:
     silu_only(config)
     experts = ExpertsConfig(config.moe_intermediate_size, qwen_routing(config))
-    return _decoder(config, feed_forward=qwen_experts(config, experts))
+    return _decoder(config, qwen_experts(config, experts))
 
 
-def _decoder(config: Any, **features: Any) -> ModelConfig:
-    bias = bool(config.attention_bias)
-    layers = layers_alike(config, window=windows(config), **features)
-    return decoder(config, layers, qk_norm=QkNorm.HEAD, qkv_bias=bias, output_bias=bias)
+def _decoder(config: Any, feed_forward: Any = None) -> ModelConfig:
+    attention: dict[str, Any] = {
+        "window": windows(config),
+        "qk_norm": QkNorm.HEAD,
+        **biases(config),
+    }
+    return decoder(config, layers_alike(config, feed_forward, **attention))
 
 
 FAMILIES = {

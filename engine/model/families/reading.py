@@ -16,11 +16,13 @@ from engine.model.config import (
     LayerConfig,
     ModelConfig,
     ModelError,
-    Rope,
+    Norms,
     UnsupportedModelError,
 )
 from engine.model.experts.config import Routing, Scores
 from engine.model.families.sense import MOST_HEAD_DIM
+from engine.model.mixers.config import AttentionConfig
+from engine.model.mixers.rope import Rope
 
 ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
 """Rope types whose frequencies do not depend on the length of the sequence."""
@@ -46,14 +48,10 @@ class Family:
 
 def decoder(config: Any, layers: Sequence[LayerConfig], **features: Any) -> ModelConfig:
     """The features that all families read alike, and `features`."""
-    heads = int(config.num_attention_heads)
     common: dict[str, Any] = {
         "architecture": "",
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "num_heads": heads,
-        "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": head_dim(config),
         "norm_eps": config.rms_norm_eps,
         "max_position_embeddings": config.max_position_embeddings,
         "layers": tuple(layers),
@@ -62,18 +60,43 @@ def decoder(config: Any, layers: Sequence[LayerConfig], **features: Any) -> Mode
     return ModelConfig(**{**common, **features})
 
 
-def layers_alike(config: Any, **features: Any) -> list[LayerConfig]:
-    """Layers with one rope and a gated feed-forward. `features` that are tuples have a value for
-    each layer."""
-    given = {"scale": head_dim(config) ** -0.5, **features}
+def layers_alike(
+    config: Any, feed_forward: Any = None, norms: Norms | None = None, **attention: Any
+) -> list[LayerConfig]:
+    """Layers with attention and a feed-forward, by default one rope and a gated one. Features that
+    are tuples have a value for each layer, but `qkv`."""
+    heads = int(config.num_attention_heads)
+    given: dict[str, Any] = {
+        "heads": heads,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": head_dim(config),
+        "scale": head_dim(config) ** -0.5,
+        **attention,
+    }
     if "rope" not in given:
         given["rope"] = rope(config)
-    if "feed_forward" not in given:
-        given["feed_forward"] = gated(config)
+    qkv = {"qkv": given.pop("qkv")} if "qkv" in given else {}
+    forward = feed_forward or gated(config)
     return [
-        LayerConfig(**{k: v[index] if isinstance(v, tuple) else v for k, v in given.items()})
+        LayerConfig(
+            AttentionConfig(
+                **{name: _of_layer(index, each) for name, each in given.items()}, **qkv
+            ),
+            _of_layer(index, forward),
+            norms or Norms(),
+        )
         for index in range(int(config.num_hidden_layers))
     ]
+
+
+def _of_layer(index: int, feature: Any) -> Any:
+    return feature[index] if isinstance(feature, tuple) else feature
+
+
+def biases(config: Any) -> dict[str, Any]:
+    """Those of attention, where a family has them on all products or on none."""
+    bias = bool(config.attention_bias)
+    return {"qkv_bias": bias, "output_bias": bias}
 
 
 def head_dim(config: Any) -> int:

@@ -19,6 +19,7 @@ from engine.model.config import (
     ModelConfig,
     ModelError,
 )
+from engine.model.mixers.config import AttentionConfig
 
 MOST_LAYERS: Final = 1024
 MOST_EXPERTS: Final = 1 << 16
@@ -88,14 +89,10 @@ def _faults(config: ModelConfig) -> Iterator[str]:
     sizes = {
         "the vocabulary": config.vocab_size,
         "the hidden size": config.hidden_size,
-        "the number of heads": config.num_heads,
-        "the number of KV heads": config.num_kv_heads,
     }
     for name, size in sizes.items():
         yield from _outside(name, size, MOST_SIZE)
     yield from _outside("the number of positions", config.max_position_embeddings, MOST_POSITIONS)
-    if config.num_heads % config.num_kv_heads:
-        yield f"{config.num_heads} heads do not share {config.num_kv_heads} KV heads"
     if not 0 <= config.norm_eps < math.inf:
         yield f"the epsilon of norms is {config.norm_eps}"
     for factor in (config.embedding_scale, config.residual_scale, config.logits_scale):
@@ -107,15 +104,25 @@ def _faults(config: ModelConfig) -> Iterator[str]:
 
 
 def _layer_faults(layer: LayerConfig) -> Iterator[str]:
-    if not math.isfinite(layer.scale):
-        yield f"the scale of attention is {layer.scale}"
-    if layer.window is not None and layer.window < 1:
-        yield f"a window of {layer.window} tokens shows nothing"
-    yield from _cap_faults(layer.soft_cap)
-    numbers = (*layer.rope.frequencies, layer.rope.scale) if layer.rope else ()
+    if layer.mixer is not None:
+        yield from _attention_faults(layer.mixer)
+    if layer.feed_forward is not None:
+        yield from _feed_forward_faults(layer.feed_forward)
+
+
+def _attention_faults(own: AttentionConfig) -> Iterator[str]:
+    yield from _outside("the number of heads", own.heads, MOST_SIZE)
+    yield from _outside("the number of KV heads", own.kv_heads, MOST_SIZE)
+    if own.kv_heads and own.heads % own.kv_heads:
+        yield f"{own.heads} heads do not share {own.kv_heads} KV heads"
+    if not math.isfinite(own.scale):
+        yield f"the scale of attention is {own.scale}"
+    if own.window is not None and own.window < 1:
+        yield f"a window of {own.window} tokens shows nothing"
+    yield from _cap_faults(own.soft_cap)
+    numbers = (*own.rope.frequencies, own.rope.scale) if own.rope else ()
     if not all(map(math.isfinite, numbers)):
         yield "a frequency of rope is no number"
-    yield from _feed_forward_faults(layer.feed_forward)
 
 
 def _feed_forward_faults(own: FeedForwardConfig) -> Iterator[str]:

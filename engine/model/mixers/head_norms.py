@@ -11,8 +11,9 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from engine.model.config import ModelConfig, QkNorm
+from engine.model.config import ModelConfig
 from engine.model.linear import Build, RmsNorm
+from engine.model.mixers.config import AttentionConfig, QkNorm
 from engine.model.places import Place, of_norm
 from engine.model.region import Range
 
@@ -20,9 +21,9 @@ from engine.model.region import Range
 class HeadNorm(nn.Module):
     """Over each head, with one weight for all heads."""
 
-    def __init__(self, config: ModelConfig, build: Build) -> None:
+    def __init__(self, own: AttentionConfig, config: ModelConfig, build: Build) -> None:
         super().__init__()
-        size, eps, plus_one = config.head_dim, config.norm_eps, config.norm_plus_one
+        size, eps, plus_one = own.head_dim, config.norm_eps, config.norm_plus_one
         self.q = RmsNorm(size, eps, build, plus_one=plus_one)
         self.k = RmsNorm(size, eps, build, plus_one=plus_one)
 
@@ -40,15 +41,15 @@ class WholeNorm(nn.Module):
     """Over all heads together, each number with a weight of its own. Ranks add up the squares of
     their heads."""
 
-    def __init__(self, config: ModelConfig, build: Build) -> None:
+    def __init__(self, own: AttentionConfig, config: ModelConfig, build: Build) -> None:
         super().__init__()
-        self._collective, shard, dim = build.collective, build.shard, config.head_dim
+        self._collective, shard, dim = build.collective, build.shard, own.head_dim
         self._rows = [
-            Range(own.start * dim, own.end * dim)
-            for own in (shard.heads(config), shard.kv_heads(config))
+            Range(held.start * dim, held.end * dim)
+            for held in (shard.even(own.heads), shard.shared(own.kv_heads))
         ]
-        self._wholes = config.num_heads * dim, config.num_kv_heads * dim
-        self._holders = max(1, shard.count // config.num_kv_heads)
+        self._wholes = own.heads * dim, own.kv_heads * dim
+        self._holders = max(1, shard.count // own.kv_heads)
         """Ranks that have the same KV head."""
         eps, plus_one = config.norm_eps, config.norm_plus_one
         sizes = (rows.size for rows in self._rows)

@@ -1,0 +1,109 @@
+"""Attention with fused kernels: the norms of q and k, rope and the stores are one."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from engine.attention.paged import PagedAttention
+from engine.cuda import kernels
+from engine.cuda.kv.fp8_store import rope_store_fp8
+from engine.cuda.kv.rope_store import HeadNorms, RopeTable, rope_store
+from engine.cuda.mixers.base import RowEnds, StepTokens
+from engine.model import Model
+from engine.model.mixers.attention import Attention
+from engine.model.mixers.head_norms import HeadNorm, WholeNorm
+from engine.model.mixers.rope import Rope
+from engine.model.precision.rounding import Rounded, Rounding
+from engine.pool.kv_pool import KvPool
+
+_STORES: Final = {"fp8": rope_store_fp8}
+"""Kernels that store K and V in another precision than the model's."""
+
+
+class RopeTables:
+    """Cos and sin of the model's ropes, with its rounding. A row is small beside a token's part of
+    the pool: it is as large as K of one head in one layer, in the model's dtype."""
+
+    def __init__(self, model: Model, max_context_tokens: int) -> None:
+        self._model = model
+        self._tokens = max_context_tokens
+        self._made: dict[tuple[Rope | None, int], RopeTable] = {}
+
+    def of(self, rope: Rope | None, head_dim: int) -> RopeTable:
+        """The table of a rope for heads of this size. It is made once."""
+        if (table := self._made.get((rope, head_dim))) is None:
+            table = self._made[rope, head_dim] = self._make(rope, head_dim)
+        return table
+
+    def _make(self, rope: Rope | None, head_dim: int) -> RopeTable:
+        embedding = self._model.embedding
+        shape = self._tokens, 2, head_dim // 2
+        angles = torch.zeros(shape, dtype=embedding.dtype, device=embedding.device)
+        angles[:, 0] = 1.0
+        turned = 0 if rope is None else len(rope.frequencies)
+        if rope is not None:
+            self._model.ropes.fill(rope, angles[:, :, :turned])
+        return RopeTable(angles.flatten(1), turned)
+
+
+class FusedAttention:
+    """See `FusedMixer`."""
+
+    def __init__(
+        self, module: Attention, pool: KvPool, attention: PagedAttention, ropes: RopeTables
+    ) -> None:
+        self._module = module
+        self._pool = pool
+        self._attention = attention
+        self._rope = ropes.of(module.own.rope, module.own.head_dim)
+        self._store = _STORES.get(pool.precision, rope_store)
+        self._head_norms = None
+        if isinstance(norms := module.qk_norm, HeadNorm):
+            self._head_norms = HeadNorms(norms.q.weight, norms.k.weight, norms.q.eps)
+
+    @property
+    def reader(self) -> Rounding | None:
+        """See `FusedMixer`."""
+        return self._module.qkv.method.input
+
+    def run(self, x: Tensor | Rounded, step: StepTokens) -> Tensor:
+        """See `FusedMixer`."""
+        return self._output(step.attend(self._module.index, *self._project(x, step)))
+
+    def store(self, x: Tensor | Rounded, step: StepTokens) -> None:
+        """See `FusedMixer`."""
+        self._project(x, step)
+
+    def run_ends(self, x: Tensor | Rounded, step: StepTokens, ends: RowEnds) -> Tensor:
+        """See `FusedMixer`."""
+        q, _, _ = self._project(x, step)
+        q = q.index_select(0, ends.tokens)
+        index = self._module.index
+        return self._output(self._attention.attend_ends(index, q, ends.contexts, ends.page_table))
+
+    def _output(self, attended: Tensor) -> Tensor:
+        out: Tensor = self._module.output(attended.flatten(1))
+        return out
+
+    def _project(self, x: Tensor | Rounded, step: StepTokens) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, with q and k rotated. k and v are also stored in the pool."""
+        module = self._module
+        qkv = module.qkv(x)
+        if isinstance(module.qk_norm, WholeNorm):
+            _norm_whole(qkv, module, module.qk_norm)
+        to = step.positions, step.stores, self._pool
+        return self._store(qkv, self._rope, *to, module.index, self._head_norms)
+
+
+def _norm_whole(qkv: Tensor, module: Attention, norm: WholeNorm) -> None:
+    """Normalises q and k in place."""
+    heads = qkv.view(len(qkv), -1, module.own.head_dim)
+    q, k, _ = torch.split(heads, list(module.heads), dim=1)
+    if norm.is_alone:
+        kernels.norm_parts(qkv, norm.q.weight, norm.k.weight, norm.q.eps)
+        return
+    for target, normed in zip((q, k), norm(q, k), strict=True):
+        target.copy_(normed)

@@ -1,0 +1,97 @@
+"""Attention over K and V of all tokens before, or of a window of them.
+
+The three projections are one weight, for one product. A rank has some query heads, and the KV heads
+that they read: with more ranks than KV heads, several ranks hold the same one.
+
+Shapes: T tokens of a step, H hidden size, Hq query heads, Hkv KV heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from engine.model.config import ModelConfig
+from engine.model.linear import Build, Linear
+from engine.model.mixers.config import AttentionConfig
+from engine.model.mixers.head_norms import QK_NORMS, HeadNorm, WholeNorm
+from engine.model.mixers.rope import Rotations, rotate
+from engine.model.places import Place, of_linear, plain
+from engine.model.precision.base import Format, Part, parameter
+from engine.model.region import Range
+from engine.model.shard import Shard, columns, stacked
+from engine.step.attention import AttentionBackend, AttentionSpec
+
+
+class AttentionParts(NamedTuple):
+    """The weights around attention."""
+
+    qkv: list[Part]
+    output: list[Part]
+
+
+def parts_of(own: AttentionConfig, config: ModelConfig, index: int, shard: Shard) -> AttentionParts:
+    """A rank's parts of the weights of layer `index`."""
+    dim = own.head_dim
+    q, kv = own.heads * dim, own.kv_heads * dim
+    heads, kv_heads = (
+        Range(held.start * dim, held.end * dim)
+        for held in (shard.even(own.heads), shard.shared(own.kv_heads))
+    )
+    sizes = [(q, heads), (kv, kv_heads), (kv, kv_heads)]
+    names = [f"{own.module}.{name}" for name in own.qkv]
+    output = f"{own.module}.{own.output}"
+    return AttentionParts(
+        stacked(config, index, names, sizes), columns(config, index, output, q, heads)
+    )
+
+
+class Attention(nn.Module):
+    """See `engine.model.mixers.base.Mixer`."""
+
+    def __init__(self, config: ModelConfig, index: int, own: AttentionConfig, build: Build) -> None:
+        super().__init__()
+        self.index = index
+        self.own = own
+        """The features of this layer's."""
+        shard = build.shard
+        heads, kv_heads = shard.even(own.heads).size, shard.shared(own.kv_heads).size
+        self.heads = (heads, kv_heads, kv_heads)
+        """Of this rank: q, k and v."""
+        self._name = config.layer_name(index, own.module)
+        self._collective = build.collective
+        self.qk_norm: HeadNorm | WholeNorm | None = None
+        if own.qk_norm is not None:
+            self.qk_norm = QK_NORMS[own.qk_norm](own, config, build)
+        parts = parts_of(own, config, index, shard)
+        self.qkv = Linear(parts.qkv, own.qkv_bias, build)
+        self.output = Linear(parts.output, own.output_bias, build)
+        self.sinks = parameter((heads,), build.dtype, build.device) if own.sinks else None
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """See `Mixer`."""
+        own = self.own
+        return AttentionSpec(own.scale, own.window, own.soft_cap, self.sinks)
+
+    def forward(self, x: Tensor, rotations: Rotations, attention: AttentionBackend) -> Tensor:
+        """See `Mixer`."""
+        heads = self.qkv(x).view(len(x), -1, self.own.head_dim)
+        q, k, v = heads.split(self.heads, dim=1)
+        if self.qk_norm is not None:
+            q, k = self.qk_norm(q, k)
+        if (rotation := rotations.get(self.own.rope)) is not None:
+            q, k = rotate(q, *rotation), rotate(k, *rotation)
+        return self._collective.all_reduce(self.output(attention(self.index, q, k, v).flatten(1)))
+
+    def places(self, form: Format | None, shard: Shard) -> Iterator[Place]:
+        """See `Mixer`."""
+        if self.qk_norm is not None:
+            yield from self.qk_norm.places(self._name)
+        if self.sinks is not None:
+            heads = shard.even(self.own.heads)
+            yield plain(f"{self._name}.sinks", self.sinks, heads, whole=self.own.heads)
+        yield from of_linear(self.qkv, form, shard)
+        yield from of_linear(self.output, form, shard)

@@ -1,0 +1,34 @@
+"""What a layer's mixer does.
+
+Shapes: T tokens of a step, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.model.mixers.rope import Rotations
+from engine.model.places import Place
+from engine.model.precision.base import Format
+from engine.model.shard import Shard
+from engine.step.attention import AttentionBackend, AttentionSpec
+
+
+class Mixer(Protocol):
+    """One layer's mixer. It is an `nn.Module`."""
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """Its attention."""
+        ...
+
+    def __call__(self, x: Tensor, rotations: Rotations, attention: AttentionBackend) -> Tensor:
+        """[T, H] -> [T, H], with the ranks' sum."""
+        ...
+
+    def places(self, form: Format | None, shard: Shard) -> Iterator[Place]:
+        """The parts of its weights, in a fixed order. `form`: the format of quantised weights."""
+        ...

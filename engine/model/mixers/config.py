@@ -1,0 +1,73 @@
+"""The features of mixers. Families read them from a Hugging Face config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from engine.model.mixers.rope import Rope
+
+
+class Kept(NamedTuple):
+    """What a layer keeps of each token: K and V. Groups are made of it (`engine.groups`)."""
+
+    kv_heads: int
+    """Of all ranks."""
+    head_dim: int
+    """Numbers of K of one head, and as many of V."""
+    window: int | None = None
+    """Number of tokens that are read later, with the newest; None: all."""
+
+
+class QkNorm(StrEnum):
+    """RMS norm of q and k, before rope."""
+
+    HEAD = "head"
+    """Over each head, with one weight for all heads."""
+    WHOLE = "whole"
+    """Over all heads together."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """The features of a layer's attention."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: Rope | None
+    """None: q and k are not rotated."""
+    scale: float
+    """Factor on the products of q and k."""
+    window: int | None = None
+    """Number of tokens that a position attends to, with itself; None: all before it."""
+    soft_cap: float | None = None
+    """Products of q and k become cap * tanh(product / cap)."""
+    sinks: bool = False
+    """Each head has a learned logit beside those of the tokens, which takes part of the weight."""
+    qk_norm: QkNorm | None = None
+    module: str = "self_attn"
+    """Of the checkpoint's layer, which has all that follows."""
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    """Modules that are q, k and v together, in this order."""
+    output: str = "o_proj"
+    qkv_bias: bool = False
+    output_bias: bool = False
+
+    @property
+    def kept(self) -> Kept:
+        """What a layer keeps of each token."""
+        return Kept(self.kv_heads, self.head_dim, self.window)
+
+    def obstacle(self, ranks: int) -> str:
+        """Why so many ranks cannot share it; empty: they can."""
+        if self.heads % ranks:
+            return f"it does not divide the {self.heads} attention heads"
+        if self.kv_heads % ranks and ranks % self.kv_heads:
+            return f"it neither divides the {self.kv_heads} KV heads nor is a multiple of them"
+        return ""
+
+
+MixerConfig = AttentionConfig
+"""What stands before the feed-forward in a layer. See `engine.model.mixers.kinds`."""

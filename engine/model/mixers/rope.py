@@ -1,0 +1,69 @@
+"""Rotary position embedding (Su et al. 2021).
+
+Shapes: T tokens of a step, D head dimension, R numbers of a head that are rotated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+Rotation = tuple[Tensor, Tensor]
+"""Cos and sin of the T tokens of a step, [T, 1, R] each."""
+BLOCK = 1 << 14
+"""Positions of a table that are computed at once. Their angles are float32, in a few copies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """The rotation of the first R numbers of a head."""
+
+    frequencies: tuple[float, ...]
+    """[R / 2] inverse frequencies, with scaling."""
+    scale: float = 1.0
+    """Factor on cos and sin (yarn)."""
+
+
+Rotations = Mapping[Rope | None, Rotation]
+"""By the ropes of the layers."""
+
+
+class Ropes(nn.Module):
+    """The rotations of all layers, with the halves in the layout of Hugging Face."""
+
+    def __init__(self, ropes: Iterable[Rope | None], device: torch.device) -> None:
+        super().__init__()
+        self.frequencies = {
+            rope: torch.tensor(rope.frequencies, device=device)
+            for rope in dict.fromkeys(ropes)
+            if rope
+        }
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotations:
+        """At [T] positions."""
+        return {rope: self.rotation(rope, positions, dtype) for rope in self.frequencies}
+
+    def rotation(self, rope: Rope, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        """That of one rope."""
+        angles = positions.float()[:, None] * self.frequencies[rope]
+        angles = torch.cat((angles, angles), dim=-1)[:, None]
+        return (angles.cos() * rope.scale).to(dtype), (angles.sin() * rope.scale).to(dtype)
+
+    def fill(self, rope: Rope, table: Tensor) -> None:
+        """Writes cos and sin of the pairs at the first positions into [positions, 2, R / 2]."""
+        for start in range(0, len(table), BLOCK):
+            block = table[start : start + BLOCK]
+            positions = torch.arange(start, start + len(block), device=table.device)
+            for row, found in enumerate(self.rotation(rope, positions, table.dtype)):
+                block[:, row] = found[:, 0, : len(rope.frequencies)]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates the first R numbers of each head of [T, heads, D]; cos and sin are [T, 1, R]."""
+    if (size := cos.shape[-1]) < x.shape[-1]:
+        return torch.cat((rotate(x[..., :size], cos, sin), x[..., size:]), dim=-1)
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
