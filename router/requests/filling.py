@@ -12,7 +12,6 @@ from baton.worker.v1 import worker_pb2
 from router import errors
 from router.answers.detokenization import (
     CONTEXT_TOKENS,
-    Decoder,
     Detokenizer,
     ShowsSpecial,
     StopTexts,
@@ -21,6 +20,7 @@ from router.errors import Violation
 from router.requests.outputs import ChoiceOutput
 
 if TYPE_CHECKING:
+    from router.answers.token_texts import ByteDetokenizer
     from router.jobs import Job, ServedModel
     from router.requests.tokenization import PromptIds, Tokenizer
     from router.requests.validation import Limits
@@ -107,18 +107,28 @@ def choices_of(
     """The outputs of a job's choices, to be filled."""
     stop, output = generation.stop, generation.output
     wants_text = bool(stop.sequences) or plan.is_message or not output.omit_text
-    tail = job.prompt_ids[-CONTEXT_TOKENS:].tolist()
-    decoder: Decoder | None = tokenizer
+    shown: frozenset[int] = frozenset()
     hidden_names: dict[int, str] = {}
     if tokenizer is not None:
-        if shown := _shown_ids(tokenizer, output, plan):
-            decoder = ShowsSpecial(tokenizer, shown)
+        shown = _shown_ids(tokenizer, output, plan)
         in_stops = tokenizer.ids_within(stop.sequences) - shown if stop.sequences else ()
         hidden_names = {one: tokenizer.token_text(one) for one in in_stops}
     for index in range(job.choices):
-        detokenizer = Detokenizer(decoder, tail) if decoder is not None and wants_text else None
+        detokenizer = None
+        if tokenizer is not None and wants_text:
+            detokenizer = _detokenizer(tokenizer, shown, job)
         texts = StopTexts(stop.sequences, stop.include_stop) if stop.sequences else None
         yield ChoiceOutput(index, job, detokenizer, texts, generation, plan, hidden_names)
+
+
+def _detokenizer(
+    tokenizer: Tokenizer, shown: frozenset[int], job: Job
+) -> Detokenizer | ByteDetokenizer:
+    """Text of a choice of a job, with some special tokens shown."""
+    tail = job.prompt_ids[-CONTEXT_TOKENS:].tolist()
+    if tokenizer.texts is not None:
+        return tokenizer.texts.detokenizer(tokenizer.special_ids - shown, tail)
+    return Detokenizer(ShowsSpecial(tokenizer, shown) if shown else tokenizer, tail)
 
 
 def _shown_ids(tokenizer: Tokenizer, output: api.OutputOptions, plan: AnswerPlan) -> frozenset[int]:

@@ -28,6 +28,7 @@ from router.jobs import Job, JobTimings, JobTokens, TokenScore
 if TYPE_CHECKING:
     from router.answers.detokenization import Detokenizer, StopTexts
     from router.answers.parser import Parts
+    from router.answers.token_texts import ByteDetokenizer
     from router.structure.plan import AnswerPlan
 
 FINISH_REASONS: Final = {
@@ -111,7 +112,7 @@ class ChoiceOutput:
         self,
         choice: int,
         job: Job,
-        detokenizer: Detokenizer | None,
+        detokenizer: Detokenizer | ByteDetokenizer | None,
         stop_texts: StopTexts | None,
         generation: api.GenerationInput,
         plan: AnswerPlan,

@@ -29,6 +29,7 @@ from prefixes.keys import NO_KEYS, ShortKeys, prompt_short_keys
 from router import errors
 from router.answers.forms import ResponseForm, form_of
 from router.answers.parser import is_readable
+from router.answers.token_texts import TokenTexts
 from router.aside.turns import Turns
 from router.folders.classes import TokenizerError
 from router.folders.templates import DEFAULT, Templates, template_sources
@@ -77,8 +78,11 @@ class Tokenizer:
         templates: Templates | None = None,
         special_tokens: Mapping[str, str] | None = None,
         form: ResponseForm | None = None,
+        texts: TokenTexts | None = None,
     ) -> None:
         self._backend = backend
+        self.texts = texts
+        """Text of each token; None if it depends on what stands around it, or is not known."""
         self._templates = templates or Templates({})
         self.template_source = self._templates.sources.get(DEFAULT)
         """Source of the chat template."""
@@ -124,7 +128,7 @@ class Tokenizer:
         form = form_of(config, source)
         if form.spec is not None and not is_readable(form.spec):
             form = form_of({}, source)
-        return cls(backend, templates, special, form)
+        return cls(backend, templates, special, form, TokenTexts.of(backend))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> PromptIds:
         """Ids of a raw text, with the special tokens that the model expects around it."""
