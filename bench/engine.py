@@ -22,8 +22,6 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import json
-import platform
 import statistics
 import threading
 import time
@@ -35,6 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.harness import write_json
 from engine.bounds import UNBOUNDED
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -391,13 +390,9 @@ def main() -> None:
     for precision, page_size in itertools.product(arguments.precisions, arguments.page_size):
         runs.append(run_all(arguments, precision, page_size))
         free_memory()
-    if arguments.json:
-        about = {
-            "device": device, "torch": torch.__version__, "host": platform.machine(),
-            "sustained_tflops": sustained, "sequences": arguments.sequences,
-            "step_tokens": arguments.step_tokens, "runs": runs,
-        }  # fmt: skip
-        arguments.json.write_text(json.dumps(about, indent=1))
+    about = {"sustained_tflops": sustained, "sequences": arguments.sequences,
+             "step_tokens": arguments.step_tokens, "runs": runs}  # fmt: skip
+    write_json(arguments.json, about)
     if arguments.plot:
         plot(runs, title, arguments.plot)
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from bench.experts import CASES, PRECISIONS, SHAPES
+from bench.harness import write_json
 from engine.cuda.experts import four_bits, four_bits_row
 from engine.cuda.experts.cutting import Tiles
 from engine.cuda.experts.products import product, tiles_of
@@ -286,8 +287,7 @@ def main() -> None:
     found = []
     for shape, precision in cells(arguments):
         found += measure(shape, precision, arguments.tokens, arguments.shown)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found))
+    write_json(arguments.json, found)
 
 
 if __name__ == "__main__":

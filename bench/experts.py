@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from bench.engine import Case, add_engine_options, build, free_memory, measure, profile
+from bench.harness import read_json, write_json
 from engine.cuda import feed_forward
 from engine.cuda.experts import products
 from engine.cuda.experts.cutting import Tiles
@@ -124,7 +125,7 @@ def even_routing(experts: int, step_tokens: int, device: str = "cuda") -> Iterat
 def tiles_from(path: Path | None, shape: str, precision: str) -> Iterator[None]:
     """Products are cut as was fastest for the next larger number of tokens that was measured."""
     found: dict[tuple[int, int], tuple[float, Tiles]] = {}
-    for row in json.loads(path.read_text()) if path else ():
+    for row in read_json(path) if path else ():
         if (row["shape"], row["precision"]) == (shape, precision):
             key, each = (row["outputs"], row["tokens"]), Tiles(*row["tiles"])
             found[key] = min(found.get(key, (math.inf, each)), (row["us"], each))
@@ -230,8 +231,7 @@ def main() -> None:
         if shape in arguments.shapes and precision in arguments.precisions:
             rows += run_shape(arguments, shape, precision)
             free_memory()
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1))
+    write_json(arguments.json, rows)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ Pages are small on purpose: on a CPU a push copies its bytes inside the call.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -33,6 +32,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from bench.harness import write_json
 from kv_transfer.events import TransferCounters
 from kv_transfer.exchange import Exchange
 from kv_transfer.ranks.build import Others, group_transport
@@ -186,8 +186,7 @@ def main() -> None:
         measure(arguments, times)
     for name, (wall_us, cpu_us) in times.medians().items():
         print(f"{name:16} {wall_us:8.2f} us ({cpu_us:8.2f})", flush=True)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(times.medians(), indent=1))
+    write_json(arguments.json, times.medians())
 
 
 if __name__ == "__main__":

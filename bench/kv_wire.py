@@ -28,7 +28,6 @@ UCX_TLS=tcp,cuda_copy (on a CPU UCX_TLS=tcp) NIXL's go through host memory and T
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import queue
@@ -46,6 +45,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from bench import kv_stamps
+from bench.harness import write_json
 from bench.kv_pushes import POLL_S, UNCOUNTED, WAIT_S, Pipe, scattered
 from kv_transfer.nccl.groups import RECEIVER, SENDER, form_group
 from kv_transfer.nccl.staging import ChannelOptions
@@ -362,10 +362,9 @@ def main() -> None:
             rows.append({"page_mib": page_mib, "run_pages": run_pages, "gigabytes_per_s": rates})
             shown = "  ".join(f"{name} {rate:7.1f}" for name, rate in rates.items())
             print(f"{page_mib:8g} MiB, runs of {run_pages:3d}  {shown}  GB/s", flush=True)
-            if arguments.json:
-                about = {"total_mib": arguments.total_mib, "device": arguments.device,
-                         "UCX_TLS": os.environ.get("UCX_TLS", "all"), "rows": rows}  # fmt: skip
-                arguments.json.write_text(json.dumps(about, indent=1))
+            about = {"total_mib": arguments.total_mib, "device": arguments.device,
+                     "UCX_TLS": os.environ.get("UCX_TLS", "all"), "rows": rows}  # fmt: skip
+            write_json(arguments.json, about)
 
 
 if __name__ == "__main__":

@@ -49,9 +49,7 @@ from typing import Any
 
 from baton.client.clients import Client
 from bench import turn_traces
-from bench.next_turn import counted, warm_up
-from bench.pd_table import table
-from bench.up import Up
+from bench.harness import Up, counted, table, warm_up, write_json
 
 ARRANGEMENTS = {
     "least_work": ("least_work", (1, 1, 0)),
@@ -149,8 +147,7 @@ class Bench:
     def _keep(self, found: Found, more: Found) -> None:
         found |= more
         print(found["run"], found["arrangement"], json.dumps(more), flush=True)
-        if self._options.json:
-            self._options.json.write_text(json.dumps(self.found, indent=1))
+        write_json(self._options.json, self.found)
 
     def _search(self, up: Up, kept: Found) -> None:
         """Finds the time of thought. All conversations are open, so P's share falls as they think

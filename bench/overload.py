@@ -30,7 +30,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import selectors
 import statistics
 import time
@@ -46,6 +45,7 @@ import numpy as np
 from opentelemetry.context import Context
 
 from baton.worker.v1 import worker_pb2
+from bench.harness import write_json
 from console.loadgen.trace_files import read_trace
 from router.dispatch.dispatcher import JobDispatcher
 from router.dispatch.pace import Pace
@@ -397,8 +397,7 @@ def main() -> None:
         cells = "  ".join(f"{key} {value:.3f}" for key, value in figures.items())
         print(f"{load:6} x {factor:<4g} {name:12} {cells}", flush=True)
         found.append({"load": load, "factor": factor, "rule": name, **figures})
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1))
+    write_json(arguments.json, found)
 
 
 if __name__ == "__main__":

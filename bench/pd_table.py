@@ -29,6 +29,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.harness import table
+
 Counted = dict[str, dict[str, float]]
 CPU = "process_cpu_seconds_total"
 LAG = "baton_event_loop_lag_seconds"
@@ -217,15 +219,6 @@ def _longest(run: dict[str, Any]) -> str:
 
 def _pair(found: dict[str, float] | None, one: str, other: str) -> str:
     return f"{found[one]:.2f} / {found[other]:.2f}" if found else ""
-
-
-def table(lines: list[list[str]]) -> str:
-    """Columns as wide as they need to be."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
 
 
 def main() -> None:

@@ -43,6 +43,7 @@ import numpy as np
 import torch
 
 from bench import sparse_checkpoint
+from bench.harness import table
 from bench.rank_workers import hand_off, kill
 from engine.config import EngineConfig
 from engine.eager.collective import GlooCollective
@@ -109,15 +110,8 @@ def _print_table(lines: Sequence[dict[str, Any]]) -> None:
     for part in dict.fromkeys(line["part"] for line in lines):
         own = [line for line in lines if line["part"] == part]
         names = list(dict.fromkeys(name for line in own for name in line if name != "part"))
-        cells = [names, *([_cell(line.get(name, "")) for name in names] for line in own)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        print(f"\n{part}")
-        for row in cells:
-            print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
-
-
-def _cell(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+        rows = [[line.get(name, "") for name in names] for line in own]
+        print(f"\n{part}\n{table([names, *rows])}")
 
 
 def _say_of(part: str, say: Say, line: dict[str, Any]) -> None:

@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import math
 import statistics
 import sys
@@ -46,6 +45,7 @@ import torch
 from torch import Tensor
 
 from bench.engine import SHAPE
+from bench.harness import write_json
 from engine.building import build_executor, load, make_pool
 from engine.config import EngineConfig
 from engine.sampling import Sampler
@@ -255,10 +255,8 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
         rig.stop()
     found = [_row_of(case, rig.cases[0]) for case in rig.cases]
     _print(found, given, device)
-    if given.json:
-        about = {"rows": given.rows, "context": given.context, "budget": given.budget}
-        name = torch.cuda.get_device_name() if device != "cpu" else "cpu"
-        given.json.write_text(json.dumps({"device": name, **about, "cases": found}, indent=1))
+    about = {"rows": given.rows, "context": given.context, "budget": given.budget}
+    write_json(given.json, {**about, "cases": found})
     return found
 
 

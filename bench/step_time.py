@@ -18,7 +18,6 @@ lengths.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import time
@@ -29,6 +28,7 @@ import numpy as np
 import torch
 
 from bench.engine import SHAPE
+from bench.harness import write_json
 from engine.attention import choose_backend
 from engine.attention.paged import PagedAttention
 from engine.bounds import Bounds
@@ -196,8 +196,7 @@ def main() -> None:
                 print(f"{what}: {ms:7.2f} ms, {launch_ms:5.2f} of the host", flush=True)
     if arguments.profile:
         print(stepper.profile(plan))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1))
+    write_json(arguments.json, found)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import json
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -37,6 +36,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 
 from baton.worker.v1 import worker_pb2
+from bench.harness import write_json
 from console.loadgen.trace_files import read_trace
 from router.jobs import Demand, ServedModel
 from router.placement import routing
@@ -373,8 +373,7 @@ def main() -> None:
     found = [
         simulate(load, options, arguments.draws, arguments.requests) for load in arguments.load
     ]
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1))
+    write_json(arguments.json, found)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ configs of openai/gpt-oss-20b, openai/gpt-oss-120b and google/gemma-3-27b-it (it
 from __future__ import annotations
 
 import argparse
-import json
 import threading
 import time
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ import numpy as np
 import torch
 
 from bench.engine import GREEDY, Case, add_engine_options, build, free_memory, measure
+from bench.harness import write_json
 from engine.engine import Engine
 from engine.types import Event, Request, RequestFailed, SequenceEnded, StopRules
 
@@ -120,8 +120,7 @@ def main() -> None:
     for name in arguments.shapes:
         rows.append(run_shape(arguments, name))
         free_memory()
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1))
+    write_json(arguments.json, rows)
     for row in rows:
         print(row)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 import torch
 from tiny_models import write_tiny_model
 
 from bench import sparse_steps
+from bench.harness import read_json
 from bench.sparse_attention import PAGE, Rig, Segment, _pages, _segment_tables
 
 
@@ -53,7 +52,7 @@ def test_the_steps_of_five_cases_take_turns(model, tmp_path, capsys):
         "eager",
     ]
     assert {row["steps"] for row in found} == {4}
-    assert json.loads(told.read_text())["cases"] == found
+    assert read_json(told)["cases"] == found
     assert capsys.readouterr().out.count("\n| ") == 6
 
 

@@ -79,7 +79,7 @@ def fp8_block_linear(
 def tiles_of(outputs: int, inputs: int, rows: int) -> Tiles | None:
     """How a product of few rows is cut; None: cuBLAS's is faster.
 
-    Measured with the weights of the 8B shape on an H100 and an H200 (`bench.fp8_few_rows`):
+    Measured with the weights of the 8B shape on an H100 and an H200 (`bench/history/fp8.md`):
 
     - A tile of 64 outputs and 256 inputs is the best with every weight.
     - Weights with fewer tiles than the chip has processors are cut along the input, too: into a

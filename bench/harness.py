@@ -1,10 +1,17 @@
-"""`baton up` of a benchmark: a router and workers in processes of their own, and their counters."""
+"""What benchmarks share: servers in processes of their own with their counters, tables, JSON.
+
+A file of `--json` has where its figures come from: the command, the commit and the device; then
+`found`, which is the benchmark's own.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
+import platform
+import shlex
 import signal
 import socket
 import subprocess
@@ -12,9 +19,15 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
+
+from baton.client.clients import Client
 
 READY_S = {"cpu": 120.0, "cuda": 240.0}
 """The processes are ready within so many seconds, by device. Pinning host memory takes time."""
@@ -117,3 +130,81 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def warm_up(client: Client) -> None:
+    """Every worker has computed and decoded, and knows its rates."""
+    rng = np.random.default_rng()
+    with ThreadPoolExecutor(8) as pool:
+        prompts = [rng.integers(10, 4000, 600).tolist() for _ in range(24)]
+        list(pool.map(lambda ids: client.generate(token_ids=ids, max_tokens=16), prompts))
+
+
+def counted(
+    before: Figures, after: Figures, wall_s: float
+) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+    """What grew: pages computed again by reason, busy share by process, and other counters."""
+    grown = {key: value - before.get(key, 0.0) for key, value in after.items()}
+    again = {
+        labels: count for (_, name, labels), count in grown.items()
+        if name == "baton_pages_computed_again_total" and count
+    }  # fmt: skip
+    busy = {
+        process: seconds / wall_s for (process, name, _), seconds in grown.items()
+        if name == "baton_engine_step_seconds_sum"
+    }  # fmt: skip
+    kept = (
+        "baton_prefill_tokens_total", "baton_local_prefills_total", "baton_kv_fetches_total",
+        "baton_routed_cached_tokens_total", "baton_kv_tier_loaded_tokens_total",
+        "baton_preemptions_total", "baton_kv_tier_decisions_total", "baton_kv_tier_failures_total",
+    )  # fmt: skip
+    figures: dict[str, float] = {}
+    for (_, name, labels), value in grown.items():
+        if name in kept and value:
+            figures[f"{name}{{{labels}}}"] = figures.get(f"{name}{{{labels}}}", 0.0) + value
+    return again, busy, figures
+
+
+def table(lines: Sequence[Sequence[object]]) -> str:
+    """Columns as wide as they need to be. Numbers have four digits and stand to the right."""
+    shown = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in line]
+             for line in lines]  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    right = [
+        any(isinstance(line[column], int | float) for line in lines)
+        for column in range(len(widths))
+    ]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if numeric else cell.ljust(width)
+            for cell, width, numeric in zip(line, widths, right, strict=True)
+        ).rstrip()
+        for line in shown
+    )
+
+
+def write_json(path: Path | None, found: object) -> None:
+    """Writes what a benchmark found, if a file was named."""
+    if path is not None:
+        path.write_text(json.dumps({**_origin(), "found": found}, indent=1) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Reads what `write_json` wrote."""
+    return json.loads(path.read_text())["found"]
+
+
+def _origin() -> dict[str, str]:
+    import torch
+
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    )
+    on_gpu = torch.cuda.is_available()
+    return {
+        "command": shlex.join(["python", "-m", f"bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "commit": commit.stdout.strip(),
+        "date": time.strftime("%Y-%m-%d"),
+        "device": torch.cuda.get_device_name() if on_gpu else f"cpu, {platform.machine()}",
+        "torch": torch.__version__,
+    }
