@@ -36,6 +36,7 @@ FLOORS = (
         "engine.sampling",
         "engine.model",
         "engine.model.families",
+        "engine.model.families.mixtures",
         "engine.model.mixers",
         "engine.model.precision",
         "engine.model.precision.formats",

@@ -61,6 +61,31 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "family": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32,
         "sliding_window": 24, "swiglu_limit": 1.5,
     },
+    "glm4_moe": {
+        "family": "glm4_moe", "layers": 3, "head_dim": 32, "use_qk_norm": True,
+        "attention_bias": True, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
+        "topk_group": 2, "moe_intermediate_size": 64, "routed_scaling_factor": 2.5,
+    },
+    "minimax_m2": {
+        "family": "minimax_m2", "head_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "rope_parameters": DEFAULT_ROPE | {"partial_rotary_factor": 0.5},
+    },
+    "hy_v3": {
+        "family": "hy_v3", "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64, "num_shared_experts": 1,
+    },
+    "ernie4_5_moe": {
+        "family": "ernie4_5_moe", "layers": 3, "moe_num_experts": 8, "moe_k": 2,
+        "moe_intermediate_size": 64, "moe_num_shared_experts": 2, "tie_word_embeddings": True,
+    },
+    "dots1": {
+        "family": "dots1", "layers": 3, "head_dim": 32, "n_routed_experts": 8,
+        "max_window_layers": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+        "n_shared_experts": 2, "n_group": 1, "topk_group": 1,
+        "first_k_dense_replace": 1, "norm_topk_prob": True, "sliding_window": 12,
+    },
 }  # fmt: skip
 
 EVERY = {**DENSE, **EXPERTS}
+SLOW = ("minimax_m2", "hy_v3", "dots1")
+"""Families whose mechanisms others have, too: `make test` runs their logits, and no more."""

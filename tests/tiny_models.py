@@ -61,6 +61,9 @@ def write_tiny_model(
                 parameter.uniform_(0.5, 1.5)
             else:
                 parameter.normal_(0.0, 0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.2)
     path.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(path)
     if tokenizer:

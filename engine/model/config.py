@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.model.experts.config import SILU, USUAL_NAMES, ExpertNames, Gate, Routing
 from engine.model.mixers.config import Kept, MixerConfig
@@ -80,6 +80,15 @@ FeedForwardConfig = GatedConfig | ExpertsConfig
 """What stands behind the mixer in a layer. See `engine.model.feed_forward`."""
 
 
+class Unread(NamedTuple):
+    """Tensors of a checkpoint that are not read."""
+
+    prefix: str
+    """Of their names."""
+    what: str
+    """As the log calls them."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
     """The features of one layer. It may lack one of its two parts."""
@@ -106,8 +115,11 @@ class ModelConfig:
     """Factor on what a layer adds to the residual."""
     logits_scale: float = 1.0
     logits_soft_cap: float | None = None
-    prefix: str = ""
-    """Of the names of all tensors in the checkpoint."""
+    body: str = "model"
+    """Module of the checkpoint that has embedding, layers and the last norm."""
+    head: str = "lm_head"
+    unread: tuple[Unread, ...] = ()
+    """What a checkpoint has beside the model."""
     tie_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
 
@@ -129,7 +141,7 @@ class ModelConfig:
 
     def layer_name(self, index: int, name: str) -> str:
         """The full name of a module of a layer."""
-        return f"{self.prefix}model.layers.{index}.{name}"
+        return f"{self.body}.layers.{index}.{name}"
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def load_model(
         source = Dummy(_shapes(places), seed, dtype, device)
     else:
         places = list(_places(model, form, source.headers))
-        _check(places, source, form, tied=config.tie_embeddings)
+        _check(places, source, form, config)
     revision = _fill(places, source, config, progress)
     return LoadedModel(model, config, revision, str(folder), precision.name)
 
@@ -174,7 +174,7 @@ def _places(model: Model, form: Format | None, there: Collection[str]) -> Iterat
     if config.tie_embeddings and embedding not in there and head in there:
         embedding = head  # One of the two is enough, whichever it is.
     yield plain(embedding, model.embedding)
-    yield of_norm(f"{config.prefix}model.norm", model.norm)
+    yield of_norm(f"{config.body}.norm", model.norm)
     if not config.tie_embeddings:
         rows = shard.vocab(config)
         yield plain(head, model.head, rows, whole=config.vocab_size)
@@ -185,7 +185,7 @@ def _places(model: Model, form: Format | None, there: Collection[str]) -> Iterat
 
 def _ends(config: ModelConfig) -> tuple[str, str]:
     """The names of embedding and head."""
-    return f"{config.prefix}model.embed_tokens.weight", f"{config.prefix}lm_head.weight"
+    return f"{config.body}.embed_tokens.weight", f"{config.head}.weight"
 
 
 def _ties(config: ModelConfig, source: Source, dtype: torch.dtype) -> bool:
@@ -210,10 +210,10 @@ def _shapes(places: list[Place]) -> dict[str, tuple[int, ...]]:
     return {name: spec.shape for place in places for name, spec in place.specs.items()}
 
 
-def _check(places: list[Place], source: Source, form: Format | None, *, tied: bool) -> None:
+def _check(places: list[Place], source: Source, form: Format | None, config: ModelConfig) -> None:
     """Compares the tensors that the model needs with what the checkpoint says of its own."""
     wanted = {name: spec for place in places for name, spec in place.specs.items()}
-    others = source.headers.keys() - wanted.keys()
+    others = _beside(source.headers.keys() - wanted.keys(), config)
     unused = {name for name in others if form is not None and form.is_unused(name)}
     if unused:
         log.info(
@@ -226,7 +226,7 @@ def _check(places: list[Place], source: Source, form: Format | None, *, tied: bo
         name
         for name in others
         if not name.endswith("rotary_emb.inv_freq")
-        and not (tied and name.endswith("lm_head.weight"))
+        and not (config.tie_embeddings and name.endswith("lm_head.weight"))
         and name not in unused
     )
     if missing or extra:
@@ -246,6 +246,16 @@ def _check(places: list[Place], source: Source, form: Format | None, *, tied: bo
                 f" {' or '.join(map(str, spec.dtypes))} there"
             )
     _check_zeros(sorted(name for name in unused if form is not None and form.is_zero(name)), source)
+
+
+def _beside(names: set[str], config: ModelConfig) -> set[str]:
+    """Those of the names that the model does not say to leave unread. The log has the others."""
+    for unread in config.unread:
+        found = {name for name in names if name.startswith(unread.prefix)}
+        if found:
+            log.info("%d tensors are not read: %s (%s*)", len(found), unread.what, unread.prefix)
+        names = names - found
+    return names
 
 
 def _check_zeros(names: list[str], source: Source) -> None:

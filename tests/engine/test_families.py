@@ -11,7 +11,7 @@ import pytest
 from engine_kit import Run, build, check_baseline, finish, hand_off, held, submit
 from references import NOISE, References, references
 from test_engine_demo_model import first_difference
-from tiny_families import EVERY
+from tiny_families import EVERY, SLOW
 from tiny_models import write_tiny_model
 
 from engine.engine import Engine
@@ -29,7 +29,12 @@ class Case(NamedTuple):
     answers: References
 
 
-@pytest.fixture(scope="module", params=EVERY)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=pytest.mark.matrix) if name in SLOW else name for name in EVERY
+    ],
+)
 def case(request, tmp_path_factory) -> Iterator[Case]:
     path = write_tiny_model(tmp_path_factory.mktemp(request.param), **EVERY[request.param])
     options = {"num_pages": PAGES, "max_sequences": CROWD, "max_step_tokens": 2 * CHUNK}

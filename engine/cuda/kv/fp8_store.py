@@ -81,6 +81,7 @@ def _rope_store_fp8(
     half: tl.constexpr,
     turned: tl.constexpr,
     padded: tl.constexpr,
+    neighbours: tl.constexpr,
     page_size: tl.constexpr,
     head_norms: tl.constexpr,
     head_block: tl.constexpr,
@@ -101,6 +102,7 @@ def _rope_store_fp8(
         half,
         turned,
         padded,
+        neighbours,
         head_norms,
     )
     keeps = exists & (heads >= num_heads)[:, None]

@@ -46,13 +46,15 @@ def rotated(
     half: tl.constexpr,
     turned: tl.constexpr,
     padded: tl.constexpr,
+    neighbours: tl.constexpr,
     head_norms: tl.constexpr,
 ):
     """Some heads of a token in pairs of numbers that are rotated together, [heads, padded] each,
     rounded to the dtype of `qkv`; where the pairs lie in a head, [1, padded] each; where the heads
     come from, [heads, 1]; which pairs exist; which heads are rotated, [heads, 1].
 
-    A head has `half` pairs. The first `turned` of them are rotated, and lie before the others.
+    A head has `half` pairs. The first `turned` of them are rotated, and lie before the others: as
+    `neighbours`, or as two halves.
     """
     all_heads: tl.constexpr = num_heads + 2 * num_kv_heads
     at = tl.arange(0, padded)[None, :]
@@ -60,6 +62,9 @@ def rotated(
     if turned != half:
         one = tl.where(at < turned, at, turned + at)
         two = tl.where(at < turned, turned + at, half + at)
+    if neighbours:
+        one = tl.where(at < turned, 2 * at, one)
+        two = tl.where(at < turned, 2 * at + 1, two)
     exists = (heads < all_heads)[:, None]
     if padded != half:
         exists = exists & (at < half)
@@ -111,6 +116,7 @@ def _rope_store(
     half: tl.constexpr,
     turned: tl.constexpr,
     padded: tl.constexpr,
+    neighbours: tl.constexpr,
     page_size: tl.constexpr,
     head_norms: tl.constexpr,
     pdl: tl.constexpr,
@@ -135,6 +141,7 @@ def _rope_store(
         half,
         turned,
         padded,
+        neighbours,
         head_norms,
     )
     tl.store(source + one, rotated_first, mask=exists & rotates)
@@ -158,11 +165,14 @@ class RopeTable(NamedTuple):
     """[positions, D]: cos of the D / 2 pairs, then sin; those that are not rotated are 1 and 0."""
     turned: int
     """Pairs that are rotated."""
+    neighbours: bool = False
+    """See `engine.model.mixers.rope.Rope`."""
 
-    def pairs(self, dim: int) -> tuple[int, int, int]:
-        """Pairs of a head, those that are rotated (all, if none is), and a power of two."""
+    def pairs(self, dim: int) -> tuple[int, int, int, bool]:
+        """Pairs of a head, those that are rotated (all, if none is), a power of two, and whether
+        they are neighbours."""
         half = dim // 2
-        return half, self.turned or half, triton.next_power_of_2(half)
+        return half, self.turned or half, triton.next_power_of_2(half), self.neighbours
 
 
 def rope_store(

@@ -43,10 +43,11 @@ class RopeTables:
         shape = self._tokens, 2, head_dim // 2
         angles = torch.zeros(shape, dtype=embedding.dtype, device=embedding.device)
         angles[:, 0] = 1.0
-        turned = 0 if rope is None else len(rope.frequencies)
-        if rope is not None:
-            self._model.ropes.fill(rope, angles[:, :, :turned])
-        return RopeTable(angles.flatten(1), turned)
+        if rope is None:
+            return RopeTable(angles.flatten(1), 0)
+        turned = len(rope.frequencies)
+        self._model.ropes.fill(rope, angles[:, :, :turned])
+        return RopeTable(angles.flatten(1), turned, rope.neighbours)
 
 
 class FusedAttention:

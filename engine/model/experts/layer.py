@@ -20,7 +20,7 @@ from engine.model.experts.routing import Chosen, route
 from engine.model.experts.stacked import Stacked, StackedFp8, StackedInt4, StackedMxfp4
 from engine.model.experts.weights import ExpertWeights, Listed
 from engine.model.linear import Build, Linear
-from engine.model.places import FLOATS, Place, of_linear, plain
+from engine.model.places import FLOATS, Place, of_linear
 from engine.model.precision.base import Format, Get, Kind, Part, TensorSpec, parameter
 from engine.model.precision.choice import Precision
 from engine.model.shard import Shard
@@ -103,7 +103,9 @@ class Experts(nn.Module):
         """See `FeedForward`."""
         yield from of_linear(self.router, None, shard)
         if self.choice_bias is not None:
-            yield plain(self._bias_name, self.choice_bias)
+            spec = TensorSpec(tuple(self.choice_bias.shape), FLOATS)
+            fill = partial(_fill_choice_bias, self.choice_bias, self._bias_name)
+            yield Place({self._bias_name: spec}, fill)
         for weights in (self.gate_up, self.down):
             yield from _weight_places(weights, form)
             yield from _bias_places(weights, shard)
@@ -111,6 +113,11 @@ class Experts(nn.Module):
             yield from of_linear(self.shared_gate, None, shard)
         if self.shared is not None:
             yield from self.shared.places(form, shard)  # type: ignore[operator]
+
+
+def _fill_choice_bias(target: Tensor, name: str, get: Get) -> None:
+    """[E], or [1, E] in some checkpoints."""
+    target.copy_(get(name).flatten())
 
 
 def _weight_places(weights: ExpertWeights, form: Format | None) -> Iterator[Place]:

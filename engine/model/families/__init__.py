@@ -12,19 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from engine.model.config import ModelConfig, ModelError, UnsupportedModelError, read_json
-from engine.model.families import (
-    gemma,
+from engine.model.families import gemma, granite, llama, mistral, olmo, phi3, qwen2, qwen3
+from engine.model.families.mixtures import (
+    dots1,
+    ernie4_5,
+    glm4_moe,
     gpt_oss,
-    granite,
-    llama,
-    mistral,
+    hy_v3,
+    minimax_m2,
     mixtral,
-    olmo,
-    phi3,
-    qwen2,
-    qwen3,
 )
-from engine.model.families.reading import Family
+from engine.model.families.reading import Family, draft_layers
 from engine.model.families.sense import (
     MOST_POSITIONS,
     check_features,
@@ -32,7 +30,10 @@ from engine.model.families.sense import (
     check_stated,
 )
 
-_FILES = (llama, mistral, qwen2, qwen3, gemma, phi3, granite, olmo, mixtral, gpt_oss)
+_FILES = (
+    *(llama, mistral, qwen2, qwen3, gemma, phi3, granite, olmo),
+    *(mixtral, gpt_oss, glm4_moe, minimax_m2, hy_v3, ernie4_5, dots1),
+)
 FAMILIES: dict[str, Family] = {
     name: each for file in _FILES for name, each in file.FAMILIES.items()
 }
@@ -79,7 +80,8 @@ def build_config(
     try:
         longest = min(int(config.max_position_embeddings), MOST_POSITIONS)
         features = family.read(config, min(max_context_tokens or longest, longest))
-        features = replace(features, max_position_embeddings=longest)
+        unread = (*features.unread, *draft_layers(family.drafts, config))
+        features = replace(features, max_position_embeddings=longest, unread=unread)
         check_features(features)
     except ModelError as error:
         raise type(error)(f"{family.architecture}: {error}") from error

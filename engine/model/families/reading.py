@@ -17,6 +17,7 @@ from engine.model.config import (
     ModelConfig,
     ModelError,
     Norms,
+    Unread,
     UnsupportedModelError,
 )
 from engine.model.experts.config import Routing, Scores
@@ -44,6 +45,8 @@ class Family:
     read: Callable[[Any, int], ModelConfig]
     """Reads a transformers config. The second argument is the longest context that will be
     computed, in tokens."""
+    drafts: str = ""
+    """Where checkpoints may have draft layers: `layers` behind the last, or another module."""
 
 
 def decoder(config: Any, layers: Sequence[LayerConfig], **features: Any) -> ModelConfig:
@@ -137,18 +140,64 @@ def silu_only(config: Any) -> None:
         )
 
 
-def routing(
-    experts: int, chosen: int, scores: Scores = Scores.SOFTMAX, *, normalised: bool = False
-) -> Routing:
+def routing(experts: int, chosen: int, scores: Scores = Scores.SOFTMAX, **features: Any) -> Routing:
     """How experts are chosen.
 
     Raises:
         ModelError: there are fewer.
     """
     try:
-        return Routing(experts, chosen, scores, normalised)
+        return Routing(experts, chosen, scores, **features)
     except ValueError as error:
         raise ModelError(str(error)) from error
+
+
+def sigmoid_routing(experts: int, chosen: int, **features: Any) -> Routing:
+    """How DeepSeek-V3 and those after it choose experts."""
+    features = {"normalised": True, "bias": True, **features}
+    return routing(experts, chosen, Scores.SIGMOID, **features)
+
+
+def shared_experts(config: Any, count: int | None) -> GatedConfig | None:
+    """The experts of all tokens, which are one that is so many times as wide."""
+    if not count:
+        return None
+    return gated(
+        config,
+        width=config.moe_intermediate_size * count,
+        gate_up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+        down="mlp.shared_experts.down_proj",
+    )
+
+
+def deepseek_experts(config: Any) -> tuple[FeedForwardConfig, ...]:
+    """Experts in all layers but the first ones, as DeepSeek-V3 has them."""
+    silu_only(config)
+    how = sigmoid_routing(
+        config.n_routed_experts,
+        config.num_experts_per_tok,
+        normalised=bool(config.norm_topk_prob),
+        factor=float(config.routed_scaling_factor),
+        groups=config.n_group,
+        open_groups=config.topk_group,
+        best_of_group=2,
+    )
+    shared = shared_experts(config, config.n_shared_experts)
+    experts = ExpertsConfig(config.moe_intermediate_size, how, shared=shared)
+    plain = config.first_k_dense_replace
+    layers = range(int(config.num_hidden_layers))
+    return tuple(experts if index >= plain else gated(config) for index in layers)
+
+
+def draft_layers(where: str, config: Any) -> tuple[Unread, ...]:
+    """What of a checkpoint guesses tokens ahead. `where`: see `Family.drafts`."""
+    if where == "layers":
+        first = int(config.num_hidden_layers)
+        count = int(getattr(config, "num_nextn_predict_layers", None) or 1)
+        names = [f"layers.{index}" for index in range(first, first + count)]
+    else:
+        names = [where] if where else []
+    return tuple(Unread(f"model.{name}.", "draft layers") for name in names)
 
 
 def qwen_routing(config: Any) -> Routing:

@@ -31,7 +31,7 @@ MOST_POSITIONS: Final = 1 << 24
 """Rope counts them in float32, which is exact up to here. No sequence is longer, whatever a config
 allows."""
 LAYERS: Final = "num_hidden_layers"
-EXPERTS: Final = ("num_experts", "num_local_experts")
+EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def check_names(stated: Mapping[str, Any]) -> None:

@@ -82,8 +82,8 @@ class Attention(nn.Module):
         q, k, v = heads.split(self.heads, dim=1)
         if self.qk_norm is not None:
             q, k = self.qk_norm(q, k)
-        if (rotation := rotations.get(self.own.rope)) is not None:
-            q, k = rotate(q, *rotation), rotate(k, *rotation)
+        if (rope := self.own.rope) is not None:
+            q, k = (rotate(x, *rotations[rope], neighbours=rope.neighbours) for x in (q, k))
         return self._collective.all_reduce(self.output(attention(self.index, q, k, v).flatten(1)))
 
     def places(self, form: Format | None, shard: Shard) -> Iterator[Place]:

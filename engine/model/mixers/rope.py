@@ -25,6 +25,8 @@ class Rope:
     """[R / 2] inverse frequencies, with scaling."""
     scale: float = 1.0
     """Factor on cos and sin (yarn)."""
+    neighbours: bool = False
+    """Numbers 2 i and 2 i + 1 of a head are turned together; else i and R / 2 + i."""
 
 
 Rotations = Mapping[Rope | None, Rotation]
@@ -32,7 +34,7 @@ Rotations = Mapping[Rope | None, Rotation]
 
 
 class Ropes(nn.Module):
-    """The rotations of all layers, with the halves in the layout of Hugging Face."""
+    """The rotations of all layers."""
 
     def __init__(self, ropes: Iterable[Rope | None], device: torch.device) -> None:
         super().__init__()
@@ -61,9 +63,15 @@ class Ropes(nn.Module):
                 block[:, row] = found[:, 0, : len(rope.frequencies)]
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the first R numbers of each head of [T, heads, D]; cos and sin are [T, 1, R]."""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, neighbours: bool = False) -> Tensor:
+    """Rotates the first R numbers of each head of [T, heads, D]; cos and sin are [T, 1, R], those
+    of the pairs twice. `neighbours`: as in `Rope`."""
     if (size := cos.shape[-1]) < x.shape[-1]:
-        return torch.cat((rotate(x[..., :size], cos, sin), x[..., size:]), dim=-1)
+        turned = rotate(x[..., :size], cos, sin, neighbours=neighbours)
+        return torch.cat((turned, x[..., size:]), dim=-1)
+    if neighbours:
+        halves = x.reshape(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
+        turned = rotate(halves, cos, sin).view(*x.shape[:-1], 2, -1)
+        return turned.transpose(-1, -2).flatten(-2)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin

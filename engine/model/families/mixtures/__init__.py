@@ -1,0 +1,1 @@
+"""Lines of models whose feed-forwards are experts, one file for each."""

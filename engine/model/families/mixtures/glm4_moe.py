@@ -1,0 +1,24 @@
+"""GLM-4.5, 4.6 and 4.7: rope of a part of each head, perhaps norms over the heads of q and k, and
+behind a few plain layers experts with a bias of the choice. Their draft layers are not read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.model.config import ModelConfig
+from engine.model.families.reading import Family, decoder, deepseek_experts, layers_alike, rope
+from engine.model.mixers.config import QkNorm
+
+
+def _read(config: Any, _longest: int) -> ModelConfig:
+    layers = layers_alike(
+        config,
+        deepseek_experts(config),
+        rope=rope(config, partial=True),
+        qk_norm=QkNorm.HEAD if config.use_qk_norm else None,
+        qkv_bias=bool(config.attention_bias),
+    )
+    return decoder(config, layers)
+
+
+FAMILIES = {"glm4_moe": Family("Glm4MoeForCausalLM", _read, drafts="layers")}

@@ -1,0 +1,44 @@
+"""Hunyuan 3: the attention of Qwen3, and experts beside a shared one, which are chosen by sigmoids
+with a bias. Its draft layers are not read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.model.config import ExpertsConfig, FeedForwardConfig, ModelConfig, UnsupportedModelError
+from engine.model.experts.config import ExpertNames
+from engine.model.families.reading import (
+    Family,
+    biases,
+    decoder,
+    gated,
+    layers_alike,
+    sigmoid_routing,
+    silu_only,
+)
+from engine.model.mixers.config import QkNorm
+
+NAMES = ExpertNames(router="mlp.router.gate", bias="mlp.expert_bias")
+SHARED = "mlp.shared_mlp"
+
+
+def _read(config: Any, _longest: int) -> ModelConfig:
+    silu_only(config)
+    factor = float(config.router_scaling_factor)
+    how = sigmoid_routing(config.num_experts, config.num_experts_per_tok, factor=factor)
+    width = config.moe_intermediate_size
+    shared = gated(
+        config,
+        width=width * config.num_shared_experts,
+        gate_up=(f"{SHARED}.gate_proj", f"{SHARED}.up_proj"),
+        down=f"{SHARED}.down_proj",
+    )
+    experts = ExpertsConfig(width, how, shared=shared, names=NAMES)
+    kinds: dict[str, FeedForwardConfig] = {"sparse": experts, "dense": gated(config)}
+    if unknown := set(config.mlp_layer_types) - kinds.keys():
+        raise UnsupportedModelError(f"feed-forwards of type {', '.join(sorted(unknown))}")
+    forwards = tuple(kinds[kind] for kind in config.mlp_layer_types)
+    return decoder(config, layers_alike(config, forwards, qk_norm=QkNorm.HEAD, **biases(config)))
+
+
+FAMILIES = {"hy_v3": Family("HYV3ForCausalLM", _read, drafts="layers")}
