@@ -35,8 +35,9 @@ from torch import Tensor
 
 from bench import sparse_steps
 from bench.sparse_steps import quest
-from engine.building import backend_of, load, make_pool, torch_steps
 from engine.config import EngineConfig
+from engine.parts.building import load, torch_steps
+from engine.parts.paging import make_pages
 from engine.step.collective import Alone
 from engine.step.plan import StepPlan
 from engine.step.sampling import SamplePlan
@@ -68,9 +69,8 @@ class Rig:
         )
         device = torch.device("cpu")
         loaded = load(config, device, collective=Alone())
-        pool = make_pool(pages, config, loaded, device)
-        backend = backend_of(config, loaded, pool)
-        self._steps = torch_steps(config, loaded, pool, backend, [quest({})])
+        pools = make_pages(pages, config, loaded, device)
+        self._steps = torch_steps(config, loaded, pools, [quest({})])
         self._model = loaded.model
         self._number = 0
 

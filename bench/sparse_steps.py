@@ -46,8 +46,9 @@ from torch import Tensor
 
 from bench.engine import SHAPE
 from bench.harness import write_json
-from engine.building import build_executor, load, make_pool
 from engine.config import EngineConfig
+from engine.parts.building import build_executor, load
+from engine.parts.paging import make_pages
 from engine.sampling import Sampler
 from engine.step.collective import Alone
 from engine.step.executor import Executor, Launched
@@ -147,8 +148,8 @@ class Rig:
         )
         where = torch.device(device)
         self._loaded = load(config, where, collective=Alone())
-        self._pool = make_pool(config.num_pages, config, self._loaded, where)
-        self._pool.data.random_(0, HIGHEST_BYTE)
+        self._pools = make_pages(config.num_pages, config, self._loaded, where)
+        self._pools.data.random_(0, HIGHEST_BYTE)
         chooses = {"sparse_tokens": str(budget)}
         term = np.where(np.arange(rows) < rows - dense, budget // PAGE, 0)
         hooks: dict[str, tuple[Hook | None, np.ndarray]] = {
@@ -166,14 +167,14 @@ class Rig:
 
     def _case(self, name: str, hook: Hook | None, term: np.ndarray) -> Case:
         began_s, before = time.perf_counter(), self._free()
-        device, vocab = self._pool.device, self._loaded.config.vocab_size
+        device, vocab = self._pools.first.device, self._loaded.config.vocab_size
         sampler = Sampler(self._rows, vocab, device, [0])
         greedy = SamplingParams(temperature=0.0)
         for slot in range(self._rows):
             sampler.assign(slot, greedy, StopRules(99), 0, NOTHING, NOTHING)
         hooks = [] if hook is None else [hook]
         config = replace(self._config, cuda_graphs=name != "quest eager")
-        executor = build_executor(config, self._loaded, self._pool, sampler, hooks, None)
+        executor = build_executor(config, self._loaded, self._pools, sampler, hooks, None)
         plan = self._plan(sampler, np.tile(term.astype(np.int32), (len(hooks), 1)))
         executor.launch(self._arriving(plan)).result(STEP_S)
         ready_s = time.perf_counter() - began_s
@@ -181,7 +182,7 @@ class Rig:
 
     def _free(self) -> int:
         """Free memory of the device, bytes. What graphs keep is not free."""
-        if self._pool.device.type == "cpu":
+        if self._pools.first.device.type == "cpu":
             return 0
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info()[0])

@@ -30,6 +30,7 @@ import torch
 from bench.engine import SHAPE
 from bench.harness import write_json
 from engine.attention import choose_backend
+from engine.attention.grouped import PagedGroups
 from engine.attention.paged import PagedAttention
 from engine.bounds import Bounds
 from engine.cuda.attention_kernels import CudaKernels
@@ -37,6 +38,7 @@ from engine.cuda.executor import CudaExecutor
 from engine.cuda.steps import shapes
 from engine.model import load_model
 from engine.pool.kinds import POOLS, pool_type
+from engine.pool.pools import one_group
 from engine.sampling import Sampler
 from engine.step.plan import StepPlan
 from engine.types import SamplingParams, StopRules
@@ -86,7 +88,9 @@ class Stepper:
             gathers=self._pool.gathers,
         )
         torch.cuda.synchronize()
-        self.executor = CudaExecutor(loaded.model, self._pool, attention, self._sampler, bounds)
+        pools = one_group(self._pool)
+        groups = PagedGroups([attention], pools.places)
+        self.executor = CudaExecutor(loaded.model, pools, groups, self._sampler, bounds)
         if graphs:
             self.executor.capture()
 

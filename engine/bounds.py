@@ -56,18 +56,24 @@ class Bounds:
 
     def can_ever_hold(self, request: Request, total_pages: int) -> bool:
         """Whether an empty pool of `total_pages` could take the request to its end."""
-        prompt = len(request.prompt_ids)
-        longest = prompt + request.stop.max_tokens
-        resumed = len(request.generated[0]) if request.generated else 0
         from engine.types import Mode  # It brings numpy, which settings do without.
 
-        only_prefills = request.mode is Mode.PREFILL
-        grown = prompt + resumed if only_prefills else longest
-        slots = 1 if only_prefills else request.choices
+        prompt = len(request.prompt_ids)
+        slots, pages = self.extent_of(request)
         return (
             prompt > 0
-            and longest <= self.max_context_tokens
+            and prompt + request.stop.max_tokens <= self.max_context_tokens
             and slots <= self.max_sequences
-            and -(-grown // self.page_size) + 2 * (slots - 1) <= total_pages
+            and pages + 2 * (slots - 1) <= total_pages
             and not (request.generated and slots > 1 and request.mode is not Mode.WHOLE)
         )
+
+    def extent_of(self, request: Request) -> tuple[int, int]:
+        """The slots of a request, and the pages that each of its sequences has in the end."""
+        from engine.types import Mode
+
+        prompt = len(request.prompt_ids)
+        if request.mode is Mode.PREFILL:
+            resumed = len(request.generated[0]) if request.generated else 0
+            return 1, -(-(prompt + resumed) // self.page_size)
+        return request.choices, -(-(prompt + request.stop.max_tokens) // self.page_size)

@@ -13,43 +13,35 @@ from pathlib import Path
 import torch
 
 from engine import memory
-from engine.building import EngineError as EngineError
-from engine.building import (
-    Progress,
-    build_executor,
-    check_memory,
-    load,
-    make_pool,
-    open_all,
-    pages_that_fit,
-    resolved,
-)
 from engine.checkpoints import CheckpointError, SamplingDefaults, Weights, sampling_defaults
-from engine.config import EngineConfig, tiers_obstacle
-from engine.hooks.requests import RequestHooks
+from engine.config import EngineConfig
 from engine.loop.fetch_port import FetchPort
 from engine.loop.profiling import StepProfiler
 from engine.loop.step_loop import OnLost, OnStep, StepLoop
 from engine.masks.matchers import Matchers
 from engine.model import LoadedModel, ModelError
 from engine.model.shard import Shard
-from engine.pages.blocks import BlockManager
-from engine.pages.eviction import EVICTION_POLICIES
-from engine.pages.poison import PagePoison
 from engine.pages.prefix import TellPages, tell_pages
 from engine.pages.watch import CacheEvent, CacheEvents
+from engine.parts.building import (
+    Progress,
+    build_executor,
+    check_memory,
+    load,
+    open_all,
+    pages_that_fit,
+)
+from engine.parts.paging import EngineError as EngineError
+from engine.parts.paging import make_pages, resolved
+from engine.parts.scheduling import scheduler_of
 from engine.pool.kinds import PoolError, pool_type
-from engine.pool.kv_pool import KvPool
+from engine.pool.pools import KvPools
 from engine.ranks.keeper import Pulse, RankError
 from engine.ranks.leader import HostRanks, NoRanks, Ranks
 from engine.sampling import Sampler
-from engine.schedule.policies import POLICIES
 from engine.schedule.scheduler import Scheduler
 from engine.step.hooks import Hook
-from engine.tiers.build import StoreConfig, build_tiers
-from engine.tiers.protocol import PageTiers
-from engine.tiers.stores.protocol import StoreError
-from engine.tiers.touching import HostMemoryError
+from engine.tiers.build import StoreConfig
 from engine.types import EngineLoad, ModelInfo, Request, Sink, TokenRecord
 from prefixes.index import POOL
 
@@ -65,7 +57,7 @@ class Engine:
     def __init__(
         self,
         model: ModelInfo,
-        pool: KvPool,
+        pools: KvPools,
         loop: StepLoop,
         matchers: Matchers | None = None,
         ranks: Ranks | None = None,
@@ -73,8 +65,10 @@ class Engine:
     ) -> None:
         self._step_timeout_s = step_timeout_s
         self.model = model
-        self.pool = pool
-        """Rank 0's part of the pages."""
+        self.pools = pools
+        """Rank 0's part of the pages of all groups."""
+        self.pool = pools.first
+        """Rank 0's part of the pages of group 0."""
         self.ranks = ranks or NoRanks()
         self.fetching = FetchPort(loop)
         """For whoever moves pages between workers."""
@@ -132,13 +126,13 @@ class Engine:
 
         loaded = load(config, device, check=check, progress=tell, collective=ranks.collective)
         num_pages = ranks.agree(loaded.revision, pages_that_fit(config, loaded, device, hooks))
-        pool = make_pool(num_pages, config, loaded, device)
-        config = resolved(config, loaded, pool)
-        info = _model_info(config, loaded, pool, hooks)
+        pools = make_pages(num_pages, config, loaded, device)
+        config = resolved(config, loaded, pools.first)
+        info = _model_info(config, loaded, pools, hooks)
         sampler = Sampler(config.max_sequences, info.vocab_size, device, info.eos_token_ids)
         ranks.join()
         try:
-            own = build_executor(config, loaded, pool, sampler, hooks, tell)
+            own = build_executor(config, loaded, pools, sampler, hooks, tell)
         except EngineError:
             ranks.check()  # What a rank that is gone has told has no meaning.
             raise
@@ -150,9 +144,10 @@ class Engine:
         stores = StoreConfig(
             config.kv_stores, config.kv_secret_file, info.fingerprint, heads, ranks.memories
         )
-        scheduler = _scheduler(config, pool, sampler, hooks, stores, ranks)
+        mover = ranks.mover if config.tp > 1 else None
+        scheduler = scheduler_of(config, pools, sampler, hooks, stores, mover)
         loop = StepLoop(scheduler, executor, profiler)
-        return cls(info, pool, loop, ranks=ranks, step_timeout_s=config.step_timeout_s)
+        return cls(info, pools, loop, ranks=ranks, step_timeout_s=config.step_timeout_s)
 
     @property
     def max_step_tokens(self) -> int:
@@ -319,9 +314,9 @@ def _usual_step_tokens(on_cpu: bool, decodes: bool) -> int:
 
 
 def _model_info(
-    config: EngineConfig, loaded: LoadedModel, pool: KvPool, hooks: Sequence[Hook]
+    config: EngineConfig, loaded: LoadedModel, pools: KvPools, hooks: Sequence[Hook]
 ) -> ModelInfo:
-    model = loaded.config
+    model, pool = loaded.config, pools.first
     agreed = {
         "revision": loaded.revision,
         "dtype": config.dtype,
@@ -330,6 +325,8 @@ def _model_info(
         "layout": pool.layout,
         "model": asdict(model),
     }
+    if len(pools) > 1:
+        agreed["groups"] = [(spec.name, spec.layers) for spec in pools.specs]
     if both := [spec for spec, hook in zip(config.hooks, hooks, strict=True) if hook.needs_both]:
         agreed["hooks"] = sorted(both)
     digest = hashlib.sha256(json.dumps(agreed, sort_keys=True, default=str).encode())
@@ -357,39 +354,3 @@ def _sampling(config: EngineConfig, loaded: LoadedModel) -> SamplingDefaults:
         return sampling_defaults(Path(loaded.path))
     except CheckpointError as error:
         raise ModelError(str(error)) from error
-
-
-def _scheduler(
-    config: EngineConfig,
-    pool: KvPool,
-    sampler: Sampler,
-    hooks: Sequence[Hook],
-    stores: StoreConfig,
-    ranks: Ranks,
-) -> Scheduler:
-    watch = PagePoison(pool.data) if config.poison_freed_pages else None
-    blocks = BlockManager(pool.num_pages, EVICTION_POLICIES[config.eviction](), watch)
-    tiers = _build_tiers(config, pool, blocks, stores, ranks)
-    asked = RequestHooks(hooks, config.max_sequences, config.hook_limit_s) if hooks else None
-    return Scheduler(config, blocks, sampler, POLICIES[config.scheduling](), tiers, asked)
-
-
-def _build_tiers(
-    config: EngineConfig, pool: KvPool, blocks: BlockManager, stores: StoreConfig, ranks: Ranks
-) -> PageTiers:
-    host, wanted = config.kv_host_bytes > 0, bool(config.kv_stores)
-    obstacle = tiers_obstacle(host=host, stores=wanted, prefix_cache=config.prefix_cache)
-    if obstacle:
-        raise EngineError(obstacle)
-    try:
-        return build_tiers(
-            config.rank_host_bytes,
-            pool.data,
-            blocks,
-            config.eviction,
-            config.page_size,
-            stores,
-            ranks.mover if config.tp > 1 else None,
-        )
-    except (HostMemoryError, StoreError, ValueError) as error:
-        raise EngineError(str(error)) from error

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.checkpoints import SamplingDefaults
+from engine.group_pages import GroupGrant, GroupPages
 
 TokenIds = NDArray[np.int32]
 PageIds = NDArray[np.int32]
@@ -168,6 +169,8 @@ class Reserved:
     pages: PageIds
     held_pages: int
     """Leading pages that hold the prompt's KV already (prefix cache). They must not be written."""
+    others: tuple[GroupGrant, ...] = ()
+    """The pages of the other groups, for the end of the prompt that they keep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +203,8 @@ class ChunkComputed:
     pages: PageIds
     """All pages of the prompt."""
     at_ns: int
+    others: tuple[GroupPages, ...] = ()
+    """Those of the other groups: of the end of the prompt that they keep, at the least."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ runs once before, and there each waits for the others.
 # mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -32,7 +32,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention.paged import PagedAttention, PagedStep
+from engine.attention.grouped import GroupEnds, PagedGroups
+from engine.attention.paged import PagedStep
 from engine.attention.parts import lengths_differ
 from engine.bounds import Bounds
 from engine.cuda.forward import FusedForward
@@ -40,12 +41,21 @@ from engine.cuda.hooks.hooked import Hooked
 from engine.cuda.mixers.base import RowEnds
 from engine.cuda.ranks.drawing import Draw, drawing_of, nothing_drawn, telling
 from engine.cuda.steps.inputs import Inputs, attention_of, ends_of, narrowed_of
-from engine.cuda.steps.packing import PackedStep, counts_of, pack, reads_of, rows_of, stores_of
-from engine.cuda.steps.shapes import PROMPT_ROWS, Shape, Shapes
+from engine.cuda.steps.packing import (
+    PackedStep,
+    counts_of,
+    group_stores_of,
+    pack,
+    reads_of,
+    rows_of,
+    stores_of,
+)
+from engine.cuda.steps.shapes import MIXED_SPACING, PROMPT_ROWS, Shape, Shapes
 from engine.cuda.steps.staging import StepStaging
 from engine.cuda.waiting import Read, StepWaiter
+from engine.groups.spec import Window
 from engine.model import Model
-from engine.pool.kv_pool import KvPool
+from engine.pool.pools import KvPools
 from engine.sampling import Sampler
 from engine.step.executor import Launched
 from engine.step.hooks import DecodeRows, Narrowed
@@ -71,22 +81,23 @@ class CudaExecutor:
     def __init__(
         self,
         model: Model,
-        pool: KvPool,
-        attention: PagedAttention,
+        pools: KvPools,
+        attention: PagedGroups,
         sampler: Sampler | None,
         bounds: Bounds,
         hooked: Hooked = NO_HOOKS,
     ) -> None:
         """Other ranks than the first have no sampler."""
-        device = pool.device
-        max_pages = -(-bounds.max_context_tokens // pool.page_size)
-        self._pool = pool
+        device = pools.first.device
+        self._page_size = pools.first.page_size
+        self._max_pages = max_pages = -(-bounds.max_context_tokens // self._page_size)
+        self._pools = pools
         self._attention = attention
         self._ranks = model.collective
         self._hooked = hooked
         rows = max(bounds.max_sequences, PROMPT_ROWS + 1)
         attention.reserve(bounds.scratch_tokens + PROMPT_ROWS + 1, rows)  # Padding rows have one.
-        self._forward = FusedForward(model, pool, attention, bounds.max_context_tokens)
+        self._forward = FusedForward(model, pools, attention, bounds.max_context_tokens)
         self.stream = torch.cuda.Stream(device)
         self._nobody = bounds.max_sequences
         """Slot of padding rows: the last entry of the token table."""
@@ -94,15 +105,25 @@ class CudaExecutor:
         self._drawing = drawing_of(model, sampler, self._token_table)
         self._most_chosen = min(hooked.graph_pages, max_pages)
         """Pages that a KV head of a narrowed row reads in a graph."""
-        self._shapes = Shapes(bounds, pool.num_kv_heads, narrows=self._most_chosen > 0)
+        self._kv_heads = pools.first.num_kv_heads
+        self._shapes = Shapes(bounds, self._kv_heads, narrows=self._most_chosen > 0)
         shapes = self._shapes.all
-        self._staging = StepStaging(_most_integers(bounds, shapes[0], max_pages), device)
+        widest = [max_pages, *self._widths(max(bounds.max_step_tokens, shapes[0].tokens))]
+        self._staging = StepStaging(_most_integers(bounds, shapes[0], widest), device)
         most_rows = max(shape.rows for shape in shapes)
-        self._inputs = Inputs(shapes[0], most_rows, max_pages, device)
+        self._inputs = Inputs(shapes[0], most_rows, widest, device)
         self._graphs: dict[Shape, _Graph] = {}
         self._waiter = StepWaiter()
         self._waiting: tuple[Draw, Launched] | None = None
         """The draw of the step launched last, if it waits for masks."""
+
+    def _widths(self, prompt_tokens: int) -> list[int]:
+        """Pages in a row of the tables of the groups beyond group 0, in steps with so many tokens
+        of prompts."""
+        size = self._page_size
+        kinds = [spec.kind for spec in self._pools.specs[1:]]
+        most = [kind.most_pages(size) for kind in kinds if isinstance(kind, Window)]
+        return [min(self._max_pages, pages + -(-prompt_tokens // size)) for pages in most]
 
     def capture(self, progress: Progress | None = None) -> None:
         """Makes the graph of every shape. Blocks until that is done.
@@ -138,7 +159,7 @@ class CudaExecutor:
 
     def shaped(self, plan: StepPlan) -> StepPlan:
         """See `Executor`. Hooks may say something else on each rank, and sums need one shape."""
-        return self._hooked.shaped(plan, self._shapes, self._pool.page_size)
+        return self._hooked.shaped(plan, self._shapes, self._page_size)
 
     def launch(self, plan: StepPlan) -> Launched:
         """Queues the step. Its `result` raises errors of the launch as well as those of the
@@ -178,9 +199,9 @@ class CudaExecutor:
 
     def _launch(self, plan: StepPlan) -> Launched:
         self._ranks.begin_step()
-        if plan.copy_source.size or plan.write_slots.size:
+        if any(source.size for source, _ in plan.copies) or plan.write_slots.size:
             self._transfer(plan)
-        shape, narrowed = self._hooked.begin(plan, self._shapes, self._pool.page_size)
+        shape, narrowed = self._hooked.begin(plan, self._shapes, self._page_size)
         if plan.num_tokens == 0:
             self._ranks.barrier()
             return self._finish(telling(nothing_drawn, self._hooked.end(None)))
@@ -195,11 +216,13 @@ class CudaExecutor:
         """Queues page copies and token table writes before the step. They are rare, so no graph has
         them."""
         self._staging.begin()
-        arrays = (plan.copy_source, plan.copy_target, plan.write_slots, plan.write_tokens)
-        source, target, slots, tokens = map(self._staging.add, arrays)
+        add = self._staging.add
+        copies = [(add(source), add(target)) for source, target in plan.copies]
+        slots, tokens = add(plan.write_slots), add(plan.write_tokens)
         self._staging.upload()
-        if plan.copy_source.size:
-            self._pool.copy_pages(source.long(), target.long())
+        for pool, (source, target) in zip(self._pools, copies, strict=True):
+            if len(source):
+                pool.copy_pages(source.long(), target.long())
         if plan.write_slots.size:
             self._token_table[slots.long()] = tokens
 
@@ -230,22 +253,22 @@ class CudaExecutor:
     ) -> PackedStep:
         """Packs the step and queues its copy to the device. No plan: padding only."""
         self._staging.begin()
-        page_size = self._pool.page_size
-        packed = pack(plan, shape, self._staging, self._nobody, page_size, narrowed)
+        widths = self._widths(shape.prompt_tokens)
+        packed = pack(plan, shape, self._staging, self._nobody, self._page_size, narrowed, widths)
         self._staging.upload()
         return packed
 
     def _kernels(self, packed: PackedStep) -> Tensor:
         """Logits, [R, vocab]. A graph captures this."""
-        inputs = self._inputs.spread(packed, self._token_table, self._pool.page_size)
+        inputs = self._inputs.spread(packed, self._token_table, self._page_size)
         self._attention.prepare(attention_of(packed, inputs))
-        narrowed = narrowed_of(packed, inputs, self._most_chosen, self._pool.page_size)
+        narrowed = narrowed_of(packed, inputs[0], self._most_chosen, self._page_size)
         hidden = self._forward.hidden(
-            inputs.token_ids,
-            inputs.positions,
-            inputs.stores,
+            inputs[0].token_ids,
+            inputs[0].positions,
+            [own.stores for own in inputs],
             ends_of(packed, inputs),
-            self._hooked.attend(self._attention, narrowed, differ=packed.shape.differ),
+            self._hooked.attend(self._attention.first, narrowed, differ=packed.shape.differ),
         )
         return self._forward.logits(hidden)
 
@@ -256,28 +279,50 @@ class CudaExecutor:
         queries = plan.query_lens[count:]
         self._staging.begin()
         token_ids, positions = add(plan.token_ids), add(plan.positions)
-        stores, page_table = add(stores_of(plan, self._pool.page_size)), add(plan.page_table)
+        size = self._page_size
+        stores, page_table = [add(stores_of(plan, size))], add(plan.page_table)
+        stores += [add(group_stores_of(plan, other, size)) for other in plan.others]
         contexts, decoding = add(plan.context_lens), add(plan.row_slots[:count])
+        lens = [plan.context_lens - other.skipped * np.int32(size) for other in plan.others]
+        tables = [add(other.pages) for other in plan.others]
+        group_contexts = [add(own) for own in lens]
         starts = add(np.concatenate([[0], queries.cumsum()]).astype(np.int32))
         sampled, slots = add(plan.sample_tokens), add(plan.sample_slots)
-        sampled_rows = add(rows_of(plan)[plan.sample_tokens])
-        sampled_contexts = add(plan.positions[plan.sample_tokens] + 1)
-        size, rows = self._pool.page_size, None
+        of_rows = rows_of(plan)[plan.sample_tokens]
+        sampled_rows = add(of_rows)
+        ends = plan.positions[plan.sample_tokens] + 1
+        sampled_contexts = [add(ends)]
+        skips = [other.skipped[of_rows] * np.int32(size) for other in plan.others]
+        sampled_contexts += [add(ends - skip) for skip in skips]
+        rows = None
         if narrowed is not None:
             counts, most = add(counts_of(narrowed, count)), int(narrowed.counts.max())
             rows = DecodeRows(page_table[:count], contexts[:count], counts, most, size)
         self._staging.upload()
         token_ids[:count] = self._token_table.index_select(0, decoding)
-        fresh = bool((queries == plan.context_lens[count:]).all())
         reads = reads_of(plan, narrowed, size)
         lengths = plan.context_lens[:count] if reads is None else reads
-        differ = lengths_differ(lengths, self._pool.num_kv_heads)
+        differ = lengths_differ(lengths, self._kv_heads)
         longest = int(queries.max(initial=0))
         prompts = starts if len(queries) else None
+        all_contexts, all_tables = [contexts, *group_contexts], [page_table, *tables]
         self._attention.prepare(
-            PagedStep(count, contexts, page_table, prompts, longest, fresh, differ)
+            [
+                PagedStep(
+                    count,
+                    own_contexts,
+                    own_table,
+                    prompts,
+                    longest,
+                    all_fresh=bool((queries == own[count:]).all()),
+                    differ=differ,
+                )
+                for own, own_contexts, own_table in zip(
+                    [plan.context_lens, *lens], all_contexts, all_tables, strict=True
+                )
+            ]
         )
-        hooked = self._hooked.attend(self._attention, rows, differ=differ)
+        hooked = self._hooked.attend(self._attention.first, rows, differ=differ)
         scores = []
         if plan.scores:
             hidden = self._forward.hidden(token_ids, positions, stores, hooked=hooked)
@@ -285,14 +330,16 @@ class CudaExecutor:
             scores = [self._drawing.score(hidden, wanted, logits_of) for wanted in plan.scores]
             hidden = hidden.index_select(0, sampled)
         else:
-            pages = page_table.index_select(0, sampled_rows)
-            ends = RowEnds(sampled, sampled_contexts, pages)
-            hidden = self._forward.hidden(token_ids, positions, stores, ends, hooked)
+            pages = [table.index_select(0, sampled_rows) for table in all_tables]
+            groups = [GroupEnds(*own) for own in zip(sampled_contexts, pages, strict=True)]
+            row_ends = RowEnds(sampled, groups)
+            hidden = self._forward.hidden(token_ids, positions, stores, row_ends, hooked)
         logits = hidden if plan.sample is None else self._forward.logits(hidden)
         return Draw(logits, slots, plan.sample, plan.whole_logits, scores)
 
 
-def _most_integers(bounds: Bounds, largest: Shape, max_pages: int) -> int:
-    per_row = max_pages + 8
+def _most_integers(bounds: Bounds, largest: Shape, max_pages: Sequence[int]) -> int:
+    per_row = sum(max_pages) + 8 * len(max_pages)
     tokens = max(bounds.max_step_tokens, largest.tokens)
-    return (bounds.max_sequences + PROMPT_ROWS) * per_row + 3 * tokens + SPARE_INTEGERS
+    rows = bounds.max_sequences + PROMPT_ROWS + MIXED_SPACING
+    return rows * per_row + (2 + len(max_pages)) * tokens + SPARE_INTEGERS

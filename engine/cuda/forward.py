@@ -6,13 +6,13 @@ two products.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, cast
 
 from torch import Tensor
 
-from engine.attention.paged import PagedAttention
+from engine.attention.grouped import PagedGroups
 from engine.cuda import feed_forward
 from engine.cuda.experts.summing import Parts
 from engine.cuda.joining import Join, entered, joiner
@@ -28,7 +28,7 @@ from engine.model.feed_forward import Gated
 from engine.model.linear import RmsNorm
 from engine.model.mixers.base import Mixer
 from engine.model.precision.rounding import Rounding
-from engine.pool.kv_pool import KvPool
+from engine.pool.pools import KvPools
 
 
 class _Part(NamedTuple):
@@ -45,7 +45,7 @@ class FusedForward:
     """Runs a loaded model over a pool. It makes the model's weights ready for products."""
 
     def __init__(
-        self, model: Model, pool: KvPool, attention: PagedAttention, max_context_tokens: int
+        self, model: Model, pools: KvPools, attention: PagedGroups, max_context_tokens: int
     ) -> None:
         self._products = CudaProducts()
         model.finish(self._products)
@@ -54,7 +54,7 @@ class FusedForward:
         self._joined = joiner(model.collective)
         ropes = RopeTables(model, max_context_tokens)
         layers = cast("list[Layer]", list(model.layers))
-        fuse = partial(fused, pool=pool, attention=attention, ropes=ropes)
+        fuse = partial(fused, pools=pools, attention=attention, ropes=ropes)
         parts = [part for layer in layers for part in _parts_of(layer, fuse)]
         self._entry = Join(None, parts[0].before, parts[0].reader, 1.0)
         factor = model.config.residual_scale
@@ -71,11 +71,11 @@ class FusedForward:
         self,
         token_ids: Tensor,
         positions: Tensor,
-        stores: Tensor,
+        stores: Sequence[Tensor],
         ends: RowEnds | None = None,
         hooked: Attend | None = None,
     ) -> Tensor:
-        """[T] int32 ids at [T] positions, stored at [T] places of the pool -> [T, H].
+        """[T] int32 ids at [T] positions, stored at [T] places of each group's pool -> [T, H].
 
         With `ends` the result is [S, H] of those tokens only. In the last mixer only what it keeps
         of the other tokens is read later, so the rest of their work is left out.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from engine.attention.paged import PagedAttention, PagedStep
+from engine.attention.grouped import PagedGroups
+from engine.attention.paged import PagedStep
 from engine.bounds import Bounds
 from engine.cuda.forward import FusedForward
 from engine.cuda.steps.shapes import LONGEST_GRAPH
 from engine.model import Model
-from engine.pool.kv_pool import KvPool
+from engine.pool.pools import KvPools
 from engine.types import SCRATCH_PAGE
 
 CONTEXT_BYTES = 1 << 30
@@ -24,19 +25,19 @@ SAMPLING_COPIES = 6
 
 @torch.inference_mode()
 def bytes_left(
-    model: Model, scratch: KvPool, attention: PagedAttention, bounds: Bounds, utilization: float
+    model: Model, scratch: KvPools, attention: PagedGroups, bounds: Bounds, utilization: float
 ) -> int:
     """Bytes that a pool may have. They are negative if the model alone is too large.
 
     Args:
         model: the loaded model.
-        scratch: a pool of the scratch page only, with the model's shape.
+        scratch: pools of the scratch page only, with the model's shape.
         attention: attention over `scratch`.
         bounds: bounds of the largest step.
         utilization: share of the device's memory that this process may use, in all. What others
             use counts only where they leave less than that.
     """
-    device = scratch.device
+    device = scratch.first.device
     attention.reserve(bounds.scratch_tokens, bounds.max_sequences)  # For as long as it is measured.
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -54,17 +55,18 @@ def bytes_left(
     return int(min(total * utilization - used, free) - step - sampling - graphs)
 
 
-def _run_largest(model: Model, scratch: KvPool, attention: PagedAttention, bounds: Bounds) -> None:
+def _run_largest(model: Model, scratch: KvPools, attention: PagedGroups, bounds: Bounds) -> None:
     """Runs one prompt as long as a step may be. Every token is stored in the scratch page."""
-    size, device = bounds.max_step_tokens, scratch.device
+    size, device, page_size = bounds.max_step_tokens, scratch.first.device, bounds.page_size
     positions = torch.arange(size, dtype=torch.int32, device=device)
     positions %= bounds.max_context_tokens
     lens = torch.full((1,), size, dtype=torch.int32, device=device)
-    width = -(-size // scratch.page_size)
+    width = -(-size // page_size)
     table = torch.full((1, width), SCRATCH_PAGE, dtype=torch.int32, device=device)
     starts = torch.nn.functional.pad(lens, (1, 0))
-    attention.prepare(PagedStep(0, lens, table, starts, size, all_fresh=True))
+    step = PagedStep(0, lens, table, starts, size, all_fresh=True)
+    attention.prepare([step] * len(scratch))
     forward = FusedForward(model, scratch, attention, bounds.max_context_tokens)
-    stores = SCRATCH_PAGE * scratch.page_size + positions % scratch.page_size
-    hidden = forward.hidden(torch.zeros_like(positions), positions, stores)
+    stores = SCRATCH_PAGE * page_size + positions % page_size
+    hidden = forward.hidden(torch.zeros_like(positions), positions, [stores] * len(scratch))
     forward.logits(hidden[: bounds.max_sequences])

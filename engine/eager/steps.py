@@ -9,6 +9,7 @@ Every step ends in a collective. So when a step has ended on rank 0, all ranks h
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -17,8 +18,8 @@ from torch import Tensor
 
 from engine.hooks.steps import StepHooks
 from engine.model import Model
-from engine.pool.kv_pool import KvPool
-from engine.step.attention import AttentionBackend, AttentionBatch
+from engine.pool.pools import KvPools
+from engine.step.attention import AttentionBatch, StepAttention
 from engine.step.plan import SCORE_ROWS, ScorePlan, StepPlan
 
 
@@ -28,14 +29,14 @@ class TorchSteps:
     def __init__(
         self,
         model: Model,
-        pool: KvPool,
-        attention: AttentionBackend,
+        pools: KvPools,
+        attention: StepAttention,
         max_slots: int,
         device: torch.device,
         hooks: StepHooks | None = None,
     ) -> None:
         self.model = model
-        self._pool = pool
+        self._pools = pools
         self._attention = attention
         self._device = device
         self.hooks = hooks
@@ -44,8 +45,9 @@ class TorchSteps:
     def prepare(self, plan: StepPlan) -> None:
         """Begins a step: copies pages, and writes tokens that only the host knows."""
         self.model.collective.begin_step()
-        if plan.copy_source.size:
-            self._pool.copy_pages(self._upload(plan.copy_source), self._upload(plan.copy_target))
+        for pool, (source, target) in zip(self._pools, plan.copies, strict=True):
+            if source.size:
+                pool.copy_pages(self._upload(source), self._upload(target))
         if plan.write_slots.size:
             self._token_table[self._upload(plan.write_slots)] = self._upload(plan.write_tokens)
         if self.hooks is not None:
@@ -99,9 +101,10 @@ class TorchSteps:
         self.model.collective.end_step()
 
     def _attention_batch(self, plan: StepPlan) -> AttentionBatch:
+        size = self._pools.first.page_size
         rows = np.repeat(np.arange(len(plan.row_slots)), plan.query_lens)
-        page_index, offsets = np.divmod(plan.positions, self._pool.page_size)
-        return AttentionBatch(
+        page_index, offsets = np.divmod(plan.positions, size)
+        batch = AttentionBatch(
             query_lens=plan.query_lens,
             context_lens=plan.context_lens,
             num_decodes=plan.num_decodes,
@@ -109,6 +112,16 @@ class TorchSteps:
             token_pages=self._upload(plan.page_table[rows, page_index]),
             token_offsets=self._upload(offsets),
         )
+        others = tuple(
+            replace(
+                batch,
+                context_lens=plan.context_lens - other.skipped * np.int32(size),
+                page_table=self._upload(other.pages),
+                token_pages=self._upload(other.pages[rows, page_index - other.skipped[rows]]),
+            )
+            for other in plan.others
+        )
+        return replace(batch, others=others) if others else batch
 
     def _upload(self, array: NDArray[np.int32]) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self._device, non_blocking=True)

@@ -27,7 +27,7 @@ from engine.model.precision.base import Format, Kernels, parameter
 from engine.model.precision.choice import Precision
 from engine.model.precision.packing import pack, product
 from engine.model.shard import Shard
-from engine.step.attention import AttentionBackend, AttentionSpec, Specs
+from engine.step.attention import AttentionSpec, Specs, StepAttention
 from engine.step.collective import Alone, Collective
 
 ALL = Shard()
@@ -61,7 +61,7 @@ class Layer(nn.Module):
         if own.feed_forward is not None:
             self.feed_forward = feed_forward(config, index, own.feed_forward, build)
 
-    def forward(self, x: Tensor, rotations: Rotations, attention: AttentionBackend) -> Tensor:
+    def forward(self, x: Tensor, rotations: Rotations, attention: StepAttention) -> Tensor:
         """[T, H] -> [T, H]."""
         if self.mixer is not None:
             out = self.mixer(_normed(x, self.before_mixer), rotations, attention)
@@ -170,7 +170,7 @@ class Model(nn.Module):
         if kernels is None:
             self.head = pack(self.head)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+    def forward(self, token_ids: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
         """[T] ids at [T] positions -> [T, H], after the last norm.
 
         `attention.begin` must have been called for this step.

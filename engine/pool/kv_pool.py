@@ -39,7 +39,9 @@ class KvPool(ABC):
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        data: Tensor | None = None,
     ) -> None:
+        """`data`: [bytes] uint8, zeroed memory for the pages; None: the pool allocates its own."""
         self.num_pages = num_pages
         self.num_layers = num_layers
         self.num_kv_heads = num_kv_heads
@@ -50,9 +52,10 @@ class KvPool(ABC):
         self.device = device
         self.page_bytes = num_kv_heads * self.head_bytes
         """Bytes of a page, and the distance from one page to the next."""
-        self.data = torch.empty(
-            (num_pages, self.page_bytes), dtype=torch.uint8, device=device
-        ).zero_()
+        if data is None:
+            size = num_pages * self.page_bytes
+            data = torch.empty(size, dtype=torch.uint8, device=device).zero_()
+        self.data = data.view(num_pages, self.page_bytes)
         """[num_pages, page_bytes] uint8."""
         self.elements = self.data.view(self.element)
         """[num_pages, page_stride]: the bytes as stored numbers."""

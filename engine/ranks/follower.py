@@ -21,23 +21,14 @@ from typing import Any, Final, NoReturn
 import torch
 import zmq
 
-from engine.building import (
-    EngineError,
-    backend_of,
-    cuda_executor,
-    load,
-    make_arena,
-    make_pool,
-    open_all,
-    pages_that_fit,
-    resolved,
-    torch_steps,
-)
 from engine.eager.steps import TorchSteps
 from engine.model import LoadedModel, ModelError
 from engine.model.shard import Shard
 from engine.parent import end_with_parent
+from engine.parts.building import cuda_executor, load, open_all, pages_that_fit, torch_steps
+from engine.parts.paging import EngineError, make_arena, make_pages, resolved
 from engine.pool.kv_pool import KvPool
+from engine.pool.pools import KvPools
 from engine.ranks.copies import begin_copying, send_memory
 from engine.ranks.figures import RankFigures, Stage, watched
 from engine.ranks.groups import device_of, group_on
@@ -131,7 +122,8 @@ class Follower:
         told = self._inbox.recv_multipart()
         if told[0] != PAGES:
             return
-        pool = make_pool(int(json.loads(told[1])), config, loaded, device)
+        pools = make_pages(int(json.loads(told[1])), config, loaded, device)
+        pool = pools.first
         if self._beside:
             self._begin_beside(pool)
         if config.kv_host_bytes:
@@ -145,7 +137,7 @@ class Follower:
         self._group.join(self._folder / STORE)
         self._reach(Stage.JOINED)
         failpoints.hit("rank.joined", str(self._shard.rank))
-        run = self._steps(loaded, pool, hooks)
+        run = self._steps(loaded, pools, hooks)
         self._reach(Stage.READY)
         self._report(READY)
         while (told := self._next())[0] == STEP:
@@ -153,15 +145,14 @@ class Follower:
             run(decode(told[1:]))
 
     def _steps(
-        self, loaded: LoadedModel, pool: KvPool, hooks: Sequence[Hook]
+        self, loaded: LoadedModel, pools: KvPools, hooks: Sequence[Hook]
     ) -> Callable[[StepPlan], None]:
         """Runs this rank's part of a step, or queues it."""
-        config = resolved(self._config, loaded, pool)
-        backend = backend_of(config, loaded, pool)
-        fast = cuda_executor(config, loaded, pool, backend, None, hooks, self._sign)
+        config = resolved(self._config, loaded, pools.first)
+        fast = cuda_executor(config, loaded, pools, None, hooks, self._sign)
         if fast is not None:
             return partial(_queue, fast, self._errors)
-        return partial(_run, torch_steps(config, loaded, pool, backend, hooks), self._device)
+        return partial(_run, torch_steps(config, loaded, pools, hooks), self._device)
 
     def _next(self) -> list[bytes]:
         """What rank 0 says next. Steps that were queued may fail meanwhile."""

@@ -113,8 +113,7 @@ class Admission:
         and counts as cached what has come, which may be less than it waited for."""
         if active.state is RequestState.LOADING and active.wait and active.wait.is_over:
             active.state = RequestState.WAITING
-            cached = self._blocks.count_cached(active.keys)
-            active.cached_tokens = cached * self._config.page_size
+            active.cached_tokens = self._resumable(active.keys) * self._config.page_size
         return active.state is RequestState.WAITING and active.is_prepared
 
     def _look_up(self, active: ActiveRequest) -> None:
@@ -123,8 +122,18 @@ class Admission:
         if active.keys or active.request.mode is Mode.RECEIVE:
             return
         active.keys = prompt_keys(self._config, active.request, active.tokens)
-        cached = self._blocks.count_cached(active.keys)
-        active.cached_tokens = cached * self._config.page_size
+        active.cached_tokens = self._resumable(active.keys) * self._config.page_size
+
+    def _resumable(self, keys: list[bytes]) -> int:
+        """Leading pages behind which a prompt can be computed: group 0 has them all, and the other
+        groups what they need of them."""
+        return self._batch.others.resumable(keys, self._blocks.count_cached(keys))
+
+    def _have_others_room(self, request: Request, sequences: int) -> bool:
+        """Whether the other groups have pages for sequences of a request."""
+        _, final_pages = self._config.extent_of(request)
+        final = self._batch.slots.final_pages
+        return self._batch.others.has_room(sequences, final_pages, final)
 
     def growth_reserve(self, wanted: int) -> int:
         """Pages to keep back for the growth of sequences in slots, if `wanted` more pages are given
@@ -183,6 +192,8 @@ class Admission:
         reserve = self.growth_reserve(wanted)
         if self._batch.slots.num_free == 0 or wanted > self._blocks.available - reserve:
             return False
+        if not self._have_others_room(sequence.active.request, 1):
+            return False
         active = sequence.active
         keys = prompt_keys(self._config, active.request, tokens, active.keys)
         if sequence.wait is None:
@@ -203,14 +214,18 @@ class Admission:
         pages = -(-len(tokens) // self._config.page_size)
         spare = num_sequences - 1 if len(tokens) % self._config.page_size else 0
         growth = 0 if request.mode is Mode.PREFILL else self._growth(request, pages)
-        cached = self._blocks.count_cached(active.keys)
-        active.cached_tokens = cached * self._config.page_size
-        wanted = pages - cached + self._blocks.count_evictable(active.keys)
+        resumable = self._resumable(active.keys)
+        active.cached_tokens = resumable * self._config.page_size
+        # What another worker sends need not be sent again, even if nothing could go on from it.
+        receives = request.mode is Mode.RECEIVE
+        used = active.keys if receives else active.keys[:resumable]
+        wanted = pages - self._blocks.count_cached(used) + self._blocks.count_evictable(used)
         wanted += spare + growth * num_sequences
         kept_back = self._kept_back(wanted)
         if (
             num_sequences > self._batch.slots.num_free
             or wanted > self._blocks.available - kept_back
+            or not self._have_others_room(request, num_sequences)
         ):
             return False
         if active.wait is None and not self._is_loaded(active, kept_back):
@@ -223,7 +238,8 @@ class Admission:
             self._admit_resumed(active)
             return True
         active.spare_pages = self._blocks.allocate_apart(spare)
-        if request.mode is Mode.RECEIVE and not self._take_over(active, len(tokens), cached):
+        active.other_spares = self._batch.others.allocate_spares(spare)
+        if receives and not self._take_over(active, len(tokens), resumable):
             self._reserve(active, tokens)
         else:
             active.state = RequestState.ACTIVE
@@ -274,7 +290,8 @@ class Admission:
 
     def _take_over(self, active: ActiveRequest, num_tokens: int, cached_pages: int) -> bool:
         """Whether the prompt of a RECEIVE request is computed here. This needs three things: the
-        cache holds most of it, the rest is short, and the next step may begin the rest."""
+        cache allows to begin behind most of it, the rest is short, and the next step may begin the
+        rest."""
         held = cached_pages * self._config.page_size
         if num_tokens - held > min(active.request.takeover_tokens, held):
             return False
@@ -298,10 +315,12 @@ class Admission:
     def _reserve(self, active: ActiveRequest, tokens: NDArray[np.int32]) -> None:
         for sequence in active.sequences:
             self._batch.enter(sequence, SlotState.RESERVED)
-        held = self._allocate_prompt(active.sequences[0].slot, len(tokens), active.keys)
+        slot = active.sequences[0].slot
+        held = self._allocate_prompt(slot, len(tokens), active.keys)
+        others = self._batch.others.reserve(slot, len(tokens), active.keys)
         active.state = RequestState.RESERVED
-        pages = self._batch.slots.pages(active.sequences[0].slot)
-        self._requests.emit(active.sink, Reserved(active.request.id, pages, held))
+        pages = self._batch.slots.pages(slot)
+        self._requests.emit(active.sink, Reserved(active.request.id, pages, held, others))
 
     def _start_prefill(
         self, sequences: list[Sequence], tokens: NDArray[np.int32], keys: list[bytes]
@@ -309,7 +328,8 @@ class Admission:
         for sequence in sequences:
             self._batch.enter(sequence, SlotState.PREFILLING)
         leader = sequences[0]
-        held = self._allocate_prompt(leader.slot, len(tokens), keys)
+        held = self._allocate_prompt(leader.slot, len(tokens), keys[: self._resumable(keys)])
+        self._batch.others.begin(leader.slot, keys, held)
         cached = held * self._config.page_size
         loaded = self._loaded_tokens(leader, cached)
         self.cached_tokens += cached

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.bounds import Bounds
+from engine.groups.others import OtherGroups
 from engine.hooks.requests import RequestHooks
 from engine.pages.blocks import BlockManager
 from engine.schedule.sequences import NO_IDS, ChunkPlan, PrefillTask, Sequence
@@ -29,6 +30,7 @@ class Batch:
         self,
         config: Bounds,
         blocks: BlockManager,
+        others: OtherGroups,
         sampler: SamplePlanner,
         hooks: RequestHooks | None,
     ) -> None:
@@ -46,6 +48,8 @@ class Batch:
         self.next_step = 0
         """Number of the step that is planned next."""
         self.sampler = sampler
+        self.others = others
+        """The pages of the other groups, by slot."""
         self._config = config
         self._blocks = blocks
         self._hooks = hooks
@@ -153,12 +157,14 @@ class Batch:
             self._blocks.share(pages[: len(pages) - partial])
             self.slots.set_pages(follower.slot, own)
             self.slots.set_kv(follower.slot, length)
+            spares = active.other_spares if partial else ()
+            self.others.fork(leader.slot, follower.slot, length, spares, i, self.next_step)
             self.slots.state[follower.slot] = SlotState.RUNNING
         if followers and partial:
             # The source page counts as well: its sequence may end before that step has run, and no
             # other sequence may get the page until then.
             self._blocks.mark_written(np.append(active.spare_pages, pages[-1:]), self.next_step)
-            active.spare_pages = NO_IDS
+            active.spare_pages, active.other_spares = NO_IDS, ()
 
     def take_transfers(self) -> tuple[dict[int, int], dict[int, int]]:
         """Takes the page copies and token table writes with which the next step must begin."""
@@ -169,4 +175,4 @@ class Batch:
     @property
     def has_transfers(self) -> bool:
         """Whether copies or writes wait for a step."""
-        return bool(self._copies or self._writes)
+        return bool(self._copies or self._writes or self.others.has_copies)

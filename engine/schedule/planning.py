@@ -91,7 +91,7 @@ class Planner:
         rows = rows[slots.least_kv(rows) + 1 < slots.limit_len[rows]]
         short = rows[slots.least_kv(rows) >= slots.page_count[rows] * slots.page_size]
         if short.size == 0:
-            return rows
+            return self._with_other_pages(rows)
         if short.size > blocks.available:
             oldest_first = short[np.argsort(slots.seniority[short], kind="stable")]
             served = oldest_first[: blocks.available]
@@ -101,7 +101,12 @@ class Planner:
             short = np.intersect1d(served, rows)
         slots.page_table[short, slots.page_count[short]] = blocks.allocate_apart(short.size)
         slots.page_count[short] += 1
-        return rows
+        return self._with_other_pages(rows)
+
+    def _with_other_pages(self, rows: Slots) -> Slots:
+        """The rows that have a page in every other group, too."""
+        slots, others = self._batch.slots, self._batch.others
+        return others.grow(rows, slots.least_kv(rows), slots.seniority[rows]) if others else rows
 
     def _make_room(self, missing: int) -> None:
         """Preempts the youngest sequences until `missing` more pages are free or about to be free.
@@ -137,7 +142,7 @@ class Planner:
     # -- chunks ------------------------------------------------------------------------------------
 
     def _cut_chunks(self, rows: Slots) -> tuple[list[ChunkPlan], list[ScorePlan]]:
-        config = self._config
+        config, others = self._config, self._batch.others
         budget = self._budget.tokens - rows.size
         if rows.size:
             budget = min(budget, config.mixed_prefill_tokens)
@@ -147,11 +152,13 @@ class Planner:
         scratch = config.scratch_tokens if config.gathers else UNBOUNDED
         for task in self._batch.prefills:
             end = min(task.num_tokens, task.cursor + budget, scratch)
+            end = others.most_end(task.leader.slot, end, self._batch.slots.final_pages)
             last = end == task.num_tokens
             if not last:
                 end -= end % config.page_size
             if end <= task.cursor:
                 break
+            others.extend(task.leader.slot, end)
             score = _score_plan(task, end, first_token)
             chunks.append(
                 ChunkPlan(task, task.cursor, end, first_sample, len(scores) if score else -1)
@@ -188,7 +195,7 @@ class Planner:
     # -- building ----------------------------------------------------------------------------------
 
     def _build(self, rows: Slots, chunks: list[ChunkPlan], scores: list[ScorePlan]) -> StepPlan:
-        slots = self._batch.slots
+        slots, others = self._batch.slots, self._batch.others
         row_slots = np.concatenate([rows, [c.task.leader.slot for c in chunks]]).astype(np.int32)
         starts = np.concatenate([slots.kv_len[rows], [c.start for c in chunks]]).astype(np.int32)
         ends = np.concatenate([slots.kv_len[rows] + 1, [c.end for c in chunks]])
@@ -223,6 +230,7 @@ class Planner:
             masked=masked,
             whole_logits=masked.size > 0 or (sample is not None and not sample.is_greedy),
             scores=tuple(scores),
+            others=others.tables(row_slots, starts, contexts, self._batch.next_step),
         )
 
     def _samples(self, rows: Slots, chunks: list[ChunkPlan]) -> _Samples:

@@ -62,6 +62,7 @@ class Recovery:
         """This step and all before it, whether they failed or not, write no pages any more, and no
         hook has rows of theirs."""
         self._blocks.settle(plan.number)
+        self._batch.others.settle(plan.number)
         if self._hooks is not None:
             self._hooks.settled(plan.number)
 

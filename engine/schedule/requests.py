@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.bounds import Bounds
+from engine.groups.others import AllKept
 from engine.hooks.requests import RequestHooks, ask_hooks
 from engine.masks.matchers import TokenMatcher
 from engine.pages.blocks import BlockManager
@@ -75,7 +76,7 @@ class Requests:
         self._events: list[tuple[Sink, Event]] = []
         self._delivered: list[tuple[Sequence, int, int]] = []
         """Leaders whose prompts' pages are not keyed yet, with their slots and generations."""
-        self._ended: list[tuple[ActiveRequest, TokenIds, PageIds]] = []
+        self._ended: list[tuple[ActiveRequest, TokenIds, PageIds, AllKept]] = []
         """For each ended sequence: its outputs with known KV, and its pages, which are still
         held."""
 
@@ -94,13 +95,20 @@ class Requests:
         self._arrivals += 1
         if request.id in self.by_id:
             self.emit(active.sink, RequestFailed(request.id, FailureReason.INTERNAL))
-        elif not self._config.can_ever_hold(request, self._blocks.total):
+        elif not self._can_ever_hold(request):
             self.emit(active.sink, RequestFailed(request.id, FailureReason.TOO_LARGE))
         elif (refusal := ask_hooks(self._hooks, active.hooked)) is not None:
             self.emit(active.sink, refusal)
         else:
             self.by_id[request.id] = active
             self.waiting.append(active)
+
+    def _can_ever_hold(self, request: Request) -> bool:
+        """Whether an empty batch could take a request to its end."""
+        sequences, pages = self._config.extent_of(request)
+        return self._config.can_ever_hold(
+            request, self._blocks.total
+        ) and self._batch.others.can_ever_hold(sequences, pages)
 
     def deliver(self, request_id: bytes, records: Seq[TokenRecord]) -> None:
         """RECEIVE: the KV of the prompt is in its pages; `records` are the choices' next tokens."""
@@ -126,7 +134,9 @@ class Requests:
         delivered, self._delivered = self._delivered, []
         for sequence, slot, generation in delivered:
             if self._batch.slots.generation[slot] == generation:
-                self.publish(sequence.active, sequence.tokens, self._batch.slots.pages(slot))
+                others = self._batch.others.pages(slot)
+                pages = self._batch.slots.pages(slot)
+                self.publish(sequence.active, sequence.tokens, pages, others)
 
     def _accept_delivered(self, sequence: Sequence, record: TokenRecord) -> None:
         slot, index = sequence.slot, len(sequence.outputs)
@@ -168,13 +178,16 @@ class Requests:
         active = self.by_id.get(request_id)
         if active is not None and active.state is RequestState.HELD:
             self._blocks.release(active.held_pages)
+            self._batch.others.release_kept(active.other_held)
             self._forget(active)
 
     def hold(self, active: ActiveRequest) -> None:
         """Takes a request out of its slots and keeps its pages until `release`."""
-        self._blocks.release(active.spare_pages)
-        active.spare_pages = NO_IDS
-        active.held_pages = self._batch.slots.pages(active.sequences[0].slot)
+        self._release_spares(active)
+        slot = active.sequences[0].slot
+        active.held_pages = self._batch.slots.pages(slot)
+        active.other_held = self._batch.others.take(slot)
+        self._batch.others.keep(active.other_held)
         for sequence in active.sequences:
             self._batch.leave(sequence)
         active.sequences.clear()
@@ -182,14 +195,20 @@ class Requests:
 
     def drop(self, active: ActiveRequest) -> None:
         """Frees everything that a request holds and forgets it."""
-        self._blocks.release(active.spare_pages)
+        self._release_spares(active)
         self.preempted = [s for s in self.preempted if s.active is not active]
         for sequence in active.sequences:
             if sequence.slot >= 0:
                 self._blocks.release(self._batch.slots.pages(sequence.slot))
+                self._batch.others.release(self._batch.others.take(sequence.slot))
                 self._batch.leave(sequence)
         active.sequences.clear()
         self._forget(active)
+
+    def _release_spares(self, active: ActiveRequest) -> None:
+        self._blocks.release(active.spare_pages)
+        self._batch.others.release_spares(active.other_spares)
+        active.spare_pages, active.other_spares = NO_IDS, ()
 
     def _forget(self, active: ActiveRequest) -> None:
         del self.by_id[active.request.id]
@@ -219,7 +238,8 @@ class Requests:
         active, slot = sequence.active, sequence.slot
         outputs = self._batch.slots.output_ids(slot)
         # The last token's KV was never needed, and a step in flight may still write it.
-        self._ended.append((active, outputs[:-1], self._batch.slots.pages(slot)))
+        pages, others = self._batch.slots.pages(slot), self._batch.others.take(slot)
+        self._ended.append((active, outputs[:-1], pages, others))
         self._batch.leave(sequence)
         active.sequences.remove(sequence)
         last = not active.sequences
@@ -242,16 +262,20 @@ class Requests:
         """Frees the pages of ended sequences. Full pages are keyed for the next turn of a
         conversation."""
         ended, self._ended = self._ended, []
-        for active, outputs, pages in ended:
+        for active, outputs, pages, others in ended:
             if self._config.prefix_cache:
                 tokens = np.concatenate([active.request.prompt_ids, outputs])
-                self.publish(active, tokens[: active.hooked.exact_tokens], pages)
+                self.publish(active, tokens[: active.hooked.exact_tokens], pages, others)
             self._blocks.release(pages)
+            self._batch.others.release(others)
 
-    def publish(self, active: ActiveRequest, tokens: TokenIds, pages: PageIds) -> None:
+    def publish(
+        self, active: ActiveRequest, tokens: TokenIds, pages: PageIds, others: AllKept
+    ) -> None:
         """Keys the complete pages of `tokens`, which begin a sequence."""
         keys = request_keys(self._config, active.request, tokens, active.keys)
         self._blocks.publish(pages[: len(keys)], keys)
+        self._batch.others.publish(others, keys)
         self._tiers.published(keys, 0)
 
     # -- preemption -----------------------------------------------------------------------------
@@ -262,8 +286,7 @@ class Requests:
         slots = self._batch.slots
         if slots.state[sequence.slot] == SlotState.PREFILLING:
             task = next(t for t in self._batch.prefills if t.leader is sequence)
-            self._blocks.release(sequence.active.spare_pages)
-            sequence.active.spare_pages = NO_IDS
+            self._release_spares(sequence.active)
             for member in task.sequences:
                 self.finish_preemption(member)
         elif slots.in_flight[sequence.slot] == 0:
@@ -285,13 +308,14 @@ class Requests:
         slots, slot = self._batch.slots, sequence.slot
         sequence.append(slots.output_ids(slot)[len(sequence.outputs) :])
         sequence.wait = None
-        pages = slots.pages(slot)
+        pages, others = slots.pages(slot), self._batch.others.take(slot)
         if self._tiers.on:
             if computed and slots.state[slot] != SlotState.PREFILLING:
                 stored = sequence.tokens[:-1][: sequence.active.hooked.exact_tokens]
-                self.publish(sequence.active, stored, pages)
+                self.publish(sequence.active, stored, pages, others)
             self._tiers.preempted(pages)
         self._blocks.release(pages)
+        self._batch.others.release(others)
         self._batch.leave(sequence)
         sequence.preemptions += 1
         self.preemptions += 1
@@ -323,3 +347,18 @@ class Requests:
                 else:
                     assert sequence in self.preempted, "sequence neither in a slot nor preempted"
         assert used == self._batch.slots.num_used, "slot leaked"
+
+    def check_others(self) -> None:
+        """Raises AssertionError if the pages of other groups and their holders disagree."""
+        for index, group in enumerate(self._batch.others.groups):
+            group.blocks.check_invariants()
+            holders = np.zeros(group.blocks.num_pages, np.int32)
+            for active in self.by_id.values():
+                for kept in active.other_held[index : index + 1]:
+                    np.add.at(holders, kept.pages, 1)
+                for pages in active.other_spares[index : index + 1]:
+                    np.add.at(holders, pages, 1)
+                for sequence in active.sequences:
+                    if sequence.slot >= 0:
+                        np.add.at(holders, group.pages(sequence.slot).pages, 1)
+            group.blocks.check_holders(holders)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import numpy as np
 
 from engine.bounds import Bounds
+from engine.groups.others import OtherGroups
 from engine.hooks.requests import RequestHooks
 from engine.pages.blocks import BlockManager
 from engine.schedule.admission import Admission
@@ -44,14 +45,18 @@ class Scheduler:
         policy: SchedulingPolicy | None = None,
         tiers: PageTiers | None = None,
         hooks: RequestHooks | None = None,
+        others: OtherGroups | None = None,
     ) -> None:
+        """`blocks` are the pages of group 0."""
         self.config = config
         self.blocks = blocks
+        self.others = others or OtherGroups()
+        """The groups beyond group 0."""
         self.tiers = tiers or NoTiers()
         self.hooks = hooks
         self.fetches = Fetches(blocks, self.tiers)
         self.budget = StepBudget(config)
-        self.batch = Batch(config, blocks, sampler, hooks)
+        self.batch = Batch(config, blocks, self.others, sampler, hooks)
         self.requests = Requests(config, blocks, self.batch, self.tiers, hooks)
         shared = config, blocks, self.batch, self.requests, self.budget
         self.admission = Admission(
@@ -67,6 +72,7 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Raises AssertionError if pages, slots and requests disagree."""
         self.blocks.check_invariants()
+        self.requests.check_others()
         holders = np.zeros(self.blocks.num_pages, np.int32)
         self.tiers.add_holders(holders)
         self.fetches.add_holders(holders)

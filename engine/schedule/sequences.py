@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from engine.groups.others import AllKept, Spares
 from engine.hooks.requests import HookedRequest
 from engine.masks.matchers import TokenMatcher
 from engine.tiers.protocol import Wait
@@ -48,8 +49,12 @@ class ActiveRequest:
     last asked."""
     spare_pages: PageIds = field(default_factory=lambda: NO_IDS)
     """Pages for copies of the partial page at which the choices diverge."""
+    other_spares: Spares = ()
+    """The same of the other groups."""
     held_pages: PageIds = field(default_factory=lambda: NO_IDS)
     """State HELD: pages that must not be reused yet."""
+    other_held: AllKept = ()
+    """The same of the other groups."""
     wait: Wait | None = None
     """What it waited or waits for in state LOADING; None: the tiers were not asked yet."""
     started: bool = False

@@ -98,6 +98,7 @@ class Settler:
             self._keep_chunk(chunk)
         self._settle_tokens(plan, result, self._batch.alive(plan), now_ns)
         hand_out()
+        self._let_pass(plan)
         self._requests.let_go()
 
     def _land(self, plan: StepPlan, result: StepResult, alive: Bools) -> None:
@@ -105,6 +106,14 @@ class Settler:
         rows = np.flatnonzero(alive[: plan.num_decodes])
         counts = 1 if result.counts is None else result.counts[rows]
         self._batch.slots.land(plan.sample_slots[rows].astype(np.intp), counts)
+
+    def _let_pass(self, plan: StepPlan) -> None:
+        """Lets pages go that no later step reads."""
+        if not self._batch.others:
+            return
+        count = plan.num_decodes
+        slots = plan.sample_slots[:count][self._batch.alive(plan)[:count]]
+        self._batch.others.passed(slots, self._batch.slots.kv_low[slots])
 
     def _fail_rows(self, plan: StepPlan, bad: Bools) -> None:
         for slot in set(plan.sample_slots[bad].tolist()):
@@ -196,8 +205,10 @@ class Settler:
             self._requests.emit(active.sink, PromptScored(active.request.id, tuple(task.scores)))
         if active.request.mode is not Mode.PREFILL or active.state is not RequestState.ACTIVE:
             return
-        pages = self._batch.slots.pages(task.leader.slot)
-        self._requests.emit(active.sink, ChunkComputed(active.request.id, chunk.end, pages, now_ns))
+        slot = task.leader.slot
+        pages, others = self._batch.slots.pages(slot), self._batch.others.pages(slot)
+        event = ChunkComputed(active.request.id, chunk.end, pages, now_ns, others)
+        self._requests.emit(active.sink, event)
         if chunk.is_last:
             self._tell_prefilled(chunk, result, now_ns)
 
@@ -205,7 +216,8 @@ class Settler:
         """Keys the pages of a chunk. The pages of a whole PREFILL prompt are held for the
         transfer."""
         self._publish(chunk)
-        active = chunk.task.leader.active
+        active, slot = chunk.task.leader.active, chunk.task.leader.slot
+        self._batch.others.passed(np.array([slot]), np.array([chunk.end], np.int32))
         if (
             chunk.is_last
             and active.request.mode is Mode.PREFILL
@@ -232,6 +244,7 @@ class Settler:
         first = task.published_pages
         pages = self._batch.slots.page_table[task.leader.slot, first:complete]
         self._blocks.publish(pages, task.keys[first:complete], first)
+        self._batch.others.publish(self._batch.others.pages(task.leader.slot), task.keys[:complete])
         self._tiers.published(task.keys[:complete], first)
         task.published_pages = complete
 

@@ -45,9 +45,12 @@ class AttentionBatch:
     """[T] int64: the page for each new token's K and V."""
     token_offsets: Tensor
     """[T] int64: the place of each new token in its page."""
+    others: tuple[AttentionBatch, ...] = ()
+    """The same step in the groups beyond group 0. Their tables begin at the first page that a row
+    reads, and their contexts count from there."""
 
 
-class AttentionBackend(Protocol):
+class StepAttention(Protocol):
     """Stores the new tokens' K and V, then attends causally over each row's context."""
 
     name: str
@@ -59,6 +62,10 @@ class AttentionBackend(Protocol):
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """One layer. `q` [T, Hq, D], `k` and `v` [T, Hkv, D]; returns [T, Hq, D]."""
         ...
+
+
+class AttentionBackend(StepAttention, Protocol):
+    """Attention over one pool."""
 
     def attend_ends(self, layer: int, q: Tensor, contexts: Tensor, page_table: Tensor) -> Tensor:
         """One layer, from the w last positions of S rows, each over the stored tokens up to itself.

@@ -51,6 +51,20 @@ class Begins:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupTable:
+    """The pages of a step's rows in a group beyond group 0."""
+
+    pages: Int32s
+    """[R, P]. It begins at the first page that a row reads. Entries beyond a row's context are the
+    scratch page."""
+    skipped: Int32s
+    """[R]. Pages of each row before its first one here."""
+    copy_source: Int32s
+    copy_target: Int32s
+    """Pages of this group to copy before the forward pass."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """The work of the device in one step: R rows, T new tokens, S draws.
 
@@ -76,7 +90,7 @@ class StepPlan:
     most. What the row would store at or behind that place is dropped, and not counted."""
     num_decodes: int
     page_table: Int32s
-    """[R, P]. Entries beyond a row's context are the scratch page."""
+    """[R, P]: pages of group 0. Entries beyond a row's context are the scratch page."""
     sample_tokens: Int32s
     """[S]. Index among the step's tokens of the position whose logits are sampled. Draws of decode
     rows come first, in their order; of W positions it is the first."""
@@ -90,7 +104,7 @@ class StepPlan:
     """None if S is 0."""
     copy_source: Int32s
     copy_target: Int32s
-    """Pages to copy before the forward pass (copy-on-write)."""
+    """Pages of group 0 to copy before the forward pass (copy-on-write)."""
     write_slots: Int32s
     write_tokens: Int32s
     """Token table entries that only the host knows (delivered first tokens)."""
@@ -112,11 +126,19 @@ class StepPlan:
     begins: Begins | None = None
     tells_drafts: bool = False
     """Whether the host wants to know the next drafts, because it fills masks behind them."""
+    others: tuple[GroupTable, ...] = ()
+    """The other groups."""
 
     @property
     def decode_tokens(self) -> int:
         """Number of decode rows' tokens."""
         return self.num_decodes * self.width
+
+    @property
+    def copies(self) -> list[tuple[Int32s, Int32s]]:
+        """Pages to copy, and where to, by group."""
+        own = [(self.copy_source, self.copy_target)]
+        return own + [(other.copy_source, other.copy_target) for other in self.others]
 
     @property
     def num_tokens(self) -> int:

@@ -29,6 +29,7 @@ from tiny_models import write_tiny_model
 from torch import Tensor
 from triton.runtime import interpreter
 
+from engine.attention.grouped import GroupEnds, PagedGroups
 from engine.attention.triton import TritonBackend
 from engine.cuda.decode_attention import decode_attention
 from engine.cuda.forward import FusedForward
@@ -41,6 +42,7 @@ from engine.hooks.steps import StepHooks
 from engine.model import LoadedModel
 from engine.model.precision.choice import Precision
 from engine.pool.kv_pool import KvPool, PlainPool
+from engine.pool.pools import one_group
 from engine.step.attention import AttentionBatch, Specs
 from engine.step.hooks import AttentionHook, DecodeRows, HookSite, Narrowed
 
@@ -117,7 +119,9 @@ class Fused:
         specs = loaded.model.attention_specs
         self.site = HookSite(self.pool, specs, decodes=True)
         self.attention = self.over(self.pool, specs)
-        self.forward = FusedForward(loaded.model, self.pool, self.attention, 128)
+        pools = one_group(self.pool)
+        groups = PagedGroups([self.attention], pools.places)
+        self.forward = FusedForward(loaded.model, pools, groups, 128)
         self.table = torch.from_numpy(np.random.default_rng(0).permutation(PAGES - 1) + 1)
         self.table = self.table[: 2 * (PAGES // 2 - 1)].view(2, -1)
 
@@ -159,9 +163,11 @@ class Fused:
         last = None
         if ends:
             at = torch.tensor(lens).cumsum(0).int() - 1
-            last = RowEnds(at, torch.from_numpy(contexts), table.int())
+            last = RowEnds(at, [GroupEnds(torch.from_numpy(contexts), table.int())])
         stores = (pages * PAGE + offsets).int()
-        return self.forward.logits(self.forward.hidden(ids, positions.int(), stores, last, hooked))
+        return self.forward.logits(
+            self.forward.hidden(ids, positions.int(), [stores], last, hooked)
+        )
 
 
 def check(folder: Path, case: str) -> None:

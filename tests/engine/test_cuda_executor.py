@@ -10,10 +10,12 @@ import torch
 from tiny_models import write_tiny_model
 
 from engine.attention import choose_backend
+from engine.attention.grouped import PagedGroups
 from engine.bounds import Bounds
 from engine.cuda.attention_kernels import CudaKernels
 from engine.model import load_model
 from engine.pool.kv_pool import PlainPool
+from engine.pool.pools import one_group
 from engine.sampling import Sampler
 from engine.step.plan import StepPlan, StepResult
 from engine.types import SamplingParams, StopRules
@@ -54,7 +56,10 @@ class Device:
         backend = choose_backend("fa3", self.pool, loaded.model.attention_specs, CudaKernels())
         bounds = Bounds(max_sequences=SLOTS, max_step_tokens=1024, max_context_tokens=most_context)
         torch.cuda.synchronize()
-        self.executor = CudaExecutor(loaded.model, self.pool, backend, self.sampler, bounds)
+        pools = one_group(self.pool)
+        self.executor = CudaExecutor(
+            loaded.model, pools, PagedGroups([backend], pools.places), self.sampler, bounds
+        )
         if graphs:
             self.executor.capture()
 

@@ -232,7 +232,7 @@ def test_a_gpu_that_is_not_there_is_told_in_words(model_path):
 def test_flash_attention_2_over_a_stand_in_for_its_library(model_path, reference, monkeypatch):
     """Chunks, decode rows and a prefix from the cache, pages of 256 tokens."""
     monkeypatch.setattr(
-        "engine.building.choose_backend",
+        "engine.parts.building.choose_backend",
         lambda _name, pool, specs, **_: Fa2Backend(pool, specs, flash_attn_like),
     )
     engine = build(model_path, page_size=256, num_pages=40, max_step_tokens=300)

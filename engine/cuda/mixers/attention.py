@@ -7,7 +7,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.attention.paged import PagedAttention
+from engine.attention.grouped import PagedGroups
 from engine.cuda import kernels
 from engine.cuda.kv.fp8_store import rope_store_fp8
 from engine.cuda.kv.rope_store import HeadNorms, RopeTable, rope_store
@@ -17,7 +17,7 @@ from engine.model.mixers.attention import Attention
 from engine.model.mixers.head_norms import HeadNorm, WholeNorm
 from engine.model.mixers.rope import Rope
 from engine.model.precision.rounding import Rounded, Rounding
-from engine.pool.kv_pool import KvPool
+from engine.pool.pools import KvPools
 
 _STORES: Final = {"fp8": rope_store_fp8}
 """Kernels that store K and V in another precision than the model's."""
@@ -54,13 +54,14 @@ class FusedAttention:
     """See `FusedMixer`."""
 
     def __init__(
-        self, module: Attention, pool: KvPool, attention: PagedAttention, ropes: RopeTables
+        self, module: Attention, pools: KvPools, attention: PagedGroups, ropes: RopeTables
     ) -> None:
         self._module = module
-        self._pool = pool
+        self._group, self._layer = pools.places[module.index]
+        self._pool = pools[self._group]
         self._attention = attention
         self._rope = ropes.of(module.own.rope, module.own.head_dim)
-        self._store = _STORES.get(pool.precision, rope_store)
+        self._store = _STORES.get(self._pool.precision, rope_store)
         self._head_norms = None
         if isinstance(norms := module.qk_norm, HeadNorm):
             self._head_norms = HeadNorms(norms.q.weight, norms.k.weight, norms.q.eps)
@@ -82,8 +83,7 @@ class FusedAttention:
         """See `FusedMixer`."""
         q, _, _ = self._project(x, step)
         q = q.index_select(0, ends.tokens)
-        index = self._module.index
-        return self._output(self._attention.attend_ends(index, q, ends.contexts, ends.page_table))
+        return self._output(self._attention.attend_ends(self._module.index, q, ends.groups))
 
     def _output(self, attended: Tensor) -> Tensor:
         out: Tensor = self._module.output(attended.flatten(1))
@@ -95,8 +95,8 @@ class FusedAttention:
         qkv = module.qkv(x)
         if isinstance(module.qk_norm, WholeNorm):
             _norm_whole(qkv, module, module.qk_norm)
-        to = step.positions, step.stores, self._pool
-        return self._store(qkv, self._rope, *to, module.index, self._head_norms)
+        to = step.positions, step.stores[self._group], self._pool
+        return self._store(qkv, self._rope, *to, self._layer, self._head_norms)
 
 
 def _norm_whole(qkv: Tensor, module: Attention, norm: WholeNorm) -> None:

@@ -5,10 +5,12 @@ Shapes: T tokens of a step, H hidden size, S rows whose last tokens alone are wa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from engine.attention.grouped import GroupEnds
 from engine.hooks.attention import Attend
 from engine.model.precision.rounding import Rounded, Rounding
 
@@ -18,10 +20,8 @@ class RowEnds(NamedTuple):
 
     tokens: Tensor
     """[S] int32, indices among the step's tokens."""
-    contexts: Tensor
-    """[S] int32, tokens of the row up to its last one."""
-    page_table: Tensor
-    """[S, P] int32."""
+    groups: Sequence[GroupEnds]
+    """Their rows, in each group of layers."""
 
 
 class StepTokens(NamedTuple):
@@ -29,8 +29,8 @@ class StepTokens(NamedTuple):
 
     positions: Tensor
     """[T] int32."""
-    stores: Tensor
-    """[T] int32, their places in the pool."""
+    stores: Sequence[Tensor]
+    """[T] int32, their places in the pool of each group."""
     attend: Attend
     """Attention of this step."""
 

@@ -1,7 +1,8 @@
 """A padded step's integers in the packed copy.
 
 The step's shape alone decides the addresses of the sections, so a graph of the shape finds them in
-every step. The page table comes last, and its width is in the header.
+every step. The page table of group 0 comes last, and its width is in the header. The other groups'
+tables are as wide as any step of the shape needs, because what such a group keeps is bounded.
 
 Padding is harmless. A padding decode row has an unused token at position 0, and reads and writes
 only the scratch page. Padding tokens of prompts write there, too. They are a row of their own, the
@@ -10,6 +11,7 @@ last one, which sees one token of that page. So every value of a step is finite.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,8 +20,20 @@ from torch import Tensor
 from engine.cuda.steps.shapes import Shape
 from engine.cuda.steps.staging import Int32s, StepStaging
 from engine.step.hooks import Narrowed
-from engine.step.plan import StepPlan
+from engine.step.plan import GroupTable, StepPlan
 from engine.types import SCRATCH_PAGE
+
+
+class PackedGroup(NamedTuple):
+    """The sections of a group beyond group 0."""
+
+    header: Tensor
+    """As `PackedStep.header`."""
+    contexts: Tensor
+    """[R], tokens of each row in the group's table."""
+    stores: Tensor | None
+    """[C], the place of each prompt token. None if there is no prompt row."""
+    page_table: Tensor
 
 
 class PackedPrompts(NamedTuple):
@@ -48,6 +62,7 @@ class PackedStep(NamedTuple):
     """None if there is no prompt row."""
     counts: Tensor | None
     """[B] pages that a KV head of each row reads, 0 for all; None if no row is narrowed."""
+    others: tuple[PackedGroup, ...]
     page_table: Tensor
     """Pages of the real rows."""
     sampled: Tensor
@@ -63,6 +78,7 @@ def pack(
     nobody: int,
     page_size: int,
     narrowed: Narrowed | None = None,
+    widths: Sequence[int] = (),
 ) -> PackedStep:
     """Adds a step's sections to the staging buffer. `plan` None: a step of padding only.
 
@@ -73,6 +89,7 @@ def pack(
         nobody: the slot of padding rows.
         page_size: tokens in a page.
         narrowed: the rows that a hook has narrowed, if `shape` is for such.
+        widths: pages in a row of the table of each group beyond group 0.
     """
     real = 0 if plan is None else plan.num_decodes
     prompt_rows = 0 if plan is None else len(plan.row_slots) - real
@@ -90,7 +107,39 @@ def pack(
     if shape.prompt_rows:
         prompts = _pack_prompts(plan, shape, staging, page_size)
     counts = add(counts_of(narrowed, shape.decodes)) if shape.narrowed else None
-    return PackedStep(shape, *fixed, prompts, counts, add(table), *map(add, sampled))
+    others = tuple(
+        _pack_group(plan, index, shape, staging, page_size, width)
+        for index, width in enumerate(widths)
+    )
+    return PackedStep(shape, *fixed, prompts, counts, others, add(table), *map(add, sampled))
+
+
+def _pack_group(
+    plan: StepPlan | None,
+    index: int,
+    shape: Shape,
+    staging: StepStaging,
+    page_size: int,
+    width: int,
+) -> PackedGroup:
+    """Adds the sections of a group beyond group 0. Its table has a row for each row of the shape,
+    so that its place does not depend on the step."""
+    contexts = np.ones(shape.rows, np.int32)
+    header = np.array([0, 0, width], np.int32)
+    table, packed = staging.room((shape.rows, width))
+    table[:] = SCRATCH_PAGE
+    stores = np.full(shape.prompt_tokens, SCRATCH_PAGE * page_size, np.int32)
+    if plan is not None:
+        other, real, rows = plan.others[index], plan.num_decodes, len(plan.row_slots)
+        own = plan.context_lens - other.skipped * np.int32(page_size)
+        header[:2] = real, rows - real
+        contexts[:real] = own[:real]
+        contexts[shape.decodes :][: rows - real] = own[real:]
+        table[:rows, : other.pages.shape[1]] = other.pages
+        stores[: plan.num_tokens - real] = group_stores_of(plan, other, page_size)[real:]
+    added = staging.add(header), staging.add(contexts)
+    prompts = staging.add(stores) if shape.prompt_rows else None
+    return PackedGroup(*added, prompts, packed)
 
 
 def _pack_prompts(
@@ -129,6 +178,15 @@ def stores_of(plan: StepPlan, page_size: int) -> Int32s:
     """[T], the place of each new token's K and V: page * page_size + offset."""
     index, offset = np.divmod(plan.positions, page_size)
     stores: Int32s = plan.page_table[rows_of(plan), index] * np.int32(page_size) + offset
+    return stores
+
+
+def group_stores_of(plan: StepPlan, other: GroupTable, page_size: int) -> Int32s:
+    """[T], the same in a group beyond group 0."""
+    index, offset = np.divmod(plan.positions, page_size)
+    rows = rows_of(plan)
+    pages = other.pages[rows, index - other.skipped[rows]]
+    stores: Int32s = pages * np.int32(page_size) + offset
     return stores
 
 

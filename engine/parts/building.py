@@ -12,12 +12,14 @@ import torch
 
 from engine import memory
 from engine.attention import AttentionError, choose_backend
+from engine.attention.grouped import GroupedAttention, paged_groups
 from engine.attention.paged import PagedAttention
 from engine.checkpoints import Weights
 from engine.config import EngineConfig
 from engine.cuda.attention_kernels import CudaKernels
 from engine.eager.executor import TorchExecutor
 from engine.eager.steps import TorchSteps
+from engine.groups.sizing import pages_within
 from engine.hooks.attention import HookedAttention, MakeBackend
 from engine.hooks.opening import attach, bytes_beside, open_hooks
 from engine.hooks.steps import StepHooks
@@ -27,15 +29,22 @@ from engine.model.loading import Check
 from engine.model.mixers.config import AttentionConfig
 from engine.model.precision.int4 import compile_all
 from engine.model.shard import Shard
-from engine.pool.kinds import pool_type
+from engine.parts.paging import EngineError as EngineError
+from engine.parts.paging import (
+    context_of,
+    dtype_of,
+    groups_of,
+    page_of,
+    scratch_pages,
+    share_of,
+)
 from engine.pool.kv_pool import KvPool
+from engine.pool.pools import KvPools
 from engine.sampling import Sampler
-from engine.step.attention import AttentionBackend
+from engine.step.attention import AttentionBackend, StepAttention
 from engine.step.collective import Collective
 from engine.step.executor import Executor
 from engine.step.hooks import Hook, HookError, HookSite
-from engine.tiers.arena import HostArena
-from engine.tiers.touching import HostMemoryError
 
 if TYPE_CHECKING:
     from engine.cuda.executor import CudaExecutor
@@ -43,10 +52,6 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]
 """Called with a phase, the amount done and the total."""
-
-
-class EngineError(Exception):
-    """The engine cannot be built as configured; the message says what to change."""
 
 
 def load(
@@ -62,7 +67,7 @@ def load(
     `load_model`."""
     loaded = load_model(
         config.model,
-        dtype=_dtype(config.dtype),
+        dtype=dtype_of(config.dtype),
         device=device,
         load_format=config.load_format,
         seed=config.seed,
@@ -75,17 +80,6 @@ def load(
     )
     compile_all(loaded.model, config.max_step_tokens, progress)
     return loaded
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtypes = {
-        "float32": torch.float32,
-        "bfloat16": torch.bfloat16,
-        "float16": torch.float16,
-    }
-    if name not in dtypes:
-        raise EngineError(f"dtype {name!r} is not one of {', '.join(dtypes)}")
-    return dtypes[name]
 
 
 def check_memory(config: EngineConfig, weights: Weights, device: torch.device) -> None:
@@ -121,84 +115,22 @@ def open_all(config: EngineConfig) -> list[Hook]:
 def pages_that_fit(
     config: EngineConfig, loaded: LoadedModel, device: torch.device, hooks: Sequence[Hook] = ()
 ) -> int:
-    """The pages that are asked for, or for which a rank has memory. Hooks may need some beside each
-    page.
+    """The pages of group 0 that are asked for, or for which a rank has memory beside those of the
+    other groups. Hooks may need some beside each page.
 
     Raises:
         EngineError: a hook cannot say how much it needs.
     """
     if config.num_pages:
         return config.num_pages
-    page = _pool_of(1, config, loaded, torch.device("meta"))
+    page = page_of(config, loaded)
     try:
-        page_bytes = page.page_bytes + bytes_beside(hooks, page)
+        beside = bytes_beside(hooks, page)
     except HookError as error:
         raise EngineError(str(error)) from error
+    page_bytes = page.page_bytes + beside
     left = config.kv_memory_bytes or _memory_left(config, loaded, device, page_bytes)
-    return left // page_bytes
-
-
-def context_of(config: EngineConfig, loaded: LoadedModel, num_pages: int) -> int:
-    """The longest context, given so many pages: what is asked for, what the model allows, or what
-    all pages but the scratch page hold."""
-    longest = loaded.config.max_position_embeddings
-    asked = config.max_context_tokens or longest
-    return min(asked, longest, (num_pages - 1) * config.page_size)
-
-
-def make_pool(
-    num_pages: int, config: EngineConfig, loaded: LoadedModel, device: torch.device
-) -> KvPool:
-    """A rank's part of so many pages.
-
-    Raises:
-        EngineError: there is no memory for them.
-    """
-    page_bytes = _pool_of(1, config, loaded, torch.device("meta")).page_bytes
-    if num_pages < 2:
-        raise EngineError(
-            f"memory is left for {max(0, num_pages)} pages of {page_bytes} bytes: raise"
-            " kv_memory_gib or gpu_memory_utilization, or lower max_step_tokens or max_sequences"
-        )
-    if device.type == "cpu" and num_pages * page_bytes > memory.available_bytes():
-        raise EngineError(
-            f"{num_pages} pages of {page_bytes} bytes are more than the memory left: lower"
-            " num_pages or kv_memory_gib"
-        )
-    try:
-        return _pool_of(num_pages, config, loaded, device)
-    except torch.OutOfMemoryError as error:
-        raise EngineError(
-            f"{num_pages} pages of {page_bytes} bytes are more than the GPU has left: lower"
-            " num_pages, kv_memory_gib or gpu_memory_utilization"
-        ) from error
-
-
-def make_arena(config: EngineConfig, pool: KvPool) -> HostArena:
-    """A rank's part of the host memory.
-
-    Raises:
-        EngineError: it is not there, or holds too few pages.
-    """
-    try:
-        return HostArena(config.rank_host_bytes, pool.data.shape[1], pool.device)
-    except (HostMemoryError, ValueError) as error:
-        raise EngineError(str(error)) from error
-
-
-def _pool_of(
-    num_pages: int, config: EngineConfig, loaded: LoadedModel, device: torch.device
-) -> KvPool:
-    kept = loaded.config.kept
-    return pool_type(config.kv_cache_dtype, config.page_size)(
-        num_pages=num_pages,
-        num_layers=loaded.config.num_layers,
-        num_kv_heads=loaded.model.shard.shared(kept.kv_heads).size,
-        head_dim=kept.head_dim,
-        page_size=config.page_size,
-        dtype=_dtype(config.dtype),
-        device=device,
-    )
+    return pages_within(left, share_of(groups_of(config, loaded), loaded), config, beside)
 
 
 def _memory_left(
@@ -208,9 +140,9 @@ def _memory_left(
     that the pool could hold: a model may allow far longer ones."""
     if device.type == "cpu":
         return memory.CPU_POOL_BYTES
-    scratch = _pool_of(1, config, loaded, device)
-    backend = backend_of(config, loaded, scratch)
-    if not isinstance(backend, PagedAttention):
+    scratch = scratch_pages(config, loaded, device)
+    attention = paged_groups(backends_of(config, loaded, scratch), scratch.places)
+    if attention is None:
         return memory.CPU_POOL_BYTES
     from engine.cuda.memory import bytes_left
 
@@ -218,25 +150,13 @@ def _memory_left(
     most_pages = int(torch.cuda.mem_get_info(device)[1] * share) // page_bytes
     context = context_of(config, loaded, most_pages)
     bounds = replace(config, max_context_tokens=max(context, config.page_size))
-    return bytes_left(loaded.model, scratch, backend, bounds, share)
-
-
-def resolved(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> EngineConfig:
-    """The configuration with what follows from the model and the pages: equal on all ranks."""
-    return replace(
-        config,
-        max_context_tokens=context_of(config, loaded, pool.num_pages),
-        eos_token_ids=frozenset(loaded.config.eos_token_ids),
-        kv_precision=pool.precision,
-        gathers=pool.gathers,
-    )
+    return bytes_left(loaded.model, scratch, attention, bounds, share)
 
 
 def torch_steps(
     config: EngineConfig,
     loaded: LoadedModel,
-    pool: KvPool,
-    backend: AttentionBackend,
+    pools: KvPools,
     hooks: Sequence[Hook],
 ) -> TorchSteps:
     """A rank's part of steps with PyTorch.
@@ -244,16 +164,20 @@ def torch_steps(
     Raises:
         EngineError: a hook cannot work here.
     """
-    own = hook_steps(config, loaded, pool, hooks)
+    backends = backends_of(config, loaded, pools)
+    backend: StepAttention = backends[0]
+    if len(backends) > 1:
+        backend = GroupedAttention(backends, pools.places)
+    own = hook_steps(config, loaded, pools.first, hooks)
     loaded.model.finish()
-    rest = config.max_sequences, pool.device
+    rest = config.max_sequences, pools.first.device
     if own is None:
-        return TorchSteps(loaded.model, pool, backend, *rest)
+        return TorchSteps(loaded.model, pools, backend, *rest)
     step_hooks, site = own
     _warm(config, loaded, step_hooks, site, torch.int64)
     if step_hooks.attends:
         backend = HookedAttention(_backends(config), site, step_hooks)
-    return TorchSteps(loaded.model, pool, backend, *rest, step_hooks)
+    return TorchSteps(loaded.model, pools, backend, *rest, step_hooks)
 
 
 def hook_steps(
@@ -299,14 +223,20 @@ def _backends(config: EngineConfig) -> MakeBackend:
     return partial(choose_backend, config.attention, kernels=CudaKernels())
 
 
-def backend_of(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> AttentionBackend:
-    """Attention over a rank's pool.
+def backends_of(
+    config: EngineConfig, loaded: LoadedModel, pools: KvPools
+) -> tuple[AttentionBackend, ...]:
+    """Attention over the pool of each group.
 
     Raises:
         EngineError: there is none as configured.
     """
+    make, specs = _backends(config), loaded.model.attention_specs
     try:
-        return _backends(config)(pool, loaded.model.attention_specs)
+        return tuple(
+            make(pool, tuple(specs[layer] for layer in group.layers))
+            for group, pool in zip(pools.specs, pools, strict=True)
+        )
     except AttentionError as error:
         raise EngineError(str(error)) from error
 
@@ -345,7 +275,7 @@ def _hooked(
 def build_executor(
     config: EngineConfig,
     loaded: LoadedModel,
-    pool: KvPool,
+    pools: KvPools,
     sampler: Sampler,
     hooks: Sequence[Hook],
     progress: Progress | None,
@@ -355,16 +285,14 @@ def build_executor(
     Raises:
         EngineError: a hook, or attention as configured, cannot work here.
     """
-    backend = backend_of(config, loaded, pool)
-    fast = cuda_executor(config, loaded, pool, backend, sampler, hooks, progress)
-    return fast or TorchExecutor(torch_steps(config, loaded, pool, backend, hooks), sampler)
+    fast = cuda_executor(config, loaded, pools, sampler, hooks, progress)
+    return fast or TorchExecutor(torch_steps(config, loaded, pools, hooks), sampler)
 
 
 def cuda_executor(
     config: EngineConfig,
     loaded: LoadedModel,
-    pool: KvPool,
-    backend: AttentionBackend,
+    pools: KvPools,
     sampler: Sampler | None,
     hooks: Sequence[Hook],
     progress: Progress | None = None,
@@ -375,14 +303,18 @@ def cuda_executor(
     Raises:
         EngineError: a hook cannot work here.
     """
-    if not isinstance(backend, PagedAttention) or pool.device.type != "cuda":
+    device = pools.first.device
+    if device.type != "cuda":
+        return None
+    attention = paged_groups(backends_of(config, loaded, pools), pools.places)
+    if attention is None:
         return None
     from engine.cuda.executor import CudaExecutor
 
-    hooked = _hooked(config, loaded, pool, backend, hooks)
-    executor = CudaExecutor(loaded.model, pool, backend, sampler, config, hooked)
+    hooked = _hooked(config, loaded, pools.first, attention.first, hooks)
+    executor = CudaExecutor(loaded.model, pools, attention, sampler, config, hooked)
     try:
-        hooked.check_alike(pool.device)
+        hooked.check_alike(device)
         if config.cuda_graphs:
             executor.capture(progress)
     except HookError as error:

@@ -1,0 +1,86 @@
+"""Attention of a model whose layers are in several groups. Each group has a pool, page tables and
+a backend of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from engine.attention.paged import Decode, PagedAttention, PagedStep
+from engine.pool.pools import Place
+from engine.step.attention import AttentionBackend, AttentionBatch, StepAttention
+
+
+class GroupedAttention:
+    """`StepAttention` over the backends of the groups."""
+
+    def __init__(self, backends: Sequence[StepAttention], places: Sequence[Place]) -> None:
+        """`places`: by layer of the model."""
+        self.name = backends[0].name
+        self._backends = backends
+        self._places = places
+
+    def begin(self, batch: AttentionBatch) -> None:
+        """See `StepAttention`."""
+        for backend, own in zip(self._backends, (batch, *batch.others), strict=True):
+            backend.begin(own)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `StepAttention`."""
+        group, own = self._places[layer]
+        return self._backends[group](own, q, k, v)
+
+
+class GroupEnds(NamedTuple):
+    """The last positions of S rows in a group."""
+
+    contexts: Tensor
+    """[S] int32, tokens of the row in the group's table up to its last one."""
+    page_table: Tensor
+    """[S, P] int32."""
+
+
+class PagedGroups:
+    """`PagedAttention` of each group, by layer of the model."""
+
+    def __init__(self, members: Sequence[PagedAttention], places: Sequence[Place]) -> None:
+        """`places`: by layer of the model."""
+        self._members = members
+        self._places = places
+
+    @property
+    def first(self) -> PagedAttention:
+        """That of group 0."""
+        return self._members[0]
+
+    def reserve(self, tokens: int, rows: int) -> None:
+        """See `PagedAttention`."""
+        for member in self._members:
+            member.reserve(tokens, rows)
+
+    def prepare(self, steps: Sequence[PagedStep]) -> None:
+        """Sets the step for the next calls, in each group."""
+        for member, step in zip(self._members, steps, strict=True):
+            member.prepare(step)
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, decode: Decode | None = None
+    ) -> Tensor:
+        """See `PagedAttention`."""
+        group, own = self._places[layer]
+        return self._members[group].attend(own, q, k, v, decode)
+
+    def attend_ends(self, layer: int, q: Tensor, ends: Sequence[GroupEnds]) -> Tensor:
+        """See `PagedAttention`. `ends`: by group."""
+        group, own = self._places[layer]
+        return self._members[group].attend_ends(own, q, *ends[group])
+
+
+def paged_groups(
+    backends: Sequence[AttentionBackend], places: Sequence[Place]
+) -> PagedGroups | None:
+    """The backends of all groups as one; None: one does not read pages by kernels."""
+    paged = [backend for backend in backends if isinstance(backend, PagedAttention)]
+    return PagedGroups(paged, places) if len(paged) == len(backends) else None

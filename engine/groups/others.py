@@ -1,0 +1,162 @@
+"""The groups beyond group 0, as one: what the scheduler asks all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.bounds import Bounds
+from engine.group_pages import GroupGrant, GroupPages
+from engine.groups.spec import Kind, Window
+from engine.groups.window import Slots, WindowPages
+from engine.pages.blocks import BlockManager
+from engine.step.plan import GroupTable, Int32s
+from engine.types import PageIds
+
+AllKept = tuple[GroupPages, ...]
+"""By group: the pages of a sequence that has left its slot."""
+Spares = tuple[PageIds, ...]
+"""By group: pages for copies of the partial page at which choices diverge."""
+
+
+class OtherGroups:
+    """All groups but group 0. A model whose layers live equally long has none."""
+
+    def __init__(self, groups: Sequence[WindowPages] = ()) -> None:
+        self.groups = tuple(groups)
+
+    def __bool__(self) -> bool:
+        return bool(self.groups)
+
+    # -- admission --------------------------------------------------------------------------------
+
+    def can_ever_hold(self, sequences: int, final_pages: int) -> bool:
+        """Whether so many sequences, each with so many pages in group 0 in the end, fit into empty
+        groups."""
+        return all(group.can_ever_hold(sequences, final_pages) for group in self.groups)
+
+    def has_room(self, sequences: int, final_pages: int, slots: Int32s) -> bool:
+        """Whether they fit beside the sequences in slots. `slots`: final pages by slot."""
+        return all(group.has_room(sequences, final_pages, slots) for group in self.groups)
+
+    def resumable(self, keys: Sequence[bytes], most: int) -> int:
+        """The most leading pages, up to `most`, behind which every group can go on."""
+        settled = -1
+        while settled != most:
+            settled = most
+            for group in self.groups:
+                most = group.resumable(keys, most)
+        return most
+
+    def begin(self, slot: int, keys: Sequence[bytes], cached: int) -> None:
+        """The prompt in `slot` is computed behind its first `cached` pages."""
+        for group in self.groups:
+            group.begin(slot, keys, cached)
+
+    def reserve(self, slot: int, num_tokens: int, keys: Sequence[bytes]) -> tuple[GroupGrant, ...]:
+        """Pages for a prompt that another worker computes."""
+        return tuple(group.reserve(slot, num_tokens, keys) for group in self.groups)
+
+    def allocate_spares(self, count: int) -> Spares:
+        """Pages for copies of a partial page."""
+        return tuple(group.blocks.allocate_apart(count) for group in self.groups)
+
+    def release_spares(self, spares: Spares) -> None:
+        """Nobody needs them."""
+        for group, pages in zip(self.groups, spares, strict=False):
+            group.blocks.release(pages)
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def most_end(self, slot: int, end: int, final_pages: Int32s) -> int:
+        """The tokens, up to `end`, up to which the prompt in `slot` may have pages now."""
+        return min([end, *(group.most_end(slot, final_pages) for group in self.groups)])
+
+    def extend(self, slot: int, end_token: int) -> None:
+        """Gives the prompt in `slot` pages up to `end_token`."""
+        for group in self.groups:
+            group.extend(slot, end_token)
+
+    def grow(self, rows: Slots, kv_len: Int32s, seniority: NDArray[np.int64]) -> Slots:
+        """Gives decode rows pages for the tokens that they store next. Returns the rows that have
+        them; the others wait for the step in flight. Arguments are by row."""
+        waiting = [group.grow(rows, kv_len, seniority) for group in self.groups]
+        return np.setdiff1d(rows, np.concatenate(waiting)) if waiting else rows
+
+    def tables(
+        self, slots: Int32s, starts: Int32s, contexts: Int32s, step: int
+    ) -> tuple[GroupTable, ...]:
+        """The pages of a step's rows. See `WindowPages.table_of`."""
+        return tuple(group.table_of(slots, starts, contexts, step) for group in self.groups)
+
+    def settle(self, step: int) -> None:
+        """See `BlockManager.settle`."""
+        for group in self.groups:
+            group.blocks.settle(step)
+
+    def passed(self, slots: Slots | Int32s, num_tokens: Int32s) -> None:
+        """See `WindowPages.passed`."""
+        for group in self.groups:
+            group.passed(slots, num_tokens)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether copies wait for a step."""
+        return any(group.has_copies for group in self.groups)
+
+    # -- sequences --------------------------------------------------------------------------------
+
+    def fork(
+        self, leader: int, follower: int, length: int, spares: Spares, at: int, step: int
+    ) -> None:
+        """See `WindowPages.fork`. `at`: the place of the follower's spare page; no `spares`: the
+        last page is full."""
+        for index, group in enumerate(self.groups):
+            spare = int(spares[index][at]) if spares else None
+            group.fork(leader, follower, length, spare, step)
+
+    def pages(self, slot: int) -> AllKept:
+        """The pages of the sequence in `slot`."""
+        return tuple(group.pages(slot) for group in self.groups)
+
+    def take(self, slot: int) -> AllKept:
+        """Takes the pages of a sequence that leaves its slot."""
+        return tuple(group.take(slot) for group in self.groups)
+
+    def keep(self, kept: AllKept) -> None:
+        """A transfer may use these pages, which were taken."""
+        for group, own in zip(self.groups, kept, strict=True):
+            group.keep(own)
+
+    def release_kept(self, kept: AllKept) -> None:
+        """No transfer uses them any more."""
+        for group, own in zip(self.groups, kept, strict=False):
+            group.release_kept(own)
+
+    def release(self, kept: AllKept) -> None:
+        """Lets pages go that were taken."""
+        for group, own in zip(self.groups, kept, strict=True):
+            group.blocks.release(own.pages)
+
+    def publish(self, kept: AllKept, keys: Sequence[bytes]) -> None:
+        """Keys the complete pages among these. `keys` are those of the sequence."""
+        for group, own in zip(self.groups, kept, strict=True):
+            group.publish(own, keys)
+
+    def inspect(self) -> None:
+        """See `BlockManager.inspect`."""
+        for group in self.groups:
+            group.blocks.inspect()
+
+
+def other_groups(
+    config: Bounds, kinds: Sequence[Kind], managers: Sequence[BlockManager]
+) -> OtherGroups:
+    """The groups beyond group 0, each with the manager of its pages."""
+    groups = []
+    for kind, blocks in zip(kinds, managers, strict=True):
+        assert isinstance(kind, Window), "one group alone keeps all tokens"
+        groups.append(WindowPages(config, kind, blocks))
+    return OtherGroups(groups)

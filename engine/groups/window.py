@@ -1,0 +1,228 @@
+"""The pages of layers with a window: a sequence keeps those of the last tokens.
+
+The page of a token is at the same place in a sequence's table as in group 0. Places before `first`
+are empty. Pages come with the chunk, or the token, that is stored in them. They go when the step
+that read them last has settled: then no step in flight reads them, and none that follows.
+
+What a sequence keeps allows it to be continued at the last border between pages, too. So a prompt
+that is computed again, here or on another worker, finds the window before that border.
+
+A sequence needs a bounded number of pages, and they are promised to it when it gets a slot:
+
+    sum over slots of max(held, needed) + held for transfers + room for chunks <= all pages
+
+So a sequence never lacks a page for longer than until the step in flight has settled, and nobody is
+preempted for a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.bounds import Bounds
+from engine.group_pages import GroupGrant, GroupPages
+from engine.groups.sizing import chunk_pages
+from engine.groups.spec import Window
+from engine.pages.blocks import BlockManager
+from engine.step.plan import GroupTable, Int32s
+from engine.types import SCRATCH_PAGE
+
+Slots = NDArray[np.intp]
+
+
+class WindowPages:
+    """Who holds which page of a window's group. It belongs to the step loop's thread."""
+
+    def __init__(self, config: Bounds, window: Window, blocks: BlockManager) -> None:
+        """`blocks` are the group's pages."""
+        slots, size = config.max_sequences, config.page_size
+        self.blocks = blocks
+        self.table = np.zeros((slots, -(-config.max_context_tokens // size)), np.int32)
+        self.first = np.zeros(slots, np.int32)
+        """By slot: index of the first page that is held."""
+        self.end = np.zeros(slots, np.int32)
+        """By slot: index behind the last one."""
+        self._window = window
+        self._size = size
+        self._before = window.pages_before(size)
+        self._most = window.most_pages(size)
+        self._chunks = min(chunk_pages(config), blocks.total // 2)
+        self._kept = 0
+        """Pages that transfers may use, of sequences without a slot."""
+        self._copies: dict[int, int] = {}
+        """Target page -> source page, for the next step."""
+
+    # -- how many pages ---------------------------------------------------------------------------
+
+    def needed(self, final_pages: int) -> int:
+        """Pages that a sequence holds at most, beside those of a chunk, if it ends with so many
+        pages in group 0."""
+        return min(final_pages, self._most)
+
+    def can_ever_hold(self, sequences: int, final_pages: int) -> bool:
+        """Whether so many sequences fit into an empty group."""
+        return sequences * self.needed(final_pages) + self._chunks <= self.blocks.total
+
+    def has_room(self, sequences: int, final_pages: int, slots: Int32s) -> bool:
+        """Whether so many sequences fit beside those in slots. `slots`: final pages by slot."""
+        held, needed = self.end - self.first, np.minimum(slots, self._most)
+        chunks = max(0, self._chunks - int(np.maximum(held - needed, 0).sum()))
+        wanted = sequences * self.needed(final_pages)
+        return wanted + self._promised(slots) + chunks <= self.blocks.total
+
+    def _promised(self, final_pages: Int32s) -> int:
+        held = self.end - self.first
+        return int(np.maximum(held, np.minimum(final_pages, self._most)).sum()) + self._kept
+
+    def most_end(self, slot: int, final_pages: Int32s) -> int:
+        """The tokens up to which the prompt in `slot` may have pages now."""
+        held = int(self.end[slot] - self.first[slot])
+        own = max(0, self.needed(int(final_pages[slot])) - held)
+        free = self.blocks.total - self._promised(final_pages) + own
+        return (int(self.end[slot]) + max(0, min(free, self.blocks.available))) * self._size
+
+    # -- the prefix cache -------------------------------------------------------------------------
+
+    def resumable(self, keys: Sequence[bytes], most: int) -> int:
+        """The most leading pages, up to `most`, behind which a sequence can go on: the window
+        before their end is in the cache."""
+        run, end = 0, most
+        if not self._before:
+            return most
+        for index in range(most - 1, -1, -1):
+            if self.blocks.page_of(keys[index]) is None:
+                run, end = 0, index
+                continue
+            run += 1
+            if run >= self._before:
+                return end
+        return end  # What is left reaches back to the first token.
+
+    def begin(self, slot: int, keys: Sequence[bytes], cached: int) -> None:
+        """A sequence goes on behind `cached` pages, which `resumable` allowed."""
+        first = max(0, cached - self._before)
+        pages = self.blocks.acquire(keys[first:cached])
+        assert len(pages) == cached - first, "the window before a cached prefix is cached"
+        self._set(slot, GroupPages(first, pages))
+
+    def reserve(self, slot: int, num_tokens: int, keys: Sequence[bytes]) -> GroupGrant:
+        """Pages for the window of a prompt that another worker computes."""
+        first = self.kept_from(num_tokens)
+        cached = self.blocks.acquire(keys[first:])
+        count = -(-num_tokens // self._size) - first - len(cached)
+        kept = GroupPages(first, np.concatenate([cached, self.blocks.allocate(count)]))
+        self._set(slot, kept)
+        return GroupGrant(first, kept.pages, len(cached))
+
+    def publish(self, kept: GroupPages, keys: Sequence[bytes]) -> None:
+        """Keys the complete pages among these. `keys` are those of the sequence."""
+        complete = keys[kept.first_page : kept.first_page + len(kept.pages)]
+        self.blocks.publish(kept.pages[: len(complete)], complete, kept.first_page)
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def extend(self, slot: int, end_token: int) -> None:
+        """Gives the prompt in `slot` pages up to `end_token`."""
+        end, needed = int(self.end[slot]), -(-end_token // self._size)
+        if needed > end:
+            self.table[slot, end:needed] = self.blocks.allocate(needed - end)
+            self.end[slot] = needed
+
+    def grow(self, rows: Slots, kv_len: Int32s, seniority: NDArray[np.int64]) -> Slots:
+        """Gives decode rows a page for the token that each stores next. Returns the rows that wait
+        for one. `kv_len` and `seniority` are by row."""
+        short = kv_len >= self.end[rows] * self._size
+        if not short.any():
+            return rows[:0]
+        oldest = np.argsort(seniority[short], kind="stable")
+        wanting = rows[short][oldest]
+        served, waiting = np.split(wanting, [min(len(wanting), self.blocks.available)])
+        self.table[served, self.end[served]] = self.blocks.allocate_apart(len(served))
+        self.end[served] += 1
+        return waiting
+
+    def table_of(self, slots: Int32s, starts: Int32s, contexts: Int32s, step: int) -> GroupTable:
+        """The pages of a step's rows, whose new tokens are at positions [start, context). Makes
+        this step their last writer."""
+        size = self._size
+        skipped = np.maximum(starts - self._window.tokens + 1, 0) // size
+        used = -(-contexts // size) - skipped
+        columns = np.arange(max(1, int(used.max(initial=1))), dtype=np.int32)
+        inside = columns < used[:, None]
+        at = np.where(inside, skipped[:, None] + columns, 0)
+        pages = np.where(inside, self.table[slots[:, None], at], SCRATCH_PAGE)
+        written = inside & (at >= starts[:, None] // size)
+        self.blocks.mark_written(pages[written], step)
+        copies, self._copies = self._copies, {}
+        return GroupTable(
+            pages.astype(np.int32, copy=False),
+            skipped.astype(np.int32, copy=False),
+            np.fromiter(copies.values(), np.int32, len(copies)),
+            np.fromiter(copies.keys(), np.int32, len(copies)),
+        )
+
+    def kept_from(self, num_tokens: int) -> int:
+        """Index of the first page that a sequence of so many tokens keeps."""
+        return max(0, (num_tokens - 1) // self._size - self._before)
+
+    def passed(self, slots: Slots | Int32s, num_tokens: Int32s) -> None:
+        """A step has settled with which the sequences in these slots have so many tokens stored.
+        Pages that only this step and earlier ones have read are let go. They are the first to be
+        evicted: the last pages of a sequence that has ended are worth more."""
+        first = np.maximum((num_tokens - 1) // self._size - self._before, 0)
+        moved = first > self.first[slots]
+        if not moved.any():
+            return
+        slots, first = slots[moved], first[moved]
+        for slot, end in zip(slots.tolist(), first.tolist(), strict=True):
+            self.blocks.unpin(self.table[slot, self.first[slot] : end])
+        self.first[slots] = first
+
+    # -- sequences --------------------------------------------------------------------------------
+
+    def fork(self, leader: int, follower: int, length: int, spare: int | None, step: int) -> None:
+        """The follower goes on from the leader's `length` tokens. Full pages are shared. A partial
+        page is copied to `spare` before `step`, the next one."""
+        first, end = max(self.kept_from(length), int(self.first[leader])), int(self.end[leader])
+        own = self.table[leader, first:end].copy()
+        if spare is None:
+            self.blocks.share(own)
+        else:
+            self.blocks.share(own[:-1])
+            self._copies[spare] = int(own[-1])
+            self.blocks.mark_written(np.array([spare, own[-1]], np.int32), step)
+            own[-1] = spare
+        self._set(follower, GroupPages(first, own))
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether copies wait for a step."""
+        return bool(self._copies)
+
+    def take(self, slot: int) -> GroupPages:
+        """Takes the pages of a sequence that leaves its slot. The caller lets them go."""
+        first, end = int(self.first[slot]), int(self.end[slot])
+        self.first[slot] = self.end[slot] = 0
+        return GroupPages(first, self.table[slot, first:end].copy())
+
+    def pages(self, slot: int) -> GroupPages:
+        """The pages of the sequence in `slot`."""
+        first, end = int(self.first[slot]), int(self.end[slot])
+        return GroupPages(first, self.table[slot, first:end].copy())
+
+    def keep(self, kept: GroupPages) -> None:
+        """A transfer may use these pages, which have been taken."""
+        self._kept += len(kept.pages)
+
+    def release_kept(self, kept: GroupPages) -> None:
+        """No transfer uses them any more."""
+        self._kept -= len(kept.pages)
+        self.blocks.release(kept.pages)
+
+    def _set(self, slot: int, kept: GroupPages) -> None:
+        end = kept.first_page + len(kept.pages)
+        self.table[slot, kept.first_page : end] = kept.pages
+        self.first[slot], self.end[slot] = kept.first_page, end

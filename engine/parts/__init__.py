@@ -1,0 +1,1 @@
+"""The parts of an engine, and how they are made."""

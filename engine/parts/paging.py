@@ -1,0 +1,196 @@
+"""The pages of an engine: groups of layers, and a rank's part of their memory."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+
+from engine import memory
+from engine.config import EngineConfig
+from engine.groups.sizing import pages_of_groups
+from engine.groups.spec import Full, GroupSpec, Kind, Plane, name_of, split_layers
+from engine.model import LoadedModel
+from engine.pool.kinds import pool_type
+from engine.pool.kv_pool import KvPool
+from engine.pool.pools import KvPools, make_pools
+from engine.tiers.arena import HostArena
+from engine.tiers.touching import HostMemoryError
+
+log = logging.getLogger("baton.engine")
+
+
+class EngineError(Exception):
+    """The engine cannot be built as configured; the message says what to change."""
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of this name.
+
+    Raises:
+        EngineError: there is none.
+    """
+    dtypes = {
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+    }
+    if name not in dtypes:
+        raise EngineError(f"dtype {name!r} is not one of {', '.join(dtypes)}")
+    return dtypes[name]
+
+
+def why_one_group(config: EngineConfig) -> str:
+    """Why layers with a window keep the pages of all tokens here; empty: they do not."""
+    if config.kv_host_bytes:
+        return "kv_host_gib is set: tiers below the pool have pages of one kind"
+    if config.hooks:
+        return "hooks are set: they see the pages of all layers"
+    return "" if config.free_windows else "pages go to other workers, in one kind"
+
+
+def groups_of(config: EngineConfig, loaded: LoadedModel) -> tuple[GroupSpec, ...]:
+    """The groups of the whole model, group 0 first."""
+    windows = windows_of(loaded)
+    split: tuple[tuple[Kind, tuple[int, ...]], ...] = ((Full(), tuple(range(len(windows)))),)
+    if any(windows) and not why_one_group(config):
+        split = split_layers(windows)
+    specs = []
+    for kind, own in split:
+        page = _page(config, loaded, len(own))
+        plane = Plane(own, page.head_bytes, page.precision)
+        specs.append(GroupSpec(name_of(kind), kind, (plane,), loaded.config.kept.kv_heads))
+    return tuple(specs)
+
+
+def windows_of(loaded: LoadedModel) -> list[int | None]:
+    """For each layer the tokens that are read later; None: all."""
+    return [mixer.kept.window for mixer in loaded.config.mixers]
+
+
+def share_of(specs: tuple[GroupSpec, ...], loaded: LoadedModel) -> tuple[GroupSpec, ...]:
+    """The part of the groups that a rank holds."""
+    units = loaded.model.shard.shared(loaded.config.kept.kv_heads).size
+    return tuple(replace(spec, units=units) for spec in specs)
+
+
+def _page(config: EngineConfig, loaded: LoadedModel, num_layers: int) -> KvPool:
+    """A page of a rank, without memory."""
+    kept = loaded.config.kept
+    return pool_type(config.kv_cache_dtype, config.page_size)(
+        num_pages=1,
+        num_layers=num_layers,
+        num_kv_heads=loaded.model.shard.shared(kept.kv_heads).size,
+        head_dim=kept.head_dim,
+        page_size=config.page_size,
+        dtype=dtype_of(config.dtype),
+        device=torch.device("meta"),
+    )
+
+
+def page_of(config: EngineConfig, loaded: LoadedModel) -> KvPool:
+    """A rank's part of a page of group 0, without memory."""
+    return _page(config, loaded, len(groups_of(config, loaded)[0].layers))
+
+
+def scratch_pages(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> KvPools:
+    """A rank's part of the scratch pages alone."""
+    specs = groups_of(config, loaded)
+    return _allocate([1] * len(specs), specs, config, loaded, device)
+
+
+def context_of(config: EngineConfig, loaded: LoadedModel, num_pages: int) -> int:
+    """The longest context, given so many pages: what is asked for, what the model allows, or what
+    all pages but the scratch page hold."""
+    longest = loaded.config.max_position_embeddings
+    asked = config.max_context_tokens or longest
+    return min(asked, longest, (num_pages - 1) * config.page_size)
+
+
+def make_pages(
+    num_pages: int, config: EngineConfig, loaded: LoadedModel, device: torch.device
+) -> KvPools:
+    """A rank's part of so many pages of group 0, and of the other groups' pages.
+
+    Raises:
+        EngineError: there is no memory for them.
+    """
+    specs = groups_of(config, loaded)
+    page_bytes = share_of(specs, loaded)[0].page_bytes
+    if num_pages < 2:
+        raise EngineError(
+            f"memory is left for {max(0, num_pages)} pages of {page_bytes} bytes: raise"
+            " kv_memory_gib or gpu_memory_utilization, or lower max_step_tokens or max_sequences"
+        )
+    counts = pages_of_groups(num_pages, specs, config)
+    sizes = zip(counts, share_of(specs, loaded), strict=True)
+    size = sum(count * spec.page_bytes for count, spec in sizes)
+    what = f"{num_pages} pages of {page_bytes} bytes"
+    if len(specs) > 1:
+        what += f", and those of windows, {size} bytes in all,"
+    if device.type == "cpu" and size > memory.available_bytes():
+        raise EngineError(f"{what} are more than the memory left: lower num_pages or kv_memory_gib")
+    try:
+        pools = _allocate(counts, specs, config, loaded, device)
+    except torch.OutOfMemoryError as error:
+        raise EngineError(
+            f"{what} are more than the GPU has left: lower"
+            " num_pages, kv_memory_gib or gpu_memory_utilization"
+        ) from error
+    _log(pools, config, loaded)
+    return pools
+
+
+def _log(pools: KvPools, config: EngineConfig, loaded: LoadedModel) -> None:
+    for spec, pool in zip(pools.specs, pools, strict=True):
+        log.info(
+            "pages of group %s: %d of %d bytes, of %d layers",
+            spec.name, pool.num_pages, pool.page_bytes, pool.num_layers,
+        )  # fmt: skip
+    if any(windows_of(loaded)) and len(pools) == 1:
+        reason = why_one_group(config) or "no layer of the model sees all tokens"
+        log.info("layers with a window keep the pages of all tokens: %s", reason)
+
+
+def _allocate(
+    counts: list[int],
+    specs: tuple[GroupSpec, ...],
+    config: EngineConfig,
+    loaded: LoadedModel,
+    device: torch.device,
+) -> KvPools:
+    kept = loaded.config.kept
+    return make_pools(
+        pool_type(config.kv_cache_dtype, config.page_size),
+        specs,
+        counts,
+        num_kv_heads=loaded.model.shard.shared(kept.kv_heads).size,
+        head_dim=kept.head_dim,
+        page_size=config.page_size,
+        dtype=dtype_of(config.dtype),
+        device=device,
+    )
+
+
+def make_arena(config: EngineConfig, pool: KvPool) -> HostArena:
+    """A rank's part of the host memory.
+
+    Raises:
+        EngineError: it is not there, or holds too few pages.
+    """
+    try:
+        return HostArena(config.rank_host_bytes, pool.data.shape[1], pool.device)
+    except (HostMemoryError, ValueError) as error:
+        raise EngineError(str(error)) from error
+
+
+def resolved(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> EngineConfig:
+    """The configuration with what follows from the model and the pages: equal on all ranks."""
+    return replace(
+        config,
+        max_context_tokens=context_of(config, loaded, pool.num_pages),
+        eos_token_ids=frozenset(loaded.config.eos_token_ids),
+        kv_precision=pool.precision,
+        gathers=pool.gathers,
+    )

@@ -1,0 +1,80 @@
+"""Makes the scheduler of an engine, with the books of its pages and the tiers below them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from engine.config import EngineConfig, tiers_obstacle
+from engine.groups.others import other_groups
+from engine.hooks.requests import RequestHooks
+from engine.pages.blocks import BlockManager
+from engine.pages.eviction import EVICTION_POLICIES
+from engine.pages.poison import PagePoison
+from engine.parts.paging import EngineError
+from engine.pool.pools import KvPools
+from engine.sampling import Sampler
+from engine.schedule.policies import POLICIES
+from engine.schedule.scheduler import Scheduler
+from engine.step.hooks import Hook
+from engine.tiers.build import StoreConfig, build_tiers
+from engine.tiers.movers import PageMover
+from engine.tiers.protocol import PageTiers
+from engine.tiers.stores.protocol import StoreError
+from engine.tiers.touching import HostMemoryError
+
+MakeMover = Callable[[PageMover], PageMover]
+"""Makes rank 0's mover one of all ranks."""
+
+
+def scheduler_of(
+    config: EngineConfig,
+    pools: KvPools,
+    sampler: Sampler,
+    hooks: Sequence[Hook],
+    stores: StoreConfig,
+    mover: MakeMover | None,
+) -> Scheduler:
+    """The scheduler of rank 0.
+
+    Raises:
+        EngineError: there can be no tiers as configured.
+    """
+    managers = [
+        BlockManager(
+            pool.num_pages,
+            EVICTION_POLICIES[config.eviction](),
+            PagePoison(pool.data) if config.poison_freed_pages else None,
+        )
+        for pool in pools
+    ]
+    kinds = [spec.kind for spec in pools.specs]
+    tiers = _build_tiers(config, pools, managers[0], stores, mover)
+    asked = RequestHooks(hooks, config.max_sequences, config.hook_limit_s) if hooks else None
+    policy = POLICIES[config.scheduling]()
+    others = other_groups(config, kinds[1:], managers[1:])
+    return Scheduler(config, managers[0], sampler, policy, tiers, asked, others)
+
+
+def _build_tiers(
+    config: EngineConfig,
+    pools: KvPools,
+    blocks: BlockManager,
+    stores: StoreConfig,
+    mover: MakeMover | None,
+) -> PageTiers:
+    host, wanted = config.kv_host_bytes > 0, bool(config.kv_stores)
+    obstacle = tiers_obstacle(host=host, stores=wanted, prefix_cache=config.prefix_cache)
+    if obstacle:
+        raise EngineError(obstacle)
+    try:
+        return build_tiers(
+            config.rank_host_bytes,
+            pools.first.data,
+            blocks,
+            config.eviction,
+            config.page_size,
+            stores,
+            mover,
+        )
+    except (HostMemoryError, StoreError, ValueError) as error:
+        raise EngineError(str(error)) from error

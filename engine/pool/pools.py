@@ -1,0 +1,117 @@
+"""The pools of all groups of a rank, in one allocation.
+
+Each group has a run of it. Page ids of a group count from the start of its run, and page 0 of each
+is a scratch page of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.groups.spec import Full, GroupSpec, Plane
+from engine.pool.kv_pool import KvPool
+
+ALIGNMENT = 4096
+"""A group's run begins at a multiple of so many bytes."""
+
+
+class Place(NamedTuple):
+    """Where a layer's state is."""
+
+    group: int
+    layer: int
+    """Its index among the layers of the group."""
+
+
+class KvPools:
+    """A pool for each group; the one of group 0 is first."""
+
+    def __init__(self, specs: Sequence[GroupSpec], pools: Sequence[KvPool], data: Tensor) -> None:
+        """`pools` have their pages in `data`, [bytes] uint8."""
+        self.specs = tuple(specs)
+        self.data = data
+        self._pools = tuple(pools)
+        places = {
+            layer: Place(group, index)
+            for group, spec in enumerate(specs)
+            for index, layer in enumerate(spec.layers)
+        }
+        self.places = tuple(places[layer] for layer in range(len(places)))
+        """By layer of the model."""
+
+    @property
+    def first(self) -> KvPool:
+        """The pool of group 0."""
+        return self._pools[0]
+
+    @property
+    def others(self) -> tuple[KvPool, ...]:
+        """The pools of the other groups."""
+        return self._pools[1:]
+
+    @property
+    def offsets(self) -> list[int]:
+        """Where the run of each group begins, bytes."""
+        return starts_of([pool.num_pages * pool.page_bytes for pool in self._pools])[:-1]
+
+    def of_layer(self, layer: int) -> tuple[KvPool, int]:
+        """The pool that has a layer of the model, and the layer's index there."""
+        place = self.places[layer]
+        return self._pools[place.group], place.layer
+
+    def __iter__(self) -> Iterator[KvPool]:
+        return iter(self._pools)
+
+    def __len__(self) -> int:
+        return len(self._pools)
+
+    def __getitem__(self, group: int) -> KvPool:
+        return self._pools[group]
+
+
+def starts_of(sizes: Sequence[int]) -> list[int]:
+    """Where runs of so many bytes begin, and the end of the last one."""
+    starts = [0]
+    for size in sizes:
+        starts.append(-(-(starts[-1] + size) // ALIGNMENT) * ALIGNMENT)
+    return starts
+
+
+def make_pools(
+    kind: type[KvPool],
+    specs: Sequence[GroupSpec],
+    counts: Sequence[int],
+    *,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> KvPools:
+    """Allocates `counts` pages of each group, with the heads that this rank holds."""
+    make = partial(
+        kind, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size, dtype=dtype
+    )
+    nowhere, sizes = torch.device("meta"), []
+    for spec, count in zip(specs, counts, strict=True):
+        page = make(num_pages=1, num_layers=len(spec.layers), device=nowhere)
+        sizes.append(count * page.page_bytes)
+    starts = starts_of(sizes)
+    data = torch.empty(starts[-1], dtype=torch.uint8, device=device).zero_()
+    pools = []
+    for spec, count, start, size in zip(specs, counts, starts, sizes, strict=False):
+        own, layers = data[start : start + size], len(spec.layers)
+        pools.append(make(num_pages=count, num_layers=layers, device=device, data=own))
+    return KvPools(specs, pools, data)
+
+
+def one_group(pool: KvPool) -> KvPools:
+    """A pool that holds all layers of a model, as the only group."""
+    plane = Plane(tuple(range(pool.num_layers)), pool.head_bytes, pool.precision)
+    spec = GroupSpec("full", Full(), (plane,), pool.num_kv_heads)
+    return KvPools([spec], [pool], pool.data.view(-1))
