@@ -50,10 +50,11 @@ class OtherGroups:
                 most = group.resumable(keys, most)
         return most
 
-    def begin(self, slot: int, keys: Sequence[bytes], cached: int) -> None:
-        """The prompt in `slot` is computed behind its first `cached` pages."""
+    def begin(self, slot: int, keys: Sequence[bytes], cached: int, known: int) -> None:
+        """The prompt in `slot` is computed behind its first `cached` pages. Group 0 knew so many of
+        them."""
         for group in self.groups:
-            group.begin(slot, keys, cached)
+            group.begin(slot, keys, cached, known)
 
     def reserve(self, slot: int, num_tokens: int, keys: Sequence[bytes]) -> tuple[GroupGrant, ...]:
         """Pages for a prompt that another worker computes."""

@@ -4,6 +4,11 @@ The page of a token is at the same place in a sequence's table as in group 0. Pl
 are empty. Pages come with the chunk, or the token, that is stored in them. They go when the step
 that read them last has settled: then no step in flight reads them, and none that follows.
 
+Pages that are let go stay in the prefix cache, and most of them go first: there are many, and few
+are found again. Two kinds are worth more: the last pages of a sequence that has ended, behind which
+the next turn goes on; and those before the place up to which group 0 knew the prompt, because
+prompts that begin alike go on there. If they were missing this time, they are there from now on.
+
 What a sequence keeps allows it to be continued at the last border between pages, too. So a prompt
 that is computed again, here or on another worker, finds the window before that border.
 
@@ -18,6 +23,7 @@ preempted for a window.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +51,8 @@ class WindowPages:
         """By slot: index of the first page that is held."""
         self.end = np.zeros(slots, np.int32)
         """By slot: index behind the last one."""
+        self._known = np.zeros(slots, np.int32)
+        """By slot: pages of the prompt that group 0 knew."""
         self._window = window
         self._size = size
         self._before = window.pages_before(size)
@@ -101,12 +109,14 @@ class WindowPages:
                 return end
         return end  # What is left reaches back to the first token.
 
-    def begin(self, slot: int, keys: Sequence[bytes], cached: int) -> None:
-        """A sequence goes on behind `cached` pages, which `resumable` allowed."""
+    def begin(self, slot: int, keys: Sequence[bytes], cached: int, known: int) -> None:
+        """A sequence goes on behind `cached` pages, which `resumable` allowed. Group 0 knew so many
+        pages of its prompt."""
         first = max(0, cached - self._before)
         pages = self.blocks.acquire(keys[first:cached])
         assert len(pages) == cached - first, "the window before a cached prefix is cached"
         self._set(slot, GroupPages(first, pages))
+        self._known[slot] = known
 
     def reserve(self, slot: int, num_tokens: int, keys: Sequence[bytes]) -> GroupGrant:
         """Pages for the window of a prompt that another worker computes."""
@@ -115,6 +125,7 @@ class WindowPages:
         count = -(-num_tokens // self._size) - first - len(cached)
         kept = GroupPages(first, np.concatenate([cached, self.blocks.allocate(count)]))
         self._set(slot, kept)
+        self._known[slot] = 0
         return GroupGrant(first, kept.pages, len(cached))
 
     def publish(self, kept: GroupPages, keys: Sequence[bytes]) -> None:
@@ -170,16 +181,23 @@ class WindowPages:
 
     def passed(self, slots: Slots | Int32s, num_tokens: Int32s) -> None:
         """A step has settled with which the sequences in these slots have so many tokens stored.
-        Pages that only this step and earlier ones have read are let go. They are the first to be
-        evicted: the last pages of a sequence that has ended are worth more."""
+        Pages that only this step and earlier ones have read are let go."""
         first = np.maximum((num_tokens - 1) // self._size - self._before, 0)
         moved = first > self.first[slots]
         if not moved.any():
             return
         slots, first = slots[moved], first[moved]
         for slot, end in zip(slots.tolist(), first.tolist(), strict=True):
-            self.blocks.unpin(self.table[slot, self.first[slot] : end])
+            self._let_go(slot, int(self.first[slot]), end)
         self.first[slots] = first
+
+    def _let_go(self, slot: int, first: int, end: int) -> None:
+        known = int(self._known[slot])
+        warm = [min(max(at, first), end) for at in (known - self._before, known)]
+        borders = [first, *warm, end]
+        cold, kept, more = (self.table[slot, a:b] for a, b in pairwise(borders))
+        self.blocks.release(kept)
+        self.blocks.unpin(np.concatenate([cold, more]))
 
     # -- sequences --------------------------------------------------------------------------------
 

@@ -328,8 +328,10 @@ class Admission:
         for sequence in sequences:
             self._batch.enter(sequence, SlotState.PREFILLING)
         leader = sequences[0]
-        held = self._allocate_prompt(leader.slot, len(tokens), keys[: self._resumable(keys)])
-        self._batch.others.begin(leader.slot, keys, held)
+        known = self._blocks.count_cached(keys)
+        used = self._batch.others.resumable(keys, known)
+        held = self._allocate_prompt(leader.slot, len(tokens), keys[:used])
+        self._batch.others.begin(leader.slot, keys, held, known)
         cached = held * self._config.page_size
         loaded = self._loaded_tokens(leader, cached)
         self.cached_tokens += cached

@@ -14,6 +14,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.group_pages import GroupPages
 from engine.schedule.scheduler import Scheduler
 from engine.step.attention import AttentionSpec, Specs
 from engine.types import (
@@ -165,11 +166,17 @@ def hand_off(
     finish(first, second)
     assert first.prefilled is not None
     assert second.reserved is not None
-    target, held = second.reserved.pages, second.reserved.held_pages
-    source = prefill_pages(prefill, first)
-    decode.pool.data[torch.from_numpy(target[held:]).long()] = prefill.pool.data[
-        torch.from_numpy(source[held:]).long()
-    ]
+    grant = second.reserved
+    sources, targets = prefill_pages(prefill, first), [(0, grant.pages, grant.held_pages)]
+    targets += grant.others
+    for group, ((has, source), (wants, target, held)) in enumerate(
+        zip(sources, targets, strict=True)
+    ):
+        source = source[wants - has :]
+        assert len(source) == len(target), "what is wanted is held"
+        decode.pools[group].data[torch.from_numpy(target[held:]).long()] = prefill.pools[
+            group
+        ].data[torch.from_numpy(source[held:]).long()]
     for choice, record in enumerate(first.prefilled.records):
         second.records[choice].append(record)
     decode.deliver(second.request.id, first.prefilled.records)
@@ -178,18 +185,19 @@ def hand_off(
     return second
 
 
-def prefill_pages(engine: Engine, run: Run) -> np.ndarray:
-    """The pages that a prefilled request holds, read on the step loop's thread."""
-    found: list[np.ndarray] = []
+def prefill_pages(engine: Engine, run: Run) -> list[GroupPages]:
+    """The pages of each group that a prefilled request holds, read on the step loop's thread."""
+    found: list[GroupPages] = []
     ready = threading.Event()
 
     def look(scheduler) -> None:
-        found.append(scheduler.requests.by_id[run.request.id].held_pages)
+        active = scheduler.requests.by_id[run.request.id]
+        found.extend([GroupPages(0, active.held_pages), *active.other_held])
         ready.set()
 
     engine._loop.post(look)
     assert ready.wait(60)
-    return found[0]
+    return found
 
 
 def check_baseline(engine: Engine) -> None:
@@ -201,7 +209,9 @@ def check_baseline(engine: Engine) -> None:
         try:
             scheduler.check_invariants()
             assert not scheduler.requests.by_id, "a request was left behind"
-            assert scheduler.blocks.available == scheduler.blocks.total, "a page was left behind"
+            managers = [scheduler.blocks, *(group.blocks for group in scheduler.others.groups)]
+            for blocks in managers:
+                assert blocks.available == blocks.total, "a page was left behind"
         except AssertionError as error:
             problems.append(error)
         ready.set()

@@ -138,7 +138,7 @@ def continuation(prefill: Engine, decode: Engine, first: int | None) -> list[int
     source = submit(prefill, PROMPT, 12, mode=Mode.PREFILL, **options)
     target = submit(decode, PROMPT, 12, mode=Mode.RECEIVE, **options)
     finish(source, target)
-    pages = prefill.pool.data[torch.from_numpy(prefill_pages(prefill, source)).long()]
+    pages = prefill.pool.data[torch.from_numpy(prefill_pages(prefill, source)[0].pages).long()]
     decode.pool.data[torch.from_numpy(target.reserved.pages).long()] = pages
     records = list(source.prefilled.records)
     if first is not None:

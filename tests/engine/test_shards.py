@@ -18,8 +18,8 @@ from engine.model.mixers.attention import Attention
 from engine.model.region import Range
 from engine.model.shard import Shard
 from engine.model.sources import Safetensors
-from engine.ranks.steps import COLUMNS, decode, encode
-from engine.step.plan import ScorePlan, StepPlan
+from engine.ranks.steps import COLUMNS, GROUP, decode, encode
+from engine.step.plan import GroupTable, ScorePlan, StepPlan
 from engine.step.sampling import SamplePlan
 
 CPU = torch.device("cpu")
@@ -162,12 +162,21 @@ def test_a_step_comes_over_as_it_was_sent(whole):
     scores = tuple(ScorePlan(at, np.arange(5 + at, dtype=np.int32), at + 1) for at in (3, 9))
     more = {"sample_generations": nothing, "sample_indices": nothing, "scores": scores}
     more |= {"sample": SamplePlan(3), "whole_logits": whole}
-    plan = StepPlan(number=7, num_decodes=2, **columns, **more)
+    others = tuple(
+        GroupTable(
+            np.arange(4 * at, dtype=np.int32).reshape(4, at), np.full(4, at, np.int32), *copies
+        )
+        for at, copies in ((3, (nothing, nothing)), (1, (np.array([5, 6], np.int32),) * 2))
+    )
+    plan = StepPlan(number=7, num_decodes=2, **columns, **more, others=others)
     found = decode([bytes(frame) for frame in encode(plan)])
     for name in COLUMNS:
         assert np.array_equal(getattr(found, name), columns[name]), name
     assert (found.number, found.num_decodes, found.sample) == (7, 2, SamplePlan(3))
     assert found.whole_logits is whole
+    for other, sent in zip(found.others, others, strict=True):
+        for name in GROUP:
+            assert np.array_equal(getattr(other, name), getattr(sent, name)), name
     assert [(s.first_token, s.top_n, s.next_ids.tolist()) for s in found.scores] == [
         (s.first_token, s.top_n, s.next_ids.tolist()) for s in scores
     ]

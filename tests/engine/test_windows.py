@@ -1,0 +1,99 @@
+"""Layers with a window free their pages, and greedy output equals transformers by every path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from engine_kit import Run, build, check_baseline, finish, hand_off, submit
+from references import NOISE, References, references
+from test_engine_demo_model import first_difference
+from tiny_families import EVERY
+from tiny_models import write_tiny_model
+
+from engine.engine import Engine
+from engine.groups.spec import Window
+
+WINDOW, CHUNK, PAGE = 24, 64, 16
+MAX_TOKENS = 40
+BORDERS = (1, 15, 16, 17, 23, 24, 25, 39, 40, 41, 63, 64, 65, 80, 127, 128, 129, 200, 300)
+TINY = {
+    "gpt_oss": EVERY["gpt_oss"],
+    "gemma3": EVERY["gemma3"] | {"sliding_window": WINDOW},
+    "gemma2": EVERY["gemma2"] | {"sliding_window": WINDOW},
+    "olmo3": EVERY["olmo3"] | {"sliding_window": WINDOW},
+}
+TWO = {"max_sequences": 6, "max_step_tokens": CHUNK, "free_windows": True}
+
+
+class Case(NamedTuple):
+    """Two engines of one model, whose step and chunk differ."""
+
+    one: Engine
+    other: Engine
+    answers: References
+
+
+@pytest.fixture(scope="module", params=["gpt_oss", "gemma3"][:1])
+def case(request, tmp_path_factory) -> Iterator[Case]:
+    path = write_tiny_model(tmp_path_factory.mktemp(request.param), **TINY[request.param])
+    engines = build(path, **TWO), build(path, **TWO | {"max_step_tokens": 32})
+    yield Case(*engines, references(path))
+    for engine in engines:
+        check_baseline(engine)
+        engine.stop()
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(1000 * seed + length).integers(1, 384, length).tolist()
+
+
+def check(case: Case, run: Run, max_tokens: int = MAX_TOKENS, given: int = 0) -> None:
+    """Every choice has the tokens of transformers up to the first that noise may decide."""
+    want = case.answers(run.request.prompt_ids.tolist(), max_tokens, past_end=True)
+    for tokens in run.tokens:
+        found = want.tokens[:given] + tokens
+        assert len(found) == max_tokens
+        if found != want.tokens:
+            at = first_difference(found, want.tokens)
+            assert want.margins[at] < NOISE, f"token {at} differs"
+
+
+@pytest.mark.parametrize("length", BORDERS)
+def test_whole_in_chunks_and_from_the_cache(case, length):
+    assert [spec.kind for spec in case.one.pools.specs[1:]] == [Window(WINDOW)]
+    prompt = prompt_of(length)
+    for engine in (case.one, case.other):
+        for _ in range(3):
+            before = engine.load().prompt_tokens_cached
+            run = submit(engine, prompt, MAX_TOKENS, ignore_eos=True)
+            finish(run)
+            check(case, run)
+        assert engine.load().prompt_tokens_cached - before == (length - 1) // PAGE * PAGE
+
+
+@pytest.mark.parametrize("length", BORDERS)
+@pytest.mark.parametrize("choices", [1, 3])
+def test_handed_off(case, length, choices):
+    prompt = prompt_of(length, seed=3)
+    run = hand_off(case.other, case.one, prompt, MAX_TOKENS, choices=choices, ignore_eos=True)
+    check(case, run)
+    kept = Window(WINDOW).most_pages(PAGE)
+    assert len(run.reserved.others[0].pages) <= min(kept, -(-length // PAGE))
+    again = submit(case.one, prompt, MAX_TOKENS, ignore_eos=True)  # Behind the delivered window.
+    finish(again)
+    check(case, again)
+
+
+@pytest.mark.parametrize("length", [40, 97, 200])
+def test_forked_and_resumed(case, length):
+    prompt = prompt_of(length, seed=4)
+    run = submit(case.one, prompt, MAX_TOKENS, choices=3, ignore_eos=True)
+    finish(run)
+    check(case, run)
+    given = case.answers(prompt, MAX_TOKENS, past_end=True).tokens[:17]
+    run = submit(case.other, prompt, MAX_TOKENS, generated=[given], ignore_eos=True)
+    finish(run)
+    check(case, run, given=17)
