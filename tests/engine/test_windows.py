@@ -18,7 +18,9 @@ from engine.groups.spec import Window
 
 WINDOW, CHUNK, PAGE = 24, 64, 16
 MAX_TOKENS = 40
-BORDERS = (1, 15, 16, 17, 23, 24, 25, 39, 40, 41, 63, 64, 65, 80, 127, 128, 129, 200, 300)
+FAST = (16, 25, 65, 200)
+SLOW = (1, 15, 17, 23, 24, 39, 40, 41, 63, 64, 80, 127, 128, 129, 300)
+BORDERS = [*FAST, *(pytest.param(length, marks=pytest.mark.slow) for length in SLOW)]
 TINY = {
     "gpt_oss": EVERY["gpt_oss"],
     "gemma3": EVERY["gemma3"] | {"sliding_window": WINDOW},
@@ -26,6 +28,12 @@ TINY = {
     "olmo3": EVERY["olmo3"] | {"sliding_window": WINDOW},
 }
 TWO = {"max_sequences": 6, "max_step_tokens": CHUNK, "free_windows": True}
+
+
+FAMILIES = [
+    "gpt_oss",
+    *(pytest.param(n, marks=pytest.mark.slow) for n in ("gemma2", "gemma3", "olmo3")),
+]
 
 
 class Case(NamedTuple):
@@ -36,7 +44,7 @@ class Case(NamedTuple):
     answers: References
 
 
-@pytest.fixture(scope="module", params=["gpt_oss", "gemma3"][:1])
+@pytest.fixture(scope="module", params=FAMILIES)
 def case(request, tmp_path_factory) -> Iterator[Case]:
     path = write_tiny_model(tmp_path_factory.mktemp(request.param), **TINY[request.param])
     engines = build(path, **TWO), build(path, **TWO | {"max_step_tokens": 32})
