@@ -2,12 +2,13 @@
 
 python -m bench.decode_attention [--kv bf16 fp8] [--few | --batch ROWSxTOKENS ...]
                                  [--tiles B,W,S ...] [--division M,L,B,W,S ...]
-                                 [--sweep tiles|divisions] [--json FILE]
+                                 [--sweep tiles|divisions] [--width N ...] [--json FILE]
 
 A line for each batch, in us: the division for rows alike, that for rows that differ, the one that
 their lengths choose, and its bytes a second. 32 query heads, 8 KV heads of 128, pages of 16 tokens,
 bf16 or FP8 (whose bytes are those of K and V, without exponents). Eight calls over four layers are
-captured in a graph; the median of five pairs of replays is shown. A spread below 0.9 is uniform
+captured in a graph; the median of five pairs of replays is shown. `--width` gives each row so
+many new tokens. A spread below 0.9 is uniform
 around the tokens, 0.9 is the sigma of a log-normal distribution. `--few` takes five batches alone,
 `--batch` rows alike. `--tiles` adds the times with the chosen parts and other tiles, `--division`
 those with other divisions (most parts, least tokens, tiles), `--sweep tiles` the fastest of many
@@ -74,7 +75,12 @@ class Batch:
         places = torch.randperm(int(pages.sum()), generator=generator).int().split(pages.tolist())
         self._table = torch.nn.utils.rnn.pad_sequence(list(places), batch_first=True).cuda()
         self._contexts = self.lengths.cuda()
-        self._q = torch.randn(rows, KV_HEADS * GROUP, DIM, device="cuda", dtype=torch.bfloat16)
+        self.widen(1)
+
+    def widen(self, width: int) -> None:
+        """From now on each row has so many new tokens."""
+        shape = len(self.lengths) * width, KV_HEADS * GROUP, DIM
+        self._q = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
     def _fill(self) -> None:
         every = torch.arange(self._pool.num_pages * PAGE_TOKENS, device="cuda")
@@ -157,6 +163,37 @@ def swept(rows: int) -> Iterator[Division]:
             yield Division(most, least, one)
 
 
+def measured(batch: Batch, kind: str, width: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Times of a batch, which are also printed."""
+    rows = len(batch.lengths)
+    divisions = [
+        division(rows, KV_HEADS, differ=differ, tiles=FP8 if kind == "fp8" else PLAIN)
+        for differ in (False, True)
+    ]
+    alike_us, different_us = map(batch.time_us, divisions)
+    differ = lengths_differ(batch.lengths.numpy(), KV_HEADS)
+    chosen_us = different_us if differ else alike_us
+    line: dict[str, Any] = {"differ": differ, "alike_us": alike_us, "different_us": different_us}
+    said = f"{kind} {rows:4d} rows of {int(batch.lengths.sum()) // rows:5d}, width {width}:"
+    said += f" {alike_us:6.1f} {different_us:6.1f} us, {'different' if differ else 'alike'}"
+    said += f", {batch.kv_bytes / chosen_us / 1e6:.2f} TB/s"
+    others = [(one, divisions[differ]._replace(tiles=one)) for one in arguments.tiles]
+    others += [((*one[:2], *one.tiles), one) for one in arguments.division]
+    for name, other in others:
+        us = batch.time_us(other, or_never=True)
+        line[",".join(map(str, name))] = us
+        said += f"; {','.join(map(str, name))} {us:.1f}"
+    if arguments.sweep:
+        tiles_alone = arguments.sweep == "tiles"
+        several = tiles_of(divisions[differ]) if tiles_alone else swept(rows)
+        best = min((batch.time_us(one, or_never=True), one) for one in several)
+        line |= {"best_us": best[0], "best": best[1]}
+        said += f"; best {best[0]:.1f} us {batch.kv_bytes / best[0] / 1e6:.2f} TB/s"
+        said += f" {tuple(best[1])}"
+    print(said, flush=True)
+    return line
+
+
 def main() -> None:
     """Times every batch."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -167,6 +204,7 @@ def main() -> None:
         "--division", nargs="+", default=[], type=divided, metavar="MOST,LEAST,BLOCK,WARPS,STAGES"
     )
     parser.add_argument("--tiles", nargs="+", default=[], type=tile, metavar="BLOCK,WARPS,STAGES")
+    parser.add_argument("--width", type=int, nargs="+", default=[1])
     parser.add_argument("--sweep", choices=["tiles", "divisions"])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -174,41 +212,10 @@ def main() -> None:
     cases = arguments.batch or (FEW if arguments.few else CASES)
     for kind, (rows, tokens, spread) in product(arguments.kv, cases):
         batch = Batch(kind, rows, tokens, spread, generator)
-        divisions = [
-            division(rows, KV_HEADS, differ=differ, tiles=FP8 if kind == "fp8" else PLAIN)
-            for differ in (False, True)
-        ]
-        alike_us, different_us = map(batch.time_us, divisions)
-        differ = lengths_differ(batch.lengths.numpy(), KV_HEADS)
-        chosen_us = different_us if differ else alike_us
-        line: dict[str, Any] = {
-            "kv": kind,
-            "rows": rows,
-            "tokens": tokens,
-            "spread": spread,
-            "differ": differ,
-        }
-        line |= {"alike_us": alike_us, "different_us": different_us}
-        said = f"{kind} {rows:4d} rows of {tokens:5d}, spread {spread}:"
-        said += f" {alike_us:6.1f} {different_us:6.1f} us"
-        said += (
-            f", {'different' if differ else 'alike'}, {batch.kv_bytes / chosen_us / 1e6:.2f} TB/s"
-        )
-        others = [(one, divisions[differ]._replace(tiles=one)) for one in arguments.tiles]
-        others += [((*one[:2], *one.tiles), one) for one in arguments.division]
-        for name, other in others:
-            us = batch.time_us(other, or_never=True)
-            line[",".join(map(str, name))] = us
-            said += f"; {','.join(map(str, name))} {us:.1f}"
-        if arguments.sweep:
-            tiles_alone = arguments.sweep == "tiles"
-            several = tiles_of(divisions[differ]) if tiles_alone else swept(rows)
-            best = min((batch.time_us(one, or_never=True), one) for one in several)
-            line |= {"best_us": best[0], "best": best[1]}
-            said += f"; best {best[0]:.1f} us {batch.kv_bytes / best[0] / 1e6:.2f} TB/s"
-            said += f" {tuple(best[1])}"
-        print(said, flush=True)
-        found.append(line)
+        for width in arguments.width:
+            batch.widen(width)
+            case = {"kv": kind, "rows": rows, "tokens": tokens, "spread": spread, "width": width}
+            found.append(case | measured(batch, kind, width, arguments))
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1))
 

@@ -58,6 +58,7 @@ FLOORS = (
         "engine.cuda.products",
         "engine.cuda.experts",
         "engine.cuda.ranks",
+        "engine.cuda.speculation",
         "engine.cuda.steps",
     ),
     ("engine.loop",),

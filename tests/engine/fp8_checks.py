@@ -138,6 +138,21 @@ def check_few_rows() -> None:
             assert torch.equal(got, few_rows(*given))
 
 
+def check_few_rows_of_16_bits() -> None:
+    from engine.cuda.products.few_rows import Tiles, few_rows
+
+    ways = [Tiles(128, 64, 1, 4, 4), Tiles(64, 128, 4, 4, 4, EARLY), Tiles(64, 128, 2, 3, 4)]
+    for outputs, inputs, rows in SHAPES:
+        weight, x = draw(outputs, inputs).to(DTYPE), draw(rows, inputs, seed=1).to(DTYPE)
+        bias = draw(outputs).to(DTYPE)
+        want = x.double() @ weight.double().t() + bias.double()
+        for tiles in ways:
+            given = (weight, None, x, None, bias, torch.float32, tiles)
+            got = few_rows(*given)
+            assert relative_error(got, want) < 1e-5
+            assert torch.equal(got, few_rows(*given))
+
+
 def one_row_cases() -> Iterator[tuple[Tensor, Tensor, Rounded, Tensor]]:
     """Values, scales, a row, and the weight that the values stand for."""
     weight, x = round_rows(draw(100, 1024)), round_rows(draw(1, 1024, seed=1))

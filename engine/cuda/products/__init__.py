@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.cuda.products import fp8, one_row, single_row, unrounded_row
+from engine.cuda.products import fp8, one_row, single_row, sixteen_bits, unrounded_row
 from engine.cuda.products.rounding import rounded
 from engine.model.precision.rounding import Rounded, Rounding
 
@@ -15,7 +15,7 @@ class CudaProducts:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See `Kernels`."""
-        return single_row.linear(x, weight, bias)
+        return sixteen_bits.linear(x, weight, bias)
 
     def gated(self, x: Tensor, weight: Tensor) -> Tensor | None:
         """See `Kernels`."""

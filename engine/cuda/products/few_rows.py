@@ -1,4 +1,4 @@
-"""Products of few rows in FP8. Memory is nearly their only limit.
+"""Products of few rows, in FP8 or in 16 bits. Memory is nearly their only limit.
 
 1. A program takes a tile of output channels and a part of the input, so that narrow weights have
    enough programs, too. Weights are the left operand of the tensor cores, rows the right one:
@@ -12,7 +12,7 @@ Weights and activations come by the copy engine (TMA), which fills what lies bey
 zeros. So no size has to be a multiple of a tile's.
 
 Tensor cores add FP8 products with about 14 bits. So the sums of a step's inputs are added in
-float32, as DeepSeek-V3 does (arXiv 2412.19437, 3.3.2).
+float32, as DeepSeek-V3 does (arXiv 2412.19437, 3.3.2). Those of 16 bits they add in float32.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -87,14 +87,17 @@ def _scaled(acc, scales, x_scales, channel, row, rows, outputs, x_scales_row):
 @triton.jit
 def _sums(
     weights, activations, first, begin, end,
-    padded_rows: tl.constexpr, bn: tl.constexpr, bk: tl.constexpr,
+    padded_rows: tl.constexpr, bn: tl.constexpr, bk: tl.constexpr, scaled: tl.constexpr,
 ):  # fmt: skip
     """The sums of a part of the input, [channels, rows]. Copies beyond an edge are zeros."""
     acc = tl.zeros((bn, padded_rows), tl.float32)
     for step in range(begin, end):
         weight = weights.load([first, step * bk])
         taken = activations.load([0, step * bk])
-        acc += tl.dot(weight, taken.T)
+        if scaled:
+            acc += tl.dot(weight, taken.T)
+        else:
+            acc = tl.dot(weight, taken.T, acc)
     return acc
 
 
@@ -119,6 +122,8 @@ def _few_rows(
     parts: tl.constexpr,
     at_once: tl.constexpr,
     ahead: tl.constexpr,
+    item: tl.constexpr,
+    scaled: tl.constexpr,
     has_bias: tl.constexpr,
 ):
     tile, part = tl.program_id(0), tl.program_id(1)
@@ -130,9 +135,10 @@ def _few_rows(
     if ahead > 0:
         gdc_launch_dependents()
         ours = values + tl.minimum(first + channel, outputs - 1).to(tl.int64) * inputs
-        bring(ours + begin * bk, tl.minimum(ahead, tl.minimum(end * bk, inputs) - begin * bk))
+        wanted = tl.minimum(ahead, tl.minimum(end * bk, inputs) - begin * bk)
+        bring(ours + begin * bk, wanted * item)
         gdc_wait()
-    acc = _sums(weights, activations, first, begin, end, padded_rows, bn, bk)
+    acc = _sums(weights, activations, first, begin, end, padded_rows, bn, bk, scaled)
     if parts > 1:
         place = (tile * parts + part) * bn + channel
         places = partial + place[:, None] * padded_rows + row[None, :]
@@ -142,7 +148,8 @@ def _few_rows(
             return
         acc = _sum_of_parts(places - part * bn * padded_rows, seen, parts, at_once)
         tl.store(arrivals + tile, 0)
-    acc = _scaled(acc, scales, x_scales, first + channel, row, rows, outputs, x_row)
+    if scaled:
+        acc = _scaled(acc, scales, x_scales, first + channel, row, rows, outputs, x_row)
     there = first + channel < outputs
     if has_bias:
         acc += tl.load(bias + first + channel, mask=there, other=0.0).to(tl.float32)[:, None]
@@ -152,9 +159,9 @@ def _few_rows(
 
 def few_rows(
     values: Tensor,
-    scales: Tensor,
+    scales: Tensor | None,
     x: Tensor,
-    x_scales: Tensor,
+    x_scales: Tensor | None,
     bias: Tensor | None,
     out_dtype: torch.dtype,
     tiles: Tiles,
@@ -162,9 +169,9 @@ def few_rows(
     """The product of at most 128 rows, on one stream at a time.
 
     Args:
-        values: [N, K] e4m3, contiguous; K is a multiple of 16.
-        scales: [N] float32, contiguous.
-        x: [T, K] e4m3, contiguous.
+        values: [N, K] e4m3 or of 16 bits, contiguous; a row's bytes are a multiple of 16.
+        scales: [N] float32, contiguous; None: there are none, of weights and of rows.
+        x: [T, K], contiguous, in the dtype of `values`.
         x_scales: [T, 1] float32, with any strides.
         bias: [N], or None.
         out_dtype: of the result.
@@ -179,14 +186,15 @@ def few_rows(
     count = triton.cdiv(outputs, tiles.outputs)
     part_shape = (count if tiles.parts > 1 else 0, tiles.parts, tiles.outputs, padded)
     partial = torch.empty(part_shape, dtype=torch.float32, device=x.device)
+    scaled = scales is not None and x_scales is not None
     launch(
         _few_rows,
         (count, tiles.parts),
         values,
         TensorDescriptor.from_tensor(values, [tiles.outputs, tiles.inputs]),
-        scales,
+        out if scales is None else scales,
         TensorDescriptor.from_tensor(x, [padded, tiles.inputs]),
-        x_scales,
+        out if x_scales is None else x_scales,
         out if bias is None else bias,
         out,
         partial,
@@ -194,13 +202,15 @@ def few_rows(
         rows,
         outputs,
         inputs,
-        x_scales.stride(0),
+        0 if x_scales is None else x_scales.stride(0),
         padded,
         tiles.outputs,
         tiles.inputs,
         tiles.parts,
         _parts_at_once(tiles, padded),
         tiles.ahead,
+        values.element_size(),
+        scaled,
         bias is not None,
         num_warps=tiles.warps,
         num_stages=tiles.stages,

@@ -1,0 +1,159 @@
+"""How many of a row's draws count, and the tables behind them, in one kernel (see
+`engine.speculation.tables.accepted` and `SlotTables.advance`)."""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.cuda.kernels import launch
+from engine.cuda.speculation.noise import mantissa_of
+from engine.speculation.tables import SlotTables
+
+OF_ROW = 3
+"""Numbers of a row's result behind its tokens."""
+_SYNTHETIC = 1
+"""The purpose of the noise by which `debug.synthetic_acceptance` accepts."""
+
+
+class Told(NamedTuple):
+    """What the host reads of S draws; [S] int32 each, but tokens."""
+
+    tokens: Tensor
+    """[S, W]"""
+    counts: Tensor
+    drafted: Tensor
+    finite: Tensor
+
+
+@triton.jit(do_not_specialize=["decodes", "context", "likely"])
+def _accept(
+    ids,
+    drawn,
+    finite,
+    slots,
+    bounds,
+    allowed,
+    lengths,
+    next_tokens,
+    ready,
+    prompt_lens,
+    seeds,
+    history,
+    out,
+    decodes,
+    context,
+    likely,
+    limits: tl.constexpr,
+    synthetic: tl.constexpr,
+    width: tl.constexpr,
+    columns: tl.constexpr,
+):
+    row = tl.program_id(0)
+    slot = tl.load(slots + row).to(tl.int64)
+    length, drafts = tl.load(lengths + slot), tl.load(ready + slot)
+    column = tl.arange(0, columns)
+    verifies = row < decodes
+    first = tl.where(verifies, row * width, decodes * width + row - decodes)
+    here = (column < width) & (verifies | (column == 0))
+    token = tl.load(drawn + first + column, mask=here, other=0)
+    usable = tl.load(finite + first + column, mask=here, other=1)
+    follows = here & (column < width - 1) & verifies
+    draft = tl.load(ids + first + column + 1, mask=follows, other=-1)
+    agrees = follows & (token == draft)
+    if synthetic:
+        index = length + 1 + column - tl.load(prompt_lens + slot)
+        noise = mantissa_of(tl.load(seeds + slot), index, index * 0, 1)
+        agrees = follows & (noise.to(tl.float32) * 2.220446049250313e-16 < likely)
+        token = tl.where(agrees, draft, token)
+    count = tl.min(tl.where(agrees, columns, column), axis=0) + 1
+    count = tl.minimum(count, drafts + 1)
+    if limits:
+        count = tl.minimum(count, tl.load(allowed + row))
+    if verifies:
+        count = tl.maximum(tl.minimum(count, tl.load(bounds + row) - length), 0)
+    else:
+        count = 1
+        drafts = 0
+    counted = column < count
+    last = tl.sum(tl.where(column == count - 1, token, 0), axis=0)
+    tl.store(next_tokens + slot, last, mask=count > 0)
+    tl.store(ready + slot, 0)
+    begin = tl.where(verifies, length + 1, length)
+    tl.store(history + slot * context + begin + column, token, mask=counted)
+    tl.store(lengths + slot, length + count, mask=verifies)
+    out += row * (width + 3)
+    tl.store(out + column, token, mask=here)
+    tl.store(out + column, 0, mask=(column < width) & (column > 0) & (row >= decodes))
+    tl.store(out + width, count)
+    tl.store(out + width + 1, tl.minimum(drafts, width - 1))
+    tl.store(out + width + 2, tl.min(tl.where(counted, usable, 1), axis=0))
+
+
+def accept(
+    ids: Tensor,
+    drawn: Tensor,
+    finite: Tensor,
+    slots: Tensor,
+    bounds: Tensor,
+    width: int,
+    tables: SlotTables,
+    *,
+    allowed: Tensor | None = None,
+    synthetic: float | None = None,
+) -> Tensor:
+    """Moves the tables past a step's draws: those of B decode rows of W columns, then those of
+    prompts, which have one column.
+
+    Args:
+        ids: int32, what was computed: W of each decode row, its last token and its drafts.
+        drawn: [B * W + prompts] int32, the token drawn behind each.
+        finite: the same shape, int32: 1 if the logits held neither NaN nor infinity.
+        slots: [S] int32, of all draws.
+        bounds: [B] int32, the first position of each decode row that is not kept.
+        width: W.
+        tables: by slot. Drafts are used up.
+        allowed: [S] int32, the most columns that may count; None: all.
+        synthetic: accepts a draft with this probability, whatever was drawn; for measuring.
+
+    Returns:
+        [S, W + 3] int32, see `told`.
+    """
+    out = torch.empty(len(slots), width + OF_ROW, dtype=torch.int32, device=drawn.device)
+    launch(
+        _accept,
+        (len(slots),),
+        ids,
+        drawn,
+        finite,
+        slots,
+        bounds,
+        slots if allowed is None else allowed,
+        tables.length,
+        tables.next,
+        tables.ready,
+        tables.prompt_len,
+        tables.seed,
+        tables.history,
+        out,
+        len(bounds),
+        tables.history.shape[1],
+        0.0 if synthetic is None else synthetic,
+        allowed is not None,
+        synthetic is not None,
+        width,
+        triton.next_power_of_2(width),
+        num_warps=1,
+    )
+    return out
+
+
+def told(result: Tensor) -> Told:
+    """The parts of what `accept` returned."""
+    width = result.shape[1] - OF_ROW
+    return Told(result[:, :width], *(result[:, width + at] for at in range(OF_ROW)))
