@@ -1,7 +1,8 @@
 """Goodput under overload: how many requests a second are whole by their deadline.
 
 python -m bench.overload [--load chat azure] [--factor 2 5 20] [--seconds 120] [--draws 3]
-                         [--deadline 10] [--shared 0] [--cold] [--rule shipped ...] [--json FILE]
+                         [--deadline 10] [--shared 0] [--noise 0] [--cold] [--rule shipped ...]
+                         [--json FILE]
 
 The router's own dispatcher (`router.dispatch`) runs on a virtual clock, and nothing is computed. A
 scripted worker that does both computes prompts one after the other and decodes `SLOTS` sequences at
@@ -19,10 +20,13 @@ long a refusal took at p99, the same goodput and share in the 30 s behind the ov
 
 `--shared`: the part of a token's time that is due to those that run beside it, at all slots.
 
+`--noise`: how far the pace of an answer is from the mean: the standard deviation of its logarithm.
+
 `--cold`: a router that has seen no request before is overloaded, with no closed loop in front.
 
 Rules: `shipped`; `nothing` refuses nobody for a deadline; `queue` refuses where the wait alone is
-too long; `once` counts the wait and the service, each as estimated.
+too long; `once` counts the wait and the service, each as estimated; `mean` counts a service without
+what estimates were off; `level 0`, `level 1` and `level 4` stand for `LEVEL` of the pace.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ import selectors
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +51,7 @@ from opentelemetry.context import Context
 from baton.worker.v1 import worker_pb2
 from bench.harness import write_json
 from console.loadgen.trace_files import read_trace
+from router.dispatch import pace as pace_module
 from router.dispatch.dispatcher import JobDispatcher
 from router.dispatch.pace import Pace
 from router.errors import RouterError
@@ -98,6 +103,8 @@ class Worker:
 
     shared = 0.0
     """Part of a token's time that grows with the sequences beside it."""
+    noise = 0.0
+    """Standard deviation of the logarithm of an answer's pace."""
     draining = False
     role = worker_pb2.WORKER_ROLE_BOTH
     worker_id = agent_name = "w"
@@ -111,6 +118,7 @@ class Worker:
         self._prompts: deque[worker_pb2.Submit] = deque()
         self._running: dict[bytes, asyncio.Task[None]] = {}
         self._untold: list[bytes] = []
+        self._rng = np.random.default_rng(0)
         self._came = asyncio.Event()
         self._tasks = [asyncio.create_task(self._compute()), asyncio.create_task(self._tell())]
         self._report()
@@ -155,6 +163,7 @@ class Worker:
 
     async def _decode(self, prompt: worker_pb2.Submit) -> None:
         attempt_id, wanted = prompt.attempt_id, prompt.sampling.seed
+        token_s = OUTPUT_TOKEN_S * self._rng.lognormal(-(self.noise**2) / 2, self.noise)
         await asyncio.sleep(len(prompt.prompt_ids) / 4 * PROMPT_TOKEN_S)
         for index in range(wanted):
             tokens = worker_pb2.Tokens(
@@ -166,7 +175,7 @@ class Worker:
             self._say(tokens=tokens)
             if index < wanted - 1:
                 beside = self.shared * len(self._running) / SLOTS
-                await asyncio.sleep(OUTPUT_TOKEN_S * (1 - self.shared + beside))
+                await asyncio.sleep(token_s * (1 - self.shared + beside))
         self._running.pop(attempt_id)
         reason = worker_pb2.END_REASON_LENGTH
         finished = worker_pb2.Finished(attempt_id=attempt_id, output_tokens=wanted, reason=reason)
@@ -330,11 +339,13 @@ def rule(name: str) -> Iterator[None]:
     def once(pace: Pace, demand: Demand, wait_s: float) -> float:
         return wait_s + pace.service_s(demand, max(1, pace.running))
 
-    patches: dict[str, list[tuple[type, str, Callable[..., object]]]] = {
+    patches: dict[str, list[tuple[Any, str, object]]] = {
         "shipped": [],
         "nothing": [(Pace, "needed_s", lambda *_: 0.0)],
         "queue": [(Pace, "needed_s", wait_alone)],
         "once": [(Pace, "needed_s", once)],
+        "mean": [(Pace, "surely_s", Pace.service_s)],
+        **{f"level {level}": [(pace_module, "LEVEL", level)] for level in (0, 1, 4)},
     }
     running = [mock.patch.object(*patch) for patch in patches[name]]
     for one in running:
@@ -375,10 +386,11 @@ def main() -> None:
     parser.add_argument("--deadline", type=float, default=10)
     parser.add_argument("--rule", nargs="+", default=["shipped"])
     parser.add_argument("--shared", type=float, default=0.0)
+    parser.add_argument("--noise", type=float, default=0.0)
     parser.add_argument("--cold", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    Worker.shared = arguments.shared
+    Worker.shared, Worker.noise = arguments.shared, arguments.noise
     found = []
     for load, factor, name in itertools.product(arguments.load, arguments.factor, arguments.rule):
         with rule(name):

@@ -13,9 +13,10 @@ A request that comes now is done after
 `first_s` and `token_s` are what requests took lately once they were dispatched, beside as many as
 run now (`Trend`). Those that were cut at their deadline count, too: else all that is remembered was
 in time. How long an output becomes is not known: the running mean of the model is taken, within the
-request's own limits. The estimate of the wait is a mean, too. So half of the requests that just fit
-would be late if it were taken as it is; `needed_s` takes it twice. A queue need not be long to keep
-workers busy.
+request's own limits. The estimates are means. So half of the requests that just fit would be late
+if they were taken as they are. `needed_s` takes the wait twice; a queue need not be long to keep
+workers busy. It lengthens the service by twice the part by which such estimates were off lately,
+which nineteen of twenty are within if errors are normal.
 """
 
 from __future__ import annotations
@@ -64,11 +65,19 @@ class Trend:
         self._square.add(beside * beside)
         self._product.add(beside * value)
 
+    @property
+    def _spread(self) -> float:
+        return self._square.value - self._beside.value**2
+
+    @property
+    def has_slope(self) -> bool:
+        """Whether the numbers that were seen differ enough to tell how they matter."""
+        return self._spread > LEVEL
+
     def at(self, beside: float) -> float:
         """The value that is likely while so many run; 0 while unknown."""
-        spread = self._square.value - self._beside.value**2
         shared = self._product.value - self._beside.value * self._value.value
-        slope = max(0.0, shared / spread) if spread > LEVEL else 0.0
+        slope = max(0.0, shared / self._spread) if self.has_slope else 0.0
         return max(0.0, self._value.value + slope * (beside - self._beside.value))
 
 
@@ -81,6 +90,8 @@ class Pace:
         self._output_tokens = Mean()
         self._first_s = Trend()
         self._token_s = Trend()
+        self._off = Mean()
+        """How far the services were from their estimates, in parts of these; absolute values."""
         self.is_backlogged = False
         """Whether something waits; the queue says so."""
         self.running = 0
@@ -118,11 +129,14 @@ class Pace:
             beside: requests that ran meanwhile, itself included; a mean.
             whole: whether it ended by itself. If not, its length says nothing.
         """
+        steps = max(output_tokens, default=1) - 1
+        if likely_s := self._first_s.at(beside) + steps * self._token_s.at(beside):
+            self._off.add(abs(first_s + decode_s - likely_s) / likely_s)
         self._first_s.add(first_s, beside)
         for tokens in output_tokens if whole else ():
             self._output_tokens.add(tokens)
-        if (longest := max(output_tokens, default=0)) > 1:
-            self._token_s.add(decode_s / (longest - 1), beside)
+        if steps > 0:
+            self._token_s.add(decode_s / steps, beside)
 
     def unserved(self, waited_s: float) -> None:
         """A request was left by its reader before the first token, which took longer than that."""
@@ -145,6 +159,17 @@ class Pace:
         unknown."""
         return self._first_s.at(beside) + self.output_tokens(demand) * self._token_s.at(beside)
 
+    def surely_s(self, demand: Demand, beside: int) -> float:
+        """The same, with what such estimates were off."""
+        return self.service_s(demand, beside) * (1 + 2 * self._off.value)
+
+    def is_late_by_load(self, demand: Demand, left_s: float) -> bool:
+        """Whether a request that would be late is so for what runs. Where nothing runs it is not.
+        Where always as many ran, nobody knows, and it is taken to be: so few run until it shows."""
+        if not self.running:
+            return False
+        return not self._token_s.has_slope or self.surely_s(demand, 1) <= left_s
+
     def wait_s(self, ahead: int) -> float | None:
         """How long the work `ahead` takes to drain; None while too little was measured."""
         if not ahead:
@@ -155,4 +180,4 @@ class Pace:
 
     def needed_s(self, demand: Demand, wait_s: float) -> float:
         """What a request needs to be surely done that has to wait for `wait_s` or so."""
-        return self.service_s(demand, max(1, self.running)) + 2 * wait_s
+        return self.surely_s(demand, max(1, self.running)) + 2 * wait_s

@@ -90,13 +90,14 @@ class WaitingGroups:
 
     def too_late(self, group: ChoiceGroup) -> errors.RouterError | None:
         """Why a group gets no room now that its turn has come: beside all that run it would be
-        late. One that was begun before goes on. One that found room at once is refused only if it
-        would be in time alone: else the load is not the cause, and it may try."""
+        late. One that was begun before goes on. One that found room at once is refused only if
+        the load is the cause: else it may try."""
         pace = self.queue.of(group.model).pace
-        service_s = pace.service_s(group.demand, pace.running + 1)
+        service_s = pace.surely_s(group.demand, pace.running + 1)
         left_s = group.run.left_s
-        alone = not group.has_waited and pace.service_s(group.demand, 1) > left_s
-        if service_s <= left_s or group.is_resumed or alone:
+        if service_s <= left_s or group.is_resumed:
+            return None
+        if not group.has_waited and not pace.is_late_by_load(group.demand, left_s):
             return None
         return self._late(group, service_s)
 

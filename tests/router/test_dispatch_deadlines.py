@@ -16,18 +16,22 @@ ONE_PACE, SHARED = 0.0, 0.8
 
 
 @pytest.mark.parametrize(
-    ("shared", "deadline_s", "factor", "late", "refused"),
+    ("shared", "noise", "deadline_s", "factor", "late", "refused"),
     [
-        (ONE_PACE, 1.6, 2, 0.05, 1),
-        (SHARED, 1.2, 2, 0.05, 1),
-        (SHARED, 1.4, 3, 0.05, 1),
-        (ONE_PACE, 1.6, 0.3, 0, 0),
-        (SHARED, 1.2, 0.3, 0, 0),
+        (ONE_PACE, 0, 1.6, 2, 0.05, 1),
+        (SHARED, 0, 1.2, 2, 0.05, 1),
+        (SHARED, 0, 1.4, 3, 0.05, 1),
+        (SHARED, 0.15, 1.6, 2, 0.05, 1),
+        (SHARED, 0.3, 2.0, 3, 0.05, 1),
+        (ONE_PACE, 0, 1.6, 0.3, 0, 0),
+        (SHARED, 0, 1.2, 0.3, 0, 0),
+        (ONE_PACE, 0.1, 1.6, 0.3, 0.3, 0),
     ],
 )
 def test_what_is_taken_is_in_time(
     monkeypatch: pytest.MonkeyPatch,
     shared: float,
+    noise: float,
     deadline_s: float,
     factor: float,
     late: float,
@@ -35,10 +39,11 @@ def test_what_is_taken_is_in_time(
 ) -> None:
     """Under overload. Without it nobody is refused."""
     monkeypatch.setattr(Worker, "shared", shared)
+    monkeypatch.setattr(Worker, "noise", noise)
     found = run(CHAT, factor, 15, deadline_s, 0, False)
     assert found["late_of_taken"] <= late
     assert found["refused"] <= refused
-    assert found["good"] > 0.8 * min(1, factor)
+    assert found["good"] > 0.8 * min(1, factor) * (1 - late)
 
 
 def test_the_time_before_the_queue_counts() -> None:
