@@ -17,7 +17,7 @@ OTHER = "other"
 PARTS = {
     "uvicorn/protocols/http": "uvicorn",
     "h11/": "h11",
-    "router/doors/http/straight.py": "straight writes",
+    "router/doors/straight.py": "straight writes",
     "router/doors": "door",
     "router/answers": "text of tokens",
     "router/requests/outputs.py": "outputs",

@@ -72,6 +72,13 @@ class Blocks:
         for call in delta.calls:
             yield from self._call(call)
 
+    def grown(self, kind: str, text: str) -> Block | None:
+        """Adds to the open block, if it is of that kind."""
+        if not self._is_open or self.all[-1].kind != kind:
+            return None
+        self.all[-1].parts.append(text)
+        return self.all[-1]
+
     def finish(self) -> Iterator[Step]:
         """The answer ends."""
         if self._is_open:

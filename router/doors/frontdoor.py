@@ -18,10 +18,10 @@ from router.answers.calls import CallPart, joined_calls
 from router.call import Call
 from router.doors.auth import OPEN, Gate
 from router.doors.grpc_edge import Edge
+from router.doors.grpc_messages import Messages
 from router.events import NO_EVENTS, RouterEvents
 from router.requests.bounds import BodyShape
 from router.requests.generation import GenerationRequest, Generations
-from router.requests.outputs import Messages
 from router.requests.validation import Limits
 
 if TYPE_CHECKING:

@@ -44,7 +44,9 @@ from router.requests.outputs import (
     Finished,
     Output,
     OutputBuffer,
+    ShortWay,
     Started,
+    TextDelta,
 )
 from router.requests.request_span import RequestSpan
 from router.requests.tokenization import (
@@ -78,8 +80,11 @@ class Generations:
         self._limits = limits
         self._events = events
 
-    async def stream(self, request: GenerationRequest, call: Call) -> AsyncGenerator[Output, None]:
-        """The outputs of one generation, in the order of StreamGenerate's messages.
+    async def stream(
+        self, request: GenerationRequest, call: Call, short_way: ShortWay | None = None
+    ) -> AsyncGenerator[Output, None]:
+        """The outputs of one generation, in the order of StreamGenerate's messages. Deltas that the
+        short way takes are not among them.
 
         Raises:
             RouterError: it was refused or could not be finished.
@@ -108,7 +113,9 @@ class Generations:
             if stop.cut_max_tokens or not stop.HasField("max_tokens"):
                 self._shorten(job)
             span.describe_job(job)
-            outbox = OutputBuffer(self._limits.max_unread_tokens, whole=call.whole)
+            seen = short_way and _Observed(short_way, span, call)
+            most = self._limits.max_unread_tokens
+            outbox = OutputBuffer(most, whole=call.whole, short_way=seen)
             generation = _Generation(self._dispatcher, job, outbox, plan)
             generation.choices += choices_of(job, request.input, tokenizer, plan)
             async with generation.running():
@@ -266,6 +273,22 @@ class Generations:
         if pool_tokens is not None:
             room = pool_tokens - job.prompt_tokens
             stopping.max_tokens = max(1, stopping.min_tokens, min(stopping.max_tokens, room))
+
+
+class _Observed:
+    """A short way whose deltas are noted."""
+
+    def __init__(self, short_way: ShortWay, span: RequestSpan, call: Call) -> None:
+        self._short_way = short_way
+        self._span = span
+        self._call = call
+
+    def take(self, delta: TextDelta) -> bool:
+        """Sends a delta if it can."""
+        if not self._short_way.take(delta):
+            return False
+        self._span.observe(delta, self._call.passed_s)
+        return True
 
 
 class _Generation:

@@ -4,19 +4,15 @@
    probabilities.
 2. `OutputBuffer` holds the outputs that the client has not taken yet: one token a message while the
    client keeps up, merged ones while it does not, and an error once too much waits.
-3. `Messages` turns the outputs into messages of the gRPC API.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NamedTuple
-
-from google.protobuf import duration_pb2
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from baton.inference.v1 import inference_pb2 as api
 from baton.worker.v1 import worker_pb2
@@ -209,17 +205,31 @@ class ChoiceOutput:
         return "" if self._omit_text else text
 
 
+class ShortWay(Protocol):
+    """Takes tokens to the client at once (`router.doors.straight`)."""
+
+    def take(self, delta: TextDelta) -> bool:
+        """Sends a delta now; False if it must go the usual way. The reader waits meanwhile, and has
+        sent all that it took."""
+        ...
+
+
 class OutputBuffer:
     """Outputs that wait for the client. It has one writer, which never waits, and one reader.
+
+    A delta that comes while the reader waits is offered to the short way first.
 
     Invariants: outputs leave in the order in which they came, those of one choice without gap; at
     most `max_tokens` tokens wait; nothing is taken after an error.
     """
 
-    def __init__(self, max_tokens: int, *, whole: bool = False) -> None:
+    def __init__(
+        self, max_tokens: int, *, whole: bool = False, short_way: ShortWay | None = None
+    ) -> None:
         """An empty buffer. `whole`: the reader needs no tokens before their choice has ended, so
         tokens do not wake it. This saves half of a token's cost."""
         self._max_tokens = max_tokens
+        self._short_way = short_way
         self._whole = whole
         self._waiting: deque[Output] = deque()
         self._open_deltas: dict[int, TextDelta] = {}
@@ -242,6 +252,9 @@ class OutputBuffer:
             RouterError: READER_TOO_SLOW.
         """
         if isinstance(output, TextDelta):
+            if self._short_way is not None and self._is_awaited() and self._short_way.take(output):
+                self._tokens_taken += len(output.token_ids)
+                return
             self._put_delta(output)
             if self._whole:
                 return
@@ -274,6 +287,10 @@ class OutputBuffer:
             self._tokens_taken += len(output.token_ids)
         return output
 
+    def _is_awaited(self) -> bool:
+        """Whether the reader waits, and nothing is on its way to it."""
+        return self._reader is not None and not self._reader.done() and not self._waiting
+
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
@@ -290,101 +307,3 @@ class OutputBuffer:
         else:
             self._waiting.append(delta)
             self._open_deltas[delta.choice] = delta
-
-
-class Messages:
-    """Makes the gRPC API's messages of one generation."""
-
-    def __init__(self) -> None:
-        self._arrived_ns = 0
-        self._first_token_ns = 0
-
-    def of(self, output: Output) -> api.StreamGenerateResponse:
-        """The message for the next output to the client."""
-        match output:
-            case TextDelta():
-                self._first_token_ns = self._first_token_ns or time.time_ns()
-                return _delta_message(output)
-            case Started(job):
-                self._arrived_ns = job.arrived_ns
-                return _started_message(job, output)
-            case Finished():
-                return _finished_message(output, self._first_token_ns - self._arrived_ns)
-
-
-def _started_message(job: Job, started: Started) -> api.StreamGenerateResponse:
-    message = api.GenerationStarted(
-        dropped_keywords=started.dropped_keywords,
-        ignored_fields=started.ignored_fields,
-        generation_id=job.id,
-        model=job.model.name,
-        model_revision=job.model.revision,
-        prompt_tokens=job.prompt_tokens,
-        cached_prompt_tokens=started.cached_prompt_tokens,
-    )
-    if job.prompt_logprobs:
-        message.prompt_logprobs.add()  # The first token has none.
-        message.prompt_logprobs.extend(_logprobs(started.prompt_logprobs))
-    return api.StreamGenerateResponse(started=message)
-
-
-def _delta_message(delta: TextDelta) -> api.StreamGenerateResponse:
-    message = api.TokenDelta(
-        choice_index=delta.choice,
-        first_token_index=delta.first_index,
-        token_ids=delta.token_ids,
-        logprobs=_logprobs(delta.logprobs),
-    )
-    text = "".join(delta.texts)
-    if not delta.is_message:
-        message.text = text
-    elif text or delta.reasoning or delta.calls:
-        message.message.content = text
-        message.message.reasoning = "".join(delta.reasoning)
-        for call in delta.calls:
-            message.message.tool_calls.add(
-                index=call.index, id=call.id, name=call.name, arguments=call.arguments
-            )
-    return api.StreamGenerateResponse(delta=message)
-
-
-def _finished_message(
-    finished: Finished, time_to_first_token_ns: int
-) -> api.StreamGenerateResponse:
-    message = api.GenerationFinished(
-        choice_index=finished.choice,
-        finish_reason=finished.reason,
-        stop_sequence=finished.stop_text,
-        usage=finished.usage,
-    )
-    if (timings := finished.timings) is not None:
-        message.timings.CopyFrom(
-            api.Timings(
-                queue=_duration(timings.queue_ns),
-                prefill=_duration(timings.prefill_ns),
-                kv_transfer=_duration(timings.kv_transfer_ns),
-                decode_queue=_duration(timings.decode_queue_ns),
-                decode=_duration(timings.decode_ns),
-                time_to_first_token=_duration(time_to_first_token_ns),
-            )
-        )
-    return api.StreamGenerateResponse(finished=message)
-
-
-def _logprobs(records: Sequence[TokenScore]) -> list[api.TokenLogprobs]:
-    return [
-        api.TokenLogprobs(
-            logprob=record.logprob,
-            top=[
-                api.TokenAlternative(token_id=token_id, logprob=logprob)
-                for token_id, logprob in zip(record.top_ids, record.top_logprobs, strict=True)
-            ],
-        )
-        for record in records
-    ]
-
-
-def _duration(nanoseconds: int) -> duration_pb2.Duration:
-    duration = duration_pb2.Duration()
-    duration.FromNanoseconds(max(nanoseconds, 0))
-    return duration

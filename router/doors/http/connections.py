@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
+import sys
 import types
 from collections.abc import Awaitable, Coroutine, Generator
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
@@ -155,6 +156,19 @@ class Connection(asyncio.Protocol):
         self._unread += data
         if self._greeted and not self._is_due:
             self._take_turn()
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes written that the system has not taken; more than any bound once it closes."""
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return sys.maxsize
+        return transport.get_write_buffer_size()
+
+    def write(self, data: bytes) -> None:
+        """Writes past uvicorn, which must be in the midst of a chunked answer."""
+        assert self._transport is not None
+        self._transport.write(data)
 
     def begin_request(self) -> None:
         """The headers of a request are there."""

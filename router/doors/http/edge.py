@@ -19,6 +19,7 @@ Errors of these methods become statuses only here.
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import (
     AsyncGenerator,
@@ -42,6 +43,7 @@ from router.doors.http.bodies import Bodies, Body
 from router.doors.http.connections import connection_of
 from router.doors.http.dialect import CHATS, Dialect
 from router.doors.http.statuses import CLIENT_LEFT, JSON, http_status, retry_headers
+from router.doors.straight import Straight
 from router.requests.deadlines import UnreadError, read_by
 from router.requests.validation import MAX_CLIENT_TAG_BYTES
 from telemetry.names import Attr
@@ -69,6 +71,8 @@ class Answer(Protocol):
     """The answer of a method: `chunks` if `stream` is set, else `whole`."""
 
     stream: bool
+    straight: Straight | None
+    """Set before `chunks` is called; None if every chunk goes the usual way."""
 
     @property
     def headers(self) -> Mapping[str, str]:
@@ -154,6 +158,7 @@ class HttpEndpoint:
             await response.whole(content, answer.headers)
             return
         response.headers = answer.headers
+        answer.straight = response.straight
         async with response.kept_alive(), aclosing(answer.chunks()) as chunks:
             async for chunk in chunks:
                 await response.event(chunk)
@@ -190,10 +195,9 @@ class _Response:
         self.complete = False
         self.headers: Mapping[str, str] = {}
         """Further headers of a stream."""
-        self._wrote_s = 0.0
-        """When the stream's latest part was written."""
         self._writing = asyncio.Lock()
         """Held while a part of the stream is written. A client that reads nothing holds it up."""
+        self.straight = Straight(connection_of(request.scope), self._writing, dialect.event)
 
     def admit(self, gate: Gate) -> None:
         """Admits the caller.
@@ -214,7 +218,7 @@ class _Response:
         """Sends an event of a stream; returns when the connection has taken it."""
         async with self._writing:
             await self._part(self._dialect.event(content))
-        self._wrote_s = asyncio.get_running_loop().time()
+        self.straight.wrote_s = time.monotonic()
 
     @asynccontextmanager
     async def kept_alive(self) -> AsyncIterator[None]:
@@ -226,15 +230,15 @@ class _Response:
             comments.cancel()
 
     async def _comment(self) -> None:
-        now_s = asyncio.get_running_loop().time
-        seen_s = self._wrote_s = now_s()
+        now_s, straight = time.monotonic, self.straight
+        seen_s = straight.wrote_s = now_s()
         wait_s = SILENT_S
         while True:
             await asyncio.sleep(seen_s + wait_s - now_s())
             if self._writing.locked():
                 seen_s, wait_s = now_s(), SILENT_S
-            elif self._wrote_s > seen_s:
-                seen_s, wait_s = self._wrote_s, SILENT_S
+            elif straight.wrote_s > seen_s:
+                seen_s, wait_s = straight.wrote_s, SILENT_S
             else:
                 async with self._writing:
                     await self._part(COMMENT)
@@ -244,6 +248,7 @@ class _Response:
         """Sends a part of a stream, and before the first one its headers."""
         if not self.status:
             await self._begin(200, _EVENTS_TYPE, {"cache-control": "no-cache", **self.headers})
+            self.straight.begun = self.request.scope["http_version"] == "1.1"
         await self._write(data)
 
     async def end(self) -> None:

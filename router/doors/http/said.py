@@ -9,12 +9,14 @@ from router.doors.http.statuses import ignored_header
 
 if TYPE_CHECKING:
     from router.doors.http.statuses import JSON
+    from router.doors.straight import Straight
 
 
 class Said:
     """An answer that is complete already."""
 
     stream = False
+    straight: Straight | None = None
 
     def __init__(self, content: JSON, ignored: Sequence[str]) -> None:
         """An answer. `ignored`: fields of the request that have no effect."""

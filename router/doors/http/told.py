@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from baton.inference.v1 import inference_pb2 as api
 from router import errors
-from router.doors.blocks import Block, Blocks, Step
+from router.doors.blocks import Block, Blocks, Grown, Step
 from router.doors.http.statuses import JSON, dropped_header, ignored_header
+from router.doors.straight import MARK, NUMBER, Straight, Template, text_of
 from router.errors import Violation
 from router.requests.outputs import Finished, Output, Started, TextDelta
 
@@ -25,8 +27,12 @@ class Teller(Protocol):
         """The first events."""
         ...
 
-    def step(self, step: Step) -> Sequence[JSON]:
-        """The events of a step."""
+    def step(self, step: Step, number: int | None = None) -> Sequence[JSON]:
+        """The events of a step. `number`: of the only event, instead of the next one."""
+        ...
+
+    def count(self) -> int:
+        """The number of the next event, which is written elsewhere; 0 where events have none."""
         ...
 
     async def end(self, blocks: Sequence[Block], finished: Finished) -> Sequence[JSON]:
@@ -66,7 +72,11 @@ class Told:
         self._ignored = ignored
         self.stream = isinstance(request, api.StreamGenerateRequest)
         self.headers: dict[str, str] = {}
-        self._outputs = generations.stream(request, call)
+        self.straight: Straight | None = None
+        self._outputs = generations.stream(request, call, self if self.stream else None)
+        self._blocks = Blocks()
+        self._template: tuple[Block, Template] | None = None
+        """Of events that add to a block."""
         self._teller = teller
         self._name_of = name_of
 
@@ -87,19 +97,34 @@ class Told:
         Raises:
             RouterError: it is incomplete.
         """
-        blocks = Blocks()
         with renamed(self._name_of):
             async with aclosing(self._outputs) as outputs:
                 async for output in outputs:
-                    for event in await self._events(output, blocks):
+                    for event in await self._events(output):
                         yield event
+
+    def take(self, delta: TextDelta) -> bool:
+        """Sends a delta that only adds to the open block; see `ShortWay`."""
+        straight, found = self.straight, text_of(delta)
+        if straight is None or found is None or not straight.is_free():
+            return False
+        kind, text = found
+        if not text:
+            return True  # It has no event.
+        if (block := self._blocks.grown(kind, text)) is None:
+            return False
+        if self._template is None or self._template[0] is not block:
+            marked = self._teller.step(Grown(block, MARK), NUMBER)
+            self._template = block, Template(b"".join(map(straight.frame, marked)))
+        straight.write(self._template[1].event(text, self._teller.count()), time.monotonic())
+        return True
 
     def failure(self, error: JSON) -> JSON:
         """The last event of a stream that fails."""
         return self._teller.failure(error)
 
-    async def _events(self, output: Output, blocks: Blocks) -> list[JSON]:
-        teller = self._teller
+    async def _events(self, output: Output) -> list[JSON]:
+        teller, blocks = self._teller, self._blocks
         match output:
             case Started():
                 self.headers |= dropped_header(output.dropped_keywords)

@@ -53,7 +53,7 @@ class MessageTeller:
         self._message |= {"model": started.job.model.name, "usage": usage}
         return [{"type": "message_start", "message": dict(self._message)}]
 
-    def step(self, step: Step) -> list[JSON]:
+    def step(self, step: Step, number: int | None = None) -> list[JSON]:
         """The events of a step."""
         index = step.block.index
         match step:
@@ -68,6 +68,10 @@ class MessageTeller:
                 if block.kind == "thinking":
                     signed = [_delta(index, {"type": "signature_delta", "signature": SIGNATURE})]
                 return [*signed, {"type": "content_block_stop", "index": index}]
+
+    def count(self) -> int:
+        """Events have no numbers."""
+        return 0
 
     async def end(self, blocks: Sequence[Block], finished: Finished) -> list[JSON]:
         """The last events."""

@@ -7,20 +7,22 @@ each choice. `Reply.whole` joins them. `Reply.chunks` sends each on as it comes.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from baton.inference.v1 import inference_pb2 as api
 from router.answers.calls import CallPart
 from router.answers.detokenization import CONTEXT_TOKENS
 from router.doors.http.statuses import JSON, chat_name, dropped_header, ignored_header
 from router.doors.http.told import renamed
+from router.doors.merging import merged
 from router.doors.openai.logprobs import ScoredToken, Scorer
+from router.doors.straight import MARK, Straight, Template, text_of
 from router.requests.outputs import FINISH_WORDS, Finished, Output, Started, TextDelta
 
 if TYPE_CHECKING:
@@ -29,8 +31,6 @@ if TYPE_CHECKING:
     from router.jobs import TokenScore
     from router.requests.generation import GenerationRequest, Generations
     from router.requests.tokenization import PromptIds, Tokenizer
-
-Item = TypeVar("Item")
 
 
 @dataclass(slots=True)
@@ -125,6 +125,17 @@ class ReplyOrder:
         """Whether the caller wants chunks."""
         return isinstance(self.requests[0], api.StreamGenerateRequest)
 
+    @property
+    def may_go_straight(self) -> bool:
+        """Whether chunks with text differ in nothing but it, and go out as their tokens come."""
+        return (
+            self.stream
+            and len(self.requests) == 1
+            and not (self.token_ids or self.echo_only)
+            and not self.requests[0].input.output.logprobs
+            and not self.stream_options.continuous_usage_stats
+        )
+
 
 class Reply:
     """The answer to one request; `whole` or `chunks` is called once."""
@@ -134,7 +145,11 @@ class Reply:
         self._order = order
         self._call = call
         self._choices_per_prompt = order.requests[0].input.choices or 1
-        self._streams = [generations.stream(request, call) for request in order.requests]
+        self.straight: Straight | None = None
+        short_way = self if order.may_go_straight else None
+        self._streams = [generations.stream(one, call, short_way) for one in order.requests]
+        self._templates: dict[tuple[int, str], Template] = {}
+        """Of a choice's events with text of a kind."""
         self._choices: dict[int, _Choice] = {}
         """Choices by index in the reply. They are added when their prompt's generation starts."""
         self._usage = _Usage()
@@ -167,17 +182,46 @@ class Reply:
         Raises:
             RouterError: the reply is incomplete.
         """
-        options, form = self._order.stream_options, self._order.form
         async with aclosing(self._pieces()) as pieces:
             async for piece in pieces:
-                choice = {**form.delta(piece), **piece.extra}
-                chunk: JSON = {**self._head, "choices": [choice]}
-                if options.include_usage:
-                    counts = self._usage.json() if options.continuous_usage_stats else None
-                    chunk["usage"] = counts
-                yield chunk
-        if options.include_usage:
+                yield self._chunk(piece)
+        if self._order.stream_options.include_usage:
             yield {**self._head, "choices": [], "usage": self._usage.json()}
+
+    def take(self, delta: TextDelta) -> bool:
+        """Sends a delta that only adds text to a choice that has begun; see `ShortWay`."""
+        straight, found = self.straight, text_of(delta)
+        if straight is None or found is None or not straight.is_free():
+            return False
+        kind, text = found
+        template = self._templates.get((delta.choice, kind))
+        template = template or self._template(delta.choice, kind, straight)
+        if template is None:
+            return False
+        self._count(delta)
+        straight.write(template.event(text, 0), time.monotonic())
+        return True
+
+    def _template(self, choice: int, kind: str, straight: Straight) -> Template | None:
+        if not self._choices[choice].begun:
+            return None
+        piece = ReplyPart(choice, [MARK] if kind == "text" else [])
+        piece.reasoning = [MARK] if kind == "thinking" else []
+        template = Template(straight.frame(self._chunk(piece)))
+        self._templates[choice, kind] = template
+        return template
+
+    def _chunk(self, piece: ReplyPart) -> JSON:
+        options = self._order.stream_options
+        choice = {**self._order.form.delta(piece), **piece.extra}
+        chunk: JSON = {**self._head, "choices": [choice]}
+        if options.include_usage:
+            chunk["usage"] = self._usage.json() if options.continuous_usage_stats else None
+        return chunk
+
+    def _count(self, delta: TextDelta) -> None:
+        self._usage.output_tokens += len(delta.token_ids)
+        self._usage.reasoning_tokens += delta.reasoning_tokens
 
     def failure(self, error: JSON) -> JSON:
         """The error itself."""
@@ -197,8 +241,7 @@ class Reply:
             case TextDelta() if self._order.echo_only:
                 return []
             case TextDelta():
-                self._usage.output_tokens += len(output.token_ids)
-                self._usage.reasoning_tokens += output.reasoning_tokens
+                self._count(output)
                 return [self._choices[first + output.choice].add(output)]
             case Started():
                 return self._start(prompt, output)
@@ -250,7 +293,7 @@ class _Choice:
         self.extra: JSON = {}
         """Further fields of its first part."""
         self._token_ids = order.token_ids
-        self._begun = False
+        self.begun = False
         self._echo_only = order.echo_only
         self._scorer: Scorer | None = None
         output = order.requests[0].input.output
@@ -290,7 +333,7 @@ class _Choice:
         return piece
 
     def _piece(self, texts: list[str]) -> ReplyPart:
-        first, self._begun = not self._begun, True
+        first, self.begun = not self.begun, True
         part = ReplyPart(self.index, texts, first=first, extra=self.extra if first else {})
         part.token_ids = [] if self._token_ids else None
         return part
@@ -319,51 +362,3 @@ class _Usage:
     def _details(self) -> JSON:
         details: JSON = {"cached_tokens": self.cached_tokens}
         return details | ({"loaded_tokens": dict(self.loaded_tokens)} if self.loaded_tokens else {})
-
-
-async def merged(
-    streams: Sequence[AsyncGenerator[Item, None]],
-) -> AsyncGenerator[tuple[int, Item], None]:
-    """Items of all streams as they come, each with its stream's index. Closes all streams.
-
-    At most one item waits here, so that a slow reader slows every stream down.
-
-    Raises:
-        Exception: the first exception of a stream.
-    """
-    if len(streams) == 1:  # The usual case needs no queue.
-        async with aclosing(streams[0]) as items:
-            async for item in items:
-                yield 0, item
-        return
-    queue: asyncio.Queue[tuple[int, Item] | Exception | None] = asyncio.Queue(1)
-    pumps = [asyncio.create_task(_pump(*one, queue)) for one in enumerate(streams)]
-    try:
-        open_streams = len(pumps)
-        while open_streams:
-            match await queue.get():
-                case None:
-                    open_streams -= 1
-                case Exception() as error:
-                    raise error
-                case tagged:
-                    yield tagged
-    finally:
-        for pump in pumps:
-            pump.cancel()
-        await asyncio.wait(pumps)
-
-
-async def _pump(
-    index: int,
-    stream: AsyncGenerator[Item, None],
-    queue: asyncio.Queue[tuple[int, Item] | Exception | None],
-) -> None:
-    try:
-        async with aclosing(stream) as items:
-            async for item in items:
-                await queue.put((index, item))
-    except Exception as error:
-        await queue.put(error)
-    else:
-        await queue.put(None)

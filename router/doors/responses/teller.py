@@ -72,8 +72,13 @@ class ResponseTeller:
         }
         return [self._whole_event("response.created"), self._whole_event("response.in_progress")]
 
-    def step(self, step: Step) -> list[JSON]:
-        """The events of a step."""
+    def step(self, step: Step, number: int | None = None) -> list[JSON]:
+        """The events of a step. `number`: of the only one, instead of the next."""
+        if number is not None:
+            sequence, self._sequence = self._sequence, number
+            events = self.step(step)
+            self._sequence = sequence
+            return events
         match step:
             case Opened(block):
                 return [*self._open(block)]
@@ -81,6 +86,11 @@ class ResponseTeller:
                 return [self._grow(block, text)]
             case Closed(block):
                 return [*self._close(block, "completed")]
+
+    def count(self) -> int:
+        """The number of the next event."""
+        self._sequence += 1
+        return self._sequence - 1
 
     async def end(self, blocks: Sequence[Block], finished: Finished) -> list[JSON]:
         """The last events."""

@@ -1,0 +1,113 @@
+"""Outputs as messages of the gRPC API."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from google.protobuf import duration_pb2
+
+from baton.inference.v1 import inference_pb2 as api
+from router.requests.outputs import Finished, Output, Started, TextDelta
+
+if TYPE_CHECKING:
+    from router.jobs import Job, TokenScore
+
+
+class Messages:
+    """Makes the gRPC API's messages of one generation."""
+
+    def __init__(self) -> None:
+        self._arrived_ns = 0
+        self._first_token_ns = 0
+
+    def of(self, output: Output) -> api.StreamGenerateResponse:
+        """The message for the next output to the client."""
+        match output:
+            case TextDelta():
+                self._first_token_ns = self._first_token_ns or time.time_ns()
+                return _delta_message(output)
+            case Started(job):
+                self._arrived_ns = job.arrived_ns
+                return _started_message(job, output)
+            case Finished():
+                return _finished_message(output, self._first_token_ns - self._arrived_ns)
+
+
+def _started_message(job: Job, started: Started) -> api.StreamGenerateResponse:
+    message = api.GenerationStarted(
+        dropped_keywords=started.dropped_keywords,
+        ignored_fields=started.ignored_fields,
+        generation_id=job.id,
+        model=job.model.name,
+        model_revision=job.model.revision,
+        prompt_tokens=job.prompt_tokens,
+        cached_prompt_tokens=started.cached_prompt_tokens,
+    )
+    if job.prompt_logprobs:
+        message.prompt_logprobs.add()  # The first token has none.
+        message.prompt_logprobs.extend(_logprobs(started.prompt_logprobs))
+    return api.StreamGenerateResponse(started=message)
+
+
+def _delta_message(delta: TextDelta) -> api.StreamGenerateResponse:
+    message = api.TokenDelta(
+        choice_index=delta.choice,
+        first_token_index=delta.first_index,
+        token_ids=delta.token_ids,
+        logprobs=_logprobs(delta.logprobs),
+    )
+    text = "".join(delta.texts)
+    if not delta.is_message:
+        message.text = text
+    elif text or delta.reasoning or delta.calls:
+        message.message.content = text
+        message.message.reasoning = "".join(delta.reasoning)
+        for call in delta.calls:
+            message.message.tool_calls.add(
+                index=call.index, id=call.id, name=call.name, arguments=call.arguments
+            )
+    return api.StreamGenerateResponse(delta=message)
+
+
+def _finished_message(
+    finished: Finished, time_to_first_token_ns: int
+) -> api.StreamGenerateResponse:
+    message = api.GenerationFinished(
+        choice_index=finished.choice,
+        finish_reason=finished.reason,
+        stop_sequence=finished.stop_text,
+        usage=finished.usage,
+    )
+    if (timings := finished.timings) is not None:
+        message.timings.CopyFrom(
+            api.Timings(
+                queue=_duration(timings.queue_ns),
+                prefill=_duration(timings.prefill_ns),
+                kv_transfer=_duration(timings.kv_transfer_ns),
+                decode_queue=_duration(timings.decode_queue_ns),
+                decode=_duration(timings.decode_ns),
+                time_to_first_token=_duration(time_to_first_token_ns),
+            )
+        )
+    return api.StreamGenerateResponse(finished=message)
+
+
+def _logprobs(records: Sequence[TokenScore]) -> list[api.TokenLogprobs]:
+    return [
+        api.TokenLogprobs(
+            logprob=record.logprob,
+            top=[
+                api.TokenAlternative(token_id=token_id, logprob=logprob)
+                for token_id, logprob in zip(record.top_ids, record.top_logprobs, strict=True)
+            ],
+        )
+        for record in records
+    ]
+
+
+def _duration(nanoseconds: int) -> duration_pb2.Duration:
+    duration = duration_pb2.Duration()
+    duration.FromNanoseconds(max(nanoseconds, 0))
+    return duration
