@@ -36,7 +36,7 @@ from bench.harness import write_json
 from kv_transfer.events import TransferCounters
 from kv_transfer.exchange import Exchange
 from kv_transfer.ranks.build import Others, group_transport
-from kv_transfer.specs import ReceiveSpec
+from kv_transfer.specs import Range, ReceiveSpec
 from kv_transfer.types import KvTransport, PageIds, PushState
 
 T = TypeVar("T")
@@ -51,8 +51,7 @@ class Pool:
     """See `kv_transfer.ranks.build.Pool`."""
 
     data: torch.Tensor
-    page_bytes: int
-    num_pages: int
+    page_runs: tuple[tuple[int, int, int], ...]
 
 
 class Times:
@@ -84,7 +83,7 @@ class Times:
 
 def make(transport: str, name: str, pool: Pool) -> KvTransport:
     """A worker's transport."""
-    return group_transport(transport, name, pool, 8, Others((), lambda: ""))
+    return group_transport(transport, name, pool, (8,), Others((), lambda: ""))
 
 
 def in_runs(pages: int, runs: int) -> PageIds:
@@ -107,7 +106,7 @@ def measure(arguments: argparse.Namespace, times: Times) -> None:
     """One repeat."""
     page_bytes, num_pages = arguments.page_kib << 10, 2 * arguments.pages
     pools = [
-        Pool(torch.zeros(num_pages, page_bytes, dtype=torch.uint8), page_bytes, num_pages)
+        Pool(torch.zeros(num_pages, page_bytes, dtype=torch.uint8), ((page_bytes, num_pages, 0),))
         for _ in range(2)
     ]
     sender, receiver = (
@@ -157,7 +156,7 @@ def quiet_turns(
     name = sender.endpoint.agent_name
     exchange.receiver.expect(
         ReceiveSpec(
-            transfer_id=NO_GRANT, peer=name, num_pages=8, held_pages=0, num_tokens=128,
+            transfer_id=NO_GRANT, peer=name, ranges=(Range(0, 8),), num_tokens=128,
             timeout_s=3600.0,
         )
     )  # fmt: skip

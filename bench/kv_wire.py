@@ -52,7 +52,7 @@ from kv_transfer.nccl.staging import ChannelOptions
 from kv_transfer.nccl.transport import NcclTransport
 from kv_transfer.transports.factory import make_transport
 from kv_transfer.transports.pool import PoolMemory
-from kv_transfer.types import KvTransport, PageIds, PushState
+from kv_transfer.types import KvTransport, PageGroup, PageIds, PushState
 from serving.event_loop import prepare_to_serve
 
 STAMPS = "stamps"
@@ -93,11 +93,11 @@ class Side:
         self.group = form_group(store, rank, self.pool.device, timedelta(seconds=WAIT_S))
 
     def _transport(self, way: str, agent_name: str) -> KvTransport:
-        page_bytes = self.pool.shape[1]
+        groups = [PageGroup(self.pool.shape[1], len(self.pool))]
         name, *options = way.split()
         if not options:
-            return make_transport(name, agent_name, self.pool, page_bytes, len(self.pool))
-        memory = PoolMemory.of(self.pool, page_bytes, len(self.pool))
+            return make_transport(name, agent_name, self.pool, groups)
+        memory = PoolMemory.of(self.pool, groups)
         names = [field.name for field in fields(ChannelOptions)]
         given = {
             option: int(value) << 20 if option.endswith("bytes") else int(value)

@@ -33,7 +33,7 @@ import zmq
 from bench.kv_pushes import POLL_S, UNCOUNTED, WAIT_S, Pipe, scattered
 from kv_transfer.ranks.build import Others, group_transport, serve
 from kv_transfer.ranks.group import GroupTransport
-from kv_transfer.ranks.plan import heads_of
+from kv_transfer.ranks.plan import units_of
 from kv_transfer.types import PageIds, PushState
 from serving.event_loop import prepare_to_serve
 
@@ -47,8 +47,7 @@ class Pool:
     """A rank's part of the pages; see `kv_transfer.ranks.build.Pool`."""
 
     data: torch.Tensor
-    page_bytes: int
-    num_pages: int
+    page_runs: tuple[tuple[int, int, int], ...]
 
 
 def value(page: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
@@ -69,7 +68,7 @@ class Rank(NamedTuple):
     @property
     def heads(self) -> torch.Tensor:
         """Those that it holds."""
-        return torch.tensor(list(heads_of(self.number, self.ranks, KV_HEADS)))
+        return torch.tensor(list(units_of(self.number, self.ranks, KV_HEADS)))
 
     def socket(self, number: int, binds: bool) -> zmq.Socket[bytes]:
         """The one between rank 0 and rank `number`."""
@@ -109,7 +108,7 @@ def pool_of(rank: Rank, settings: Mapping[str, Any]) -> Pool:
         data.view(num_pages, len(heads), head_bytes).copy_(values[:, :, None])
     if data.is_cuda:
         torch.cuda.synchronize()
-    return Pool(data, data.shape[1], num_pages)
+    return Pool(data, ((data.shape[1], num_pages, 0),))
 
 
 def pages_of(settings: Mapping[str, Any], run: int) -> tuple[PageIds, PageIds]:
@@ -144,7 +143,7 @@ def run(rank: Rank, pipe: Pipe, settings: Mapping[str, Any]) -> None:
     else:
         sockets = [rank.socket(other, binds=True) for other in range(1, rank.ranks)]
         name = f"{rank.side}-{os.getpid()}"
-        transport = group_transport("nixl", name, pool, KV_HEADS, Others(sockets, lambda: ""))
+        transport = group_transport("nixl", name, pool, (KV_HEADS,), Others(sockets, lambda: ""))
         pipe.send(transport.endpoint)
         peer = pipe.recv()
         transport.open(peer)

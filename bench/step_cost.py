@@ -36,12 +36,14 @@ from engine.step.plan import StepPlan
 from engine.types import EngineLoad
 from kv_transfer.events import TransferCounters
 from kv_transfer.specs import ReceiveSpec
+from kv_transfer.types import PageGroup
 from router.dispatch.dispatcher import JobDispatcher
 from router.jobs import Job, JobEvent, JobTokens, ServedModel
 from router.settings import RouterSettings
 from router.workers.link import WorkerLink
 from telemetry.metrics.worker import WorkerMetrics
 from worker_base.outbox import Action, Outbox
+from worker_base.page_layout import PageLayout
 
 PROMPT, PAGE_SIZE, VOCAB = 32, 16, 128_256
 BLOCK = 50
@@ -110,9 +112,8 @@ class Worker:
             WorkerMetrics(EngineLoad, TransferCounters),
             epoch=1,
             agent_name="d",
-            page_bytes=1,
-            page_size_tokens=1,
-            max_pages_per_peer=1 << 30,
+            layout=PageLayout(1, (PageGroup(1, 1 << 30),)),
+            max_bytes_per_peer=1 << 30,
         )
 
     def submit(self, submit: worker_pb2.Submit) -> None:

@@ -8,8 +8,9 @@ from array import array
 from dataclasses import dataclass, field
 
 from baton.worker.v1 import worker_pb2
-from engine.types import Mode, PageIds, SequenceEnded
+from engine.types import Mode, Reserved, SequenceEnded
 from kv_transfer.events import Delivered
+from kv_transfer.specs import Range
 from serving.wire import pack_ids
 from worker_base.legs import WorkerLeg
 from worker_base.outbox import Outbox
@@ -40,9 +41,12 @@ class DecodeLeg(WorkerLeg):
 
     state: DecodeState = DecodeState.WAITING
     transfer_id: bytes = b""
-    num_pages: int = 0
+    share_bytes: int = 0
+    """Of its peer's share: bytes of all pages that a hand-off of the prompt may write."""
+    ranges: tuple[Range, ...] = ()
+    """Pages of the prompt that the prefill worker is to write, by group."""
     held_pages: int = 0
-    """Pages of the prompt that this worker had already."""
+    """Pages of the prompt that this worker had already, over all groups."""
     took_over: bool = False
     """The prompt was to come from elsewhere, and is computed here."""
     quarantined_s: float = 0.0
@@ -91,10 +95,15 @@ class DecodeLeg(WorkerLeg):
             return None
         return max(0, self.second_token_ns - self.first_token_ns) / 1e6
 
-    def reserve(self, transfer_id: bytes, pages: PageIds, held_pages: int) -> None:
+    def reserve(self, transfer_id: bytes, event: Reserved) -> None:
         """WAITING -> GRANTED."""
         self.state, self.transfer_id = DecodeState.GRANTED, transfer_id
-        self.num_pages, self.held_pages = len(pages), held_pages
+        others = [
+            Range(other.first_page + other.held_pages, other.first_page + len(other.pages))
+            for other in event.others
+        ]
+        self.ranges = Range(event.held_pages, len(event.pages)), *others
+        self.held_pages = event.held_pages + sum(other.held_pages for other in event.others)
         self.granted_ns = time.time_ns()
 
     def receive(self, event: Delivered) -> None:
@@ -125,15 +134,24 @@ class DecodeLeg(WorkerLeg):
         if gap_ms > self.longest_gap_ms:
             self.longest_gap_ms, self.longest_gap_end_ns = gap_ms, at_ns
 
-    def tell_granted(self, pages: PageIds, epoch: int, agent_name: str) -> None:
+    def tell_granted(self, event: Reserved, epoch: int, agent_name: str) -> None:
         """Tells the router which pages of this worker's pool the prefill worker may write."""
+        others = [
+            worker_pb2.GroupGrant(
+                first_page=other.first_page,
+                page_ids=pack_ids(other.pages),
+                held_pages=other.held_pages,
+            )
+            for other in event.others
+        ]
         granted = worker_pb2.Grant(
             attempt_id=self.id,
             transfer_id=self.transfer_id,
             decode_epoch=epoch,
             decode_agent_name=agent_name,
-            page_ids=pack_ids(pages),
-            held_pages=self.held_pages,
+            page_ids=pack_ids(event.pages),
+            held_pages=event.held_pages,
+            groups=others,
         )
         self.tell(granted=granted)
 

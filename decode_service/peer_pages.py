@@ -1,10 +1,11 @@
-"""Bounds the pages of this worker that each peer may write, granted and quarantined together.
+"""Bounds the bytes of this worker that each peer may write, granted and quarantined together.
 
 Pages under a transfer cannot be taken back, and pages in quarantine have no time bound. A peer that
-froze with grants in its hand must not sit on the whole pool. So each peer may hold `limit_pages`.
-Requests beyond that wait until the peer has delivered or given pages back. A prompt that is longer
-than the limit passes while its peer holds nothing else, or it could never be granted. Smaller
-requests may pass a waiting one a bounded number of times.
+froze with grants in its hand must not sit on the whole pool. So each peer may hold pages of
+`limit_bytes`; those of cache groups differ in size. Requests beyond that wait until the peer has
+delivered or given pages back. A prompt that is longer than the limit passes while its peer holds
+nothing else, or it could never be granted. Smaller requests may pass a waiting one a bounded number
+of times.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ MAX_PASSED_OVER: Final = 16
 class _Hold:
     request_id: bytes
     peer: str
-    pages: int
+    size: int
+    """Bytes."""
     passed_over: int = 0
     """Requests that came later and were granted while it waited."""
 
@@ -33,25 +35,25 @@ class PeerPages:
     which it held first.
     """
 
-    def __init__(self, limit_pages: int) -> None:
-        self._limit_pages = limit_pages
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
         self._holds: dict[bytes, _Hold] = {}
         self._held: dict[str, int] = {}
         self._waiting: list[_Hold] = []
 
-    def take(self, request_id: bytes, peer: str, pages: int, *, first: bool = False) -> bool:
+    def take(self, request_id: bytes, peer: str, size: int, *, first: bool = False) -> bool:
         """Takes the pages if the request may be granted now. If not, it waits for `give_back`.
 
         Args:
             request_id: names the request.
             peer: agent name of the worker that would write.
-            pages: pages of the whole prompt.
+            size: bytes of all pages that are granted if none is held.
             first: if it has to wait, it waits before all others.
 
         Returns:
             Whether it may be granted now.
         """
-        hold = _Hold(request_id, peer, pages)
+        hold = _Hold(request_id, peer, size)
         before = [] if first else self._waiting_for(peer)
         if self._may_pass(hold, before):
             self._keep(hold, before)
@@ -63,7 +65,7 @@ class PeerPages:
         """Forgets a request. Yields the requests that may be granted now."""
         gone = self._holds.pop(request_id, None)
         if gone is not None:
-            self._count(gone.peer, -gone.pages)
+            self._count(gone.peer, -gone.size)
         elif (gone := self._wait_of(request_id)) is not None:
             self._waiting.remove(gone)
         before: list[_Hold] = []
@@ -76,7 +78,7 @@ class PeerPages:
                 before.append(hold)
 
     def held_by(self, peer: str) -> int:
-        """Pages that the peer may write, or whose writes may still land."""
+        """Bytes that the peer may write, or whose writes may still land."""
         return self._held.get(peer, 0)
 
     def _wait_of(self, request_id: bytes) -> _Hold | None:
@@ -88,16 +90,16 @@ class PeerPages:
     def _may_pass(self, hold: _Hold, before: list[_Hold]) -> bool:
         """Whether it fits, and no request before it was passed too often."""
         held = self.held_by(hold.peer)
-        fits = not held or held + hold.pages <= self._limit_pages
+        fits = not held or held + hold.size <= self._limit_bytes
         return fits and all(one.passed_over < MAX_PASSED_OVER for one in before)
 
     def _keep(self, hold: _Hold, before: list[_Hold]) -> None:
         for one in before:
             one.passed_over += 1
         self._holds[hold.request_id] = hold
-        self._count(hold.peer, hold.pages)
+        self._count(hold.peer, hold.size)
 
-    def _count(self, peer: str, pages: int) -> None:
-        self._held[peer] = self.held_by(peer) + pages
+    def _count(self, peer: str, size: int) -> None:
+        self._held[peer] = self.held_by(peer) + size
         if not self._held[peer]:
             del self._held[peer]

@@ -73,11 +73,11 @@ from worker_base.messages import (
     decode_first_tokens,
     first_tokens,
     kv_tokens,
-    pages_of,
     scores_message,
     tokens_message,
 )
 from worker_base.outbox import CallOnLoop, Outbox
+from worker_base.page_layout import PageLayout
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -101,9 +101,8 @@ class DecodeService(LegService[DecodeLeg]):
         *,
         epoch: int,
         agent_name: str,
-        page_bytes: int,
-        page_size_tokens: int,
-        max_pages_per_peer: int,
+        layout: PageLayout,
+        max_bytes_per_peer: int,
         grant_timeout_s: float = GRANT_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -113,13 +112,12 @@ class DecodeService(LegService[DecodeLeg]):
         self._call_on_loop = call_on_loop
         self._epoch = epoch
         self._agent_name = agent_name
-        self._page_bytes = page_bytes
+        self._layout = layout
         self._grant_timeout_s = grant_timeout_s
         self._token_stream = TokenStream(self._legs, metrics)
         self._by_transfer: dict[bytes, DecodeLeg] = {}
-        self._page_size_tokens = page_size_tokens
-        self._peer_pages = PeerPages(max_pages_per_peer)
-        self.stats = DecodeStats(self._legs, max_pages_per_peer)
+        self._peer_pages = PeerPages(max_bytes_per_peer)
+        self.stats = DecodeStats(self._legs, max_bytes_per_peer)
         self._sink: Sink = self._on_step
 
     # Messages of the router.
@@ -140,9 +138,9 @@ class DecodeService(LegService[DecodeLeg]):
 
     def _has_share(self, leg: DecodeLeg) -> bool:
         """Whether its peer may have its pages, too. If not, the leg waits in `PeerPages`."""
-        pages = pages_of(kv_tokens(leg.request), self._page_size_tokens)
+        leg.share_bytes = self._layout.prompt_bytes(kv_tokens(leg.request))
         first = bool(leg.request.generated)
-        return self._peer_pages.take(leg.id, leg.peer, pages, first=first)
+        return self._peer_pages.take(leg.id, leg.peer, leg.share_bytes, first=first)
 
     def _give_share_back(self, leg: DecodeLeg) -> None:
         """Ends the peer's claim on the leg's pages. Legs that waited for them go to the engine."""
@@ -213,19 +211,18 @@ class DecodeService(LegService[DecodeLeg]):
     def _reserved(self, leg: DecodeLeg, event: Reserved) -> None:
         """WAITING -> GRANTED."""
         failpoints.hit("decode.before_grant")
-        leg.reserve(secrets.token_bytes(TRANSFER_ID_BYTES), event.pages, event.held_pages)
+        leg.reserve(secrets.token_bytes(TRANSFER_ID_BYTES), event)
         self._by_transfer[leg.transfer_id] = leg
         self._transfer.expect(
             ReceiveSpec(
                 transfer_id=leg.transfer_id,
                 peer=leg.peer,
-                num_pages=leg.num_pages,
-                held_pages=leg.held_pages,
+                ranges=leg.ranges,
                 num_tokens=kv_tokens(leg.request),
                 timeout_s=self._grant_lasts_s(leg),
             )
         )
-        leg.tell_granted(event.pages, self._epoch, self._agent_name)
+        leg.tell_granted(event, self._epoch, self._agent_name)
         failpoints.hit("decode.after_grant")
 
     def _grant_lasts_s(self, leg: DecodeLeg) -> float:
@@ -319,7 +316,7 @@ class DecodeService(LegService[DecodeLeg]):
         """-> ENDED."""
         leg.conclude(error)
         self._forget(leg, was_ready)
-        spans.write_spans(leg, self._page_bytes, self._engine.rank_skew_s)
+        spans.write_spans(leg, self._layout, self._engine.rank_skew_s)
 
     def _quarantine(self, leg: DecodeLeg, error: str) -> None:
         """GRANTED -> QUARANTINED: out of its slots. The pages wait for `ReceiveFreed`."""
@@ -328,7 +325,7 @@ class DecodeService(LegService[DecodeLeg]):
         leg.state, leg.expires_s = DecodeState.QUARANTINED, math.inf
         leg.quarantined_s = self._legs.clock()
         self._engine.cancel(leg.id)
-        spans.write_spans(leg, self._page_bytes, self._engine.rank_skew_s)
+        spans.write_spans(leg, self._layout, self._engine.rank_skew_s)
 
     def _free(self, leg: DecodeLeg) -> None:
         """QUARANTINED -> FREE. A leg in another state goes on."""

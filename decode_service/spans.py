@@ -14,10 +14,11 @@ from decode_service.leg import DecodeLeg
 from telemetry.names import Attr, SpanName
 from telemetry.tracing import link_from, write_span
 from worker_base.messages import kv_tokens
+from worker_base.page_layout import PageLayout
 from worker_base.spans import Skew, milliseconds, skew_of, write_prompt_spans
 
 
-def write_spans(leg: DecodeLeg, page_bytes: int, skew: Skew) -> None:
+def write_spans(leg: DecodeLeg, layout: PageLayout, skew: Skew) -> None:
     """Writes all spans of a leg whose outcome is known."""
     if leg.is_whole:
         computed = kv_tokens(leg.request) - leg.cached_tokens if leg.computed_ns else 0
@@ -25,7 +26,7 @@ def write_spans(leg: DecodeLeg, page_bytes: int, skew: Skew) -> None:
     else:
         _write_grant(leg)
         if leg.granted_ns:
-            _write_receive(leg, page_bytes)
+            _write_receive(leg, layout)
     if leg.ready_ns:
         _write_generate(leg, skew)
 
@@ -48,7 +49,7 @@ def _write_grant(leg: DecodeLeg) -> None:
     )
 
 
-def _write_receive(leg: DecodeLeg, page_bytes: int) -> None:
+def _write_receive(leg: DecodeLeg, layout: PageLayout) -> None:
     """The KV was delivered, or was given up on its way."""
     event, attributes = leg.delivered, _transfer(leg)
     if event is None:
@@ -61,7 +62,7 @@ def _write_receive(leg: DecodeLeg, page_bytes: int) -> None:
             error=leg.error,
         )
         return
-    attributes[Attr.KV_BYTES] = (leg.num_pages - leg.held_pages) * page_bytes
+    attributes[Attr.KV_BYTES] = layout.bytes_of(leg.ranges)
     attributes[Attr.KV_NOTIFICATIONS] = event.notifications
     write_span(
         SpanName.KV_RECEIVE,
@@ -105,6 +106,6 @@ def _write_generate(leg: DecodeLeg, skew: Skew) -> None:
 def _transfer(leg: DecodeLeg) -> dict[str, AttributeValue]:
     return {
         Attr.TRANSFER_ID: leg.transfer_id.hex(),
-        Attr.KV_PAGES: leg.num_pages - leg.held_pages,
+        Attr.KV_PAGES: sum(end - first for first, end in leg.ranges),
         Attr.KV_HELD_PAGES: leg.held_pages,
     }

@@ -12,9 +12,9 @@ from worker_base.overdue import Unended
 class DecodeStats:
     """Counts the legs afresh at each call. Belongs to the event loop, as the legs do."""
 
-    def __init__(self, legs: LegTable[DecodeLeg], max_pages_per_peer: int) -> None:
+    def __init__(self, legs: LegTable[DecodeLeg], max_bytes_per_peer: int) -> None:
         self._legs = legs
-        self._max_pages_per_peer = max_pages_per_peer
+        self._max_bytes_per_peer = max_bytes_per_peer
 
     @property
     def active(self) -> int:
@@ -33,10 +33,10 @@ class DecodeStats:
 
     def crowding_peers(self) -> list[str]:
         """Peers whose whole share is in quarantine. Further grants to them would wait."""
-        pages: Counter[str] = Counter()
+        sizes: Counter[str] = Counter()
         for leg in self._in_quarantine():
-            pages[leg.peer] += leg.num_pages
-        return [peer for peer, held in pages.items() if held >= self._max_pages_per_peer]
+            sizes[leg.peer] += leg.share_bytes
+        return [peer for peer, held in sizes.items() if held >= self._max_bytes_per_peer]
 
     def _in_quarantine(self) -> list[DecodeLeg]:
         return [leg for leg in self._legs if leg.state is DecodeState.QUARANTINED]

@@ -50,7 +50,7 @@ from kv_transfer.events import (
     ReceiveFreed,
     TransferEvent,
 )
-from kv_transfer.specs import ReceiveSpec
+from kv_transfer.specs import Range, ReceiveSpec
 from serving.wire import pack_ids
 from telemetry.metrics.worker import WorkerMetrics
 from worker_base.legs import WorkerLeg
@@ -246,8 +246,7 @@ class FetchService:
             ReceiveSpec(
                 transfer_id=wanted.id,
                 peer=wanted.peer,
-                num_pages=num_pages,
-                held_pages=0,
+                ranges=(Range(0, num_pages),),
                 num_tokens=num_pages * self._page_size_tokens,
                 timeout_s=self._limit_s(wanted.peer, num_pages),
                 may_be_short=True,

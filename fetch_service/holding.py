@@ -32,7 +32,7 @@ from fetch_service.fetching import Paths
 from fetch_service.outcomes import MALFORMED, MISSING, NO_PATH
 from fetch_service.spans import write_give_span
 from kv_transfer.events import SendFailed, SendQuiesced, SendStats, Sent, TransferEvent
-from kv_transfer.specs import TRANSFER_ID_BYTES, SendSpec
+from kv_transfer.specs import TRANSFER_ID_BYTES, SendSpec, Source, Target
 from telemetry.metrics.worker import WorkerMetrics
 from worker_base.messages import MalformedMessage, unpack_ids
 from worker_base.outbox import CallOnLoop, Outbox
@@ -175,15 +175,13 @@ class HoldService:
                 transfer_id=fetch.transfer_id,
                 peer=fetch.fetcher_agent_name,
                 decode_epoch=fetch.fetcher_epoch,
-                source_pages=sources,
-                target_pages=hold.pages[:count],
-                held_pages=0,
+                targets=(Target(hold.pages[:count]),),
                 num_tokens=num_tokens,
                 page_size_tokens=self._page_size_tokens,
                 yields=True,
             )
         )
-        self._transfer.chunk_computed(fetch.transfer_id, num_tokens, b"")
+        self._transfer.chunk_computed(fetch.transfer_id, num_tokens, b"", (Source(sources),))
 
     def _refuse(self, hold: _Hold, why: str) -> None:
         """-> REFUSED. `SendQuiesced` follows."""

@@ -87,7 +87,9 @@ class Delivered:
     delivered_ns: int
     notifications: int
     num_pages: int = 0
-    """Pages from the first one on that are there, those held before included."""
+    """Pages of group 0 from the first one on that are there, those held before included."""
+    without: int = 0
+    """Of a fetch, bit g: nothing of group g came, for the peer had not all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +99,8 @@ class ReceiveAborted:
     transfer_id: bytes
     already_ready: bool
     landed_pages: int = 0
-    """Of a fetch: leading pages that have landed. The peer writes a page once, so nothing lands in
-    these any more, even while the others are in quarantine."""
+    """Of a fetch: leading pages of group 0 that have landed. The peer writes a page once, so
+    nothing lands in these any more, even while the others are in quarantine."""
 
 
 @dataclass(frozen=True, slots=True)

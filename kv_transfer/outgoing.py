@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import enum
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from kv_transfer.events import SendStats
-from kv_transfer.specs import SendSpec
-from kv_transfer.types import PageIds
+from kv_transfer.specs import SendSpec, Source
+from kv_transfer.types import PageGroup, PageIds
 from kv_transfer.wire import Chunk
 
 
@@ -33,17 +34,20 @@ class SendState(enum.IntEnum):
 
 
 class PageRange(NamedTuple):
-    """What one push carries: pages [first, end) of the prompt."""
+    """What one push carries: pages [first, end) of the prompt, of one group."""
 
+    group: int
     first: int
     end: int
     is_last: bool
     """Whether it also carries the payload."""
+    source: PageIds
+    """Those pages in this pool."""
 
 
 @dataclass(slots=True, eq=False)
 class Outgoing:
-    """A transfer, granted or not. [held, next_page) is posted; [next_page, n) is not."""
+    """A transfer, granted or not. Of each group [begin, next) is posted; [next, end) is not."""
 
     transfer_id: bytes
     spec: SendSpec | None = None
@@ -53,14 +57,18 @@ class Outgoing:
     """Tokens [0, end_token) are final."""
     payload: bytes | None = None
     """Set when all of them are."""
-    next_page: int = 0
+    sources: Sequence[Source] = ()
+    """By group: pages of this pool, as the latest chunk has them."""
+    next_pages: list[int] = field(default_factory=list)
+    """By group."""
     last_posted: bool = False
     is_queued: bool = False
     """Whether it waits in the sender's queue."""
     failure_told: bool = False
     handles: set[int] = field(default_factory=set)
     """Pushes in progress."""
-    pages: int = 0
+    posted: list[int] = field(default_factory=list)
+    """Pages posted, by group."""
     pushes: int = 0
     descriptors: int = 0
     started_ns: int = 0
@@ -74,25 +82,57 @@ class Outgoing:
 
     @property
     def is_consistent(self) -> bool:
-        """Whether the tokens said to be final fit the grant."""
-        if self.spec is None:
+        """Whether the tokens said to be final fit the grant, and their pages are known."""
+        spec = self.spec
+        if spec is None or not self.end_token:
             return True
-        if self.payload is not None:
-            return self.end_token == self.spec.num_tokens
-        return self.end_token <= self.spec.num_tokens
+        is_whole = self.end_token == spec.num_tokens
+        if not is_whole and (self.payload is not None or self.end_token > spec.num_tokens):
+            return False
+        if len(self.sources) != len(spec.targets):
+            return False
+        return all(
+            final <= first or source.of(first, final) is not None
+            for source, first, final in zip(
+                self.sources, self.next_pages, self._finals(spec), strict=True
+            )
+        )
 
-    def next_range(self, max_pages: int) -> PageRange | None:
-        """What is final and not posted yet, up to a number of pages; None: nothing."""
+    def begin(self, spec: SendSpec) -> None:
+        """Takes the grant."""
+        self.spec = spec
+        self.next_pages = [
+            target.end if spec.without >> group & 1 else target.begin
+            for group, target in enumerate(spec.targets)
+        ]
+        self.posted = [0] * len(spec.targets)
+
+    def next_range(self, max_pages: Sequence[int]) -> PageRange | None:
+        """What is final and not posted yet, up to a number of pages by group; None: nothing.
+
+        Group 0 is the last: its last push carries the payload.
+        """
         spec = self.spec
         if spec is None or not self.is_live:
             return None
         is_final = self.payload is not None
-        final = spec.num_pages if is_final else self.end_token // spec.page_size_tokens
-        end = min(final, self.next_page + max_pages)
-        is_last = is_final and not self.last_posted and end == spec.num_pages
-        if end <= self.next_page and not is_last:
-            return None
-        return PageRange(self.next_page, end, is_last)
+        finals = self._finals(spec)
+        for group in range(len(finals) - 1, -1, -1):
+            first = self.next_pages[group]
+            end = min(finals[group], first + max_pages[group])
+            is_last = not group and is_final and not self.last_posted and end == spec.num_pages
+            if end > first or is_last:
+                source = self.sources[group].of(first, end)
+                assert source is not None, "it is consistent"
+                return PageRange(group, first, end, is_last, source)
+        return None
+
+    def _finals(self, spec: SendSpec) -> list[int]:
+        """Behind the last page that is final, by group."""
+        if self.payload is not None:
+            return [target.end for target in spec.targets]
+        end = self.end_token // spec.page_size_tokens
+        return [0 if target.is_state else min(target.end, end) for target in spec.targets]
 
     def chunk(self, spec: SendSpec, pages: PageRange) -> Chunk:
         """The notification that goes with a push."""
@@ -102,10 +142,12 @@ class Outgoing:
             spec.decode_epoch,
             pages.first,
             pages.end,
-            spec.num_tokens if is_last else pages.end * spec.page_size_tokens,
+            self.end_token,
             is_last,
             (self.payload or b"") if is_last else b"",
             spec.span_id if is_last else b"",
+            pages.group,
+            spec.without if is_last else 0,
         )
 
     def mark_posted(self, pages: PageRange, began_ns: int) -> None:
@@ -113,14 +155,14 @@ class Outgoing:
         self.last_posted_ns = time.time_ns()
         self.posting_s += (self.last_posted_ns - began_ns) / 1e9
         self.started_ns = self.started_ns or began_ns
-        self.next_page, self.last_posted = pages.end, pages.is_last
-        self.pages += pages.end - pages.first
+        self.next_pages[pages.group], self.last_posted = pages.end, pages.is_last
+        self.posted[pages.group] += pages.end - pages.first
 
-    def stats(self, page_bytes: int) -> SendStats:
-        """Figures of the transfer, done just now."""
+    def stats(self, groups: Sequence[PageGroup]) -> SendStats:
+        """Figures of the transfer, done just now; `groups` are those of the pool."""
         return SendStats(
-            self.pages,
-            self.pages * page_bytes,
+            sum(self.posted),
+            sum(pages * group.page_bytes for pages, group in zip(self.posted, groups, strict=True)),
             self.pushes,
             self.descriptors,
             self.started_ns,
@@ -128,6 +170,14 @@ class Outgoing:
             time.time_ns(),
             self.posting_s,
         )
+
+    def check_invariants(self, spec: SendSpec) -> None:
+        """Raises AssertionError where a group's pages contradict `kv_transfer.sending`."""
+        finals = self._finals(spec)
+        for group, target in enumerate(spec.targets):
+            begin = target.end if spec.without >> group & 1 else target.begin
+            assert self.next_pages[group] == begin + self.posted[group]
+            assert not self.posted[group] or self.next_pages[group] <= finals[group]
 
 
 def count_runs(source: PageIds, target: PageIds) -> int:

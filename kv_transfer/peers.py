@@ -252,12 +252,13 @@ class Peers:
             last = peer.probes == 1 + LATENCY_PROBES
             self._probe(peer, pages=self._test_pages(peer.endpoint) if last else 1)
         else:
-            peer.gigabytes_per_s = peer.probe_pages * peer.endpoint.page_bytes / took_s / 1e9
+            size = peer.probe_pages * peer.endpoint.groups[0].page_bytes
+            peer.gigabytes_per_s = size / took_s / 1e9
             self._report(peer)
 
     @staticmethod
     def _test_pages(endpoint: Endpoint) -> int:
-        return max(1, SELF_TEST_BYTES[endpoint.memory] // endpoint.page_bytes)
+        return max(1, SELF_TEST_BYTES[endpoint.memory] // endpoint.groups[0].page_bytes)
 
     def _retry(self, peer: _Peer) -> None:
         self._retry_later(peer)

@@ -2,7 +2,8 @@
 
 1. GRANTED      `expect`: the peer may write the granted pages.
 2. FILLING      its first chunk has landed.
-3. READY        every page is covered exactly once and the last notification is here: Delivered.
+3. READY        every page of every group is covered exactly once and the last notification is
+                here: Delivered.
 4. QUARANTINED  from 1 or 2, by `abort` or by the timeout. A write may still land. The peer is
                 asked to quiesce, again and again with back-off, for as long as it takes; once the
                 back-off has reached its end, the owner is told each time: QuiesceUnanswered.
@@ -11,10 +12,11 @@
 
 READY and QUARANTINED exclude each other, whichever comes first: one thread decides.
 
-Invariants, per transfer of n pages of which h are held:
-- covered is a subset of [h, n), and no page is covered twice;
-- READY implies covered == [h, n), or [h, m) of a fetch whose last notification ends at m <= n;
-- pages leave QUARANTINED only by 5, never by time.
+Invariants, per transfer, in each group whose pages [first, end) were granted:
+- covered is a subset of [first, end), and no page is covered twice;
+- READY implies covered == [first, end); or, of a fetch, [first, m) of group 0, where its last
+  notification ends at m <= end, and nothing of the groups that it names;
+- pages of all groups leave QUARANTINED together, by 5 alone, never by time.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kv_transfer.events import (
     Delivered,
@@ -34,7 +36,7 @@ from kv_transfer.events import (
     TransferEvent,
 )
 from kv_transfer.peers import Peers
-from kv_transfer.specs import ReceiveSpec
+from kv_transfer.specs import Range, ReceiveSpec
 from kv_transfer.tables import BoundedMemory, Clock, Timers
 from kv_transfer.wire import Chunk, Quiesce, Quiesced
 
@@ -68,34 +70,40 @@ class _Receive:
     expires_s: float
     ask_again_s: float = FIRST_ASK_AGAIN_S
     state: ReceiveState = ReceiveState.GRANTED
-    covered: int = 0
-    """Bit i: page i of the prompt has landed."""
+    covered: list[int] = field(init=False)
+    """By group; bit i: page i of the prompt has landed."""
     last: Chunk | None = None
     first_notification_ns: int = 0
     notifications: int = 0
 
-    @property
-    def end_page(self) -> int:
-        """Behind the last page that the peer is to write."""
-        is_short = self.spec.may_be_short and self.last is not None
-        return self.last.end_page if is_short and self.last else self.spec.num_pages
+    def __post_init__(self) -> None:
+        self.covered = [0] * len(self.spec.ranges)
 
-    @property
-    def wanted(self) -> int:
-        """Bits of the pages that the peer is to write."""
-        return _bits(self.spec.held_pages, self.end_page)
+    def range_of(self, group: int) -> Range:
+        """The pages of a group that the peer is to write."""
+        granted = self.spec.ranges[group]
+        if self.last is None or not self.spec.may_be_short:
+            return granted
+        if not group:
+            return Range(granted.first, self.last.end_page)
+        return Range(granted.first, granted.first) if self.last.without >> group & 1 else granted
 
     @property
     def landed_pages(self) -> int:
-        """Leading pages that are there. They count only in a fetch."""
+        """Leading pages of group 0 that are there. They count only in a fetch."""
         if not self.spec.may_be_short:
             return 0
-        missing = ~(self.covered | _bits(0, self.spec.held_pages))
-        return min((missing & -missing).bit_length() - 1, self.spec.num_pages)
+        first, end = self.spec.ranges[0]
+        missing = ~(self.covered[0] | _bits(0, first))
+        return min((missing & -missing).bit_length() - 1, end)
 
     @property
     def is_complete(self) -> bool:
-        return self.last is not None and self.covered == self.wanted
+        if self.last is None:
+            return False
+        return all(
+            covered == _bits(*self.range_of(group)) for group, covered in enumerate(self.covered)
+        )
 
 
 class Receiver:
@@ -178,7 +186,7 @@ class Receiver:
         if receive is None or not self._accepts(receive, from_agent, chunk):
             self._counters.stale_notifications += 1
             return
-        receive.covered |= _bits(chunk.first_page, chunk.end_page)
+        receive.covered[chunk.group] |= _bits(chunk.first_page, chunk.end_page)
         receive.last = chunk if chunk.last else receive.last
         receive.notifications += 1
         receive.first_notification_ns = receive.first_notification_ns or time.time_ns()
@@ -225,7 +233,8 @@ class Receiver:
         for transfer_id, receive in self._receives.items():
             assert transfer_id not in self._ended
             assert receive.state not in (ReceiveState.FREE, ReceiveState.READY)
-            assert not receive.covered & ~receive.wanted
+            for group, covered in enumerate(receive.covered):
+                assert not covered & ~_bits(*receive.range_of(group))
             assert not receive.is_complete
             assert receive.state is not ReceiveState.QUARANTINED or not receive.fenced
         quarantined = states.count(ReceiveState.QUARANTINED)
@@ -236,17 +245,23 @@ class Receiver:
         spec = receive.spec
         if from_agent != spec.peer or chunk.decode_epoch != self._epoch:
             return False
-        if chunk.first_page < spec.held_pages or chunk.end_page > receive.end_page:
+        if chunk.group >= len(spec.ranges):
             return False
-        if receive.covered & _bits(chunk.first_page, chunk.end_page):
+        first, end = receive.range_of(chunk.group)
+        if chunk.first_page < first or chunk.end_page > end:
+            return False
+        if receive.covered[chunk.group] & _bits(chunk.first_page, chunk.end_page):
             return False
         if not chunk.last:
             return chunk.first_page < chunk.end_page
         if receive.last is not None:
             return False
         if spec.may_be_short:
-            return not receive.covered >> chunk.end_page
-        return chunk.end_page == spec.num_pages and chunk.end_token == spec.num_tokens
+            is_written = [
+                covered and chunk.without >> g & 1 for g, covered in enumerate(receive.covered)
+            ]
+            return not (receive.covered[0] >> chunk.end_page or any(is_written))
+        return (chunk.end_page, chunk.end_token, chunk.without) == (end, spec.num_tokens, 0)
 
     def _complete(self, receive: _Receive) -> None:
         """All that the peer could write has landed: READY, or the end of a quarantine."""
@@ -267,7 +282,8 @@ class Receiver:
                 receive.first_notification_ns,
                 time.time_ns(),
                 receive.notifications,
-                receive.end_page,
+                last.end_page,
+                last.without,
             )
         )
 

@@ -10,9 +10,10 @@
 6. FAILED     a push ended in ERROR: unknown how much of it landed or still will. Pinned until
               the peer is proven dead; until then nobody is told QUIESCED.
 
-Invariants, per transfer of n pages of which h are held:
-- [h, next_page) is posted, each page once; [next_page, n) is not;
+Invariants, per transfer, in each group of which [begin, end) is to be sent:
+- [begin, next) is posted, each page once; [next, end) is not;
 - a page is posted only when every token in it is final;
+- the last push, with the payload, is one of group 0, and all else is posted before it;
 - DELIVERED and QUIESCED imply that no handle is in progress.
 
 A grant may come before, between or after the chunks, and the peer may still be opening.
@@ -23,13 +24,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from faults import failpoints
 from kv_transfer.events import SendFailed, SendQuiesced, Sent, TransferCounters, TransferEvent
 from kv_transfer.outgoing import Outgoing, PageRange, SendState, count_runs
 from kv_transfer.peers import Peers
-from kv_transfer.specs import SendSpec
+from kv_transfer.specs import SendSpec, Source
 from kv_transfer.tables import BoundedMemory, Clock, Timers
 from kv_transfer.types import KvTransport, PushState, TransportError
 from kv_transfer.wire import Quiesce, Quiesced, encode
@@ -61,8 +62,9 @@ class Sender:
         self._emit = emit
         self._counters = counters
         endpoint = transport.endpoint
-        self._page_bytes = endpoint.page_bytes
-        self._max_push_pages = max(1, MAX_PUSH_BYTES[endpoint.memory] // self._page_bytes)
+        self._groups = endpoint.groups
+        most = MAX_PUSH_BYTES[endpoint.memory]
+        self._max_push_pages = [max(1, most // group.page_bytes) for group in endpoint.groups]
         self._sends: dict[bytes, Outgoing] = {}
         self._by_handle: dict[int, Outgoing] = {}
         self._ready: deque[Outgoing] = deque()
@@ -110,8 +112,8 @@ class Sender:
         send = self._sends.setdefault(spec.transfer_id, Outgoing(spec.transfer_id))
         if send.spec is not None:
             return
-        send.spec, send.next_page = spec, spec.held_pages
-        if not spec.is_sound():
+        send.begin(spec)
+        if not spec.is_sound() or len(spec.targets) != len(self._groups):
             self._fail(send, "bad_grant")
         elif self._peers.is_dead(spec.peer):
             self._fail(send, "peer_dead")
@@ -120,14 +122,21 @@ class Sender:
                 self._timers.set(spec.transfer_id, PEER_WAIT_S)
             self._advance(send)
 
-    def chunk_computed(self, transfer_id: bytes, end_token: int, payload: bytes | None) -> None:
-        """KV of [0, end_token) is final; `payload` comes with the end of the prompt."""
+    def chunk_computed(
+        self,
+        transfer_id: bytes,
+        end_token: int,
+        payload: bytes | None,
+        sources: Sequence[Source],
+    ) -> None:
+        """KV of [0, end_token) is final, and in the pages of `sources`, by group; `payload` comes
+        with the end of the prompt."""
         if transfer_id in self._tombstones:
             return
         send = self._sends.setdefault(transfer_id, Outgoing(transfer_id))
         if send.payload is None:
             send.end_token = max(send.end_token, end_token)
-            send.payload = payload
+            send.payload, send.sources = payload, sources
         self._advance(send)
 
     def abort(self, transfer_id: bytes) -> None:
@@ -230,9 +239,7 @@ class Sender:
             assert send.handles or send.state is not SendState.QUIESCING
             assert all(self._by_handle[handle] is send for handle in send.handles)
             if send.spec is not None:
-                assert send.next_page == send.spec.held_pages + send.pages
-                final = send.end_token // send.spec.page_size_tokens
-                assert not send.pages or send.last_posted or send.next_page <= final
+                send.check_invariants(send.spec)
 
     def _sends_to(self, agent_name: str) -> Iterable[Outgoing]:
         return (s for s in self._sends.values() if s.spec is not None and s.spec.peer == agent_name)
@@ -280,12 +287,13 @@ class Sender:
         if chunk.last:
             failpoints.hit("transfer.before_last_push", error=_path_broken)
         payload = encode(chunk)
-        source = spec.source_pages[pages.first : pages.end]
-        target = spec.target_pages[pages.first : pages.end]
+        source = pages.source
         if not len(source):
             self._transport.notify(spec.peer, payload)
             return
-        handle = self._transport.push(spec.peer, source, target, payload)
+        to = spec.targets[pages.group]
+        target = to.pages[pages.first - to.first_page : pages.end - to.first_page]
+        handle = self._transport.push(spec.peer, source, target, payload, pages.group)
         send.handles.add(handle)
         self._by_handle[handle] = send
         runs = count_runs(source, target)
@@ -333,8 +341,9 @@ class Sender:
         if state is SendState.DELIVERED:
             failpoints.hit("transfer.done")
             self._counters.transfers_sent += 1
-            self._counters.bytes_sent += send.pages * self._page_bytes
-            self._emit(Sent(send.transfer_id, send.stats(self._page_bytes)))
+            stats = send.stats(self._groups)
+            self._counters.bytes_sent += stats.bytes
+            self._emit(Sent(send.transfer_id, stats))
             return
         self._emit(SendQuiesced(send.transfer_id))
         if send.spec is not None:

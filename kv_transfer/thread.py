@@ -17,11 +17,11 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kv_transfer.events import TransferCounters, TransferEvent
 from kv_transfer.exchange import ACTIVE_POLL_S, IDLE_POLL_S, Exchange
-from kv_transfer.specs import ReceiveSpec, SendSpec
+from kv_transfer.specs import ReceiveSpec, SendSpec, Source
 from kv_transfer.types import Endpoint, KvTransport, TransportError
 from kv_transfer.wire import Quiesce, Quiesced
 from telemetry.trouble import describe
@@ -130,11 +130,20 @@ class TransferThread:
         """Prefill side: a grant arrived. Chunks told before or after it are pushed."""
         self._commands.put(lambda exchange: exchange.sender.begin(spec))
 
-    def chunk_computed(self, transfer_id: bytes, end_token: int, payload: bytes | None) -> None:
-        """Prefill side: KV of [0, end_token) is final. `payload` is set with the last chunk, when
-        the first tokens are known, and travels in the last notification."""
+    def chunk_computed(
+        self,
+        transfer_id: bytes,
+        end_token: int,
+        payload: bytes | None,
+        sources: Sequence[Source],
+    ) -> None:
+        """Prefill side: KV of [0, end_token) is final, in the pages of `sources`, by group.
+        `payload` is set with the last chunk, when the first tokens are known, and travels in the
+        last notification."""
         self._commands.put(
-            lambda exchange: exchange.sender.chunk_computed(transfer_id, end_token, payload)
+            lambda exchange: exchange.sender.chunk_computed(
+                transfer_id, end_token, payload, sources
+            )
         )
 
     def abort_send(self, transfer_id: bytes) -> None:

@@ -1,7 +1,8 @@
 """What a transport is, and what it moves.
 
-A *pool* is `num_pages` pages of `page_bytes` each at a constant stride from `base_address`. A
-*push* writes pages of the local pool into pages of a peer's pool and then shows the peer a
+A *pool* is one run of memory at `base_address` with the pages of one or several *groups*
+(`PageGroup`): the pages of a group have one size and ids of their own. A *push* writes pages of one
+group of the local pool into pages of the same group of a peer's pool and then shows the peer a
 notification; the notification is seen only after every byte of its push has landed.
 
 A transport belongs to one thread, the transfer thread: no method may be called from another.
@@ -10,6 +11,7 @@ A transport belongs to one thread, the transfer thread: no method may be called 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -22,7 +24,10 @@ MAX_NOTIFICATION_BYTES = 4096
 MAX_PART_BYTES = MAX_NOTIFICATION_BYTES + 64
 """With what a group of ranks adds (`kv_transfer.ranks.group`)."""
 SCRATCH_PAGE = 0
-"""Page that is never granted: padding rows store into it, warm-ups and self-tests write it."""
+"""Page of each group that is never granted: padding rows store into it, warm-ups and self-tests
+write it."""
+MAX_GROUPS = 8
+"""Most groups of a pool: the last notification of a transfer has a bit for each."""
 
 
 class TransportError(Exception):
@@ -44,6 +49,24 @@ class PushState(enum.IntEnum):
     """Nothing of it can land any more."""
 
 
+class PageGroup(NamedTuple):
+    """The pages of one group in a pool, at a constant stride."""
+
+    page_bytes: int
+    num_pages: int
+    """The scratch page included."""
+    units: int = 0
+    """Equal parts of a page, one behind the other, that ranks divide: KV heads, or what the group
+    has in their place. 0: unknown, and only whole pages move."""
+    offset: int = 0
+    """Bytes from the pool's beginning to the group's page 0."""
+
+    @property
+    def end(self) -> int:
+        """Bytes from the pool's beginning to the end of the group's last page."""
+        return self.offset + self.page_bytes * self.num_pages
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """Where a worker's pool can be written; travels as `baton.worker.v1.KvEndpoint`."""
@@ -53,27 +76,29 @@ class Endpoint:
     transport: str
     metadata: bytes
     base_address: int
-    page_bytes: int
-    num_pages: int
+    groups: tuple[PageGroup, ...]
+    """At least one. The first has a page for every few tokens of the whole context."""
     device_id: int
     memory: str
     """"DRAM" or "VRAM"."""
     process: str = ""
     """The owner's process, as `kv_transfer.transports.processes` names it; empty: nobody can watch
     it."""
-    kv_heads: int = 0
-    """KV heads of a whole page; 0: unknown, and only whole pages move."""
     ranks: tuple[Endpoint, ...] = ()
-    """The parts of ranks 1, 2, ..., where several processes hold the pool. Then `page_bytes` are
-    those of a whole page, and the other fields are rank 0's."""
+    """The parts of ranks 1, 2, ..., where several processes hold the pool. Then the `page_bytes` of
+    `groups` are those of a whole page, and all else is rank 0's."""
 
     @property
     def parts(self) -> tuple[Endpoint, ...]:
         """The part of each rank, rank 0 first, also where there is one."""
         if not self.ranks:
             return (self,)
-        divided = min(1 + len(self.ranks), self.kv_heads)
-        return replace(self, page_bytes=self.page_bytes // divided, ranks=()), *self.ranks
+        count = 1 + len(self.ranks)
+        groups = (
+            group._replace(page_bytes=group.page_bytes // min(count, group.units))
+            for group in self.groups
+        )
+        return replace(self, groups=tuple(groups), ranks=()), *self.ranks
 
 
 class Piece(NamedTuple):
@@ -111,8 +136,9 @@ class KvTransport(Protocol):
         """Wires up to a peer. Opening the same agent again does nothing.
 
         Raises:
-            TransportError: `unreachable`, `transport_mismatch`, `page_size_mismatch`, or
-                `peer_busy` where another peer of that name is not wound up yet.
+            TransportError: `unreachable`, `transport_mismatch`, `groups_mismatch`,
+                `page_size_mismatch`, or `peer_busy` where another peer of that name is not wound up
+                yet.
         """
         ...
 
@@ -120,10 +146,13 @@ class KvTransport(Protocol):
         """The way to an open peer as far as it can be told, such as "nixl/shm"."""
         ...
 
-    def push(self, agent_name: str, source: PageIds, target: PageIds, payload: bytes) -> int:
+    def push(
+        self, agent_name: str, source: PageIds, target: PageIds, payload: bytes, group: int = 0
+    ) -> int:
         """Starts writing `source[i]` into the peer's `target[i]`, then shows it `payload`.
 
-        Adjacent runs may be merged. Returns a handle for `poll_pushes`.
+        The pages are those of one group, by its index. Adjacent runs may be merged. Returns a
+        handle for `poll_pushes`.
 
         Raises:
             TransportError: nothing was started. `disconnected`: the peer must be opened anew.
@@ -159,8 +188,9 @@ class KvTransport(Protocol):
 class PieceTransport(KvTransport, Protocol):
     """A transport that can also write a piece of each page."""
 
-    def open(self, peer: Endpoint, piece: Piece | None = None) -> None:
-        """As `KvTransport.open`. Pushes to this peer write `piece` of each page; None: whole pages.
+    def open(self, peer: Endpoint, pieces: Sequence[Piece] | None = None) -> None:
+        """As `KvTransport.open`. Pushes to this peer write of each page the piece of its group;
+        None: whole pages.
 
         Raises:
             TransportError: also `bad_piece`, where it does not fit the pages.

@@ -14,12 +14,14 @@ covers all chunks so far. It hears nothing after `close` returned.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from baton.worker.v1 import worker_pb2
+from engine.group_pages import GroupPages
 from engine.types import PageIds
-from kv_transfer.specs import TRANSFER_ID_BYTES, SendSpec
+from kv_transfer.specs import TRANSFER_ID_BYTES, SendSpec, Source, Target
 from telemetry.names import SpanName
 from telemetry.tracing import Span, span_id_bytes, start_span
 from worker_base.messages import MalformedMessage, pages_of, unpack_ids
@@ -35,30 +37,43 @@ class Destination:
     transfer_id: bytes
     peer: str
     decode_epoch: int
-    pages: PageIds
-    held_pages: int
+    targets: tuple[Target, ...]
+    """By cache group."""
+
+    @property
+    def held_pages(self) -> int:
+        """Pages not to be sent, over all groups."""
+        return sum(target.held_pages for target in self.targets)
 
     @classmethod
-    def of(cls, grant: worker_pb2.Grant, peer: str, num_pages: int) -> Self | None:
-        """Checks a grant; None unless it is for `num_pages` pages of that peer's pool."""
+    def of(cls, grant: worker_pb2.Grant, peer: str, num_pages: int, groups: int) -> Self | None:
+        """Checks a grant; None unless it is for `num_pages` pages of that peer's pool, in so many
+        cache groups."""
         try:
-            pages = unpack_ids(grant.page_ids)
+            targets = (
+                Target(unpack_ids(grant.page_ids), grant.held_pages),
+                *(
+                    Target(unpack_ids(other.page_ids), other.held_pages, other.first_page)
+                    for other in grant.groups
+                ),
+            )
         except MalformedMessage:
             return None
         is_sound = (
-            len(pages) == num_pages
-            and grant.held_pages <= num_pages
+            len(targets) == groups
+            and len(targets[0].pages) == num_pages
+            and all(target.is_sound(num_pages) for target in targets)
             and len(grant.transfer_id) == TRANSFER_ID_BYTES
             and grant.decode_agent_name == peer
         )
         if not is_sound:
             return None
-        return cls(grant.transfer_id, peer, grant.decode_epoch, pages, grant.held_pages)
+        return cls(grant.transfer_id, peer, grant.decode_epoch, targets)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Chunk:
-    pages: PageIds
+    sources: tuple[Source, ...]
     end_token: int
     payload: bytes | None
 
@@ -90,23 +105,33 @@ class OutgoingPrompt:
         """The grant, once it came."""
         return self._destination
 
-    def chunk(self, pages: PageIds, end_token: int, payload: bytes | None) -> None:
+    def chunk(
+        self,
+        pages: PageIds,
+        end_token: int,
+        payload: bytes | None,
+        others: Sequence[GroupPages] = (),
+    ) -> None:
         """Takes a chunk: the KV of [0, end_token) is final.
 
         Args:
-            pages: those of the whole prompt.
+            pages: those of the whole prompt, of group 0.
             end_token: where the chunk ends.
             payload: of the last notification; None with every chunk but the last.
+            others: pages of the other cache groups.
         """
         with self._lock:
             if self._closed:
                 return
             is_first = self._latest is None
-            self._latest = _Chunk(pages.copy() if is_first else pages, end_token, payload)
+            # Those of group 0 stay the same ones, so they are copied once.
+            first = Source(pages.copy()) if self._latest is None else self._latest.sources[0]
+            more = (Source(other.pages.copy(), other.first_page) for other in others)
+            self._latest = _Chunk((first, *more), end_token, payload)
             if self._destination is None:
                 return
             if is_first:
-                self._begin(self._destination, self._latest)
+                self._begin(self._destination)
             self._tell(self._destination, self._latest)
 
     def grant(self, destination: Destination) -> None:
@@ -116,7 +141,7 @@ class OutgoingPrompt:
                 return
             self._destination = destination
             if self._latest is not None:
-                self._begin(destination, self._latest)
+                self._begin(destination)
                 self._tell(destination, self._latest)
 
     def close(self) -> Destination | None:
@@ -125,16 +150,14 @@ class OutgoingPrompt:
             self._closed = True
             return self._destination
 
-    def _begin(self, destination: Destination, chunk: _Chunk) -> None:
+    def _begin(self, destination: Destination) -> None:
         self.span = start_span(SpanName.KV_SEND, self._traceparent)
         self._transfer.begin_send(
             SendSpec(
                 transfer_id=destination.transfer_id,
                 peer=destination.peer,
                 decode_epoch=destination.decode_epoch,
-                source_pages=chunk.pages,
-                target_pages=destination.pages,
-                held_pages=destination.held_pages,
+                targets=destination.targets,
                 num_tokens=self.num_tokens,
                 page_size_tokens=self._page_size_tokens,
                 span_id=span_id_bytes(self.span),
@@ -142,4 +165,6 @@ class OutgoingPrompt:
         )
 
     def _tell(self, destination: Destination, chunk: _Chunk) -> None:
-        self._transfer.chunk_computed(destination.transfer_id, chunk.end_token, chunk.payload)
+        self._transfer.chunk_computed(
+            destination.transfer_id, chunk.end_token, chunk.payload, chunk.sources
+        )

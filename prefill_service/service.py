@@ -53,6 +53,7 @@ from telemetry.metrics.worker import WorkerMetrics
 from worker_base.legs import KV_TRANSFER, LegService
 from worker_base.messages import encode_first_tokens, kv_tokens, scores_message
 from worker_base.outbox import LoopInbox, Outbox
+from worker_base.page_layout import PageLayout
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -74,7 +75,7 @@ class PrefillService(LegService[PrefillLeg]):
         inbox: LoopInbox,
         metrics: WorkerMetrics,
         *,
-        page_size_tokens: int,
+        layout: PageLayout,
         path_to: Callable[[str], str] = lambda _agent_name: "",
         grant_wait_s: float = GRANT_WAIT_S,
         clock: Callable[[], float] = time.monotonic,
@@ -84,7 +85,7 @@ class PrefillService(LegService[PrefillLeg]):
         self._transfer = transfer
         self._inbox = inbox
         self._metrics = metrics
-        self._page_size_tokens = page_size_tokens
+        self._layout = layout
         self._path_to = path_to
         self._grant_wait_s = grant_wait_s
         self.stats = PrefillStats(self._legs)
@@ -104,7 +105,10 @@ class PrefillService(LegService[PrefillLeg]):
         leg = PrefillLeg.received(submit, stream, self._legs.clock())
         leg.deadline_s = leg.expires_s
         leg.outgoing = OutgoingPrompt(
-            self._transfer, kv_tokens(leg.request), self._page_size_tokens, leg.traceparent
+            self._transfer,
+            kv_tokens(leg.request),
+            self._layout.page_size_tokens,
+            leg.traceparent,
         )
         self._legs.add(leg)
         failpoints.hit("prefill.submitted", len(leg.request.prompt_ids))
@@ -119,7 +123,9 @@ class PrefillService(LegService[PrefillLeg]):
             return
         if leg.outgoing.destination is not None:
             return
-        destination = Destination.of(grant, leg.peer, leg.outgoing.num_pages)
+        destination = Destination.of(
+            grant, leg.peer, leg.outgoing.num_pages, len(self._layout.groups)
+        )
         if destination is None or destination.transfer_id in self._by_transfer:
             self._refuse(grant)
             leg.fail(worker_pb2.FAILURE_REASON_KV_TRANSFER)
@@ -168,10 +174,10 @@ class PrefillService(LegService[PrefillLeg]):
         outgoing = leg.outgoing
         failpoints.hit("prefill.chunk", outgoing.num_tokens)
         if prefilled is None or event.end_token < outgoing.num_tokens:
-            outgoing.chunk(event.pages, event.end_token, None)
+            outgoing.chunk(event.pages, event.end_token, None, event.others)
         elif not all(prefilled.ends):
             payload = encode_first_tokens(prefilled.records, prefilled.at_ns)
-            outgoing.chunk(event.pages, event.end_token, payload)
+            outgoing.chunk(event.pages, event.end_token, payload, event.others)
 
     def _chunk_lost(self, leg_id: bytes) -> None:
         """Gives the leg up, unless the events of that step have ended it already."""

@@ -41,6 +41,7 @@ from kv_transfer.events import TransferEvent
 from kv_transfer.thread import TransferThread
 from kv_transfer.transports.loopback import LoopbackTransport
 from kv_transfer.transports.pool import PoolMemory
+from kv_transfer.types import PageGroup
 from prefill_service.service import PrefillService
 from serving.wire import pack_ids
 from telemetry.metrics.worker import WorkerMetrics
@@ -49,9 +50,11 @@ from worker.quiesce import QuiesceRelay
 from worker.stream import Services
 from worker_base.messages import endpoint_message, model_message, unpack_ids
 from worker_base.outbox import LoopInbox, Outbox
+from worker_base.page_layout import PageLayout
 from worker_base.page_reports import PageReports
 
 PAGE_TOKENS = 4
+PAGE_BYTES = 8 * PAGE_TOKENS
 STEP_TOKENS = 16
 PREFILL = worker_pb2.WORK_MODE_PREFILL
 DECODE = worker_pb2.WORK_MODE_DECODE
@@ -147,7 +150,7 @@ class Node:
         max_sequences: int = 4,
         grant_wait_s: float = 30.0,
         grant_timeout_s: float = 60.0,
-        max_pages_per_peer: int = 1000,
+        max_bytes_per_peer: int = 1 << 30,
         fingerprint: str = "same",
         least_fetch_s: float = 60.0,
     ) -> None:
@@ -157,10 +160,11 @@ class Node:
         self.model = ModelInfo("hash", "", "r", fingerprint, 256, VOCAB, (), PAGE_TOKENS)
         self.executor = GatedExecutor(num_pages, max_sequences)
         self.scheduler = _scheduler(num_pages, max_sequences)
-        pool = SimpleNamespace(
-            tensor=self.executor.pool, page_bytes=8 * PAGE_TOKENS, num_pages=num_pages
+        groups = (PageGroup(PAGE_BYTES, num_pages),)
+        layout = PageLayout(PAGE_TOKENS, groups)
+        self.engine = Engine(
+            self.model, SimpleNamespace(first=None), StepLoop(self.scheduler, self.executor)
         )
-        self.engine = Engine(self.model, pool, StepLoop(self.scheduler, self.executor))
         self.inbox = PausableInbox()
         self.transfer = TransferThread(self._make_transport, self.epoch, self._on_transfer)
         self.identity = worker_pb2.WorkerIdentity(
@@ -174,7 +178,7 @@ class Node:
             self.transfer,
             self.inbox,
             self.metrics,
-            page_size_tokens=PAGE_TOKENS,
+            layout=layout,
             path_to=self.peers.path_to,
             grant_wait_s=grant_wait_s,
         )
@@ -185,9 +189,8 @@ class Node:
             self.metrics,
             epoch=self.epoch,
             agent_name=self.name,
-            page_bytes=pool.page_bytes,
-            page_size_tokens=PAGE_TOKENS,
-            max_pages_per_peer=max_pages_per_peer,
+            layout=layout,
+            max_bytes_per_peer=max_bytes_per_peer,
             grant_timeout_s=grant_timeout_s,
         )
         self.tell_routers: Callable[[worker_pb2.WorkResponse], None] = lambda said: None
@@ -204,7 +207,7 @@ class Node:
             self.peers,
             epoch=self.epoch,
             agent_name=self.name,
-            page_bytes=pool.page_bytes,
+            page_bytes=PAGE_BYTES,
             page_size_tokens=PAGE_TOKENS,
             leg_of=lambda one: self.prefill.leg(one) or self.decode.leg(one),
             least_s=least_fetch_s,
@@ -276,9 +279,8 @@ class Node:
 
     def _make_transport(self) -> LoopbackTransport:
         pool = self.executor.pool
-        self.transport = LoopbackTransport(
-            self.name, PoolMemory.of(pool, 8 * PAGE_TOKENS, len(pool))
-        )
+        memory = PoolMemory.of(pool, [PageGroup(PAGE_BYTES, len(pool))])
+        self.transport = LoopbackTransport(self.name, memory)
         return self.transport
 
     def _on_transfer(self, event: TransferEvent) -> None:

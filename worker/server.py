@@ -27,15 +27,16 @@ from baton.grpc_options import server_options
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from decode_service.service import DecodeService
 from engine.engine import Engine
+from engine.groups.spec import Window
 from engine.ranks.groups import device_of
 from fetch_service.fetching import FetchService
 from fetch_service.holding import HoldService
-from fetch_service.outcomes import RANKS, TRANSPORT
+from fetch_service.outcomes import GROUPS, RANKS, TRANSPORT
 from kv_transfer.events import TransferEvent
 from kv_transfer.ranks.build import Others, group_transport
 from kv_transfer.thread import TransferThread
 from kv_transfer.transports.factory import FETCHED_BY
-from kv_transfer.types import Endpoint, KvTransport
+from kv_transfer.types import Endpoint, KvTransport, PageGroup
 from prefill_service.service import PrefillService
 from serving.admin import AdminServer
 from serving.grpc_services import add_health_and_reflection
@@ -56,6 +57,7 @@ from worker.watchdog import Watchdog, device_lost
 from worker_base.legs import WorkerLeg
 from worker_base.messages import endpoint_message, model_message
 from worker_base.outbox import LoopInbox
+from worker_base.page_layout import PageLayout
 from worker_base.page_reports import PageReports
 
 logger = logging.getLogger(__name__)
@@ -100,6 +102,7 @@ class Worker:
             )
         )
         """Complete once started."""
+        self.layout = _layout_of(engine)
         self.agent_name = agent_name(settings.name, self.epoch)
         self.inbox = LoopInbox(asyncio.get_running_loop())
         self.transfer = TransferThread(self._make_transport, self.epoch, self._on_transfer)
@@ -240,13 +243,12 @@ class Worker:
         return group_transport(
             self.settings.transport,
             self.agent_name,
-            engine.pool,
-            engine.model.num_kv_heads,
+            engine.pools,
+            [group.units for group in self.layout.groups],
             Others(engine.ranks.beside, lambda: engine.lost),
         )
 
     def _make_services(self) -> Services:
-        page_size_tokens = self.engine.model.page_size_tokens
         peers = PeerPaths(
             self.identity, self.transfer, slow_gigabytes_per_s=self._slow_gigabytes_per_s
         )
@@ -256,7 +258,7 @@ class Worker:
             self.transfer,
             self.inbox,
             self.metrics,
-            page_size_tokens=page_size_tokens,
+            layout=self.layout,
             path_to=peers.path_to,
         )
         decode = DecodeService(
@@ -266,11 +268,8 @@ class Worker:
             self.metrics,
             epoch=self.epoch,
             agent_name=self.agent_name,
-            page_bytes=self._page_bytes,
-            page_size_tokens=page_size_tokens,
-            max_pages_per_peer=int(
-                self.settings.debug.max_granted_share * self.engine.pool.num_pages
-            ),
+            layout=self.layout,
+            max_bytes_per_peer=int(self.settings.debug.max_granted_share * self.layout.pool_bytes),
         )
         relay = QuiesceRelay(
             self.transfer,
@@ -297,7 +296,7 @@ class Worker:
             peers,
             epoch=self.epoch,
             agent_name=self.agent_name,
-            page_bytes=self._page_bytes,
+            page_bytes=self.layout.page_bytes,
             page_size_tokens=page_size_tokens,
             leg_of=leg_of,
             why_not=self._why_no_fetch,
@@ -318,12 +317,9 @@ class Worker:
         """Why this worker neither gets pages from others nor gives them; empty if it does."""
         if self.settings.tp > 1:
             return RANKS
+        if len(self.layout.groups) > 1:
+            return GROUPS
         return "" if self.settings.transport in FETCHED_BY else TRANSPORT
-
-    @property
-    def _page_bytes(self) -> int:
-        """Of a whole page, of which a rank has a part."""
-        return self.engine.pool.head_bytes * self.engine.model.num_kv_heads
 
     @property
     def _slow_gigabytes_per_s(self) -> float:
@@ -365,3 +361,14 @@ class Worker:
     def _stop_announcing(self) -> None:
         if self._announcer is not None:
             self._announcer.cancel()
+
+
+def _layout_of(engine: Engine) -> PageLayout:
+    """The whole pages of a worker, of which a rank has a part."""
+    units = engine.model.num_kv_heads
+    groups = tuple(
+        PageGroup(pool.head_bytes * units, pool.num_pages, units) for pool in engine.pools
+    )
+    kinds = [spec.kind for spec in engine.pools.specs]
+    windows = tuple(kind.tokens if isinstance(kind, Window) else None for kind in kinds)
+    return PageLayout(engine.model.page_size_tokens, groups, windows)

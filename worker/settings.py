@@ -83,8 +83,8 @@ class WorkerDebug(BaseModel):
     profile_dir: Path = Path("profiles")
     """Names the folder for profiles, which are Chrome traces (chrome://tracing, Perfetto)."""
     max_granted_share: float = Field(default=0.25, gt=0, le=1)
-    """Limits the share of the pool that is granted to one prefill worker at once. Further grants
-    wait, so that a frozen prefill worker cannot hold the whole pool."""
+    """Limits the share of the pool's bytes that is granted to one prefill worker at once. Further
+    grants wait, so that a frozen prefill worker cannot hold the whole pool."""
     step_timeout_s: float = Field(default=_ENGINE.step_timeout_s, gt=0)
     """Ends the worker if a step, or a turn of the thread that moves KV pages, takes longer than
     this, seconds. The log then has every thread's stack. A supervisor must start it again."""

@@ -29,7 +29,7 @@ from engine.types import (
     TokenRecord,
 )
 from kv_transfer import wire
-from kv_transfer.types import SCRATCH_PAGE, Endpoint
+from kv_transfer.types import SCRATCH_PAGE, Endpoint, PageGroup
 from serving.wire import MAX_EXTENSION_BYTES, MAX_EXTENSIONS, PACKED_ID, extension_bytes, pack_ids
 
 MAX_PAYLOAD_BYTES: Final = 3584
@@ -299,30 +299,32 @@ def endpoint_message(endpoint: Endpoint) -> worker_pb2.KvEndpoint:
         transport=endpoint.transport,
         metadata=endpoint.metadata,
         base_address=endpoint.base_address,
-        page_bytes=endpoint.page_bytes,
-        num_pages=endpoint.num_pages,
+        page_bytes=endpoint.groups[0].page_bytes,
+        num_pages=endpoint.groups[0].num_pages,
         device_id=endpoint.device_id,
         memory=endpoint.memory,
         scratch_page=SCRATCH_PAGE,
         process=endpoint.process,
-        kv_heads=endpoint.kv_heads,
+        kv_heads=endpoint.groups[0].units,
         ranks=map(endpoint_message, endpoint.ranks),
+        groups=[worker_pb2.KvGroup(**group._asdict()) for group in endpoint.groups],
     )
 
 
 def endpoint_of(message: worker_pb2.KvEndpoint) -> Endpoint:
-    """Reads where a peer's pool can be written."""
+    """Reads where a peer's pool can be written. That of a release without groups has none."""
     return Endpoint(
         agent_name=message.agent_name,
         transport=message.transport,
         metadata=message.metadata,
         base_address=message.base_address,
-        page_bytes=message.page_bytes,
-        num_pages=message.num_pages,
+        groups=tuple(
+            PageGroup(group.page_bytes, group.num_pages, group.units, group.offset)
+            for group in message.groups
+        ),
         device_id=message.device_id,
         memory=message.memory,
         process=message.process,
-        kv_heads=message.kv_heads,
         ranks=tuple(map(endpoint_of, message.ranks)),
     )
 

@@ -50,13 +50,13 @@ def _measure() -> tuple[str, float, float]:
     from kv_transfer.events import PeerFailed, PeerOpened, TransferCounters, TransferEvent
     from kv_transfer.exchange import Exchange
     from kv_transfer.transports.factory import make_transport
-    from kv_transfer.types import TransportError
+    from kv_transfer.types import PageGroup, TransportError
 
     heard: list[TransferEvent] = []
     transports, exchanges = [], []
     for name in ("doctor-a", "doctor-b"):
         pool = torch.zeros((NUM_PAGES, PAGE_BYTES), dtype=torch.uint8)
-        transport = make_transport("nixl", name, pool, PAGE_BYTES, NUM_PAGES)
+        transport = make_transport("nixl", name, pool, [PageGroup(PAGE_BYTES, NUM_PAGES)])
         transports.append(transport)
         exchanges.append(Exchange(transport, 1, heard.append, TransferCounters()))
     exchanges[0].meet(transports[1].endpoint)

@@ -59,6 +59,14 @@ class KvPools:
         """Where the run of each group begins, bytes."""
         return starts_of([pool.num_pages * pool.page_bytes for pool in self._pools])[:-1]
 
+    @property
+    def page_runs(self) -> list[tuple[int, int, int]]:
+        """Of each group: bytes of a page, pages, and where its run begins in `data`."""
+        return [
+            (pool.page_bytes, pool.num_pages, offset)
+            for pool, offset in zip(self._pools, self.offsets, strict=True)
+        ]
+
     def of_layer(self, layer: int) -> tuple[KvPool, int]:
         """The pool that has a layer of the model, and the layer's index there."""
         place = self.places[layer]

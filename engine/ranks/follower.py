@@ -27,7 +27,6 @@ from engine.model.shard import Shard
 from engine.parent import end_with_parent
 from engine.parts.building import cuda_executor, load, open_all, pages_that_fit, torch_steps
 from engine.parts.paging import EngineError, make_arena, make_pages, resolved
-from engine.pool.kv_pool import KvPool
 from engine.pool.pools import KvPools
 from engine.ranks.copies import begin_copying, send_memory
 from engine.ranks.figures import RankFigures, Stage, watched
@@ -57,7 +56,7 @@ from faults import failpoints
 
 log = logging.getLogger("baton.engine")
 
-Beside = Callable[[zmq.Socket[bytes], int, KvPool], None]
+Beside = Callable[[zmq.Socket[bytes], int, KvPools], None]
 """Runs beside a rank's steps until rank 0 ends it. It takes the socket to rank 0, the rank, and the
 pages of that rank."""
 LOOK_MS: Final = 500
@@ -125,7 +124,7 @@ class Follower:
         pools = make_pages(int(json.loads(told[1])), config, loaded, device)
         pool = pools.first
         if self._beside:
-            self._begin_beside(pool)
+            self._begin_beside(pools)
         if config.kv_host_bytes:
             arena = make_arena(config, pool)
             mover = mover_for(pool.data, arena.slots)
@@ -165,11 +164,11 @@ class Follower:
         if not self._errors.empty():
             raise self._errors.get()
 
-    def _begin_beside(self, pool: KvPool) -> None:
+    def _begin_beside(self, pools: KvPools) -> None:
         socket = self._connect(beside_of(self._shard.rank))
         module, name = self._beside.rsplit(":", 1)
         run: Beside = getattr(importlib.import_module(module), name)
-        arguments = run, socket, self._shard.rank, pool
+        arguments = run, socket, self._shard.rank, pools
         threading.Thread(target=_beside, args=arguments, name="baton-beside", daemon=True).start()
 
     def _connect_copies(self, direction: str) -> zmq.Socket[bytes]:
@@ -224,10 +223,10 @@ def _queue(executor: Executor, errors: SimpleQueue[BaseException], plan: StepPla
     executor.launch(plan).add_done_callback(ended)
 
 
-def _beside(run: Beside, socket: zmq.Socket[bytes], rank: int, pool: KvPool) -> None:
+def _beside(run: Beside, socket: zmq.Socket[bytes], rank: int, pools: KvPools) -> None:
     """Without it this rank can do its part no more, so an error ends the process."""
     try:
-        run(socket, rank, pool)
+        run(socket, rank, pools)
     except BaseException:
         log.exception("rank %d: what runs beside its steps fails", rank)
         os._exit(1)

@@ -33,7 +33,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
 from kv_transfer.nccl.groups import RECEIVER, SENDER, abort_group, form_group, receive, send
-from kv_transfer.nccl.staging import ChannelOptions, Piece, Staging, words
+from kv_transfer.nccl.staging import ChannelOptions, Piece, Staging
 from kv_transfer.nccl.wire import KEY_BYTES, Push, Wire
 from kv_transfer.transports.pool import PoolMemory
 from kv_transfer.types import PageIds
@@ -58,7 +58,6 @@ class Channel(ABC):
         self.failed = False
         """Set before the communicator is torn down: what ends then has not arrived."""
         self._pool = pool
-        self._words = words(pool.pages)
         self._options = options
         self._group: Any | None = None
         """Held here alone: Gloo closes its connections when the last reference goes."""
@@ -87,7 +86,7 @@ class Channel(ABC):
             self._leave(self._wire)
 
     def _form(self) -> None:
-        device = self._pool.pages.device
+        device = self._pool.data.device
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._wire, store = self._meet()
@@ -183,7 +182,7 @@ class SendChannel(Channel):
         slot = piece.slot
         with slot.queue():
             staged = slot.staged(piece)
-            torch.index_select(self._words, 0, slot.ids(piece), out=staged)
+            torch.index_select(piece.pool, 0, slot.ids(piece), out=staged)
             send(self._group, staged.view(-1))
 
     def _leave(self, wire: Wire) -> None:
@@ -262,7 +261,7 @@ class ReceiveChannel(Channel):
             raise EOFError("torn down")
         slot = piece.slot
         with slot.queue():
-            self._words.index_copy_(0, slot.ids(piece), slot.staged(piece))
+            piece.pool.index_copy_(0, slot.ids(piece), slot.staged(piece))
         self._landing.append((piece.ends, slot.queue.end()))
         self._due.popleft()
         self._tell_landed(waits=False)

@@ -60,9 +60,10 @@ class Queue:
 class Slot:
     """A staging buffer and the queue of all its work, where a new use waits for the one before."""
 
-    def __init__(self, num_pages: int, page_bytes: int, device: torch.device) -> None:
+    def __init__(self, size: int, num_pages: int, device: torch.device) -> None:
+        """Makes a slot of `size` bytes, for at most `num_pages` pages."""
         self.queue = Queue(device)
-        self._pages = words(torch.empty(num_pages, page_bytes, dtype=torch.uint8, device=device))
+        self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
         self._ids = torch.empty(num_pages, dtype=torch.int64, device=device)
         is_gpu = device.type == "cuda"
         self._host_ids = torch.empty(num_pages, dtype=torch.int64, pin_memory=is_gpu)
@@ -70,8 +71,10 @@ class Slot:
         """When the device has read those."""
 
     def staged(self, piece: Piece) -> Tensor:
-        """[n, page_bytes] as `words`: where the piece's pages are staged."""
-        return self._pages[: len(piece.pages)]
+        """[n, page_bytes] as words of the pool: where the piece's pages are staged."""
+        pool, count = piece.pool, len(piece.pages)
+        size = count * pool.shape[1] * pool.itemsize
+        return self._buffer[:size].view(count, -1).view(pool.dtype)
 
     def ids(self, piece: Piece) -> Tensor:
         """[n] int64: the piece's pages in the pool, queued to be copied to the device."""
@@ -88,7 +91,9 @@ class Piece(NamedTuple):
     """Some pages of a push on their way through a slot."""
 
     pages: PageIds
-    """[n], of the pool."""
+    """[n], of the group's pool."""
+    pool: Tensor
+    """[num_pages, page_bytes] as `words`: all pages of the group."""
     slot: Slot
     ends: Push | None
     """The push, if it ends with this piece."""
@@ -98,18 +103,23 @@ class Staging:
     """The slots of a channel, taken in turn. For one thread at a time."""
 
     def __init__(self, pool: PoolMemory, options: ChannelOptions) -> None:
-        self._most = max(1, options.piece_bytes // pool.page_bytes)
-        device = pool.pages.device
-        slots = [Slot(self._most, pool.page_bytes, device) for _ in range(options.slots)]
+        self._pools = [words(pool.pages(group)) for group in range(len(pool.groups))]
+        self._most = [max(1, options.piece_bytes // group.page_bytes) for group in pool.groups]
+        sizes = [
+            most * group.page_bytes for most, group in zip(self._most, pool.groups, strict=True)
+        ]
+        device = pool.data.device
+        slots = [Slot(max(sizes), max(self._most), device) for _ in range(options.slots)]
         self._turns = cycle(slots)
 
     def pieces(self, pages: PageIds, push: Push) -> Iterator[Piece]:
         """The pieces of a push with these `pages` at this end. Each takes its slot when it is asked
         for."""
-        for start in range(0, len(pages), self._most):
-            part = pages[start : start + self._most]
-            ends = push if start + self._most >= len(pages) else None
-            yield Piece(part, next(self._turns), ends)
+        most, pool = self._most[push.group], self._pools[push.group]
+        for start in range(0, len(pages), most):
+            part = pages[start : start + most]
+            ends = push if start + most >= len(pages) else None
+            yield Piece(part, pool, next(self._turns), ends)
 
 
 def words(pages: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ from kv_transfer.types import (
     TransportError,
 )
 
-_FORM: Final = b"BTL7"
+_FORM: Final = b"BTL8"
 """Begins the notification of a sender that has formed a channel. Where to meet it follows. It
 changes with the way to cut a push, which is the same at both ends."""
 MOST_EARLY: Final = 4096
@@ -98,15 +98,18 @@ class NcclTransport:
         """See `KvTransport`."""
         return "nccl/gpu" if self._pool.memory == "VRAM" else "nccl/gloo"
 
-    def push(self, agent_name: str, source: PageIds, target: PageIds, payload: bytes) -> int:
+    def push(
+        self, agent_name: str, source: PageIds, target: PageIds, payload: bytes, group: int = 0
+    ) -> int:
         """See `KvTransport`."""
         check_payload(payload, MAX_NOTIFICATION_BYTES)
         peer = self._peers.get(agent_name)
         if peer is None:
             raise TransportError("disconnected", "the peer is not open")
-        check_pages(source, self._pool.num_pages, target, peer.endpoint.num_pages)
+        theirs = peer.endpoint.groups[group].num_pages
+        check_pages(source, self._pool.groups[group].num_pages, target, theirs)
         handle = self._next_handle
-        self._channel_to(peer).put(source, Push(handle, target, payload))
+        self._channel_to(peer).put(source, Push(handle, target, payload, group))
         self._next_handle += 1
         peer.pushes.add(handle)
         return handle

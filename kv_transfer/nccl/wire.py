@@ -22,8 +22,8 @@ from kv_transfer.types import PageIds
 KEY_BYTES: Final = 16
 KEY_S: Final = 2.0
 """Who connects has to show the key within this time: the end that knows it may be next in line."""
-_PUSH: Final = struct.Struct("<QII")
-"""Handle, pages, bytes of the payload."""
+_PUSH: Final = struct.Struct("<QBII")
+"""Handle, group, pages, bytes of the payload."""
 _ID: Final = np.dtype("<i4")
 _HANDLE: Final = struct.Struct("<Q")
 
@@ -37,10 +37,12 @@ class Push(NamedTuple):
     """Pages of the receiver's pool, in the order in which they come."""
     payload: bytes
     """What to show when all of them are there."""
+    group: int = 0
+    """Of the pages."""
 
     def packed(self) -> bytes:
         """As it is told."""
-        header = _PUSH.pack(self.handle, len(self.target), len(self.payload))
+        header = _PUSH.pack(self.handle, self.group, len(self.target), len(self.payload))
         return header + self.target.astype(_ID, copy=False).tobytes() + self.payload
 
 
@@ -90,9 +92,9 @@ class Wire:
 
     def next_push(self) -> Push:
         """Receiver: waits for the next push. Raises EOFError: the other end is closed."""
-        handle, num_pages, payload_bytes = _PUSH.unpack(self._read(_PUSH.size))
+        handle, group, num_pages, payload_bytes = _PUSH.unpack(self._read(_PUSH.size))
         target = np.frombuffer(self._read(_ID.itemsize * num_pages), _ID)
-        return Push(handle, target, self._read(payload_bytes))
+        return Push(handle, target, self._read(payload_bytes), group)
 
     def tell_landed(self, handle: int) -> None:
         """Receiver: a push is where it belongs."""

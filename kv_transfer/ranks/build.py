@@ -14,16 +14,20 @@ from kv_transfer.ranks.group import GroupTransport, rank_agent
 from kv_transfer.ranks.part import LocalPart, Part
 from kv_transfer.ranks.remote import RankAgent, RemotePart, Socket
 from kv_transfer.transports.factory import make_transport
-from kv_transfer.types import KvTransport
+from kv_transfer.types import KvTransport, PageGroup
 
 
 class Pool(Protocol):
     """A rank's part of the pages, as the engine has it."""
 
     data: torch.Tensor
-    """[num_pages, page_bytes] uint8."""
-    page_bytes: int
-    num_pages: int
+    """All of it, uint8, one run of memory."""
+
+    @property
+    def page_runs(self) -> Sequence[tuple[int, int, int]]:
+        """Of each group: bytes of this rank's part of a page, pages, and bytes from the beginning
+        of `data` to page 0."""
+        ...
 
 
 class Others(NamedTuple):
@@ -39,7 +43,7 @@ def group_transport(
     name: str,
     agent_name: str,
     pool: Pool,
-    kv_heads: int,
+    units: Sequence[int],
     others: Others,
 ) -> GroupTransport:
     """Builds a worker's transport, on the thread that will own it. All ranks build at once.
@@ -48,7 +52,7 @@ def group_transport(
         name: of the transport.
         agent_name: rank 0's.
         pool: rank 0's part of the pages.
-        kv_heads: of a whole page.
+        units: of a whole page of each group: KV heads, or what it has in their place.
         others: the other ranks.
 
     Raises:
@@ -58,9 +62,9 @@ def group_transport(
         RemotePart(socket, name, rank_agent(agent_name, rank), others.lost)
         for rank, socket in enumerate(others.sockets, 1)
     ]
-    own = make_transport(name, agent_name, pool.data, pool.page_bytes, pool.num_pages)
+    own = make_transport(name, agent_name, pool.data, _groups_of(pool))
     parts: list[Part] = [LocalPart(own), *(part.built() for part in remote)]
-    return GroupTransport(parts, kv_heads)
+    return GroupTransport(parts, units)
 
 
 def serve(socket: Socket, rank: int, pool: Pool) -> None:
@@ -73,9 +77,16 @@ def serve(socket: Socket, rank: int, pool: Pool) -> None:
     """
 
     def make(transport: str, agent_name: str) -> KvTransport:
-        return make_transport(transport, agent_name, pool.data, pool.page_bytes, pool.num_pages)
+        return make_transport(transport, agent_name, pool.data, _groups_of(pool))
 
     RankAgent(socket, rank, make).serve()
+
+
+def _groups_of(pool: Pool) -> list[PageGroup]:
+    return [
+        PageGroup(page_bytes, num_pages, offset=offset)
+        for page_bytes, num_pages, offset in pool.page_runs
+    ]
 
 
 BESIDE: Final = f"{serve.__module__}:{serve.__name__}"

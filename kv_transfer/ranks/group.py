@@ -3,8 +3,9 @@
 Page ids mean the same on all ranks of a worker. So grants, sender and receiver know nothing of
 ranks, and this file has all that they need:
 
-1. `open` wires up the pairs of ranks that share heads (`kv_transfer.ranks.plan`).
-2. `push` becomes one part for each such pair. Its state is the smallest of its parts' states.
+1. `open` wires up the pairs of ranks that share units of any group (`kv_transfer.ranks.plan`).
+2. `push` becomes one part for each pair that shares units of its group. Its state is the smallest
+   of its parts' states.
 3. Each part carries a notification to its own target rank. The peer shows the push's notification
    when those of all parts are there. So a chunk counts when every rank has its bytes.
 4. Looking asks every rank and waits for all answers. If one rank stands still, so does this thread.
@@ -29,6 +30,7 @@ from kv_transfer.types import (
     MAX_NOTIFICATION_BYTES,
     Endpoint,
     Notification,
+    PageGroup,
     PageIds,
     Piece,
     PushState,
@@ -57,8 +59,8 @@ class _Peer:
     parts: tuple[Endpoint, ...]
     opened: list[Pair]
     """Pairs (own rank, the peer's rank) that are wired up."""
-    writes: list[Pair]
-    """Those of them that write, (0, 0) first."""
+    writes: tuple[list[Pair], ...]
+    """Those of them that write pages of a group, by group, (0, 0) first."""
 
     def agent(self, rank: int) -> str:
         return self.parts[rank].agent_name
@@ -84,18 +86,18 @@ class GroupTransport:
 
     can_revoke = False
 
-    def __init__(self, parts: Sequence[Part], kv_heads: int) -> None:
+    def __init__(self, parts: Sequence[Part], units: Sequence[int]) -> None:
         """Makes one transport of the ranks' parts.
 
         Args:
             parts: by rank.
-            kv_heads: of a whole page.
+            units: of a whole page, by group.
 
         Raises:
-            TransportError: `ranks_mismatch`, where so many ranks cannot divide the heads.
+            TransportError: `ranks_mismatch`, where so many ranks cannot divide the units.
         """
         self._parts = parts
-        self._endpoint = joined([part.endpoint for part in parts], kv_heads)
+        self._endpoint = joined([part.endpoint for part in parts], units)
         self.name = self._endpoint.transport
         self._peers: dict[str, _Peer] = {}
         self._pushes: dict[int, _Push] = {}
@@ -116,41 +118,47 @@ class GroupTransport:
         """See `KvTransport`.
 
         Raises:
-            TransportError: also `ranks_mismatch`, where its ranks cannot divide the heads.
+            TransportError: also `ranks_mismatch`, where its ranks cannot divide the units.
         """
         known = self._peers.get(peer.agent_name)
         if known is not None and known.endpoint == peer:
             return
         check_same_kind(self._endpoint, peer)
         parts = peer.parts
-        writes, reads = self._plans(peer)
-        pairs = sorted(writes.keys() | reads)
+        plans = [self._plans(peer, group) for group in range(len(peer.groups))]
+        pairs = sorted({pair for writes, reads in plans for pair in writes.keys() | reads})
         opened: list[Pair] = []
         try:
             for own, other in pairs:
-                piece = writes.get((own, other), Piece(0, 0, 0))
-                self._parts[own].open(parts[other], piece)
+                pieces = [writes.get((own, other), Piece(0, 0, 0)) for writes, _ in plans]
+                self._parts[own].open(parts[other], pieces)
                 opened.append((own, other))
         except TransportError:
             self._close(parts, opened)
             raise
-        self._peers[peer.agent_name] = _Peer(peer, parts, pairs, sorted(writes))
+        self._peers[peer.agent_name] = _Peer(
+            peer, parts, pairs, tuple(sorted(writes) for writes, _ in plans)
+        )
 
     def path(self, agent_name: str) -> str:
         """See `KvTransport`. All ranks of a worker are on one host: rank 0's."""
         return self._parts[0].path(agent_name)
 
-    def push(self, agent_name: str, source: PageIds, target: PageIds, payload: bytes) -> int:
+    def push(
+        self, agent_name: str, source: PageIds, target: PageIds, payload: bytes, group: int = 0
+    ) -> int:
         """See `KvTransport`."""
         # The first part is rank 0's, which looks at the page ids before anything is started.
         check_payload(payload, MAX_NOTIFICATION_BYTES)
         peer = self._open_peer(agent_name)
         handle, self._next = self._next, self._next + 1
-        payloads = _parts_of(payload, handle, len(peer.writes))
-        for (own, other), part_payload in zip(peer.writes, payloads, strict=True):
+        pages = source, target
+        writes = peer.writes[group]
+        payloads = _parts_of(payload, handle, len(writes))
+        for (own, other), part in zip(writes, payloads, strict=True):
             part_handle, self._next = self._next, self._next + 1
             try:
-                self._parts[own].push(part_handle, peer.agent(other), source, target, part_payload)
+                self._parts[own].push(part_handle, peer.agent(other), *pages, part, group)
             except TransportError:
                 if handle not in self._pushes:
                     raise  # the first part: nothing was started
@@ -191,18 +199,19 @@ class GroupTransport:
         for part in self._parts:
             part.shutdown()
 
-    def _plans(self, peer: Endpoint) -> tuple[dict[Pair, Piece], set[Pair]]:
-        """What this side writes, and the pairs (own rank, the peer's) by which the peer does."""
+    def _plans(self, peer: Endpoint, group: int) -> tuple[dict[Pair, Piece], set[Pair]]:
+        """What this side writes of a group, and the pairs (own rank, the peer's) by which the peer
+        does."""
         own, other = len(self._parts), 1 + len(peer.ranks)
+        pages = self._endpoint.groups[group]
         if own == other == 1:
-            whole = Piece(0, 0, self._endpoint.page_bytes)
-            return {(0, 0): whole}, {(0, 0)}
-        heads = self._endpoint.kv_heads
-        if heads != peer.kv_heads:
-            raise TransportError("ranks_mismatch", f"{heads} and {peer.kv_heads} KV heads")
-        head_bytes = self._endpoint.page_bytes // heads
-        theirs = plan(other, own, heads, head_bytes)
-        return plan(own, other, heads, head_bytes), {(target, writer) for writer, target in theirs}
+            return {(0, 0): Piece(0, 0, pages.page_bytes)}, {(0, 0)}
+        units, theirs = pages.units, peer.groups[group].units
+        if units != theirs:
+            raise TransportError("ranks_mismatch", f"{units} and {theirs} KV heads or other units")
+        unit_bytes = pages.page_bytes // units
+        written = plan(other, own, units, unit_bytes)
+        return plan(own, other, units, unit_bytes), {(target, writer) for writer, target in written}
 
     def _look(self) -> None:
         """Asks all ranks at once, and reads all answers."""
@@ -265,14 +274,17 @@ class GroupTransport:
             self._parts[own].close(peer[other].agent_name)
 
 
-def joined(parts: Sequence[Endpoint], kv_heads: int) -> Endpoint:
-    """The endpoint of a group, from those of its ranks."""
-    first = parts[0]
-    if len(parts) == 1:
-        return replace(first, kv_heads=kv_heads)
-    plan(len(parts), 1, kv_heads, 1)
-    page_bytes = first.page_bytes * min(len(parts), kv_heads)
-    return replace(first, page_bytes=page_bytes, kv_heads=kv_heads, ranks=tuple(parts[1:]))
+def joined(parts: Sequence[Endpoint], units: Sequence[int]) -> Endpoint:
+    """The endpoint of a worker, from those of its ranks; `units` are those of a whole page of each
+    group."""
+    first, groups = parts[0], list[PageGroup]()
+    for group, count in zip(first.groups, units, strict=True):
+        size = group.page_bytes
+        if len(parts) > 1:
+            plan(len(parts), 1, count, 1)
+            size *= min(len(parts), count)
+        groups.append(group._replace(page_bytes=size, units=count))
+    return replace(first, groups=tuple(groups), ranks=tuple(parts[1:]))
 
 
 def _parts_of(payload: bytes, handle: int, parts: int) -> list[bytes]:

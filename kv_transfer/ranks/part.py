@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple, Protocol, cast
 
+from kv_transfer.transports.pool import whole_pages
 from kv_transfer.types import (
     Endpoint,
     KvTransport,
@@ -37,8 +38,9 @@ class Part(Protocol):
         """Where peers can write this rank's pool."""
         ...
 
-    def open(self, peer: Endpoint, piece: Piece) -> None:
-        """Wires up to a rank of a peer. Errors are those of `KvTransport.open`."""
+    def open(self, peer: Endpoint, pieces: Sequence[Piece]) -> None:
+        """Wires up to a rank of a peer, with a piece for each group. Errors are those of
+        `KvTransport.open`."""
         ...
 
     def path(self, agent_name: str) -> str:
@@ -46,7 +48,13 @@ class Part(Protocol):
         ...
 
     def push(
-        self, handle: int, agent_name: str, source: PageIds, target: PageIds, payload: bytes
+        self,
+        handle: int,
+        agent_name: str,
+        source: PageIds,
+        target: PageIds,
+        payload: bytes,
+        group: int,
     ) -> None:
         """Starts writing its piece of these pages. How that ended is told.
 
@@ -88,12 +96,12 @@ class LocalPart:
         """See `Part`."""
         return self.transport.endpoint
 
-    def open(self, peer: Endpoint, piece: Piece) -> None:
+    def open(self, peer: Endpoint, pieces: Sequence[Piece]) -> None:
         """See `Part`."""
-        if piece == Piece(0, 0, self.endpoint.page_bytes) and piece.size == peer.page_bytes:
+        if tuple(pieces) == whole_pages(self.endpoint) == whole_pages(peer):
             self.transport.open(peer)
         elif hasattr(self.transport, "moves_pieces"):
-            cast(PieceTransport, self.transport).open(peer, piece)
+            cast(PieceTransport, self.transport).open(peer, pieces)
         else:
             raise TransportError("transport_mismatch", "it moves whole pages alone")
 
@@ -102,10 +110,16 @@ class LocalPart:
         return self.transport.path(agent_name)
 
     def push(
-        self, handle: int, agent_name: str, source: PageIds, target: PageIds, payload: bytes
+        self,
+        handle: int,
+        agent_name: str,
+        source: PageIds,
+        target: PageIds,
+        payload: bytes,
+        group: int,
     ) -> None:
         """See `Part`."""
-        self._handles[self.transport.push(agent_name, source, target, payload)] = handle
+        self._handles[self.transport.push(agent_name, source, target, payload, group)] = handle
 
     def notify(self, agent_name: str, payload: bytes) -> None:
         """See `Part`."""

@@ -4,8 +4,8 @@ Both ends have one PAIR socket of pyzmq, in a private folder of the host. Frames
 then its arguments. No pickle.
 
     BUILD     transport, agent name            answered: the endpoint
-    OPEN      endpoint, piece (3 x u64)        answered: nothing, or an error
-    PUSH      handle u64, agent, source pages i32, target pages i32, payload
+    OPEN      endpoint, 3 x u64 a piece        answered: nothing, or an error
+    PUSH      handle u64 and group u8, agent, source pages i32, target pages i32, payload
     CLOSE     agent
     ASK                                        answered: [handle u64, state u8] each, then agent
                                                and payload of each notification
@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import logging
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Final
 
@@ -34,6 +34,7 @@ from kv_transfer.types import (
     Endpoint,
     KvTransport,
     Notification,
+    PageGroup,
     PageIds,
     Piece,
     PushState,
@@ -53,7 +54,7 @@ OK: Final = b"ok"
 ERROR: Final = b"error"
 
 _PIECE: Final = struct.Struct("<QQQ")
-_HANDLE: Final = struct.Struct("<Q")
+_HANDLE: Final = struct.Struct("<QB")
 _ENDED: Final = struct.Struct("<QB")
 LOOK_MS: Final = 200
 """While it waits, rank 0 looks this often whether the rank still lives."""
@@ -94,9 +95,10 @@ class RemotePart:
         assert self._endpoint is not None, "it is built"
         return self._endpoint
 
-    def open(self, peer: Endpoint, piece: Piece) -> None:
+    def open(self, peer: Endpoint, pieces: Sequence[Piece]) -> None:
         """See `Part`."""
-        self._send(OPEN, endpoint_frame(peer), _PIECE.pack(*piece))
+        packed = b"".join(_PIECE.pack(*piece) for piece in pieces)
+        self._send(OPEN, endpoint_frame(peer), packed)
         self._answer()
 
     def path(self, agent_name: str) -> str:
@@ -104,11 +106,17 @@ class RemotePart:
         raise NotImplementedError
 
     def push(
-        self, handle: int, agent_name: str, source: PageIds, target: PageIds, payload: bytes
+        self,
+        handle: int,
+        agent_name: str,
+        source: PageIds,
+        target: PageIds,
+        payload: bytes,
+        group: int,
     ) -> None:
         """See `Part`. What cannot be started there is told as an error."""
         pages = (np.ascontiguousarray(each, np.int32).tobytes() for each in (source, target))
-        self._send(PUSH, _HANDLE.pack(handle), agent_name.encode(), *pages, payload)
+        self._send(PUSH, _HANDLE.pack(handle, group), agent_name.encode(), *pages, payload)
 
     def notify(self, agent_name: str, payload: bytes) -> None:
         """See `Part`. Rank 0 alone is asked."""
@@ -194,8 +202,8 @@ class RankAgent:
                 self._part = LocalPart(self._make(transport, agent_name))
                 return [endpoint_frame(self._part.endpoint)]
             case b"open":
-                piece = Piece(*_PIECE.unpack(arguments[1]))
-                self._built.open(endpoint_of(arguments[0]), piece)
+                pieces = [Piece(*piece) for piece in _PIECE.iter_unpack(arguments[1])]
+                self._built.open(endpoint_of(arguments[0]), pieces)
                 return []
             case b"ask":
                 failpoints.hit("rank.asked", self._rank)
@@ -205,10 +213,10 @@ class RankAgent:
                 return []
 
     def _push(self, handle: bytes, agent: bytes, source: bytes, target: bytes, data: bytes) -> None:
-        number = _HANDLE.unpack(handle)[0]
+        number, group = _HANDLE.unpack(handle)
         own, theirs = (np.frombuffer(each, np.int32) for each in (source, target))
         try:
-            self._built.push(number, agent.decode(), own, theirs, data)
+            self._built.push(number, agent.decode(), own, theirs, data, group)
         except Exception as error:
             logger.warning("rank %s: a push failed: %s", self._rank, describe(error))
             self._failed.append((number, PushState.ERROR))
@@ -236,4 +244,5 @@ def endpoint_of(frame: bytes) -> Endpoint:
     """The endpoint of these bytes. It has no ranks: it is that of one."""
     content = json.loads(frame)
     metadata = bytes.fromhex(content["metadata"])
-    return Endpoint(**content | {"metadata": metadata, "ranks": ()})
+    groups = tuple(PageGroup(*group) for group in content["groups"])
+    return Endpoint(**content | {"metadata": metadata, "groups": groups, "ranks": ()})

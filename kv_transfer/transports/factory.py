@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -12,7 +12,7 @@ from kv_transfer.transports.loopback import LoopbackTransport
 from kv_transfer.transports.nixl import NixlTransport
 from kv_transfer.transports.null import NullTransport
 from kv_transfer.transports.pool import PoolMemory
-from kv_transfer.types import KvTransport, TransportError
+from kv_transfer.types import KvTransport, PageGroup, TransportError
 
 TRANSPORTS: dict[str, Callable[[str, PoolMemory], KvTransport]] = {
     "nixl": NixlTransport,
@@ -29,8 +29,7 @@ def make_transport(
     name: str,
     agent_name: str,
     pool_tensor: torch.Tensor,
-    page_bytes: int,
-    num_pages: int,
+    groups: Sequence[PageGroup],
 ) -> KvTransport:
     """Builds a transport over a pool; call it on the thread that will own it.
 
@@ -42,5 +41,5 @@ def make_transport(
     """
     if name not in TRANSPORTS:
         raise TransportError("unknown_transport", f"{name}; known: {', '.join(TRANSPORTS)}")
-    pool = PoolMemory.of(pool_tensor, page_bytes, num_pages)
+    pool = PoolMemory.of(pool_tensor, groups)
     return TRANSPORTS[name](agent_name, pool)

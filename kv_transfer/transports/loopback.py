@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,7 @@ from kv_transfer.transports.pool import (
     PoolMemory,
     check_pages,
     check_payload,
-    piece_between,
+    pieces_between,
 )
 from kv_transfer.types import (
     MAX_PART_BYTES,
@@ -37,6 +38,7 @@ _registry_lock = threading.Lock()
 @dataclass(frozen=True, slots=True, eq=False)
 class _Push:
     peer: LoopbackTransport
+    group: int
     piece: Piece
     source: PageIds
     target: PageIds
@@ -55,7 +57,7 @@ class LoopbackTransport:
         self._agent_name = agent_name
         self._pool = pool
         self._endpoint = pool.endpoint(agent_name, self.name, b"")
-        self._peers: dict[str, tuple[LoopbackTransport, Piece]] = {}
+        self._peers: dict[str, tuple[LoopbackTransport, Sequence[Piece]]] = {}
         self._pushes: dict[int, _Push] = {}
         self._ended: list[tuple[int, PushState]] = []
         self._inbox: deque[Notification] = deque()
@@ -77,28 +79,32 @@ class LoopbackTransport:
         """Handles in progress, oldest first."""
         return list(self._pushes)
 
-    def open(self, peer: Endpoint, piece: Piece | None = None) -> None:
+    def open(self, peer: Endpoint, pieces: Sequence[Piece] | None = None) -> None:
         """See `PieceTransport`."""
-        piece = piece_between(self._endpoint, peer, piece)
+        pieces = pieces_between(self._endpoint, peer, pieces)
         with _registry_lock:
             found = _registry.get(peer.agent_name)
         if found is None:
             raise TransportError("unreachable", "no such agent in this process")
-        self._peers[peer.agent_name] = found, piece
+        self._peers[peer.agent_name] = found, pieces
 
     def path(self, agent_name: str) -> str:
         """See `KvTransport`."""
         return self.name
 
-    def push(self, agent_name: str, source: PageIds, target: PageIds, payload: bytes) -> int:
+    def push(
+        self, agent_name: str, source: PageIds, target: PageIds, payload: bytes, group: int = 0
+    ) -> int:
         """See `KvTransport`."""
         check_payload(payload, MAX_PART_BYTES)
-        peer, piece = self._peer(agent_name)
-        check_pages(source, self._pool.num_pages, target, peer._pool.num_pages)
+        peer, pieces = self._peer(agent_name)
+        groups = self._pool.groups[group], peer._pool.groups[group]
+        check_pages(source, groups[0].num_pages, target, groups[1].num_pages)
         handle = self._next_handle
         self._next_handle += 1
         lands_s = time.monotonic() + self.delay_s
-        self._pushes[handle] = _Push(peer, piece, source.copy(), target.copy(), payload, lands_s)
+        pages = source.copy(), target.copy()
+        self._pushes[handle] = _Push(peer, group, pieces[group], *pages, payload, lands_s)
         return handle
 
     def notify(self, agent_name: str, payload: bytes) -> None:
@@ -150,12 +156,12 @@ class LoopbackTransport:
     def _move(self, push: _Push) -> None:
         own, other, size = push.piece
         rows = torch.from_numpy(push.source).long()
-        pages = self._pool.pages[rows, own : own + size]
-        theirs = push.peer._pool.pages
+        pages = self._pool.pages(push.group)[rows, own : own + size]
+        theirs = push.peer._pool.pages(push.group)
         target = torch.from_numpy(push.target).long()
         theirs[target, other : other + size] = pages.to(theirs.device)
 
-    def _peer(self, agent_name: str) -> tuple[LoopbackTransport, Piece]:
+    def _peer(self, agent_name: str) -> tuple[LoopbackTransport, Sequence[Piece]]:
         peer = self._peers.get(agent_name)
         if peer is None:
             raise TransportError("disconnected", "the peer is not open")

@@ -2,10 +2,10 @@
 
 Facts that shape this file, measured on NIXL 1.5.1:
 
-- The pool is one descriptor list of pages at a constant stride, prepared once for each side; a push
-  names pages by index. A piece of each page is such a list, too. Posting costs 2-70 us that way,
-  and NIXL merges adjacent pages itself; merging here and preparing a list per push cost ten times
-  as much and moved no more bytes.
+- Each group of the pool is one descriptor list of pages at a constant stride, prepared once for
+  each side; a push names pages by index. A piece of each page is such a list, too. Posting costs
+  2-70 us that way, and NIXL merges adjacent pages itself; merging here and preparing a list per
+  push cost ten times as much and moved no more bytes.
 - A notification that rides on a push is sent when the pushing side sees the push complete, so
   handles must be polled.
 - The progress thread's `pthrDelay` is how long it sleeps when nothing happens; events wake it. The
@@ -28,14 +28,14 @@ import importlib
 import logging
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from kv_transfer.transports.pool import PoolMemory, check_payload, piece_between
+from kv_transfer.transports.pool import PoolMemory, check_payload, pieces_between
 from kv_transfer.types import (
     MAX_PART_BYTES,
     Endpoint,
@@ -62,9 +62,10 @@ _SHARED_MEMORY = {"sm", "shm", "mm", "posix", "sysv", "cma", "knem", "xpmem"}
 class _Peer:
     endpoint: Endpoint
     path: str
-    pages: int | None
-    """Handle of the prepared list of the peer's pages; None: nothing is written there."""
-    own: int | None
+    pages: Sequence[int | None]
+    """Handles of the prepared lists of the peer's pages, by group; None: nothing is written
+    there."""
+    own: Sequence[int | None]
     """The same of this process's."""
     pushes: int = 0
     """In progress."""
@@ -92,9 +93,10 @@ class NixlTransport:
         try:
             self._agent = self._new_agent(agent_name)
             self._region = self._register()
-            self._own_lists: dict[tuple[int, int], int] = {}
-            """Prepared lists of this process, by offset and bytes of the piece of each page."""
-            self._own_list(0, pool.page_bytes)
+            self._own_lists: dict[tuple[int, int, int], int] = {}
+            """Prepared lists of this process, by group, and offset and bytes of the piece."""
+            for group, pages in enumerate(pool.groups):
+                self._own_list(group, 0, pages.page_bytes)
             metadata = _host_header() + self._agent.getLocalMD()
         except Exception as error:
             raise TransportError("nixl_failed", type(error).__name__) from error
@@ -105,7 +107,7 @@ class NixlTransport:
         """See `KvTransport`."""
         return self._endpoint
 
-    def open(self, peer: Endpoint, piece: Piece | None = None) -> None:
+    def open(self, peer: Endpoint, pieces: Sequence[Piece] | None = None) -> None:
         """See `PieceTransport`."""
         known = self._peers.get(peer.agent_name)
         if known is not None:
@@ -113,26 +115,38 @@ class NixlTransport:
                 raise TransportError("peer_busy", "pushes to its predecessor are in progress")
             known.is_closing = False
             return
-        own, other, size = piece_between(self._endpoint, peer, piece)
+        pieces = pieces_between(self._endpoint, peer, pieces)
         path = self._path_to(peer)
         try:
             self._agent.loadRemoteMD(peer.metadata[_METADATA_HEADER.size :])
             self._agent.makeConnection(peer.agent_name, [])
-            pages = self._prepare(peer.agent_name, peer, other, size) if size else None
-            own_pages = self._own_list(own, size) if size else None
+            name = peer.agent_name
+            theirs = [
+                self._prepare(name, peer, group, piece.peer_offset, piece.size)
+                if piece.size
+                else None
+                for group, piece in enumerate(pieces)
+            ]
+            own = [
+                self._own_list(group, piece.own_offset, piece.size) if piece.size else None
+                for group, piece in enumerate(pieces)
+            ]
         except Exception as error:
             raise TransportError("unreachable", type(error).__name__) from error
-        self._peers[peer.agent_name] = _Peer(peer, path, pages, own_pages)
+        self._peers[peer.agent_name] = _Peer(peer, path, theirs, own)
 
     def path(self, agent_name: str) -> str:
         """See `KvTransport`. Inferred from what both sides can do: NIXL does not tell."""
         return self._peers[agent_name].path
 
-    def push(self, agent_name: str, source: PageIds, target: PageIds, payload: bytes) -> int:
+    def push(
+        self, agent_name: str, source: PageIds, target: PageIds, payload: bytes, group: int = 0
+    ) -> int:
         """See `KvTransport`."""
         check_payload(payload, MAX_PART_BYTES)
         peer = self._open_peer(agent_name)
-        handle = self._make_push(peer, source, target, payload)
+        lists = peer.own[group], peer.pages[group]
+        handle = self._make_push(lists, source, target, payload)
         self._pushes[handle] = peer
         peer.pushes += 1
         try:
@@ -210,21 +224,25 @@ class NixlTransport:
 
     def _register(self) -> Any:
         pool = self._pool
-        run = (pool.base_address, pool.page_bytes * pool.num_pages, pool.device_id, "")
+        run = (pool.base_address, pool.size, pool.device_id, "")
         region = self._nixl.nixlRegDList(self._segment(pool.memory), [run])
         self._agent.registerMem(region, [])
         return region
 
-    def _own_list(self, offset: int, size: int) -> int:
-        """Prepares a piece of each page of this process, once."""
-        if (offset, size) not in self._own_lists:
-            pages = self._prepare(self._nixl.NIXL_INIT_AGENT, self._pool, offset, size)
-            self._own_lists[offset, size] = pages
-        return self._own_lists[offset, size]
+    def _own_list(self, group: int, offset: int, size: int) -> int:
+        """Prepares a piece of each page of a group of this process, once."""
+        if (known := self._own_lists.get((group, offset, size))) is not None:
+            return known
+        pages = self._prepare(self._nixl.NIXL_INIT_AGENT, self._pool, group, offset, size)
+        self._own_lists[group, offset, size] = pages
+        return pages
 
-    def _prepare(self, agent_name: str, pool: PoolMemory | Endpoint, offset: int, size: int) -> int:
-        address = pool.base_address + offset
-        strided = [[address, size, pool.device_id, pool.page_bytes, pool.num_pages]]
+    def _prepare(
+        self, agent_name: str, pool: PoolMemory | Endpoint, group: int, offset: int, size: int
+    ) -> int:
+        pages = pool.groups[group]
+        address = pool.base_address + pages.offset + offset
+        strided = [[address, size, pool.device_id, pages.page_bytes, pages.num_pages]]
         descriptors = np.array(strided, dtype=np.uint64)
         segment = self._segment(pool.memory)
         prepared: int = self._agent.prepXferDlist(agent_name, segment, descriptors, [])
@@ -233,12 +251,19 @@ class NixlTransport:
     def _segment(self, memory: str) -> Any:
         return self._nixl.VRAM_SEG if memory == "VRAM" else self._nixl.DRAM_SEG
 
-    def _make_push(self, peer: _Peer, source: PageIds, target: PageIds, payload: bytes) -> int:
-        if peer.own is None or peer.pages is None:
+    def _make_push(
+        self,
+        lists: tuple[int | None, int | None],
+        source: PageIds,
+        target: PageIds,
+        payload: bytes,
+    ) -> int:
+        own, theirs = lists
+        if own is None or theirs is None:
             raise TransportError("bad_pages", "nothing is written to this peer")
         try:
             handle: int = self._agent.makeXferReq(
-                self._nixl.NIXL_WRITE, peer.own, source, peer.pages, target, payload, [], False
+                self._nixl.NIXL_WRITE, own, source, theirs, target, payload, [], False
             )
         except self._nixl.nixlInvalidParamError as error:
             raise TransportError("bad_pages", "page ids outside of the pool") from error
@@ -282,8 +307,9 @@ class NixlTransport:
 
     def _forget(self, peer: _Peer) -> None:
         del self._peers[peer.endpoint.agent_name]
-        if peer.pages is not None:
-            self._agent.releasedDlistH(peer.pages)
+        for pages in peer.pages:
+            if pages is not None:
+                self._agent.releasedDlistH(pages)
         try:
             self._agent.invalidateRemoteMD(peer.endpoint.agent_name)
         except self._nixl.nixlNotFoundError:

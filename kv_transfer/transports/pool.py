@@ -1,8 +1,8 @@
-"""The pool as a transport sees it: one run of bytes cut into pages."""
+"""The pool as a transport sees it: one run of bytes, in which each group has its pages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -10,7 +10,14 @@ import numpy as np
 import torch
 
 from kv_transfer.transports.processes import own_process
-from kv_transfer.types import Endpoint, PageIds, Piece, TransportError
+from kv_transfer.types import (
+    MAX_GROUPS,
+    Endpoint,
+    PageGroup,
+    PageIds,
+    Piece,
+    TransportError,
+)
 
 _NOT_PLAIN: Final = (
     "no other process can map GPU memory of torch's expandable segments or of cudaMallocAsync, and "
@@ -20,54 +27,62 @@ _NOT_PLAIN: Final = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PoolMemory:
-    """A contiguous tensor of `num_pages * page_bytes` bytes, which this object keeps alive."""
+    """A contiguous tensor with the pages of one or several groups, which this object keeps
+    alive."""
 
-    pages: torch.Tensor
-    """uint8, (num_pages, page_bytes): a view of the tensor given."""
+    data: torch.Tensor
+    """uint8, one dimension: a view of the tensor given."""
+    groups: tuple[PageGroup, ...]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, page_bytes: int, num_pages: int) -> PoolMemory:
+    def of(cls, tensor: torch.Tensor, groups: Sequence[PageGroup]) -> PoolMemory:
         """Views a pool tensor as pages.
 
         Raises:
-            TransportError: `bad_pool`, where the tensor is not that many bytes in one run.
+            TransportError: `bad_pool`, where the tensor is not one run of bytes, or the groups do
+                not lie in it one behind the other.
         """
         if not tensor.is_contiguous():
             raise TransportError("bad_pool", "the pool's tensor is not contiguous")
-        if tensor.numel() * tensor.element_size() != page_bytes * num_pages:
-            raise TransportError("bad_pool", f"not {num_pages} pages of {page_bytes} bytes")
-        return cls(tensor.view(-1).view(torch.uint8).view(num_pages, page_bytes))
+        size = tensor.numel() * tensor.element_size()
+        begins, ends = [group.offset for group in groups], [0, *(group.end for group in groups)]
+        if not 0 < len(groups) <= MAX_GROUPS or ends[-1] > size:
+            raise TransportError("bad_pool", f"not {size} bytes of pages")
+        if any(begin < end for begin, end in zip(begins, ends, strict=False)):
+            raise TransportError("bad_pool", "groups overlap")
+        return cls(tensor.view(-1).view(torch.uint8), tuple(groups))
 
     @property
     def base_address(self) -> int:
-        """Address of page 0."""
-        return self.pages.data_ptr()
+        """Address of the first byte."""
+        return self.data.data_ptr()
 
     @property
-    def num_pages(self) -> int:
-        """Pages in the pool, the scratch page included."""
-        return self.pages.shape[0]
+    def size(self) -> int:
+        """Bytes in all."""
+        return self.data.numel()
 
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of a page, and from one to the next."""
-        return self.pages.shape[1]
+    def pages(self, group: int) -> torch.Tensor:
+        """uint8, (num_pages, page_bytes): the pages of a group."""
+        page_bytes, num_pages, _, offset = self.groups[group]
+        run = self.data[offset : offset + num_pages * page_bytes]
+        return run.view(num_pages, page_bytes)
 
     @property
     def memory(self) -> str:
         """ "DRAM" or "VRAM"."""
-        return "VRAM" if self.pages.is_cuda else "DRAM"
+        return "VRAM" if self.data.is_cuda else "DRAM"
 
     @property
     def device_id(self) -> int:
         """Device ordinal; 0 in DRAM."""
-        return max(0, self.pages.get_device())
+        return max(0, self.data.get_device())
 
     def check_plain(self) -> None:
         """Raises TransportError where the pool is GPU memory that other processes cannot map. It
         can be registered all the same, and moves hundreds of times slower without any warning
         (github.com/ai-dynamo/nixl/issues/1754)."""
-        if not self.pages.is_cuda:
+        if not self.data.is_cuda:
             return
         if torch.cuda.get_allocator_backend() != "native" or in_expandable_segment(
             self.base_address,
@@ -82,8 +97,7 @@ class PoolMemory:
             transport,
             metadata,
             self.base_address,
-            self.page_bytes,
-            self.num_pages,
+            self.groups,
             self.device_id,
             self.memory,
             own_process(),
@@ -106,27 +120,46 @@ def in_expandable_segment(address: int, segments: Iterable[Mapping[str, Any]]) -
 
 def check_same_kind(own: Endpoint, peer: Endpoint) -> None:
     """Raises TransportError where pages of one cannot be pages of the other."""
+    _check_transport(own, peer)
+    for one, other in zip(own.groups, peer.groups, strict=True):
+        if one.page_bytes != other.page_bytes:
+            sizes = f"{one.page_bytes} and {other.page_bytes}"
+            raise TransportError("page_size_mismatch", sizes)
+
+
+def _check_transport(own: Endpoint, peer: Endpoint) -> None:
     if own.transport != peer.transport:
         raise TransportError("transport_mismatch", f"{own.transport} and {peer.transport}")
-    if own.page_bytes != peer.page_bytes:
-        raise TransportError("page_size_mismatch", f"{own.page_bytes} and {peer.page_bytes}")
+    # A worker of the release before tells of none.
+    if len(own.groups) != len(peer.groups):
+        counts = f"{len(own.groups)} and {len(peer.groups)} groups"
+        raise TransportError("groups_mismatch", counts)
 
 
-def piece_between(own: Endpoint, peer: Endpoint, piece: Piece | None) -> Piece:
-    """What of each page is written to a peer: `piece`, or all of it.
+def pieces_between(
+    own: Endpoint, peer: Endpoint, pieces: Sequence[Piece] | None
+) -> tuple[Piece, ...]:
+    """What of each page is written to a peer, by group: `pieces`, or all of it.
 
     Raises:
-        TransportError: `transport_mismatch`, `page_size_mismatch`, or `bad_piece`.
+        TransportError: `transport_mismatch`, `groups_mismatch`, `page_size_mismatch`, or
+            `bad_piece`.
     """
-    if piece is None:
+    if pieces is None:
         check_same_kind(own, peer)
-        return Piece(0, 0, own.page_bytes)
-    if own.transport != peer.transport:
-        raise TransportError("transport_mismatch", f"{own.transport} and {peer.transport}")
-    ends = piece.own_offset + piece.size, piece.peer_offset + piece.size
-    if min(piece) < 0 or ends[0] > own.page_bytes or ends[1] > peer.page_bytes:
-        raise TransportError("bad_piece", f"{piece} of {own.page_bytes} and {peer.page_bytes}")
-    return piece
+        return whole_pages(own)
+    _check_transport(own, peer)
+    for piece, one, other in zip(pieces, own.groups, peer.groups, strict=True):
+        ends = piece.own_offset + piece.size, piece.peer_offset + piece.size
+        if min(piece) < 0 or ends[0] > one.page_bytes or ends[1] > other.page_bytes:
+            sizes = f"{one.page_bytes} and {other.page_bytes}"
+            raise TransportError("bad_piece", f"{piece} of {sizes}")
+    return tuple(pieces)
+
+
+def whole_pages(endpoint: Endpoint) -> tuple[Piece, ...]:
+    """The pieces that are all of each page."""
+    return tuple(Piece(0, 0, group.page_bytes) for group in endpoint.groups)
 
 
 def check_pages(source: PageIds, own_pages: int, target: PageIds, peer_pages: int) -> None:

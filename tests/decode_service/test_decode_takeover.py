@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from worker_kit import STEP_TOKENS, Attempted, Pair, a_pair, until
+from worker_kit import PAGE_BYTES, STEP_TOKENS, Attempted, Pair, a_pair, until
 
 from baton.worker.v1 import worker_pb2
 
@@ -76,7 +76,10 @@ async def test_abort_after_a_take_over_changes_nothing() -> None:
 
 async def test_its_peers_share_goes_to_the_next_at_once() -> None:
     """The peer writes none of its pages, so it must hold up nothing that the peer is to write."""
-    async with a_second_turn(d_max_pages_per_peer=(LONG + REST) // 4 + 1) as (pair, turn):
+    async with a_second_turn(d_max_bytes_per_peer=((LONG + REST) // 4 + 1) * PAGE_BYTES) as (
+        pair,
+        turn,
+    ):
         pair.d.executor.holds = True
         pair.submit_decode(turn)
         await pair.from_d.heard("taken_over", turn.id)

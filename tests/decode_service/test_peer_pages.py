@@ -6,7 +6,7 @@ import random
 from collections import defaultdict
 
 import pytest
-from worker_kit import Attempted, a_pair, until
+from worker_kit import PAGE_BYTES, Attempted, a_pair, until
 
 from decode_service.peer_pages import MAX_PASSED_OVER, PeerPages
 
@@ -95,7 +95,7 @@ def test_nobody_is_over_the_share_and_nobody_is_left_waiting(seed: int) -> None:
 async def test_a_frozen_peer_keeps_its_share_and_no_more() -> None:
     """It holds pushes that do not end: what it was granted is quarantined, what it was not is
     granted when it has given back, and meanwhile the router is told to avoid it."""
-    async with a_pair(d_max_pages_per_peer=8) as pair:
+    async with a_pair(d_max_bytes_per_peer=8 * PAGE_BYTES) as pair:
         pair.p.transport.holds = True
         stuck = [Attempted(32, max_tokens=3) for _ in range(2)]  # 8 pages of 4 tokens each
         for attempt in stuck:

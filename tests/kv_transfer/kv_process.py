@@ -17,7 +17,7 @@ import torch
 from kv_transfer.events import PeerOpened, TransferCounters, TransferEvent
 from kv_transfer.thread import TransferThread
 from kv_transfer.transports.factory import make_transport
-from kv_transfer.types import Endpoint, KvTransport
+from kv_transfer.types import Endpoint, KvTransport, PageGroup
 
 E = TypeVar("E", bound=TransferEvent)
 WAIT_S = 30.0
@@ -80,7 +80,9 @@ class LocalWorker:
         self.transport: KvTransport | None = None
 
         def make() -> KvTransport:
-            self.transport = make_transport(kind, agent_name, self.pool, page_bytes, num_pages)
+            self.transport = make_transport(
+                kind, agent_name, self.pool, [PageGroup(page_bytes, num_pages)]
+            )
             return self.transport
 
         self.thread = TransferThread(make, epoch, lambda event: self.events.add(event))

@@ -6,7 +6,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -18,13 +18,14 @@ from kv_transfer.events import TransferCounters, TransferEvent
 from kv_transfer.exchange import Exchange
 from kv_transfer.ranks.group import GroupTransport, rank_agent
 from kv_transfer.ranks.part import LocalPart, Part
-from kv_transfer.ranks.plan import heads_of
+from kv_transfer.ranks.plan import units_of
 from kv_transfer.ranks.remote import RankAgent, RemotePart
 from kv_transfer.settling_writes import AFTERMATH_S, LONGEST_TURN_S
-from kv_transfer.specs import ReceiveSpec, SendSpec
+from kv_transfer.specs import Range, ReceiveSpec, SendSpec, Source, Target
 from kv_transfer.transports.factory import TRANSPORTS, make_transport
 from kv_transfer.transports.loopback import LoopbackTransport
-from kv_transfer.types import KvTransport
+from kv_transfer.transports.pool import PoolMemory
+from kv_transfer.types import KvTransport, PageGroup, PageIds
 
 RANKED = ("loopback 2-8", "nixl 1-2")
 """Ranks of the prefill and the decode side, each a transport of its own."""
@@ -54,33 +55,60 @@ class FakeClock:
         self.now_s += seconds
 
 
+def laid_out(*groups: PageGroup) -> tuple[PageGroup, ...]:
+    """Groups one behind the other, with a gap between them."""
+    placed, at = list[PageGroup](), 0
+    for group in groups:
+        placed.append(group._replace(offset=at))
+        at = placed[-1].end + 64
+    return tuple(placed)
+
+
+ONE = laid_out(PageGroup(PAGE_BYTES, NUM_PAGES, KV_HEADS))
+THREE = laid_out(ONE[0], PageGroup(1536, 48, 2), PageGroup(8192, 40, 1))
+"""All tokens, a window (`WINDOW_PAGES`), and one page of state."""
+WINDOW_PAGES = 3
+
+
 class RankedPool:
-    """The pages of several ranks, read and written as whole pages."""
+    """The pages of one or several ranks, read and written as whole pages."""
 
-    def __init__(self, count: int, kv_heads: int = KV_HEADS, page_bytes: int = PAGE_BYTES) -> None:
-        head_bytes = page_bytes // kv_heads
-        self._heads = [heads_of(rank, count, kv_heads) for rank in range(count)]
-        self._places = [
-            slice(heads.start * head_bytes, heads.stop * head_bytes) for heads in self._heads
-        ]
-        self._page_bytes = page_bytes
-        self.ranks = [
-            torch.zeros(NUM_PAGES, len(heads) * head_bytes, dtype=torch.uint8)
-            for heads in self._heads
-        ]
+    def __init__(self, count: int = 1, groups: Sequence[PageGroup] = ONE) -> None:
+        self.groups = groups
+        self.units = [group.units for group in groups]
+        self._places: list[list[slice]] = [[] for _ in groups]
+        self.parts: list[tuple[PageGroup, ...]] = []
+        """By rank, of its tensor in `ranks`."""
+        for rank in range(count):
+            part = []
+            for places, group in zip(self._places, groups, strict=True):
+                units, size = units_of(rank, count, group.units), group.page_bytes // group.units
+                places.append(slice(units.start * size, units.stop * size))
+                part.append(group._replace(page_bytes=len(units) * size))
+            self.parts.append(laid_out(*part))
+        self.ranks = [torch.zeros(part[-1].end, dtype=torch.uint8) for part in self.parts]
 
-    def __getitem__(self, pages: torch.Tensor) -> torch.Tensor:
-        """Ranks with the same head must have the same bytes of it."""
-        whole = torch.zeros(len(pages), self._page_bytes, dtype=torch.uint8)
-        for place, pool in zip(self._places, self.ranks, strict=True):
-            whole[:, place] = pool[pages]
-        for place, pool in zip(self._places, self.ranks, strict=True):
-            assert torch.equal(whole[:, place], pool[pages]), "copies of a head differ"
+    def read(self, group: int, pages: torch.Tensor) -> torch.Tensor:
+        """Ranks with the same unit must have the same bytes of it."""
+        whole = torch.zeros(len(pages), self.groups[group].page_bytes, dtype=torch.uint8)
+        for rank, place in enumerate(self._places[group]):
+            whole[:, place] = self._of(rank, group)[pages]
+        for rank, place in enumerate(self._places[group][1:], 1):
+            assert torch.equal(whole[:, place], self._of(rank, group)[pages]), "copies differ"
         return whole
 
+    def write(self, group: int, pages: torch.Tensor, content: torch.Tensor) -> None:
+        for rank, place in enumerate(self._places[group]):
+            self._of(rank, group)[pages] = content[:, place]
+
+    def _of(self, rank: int, group: int) -> torch.Tensor:
+        return PoolMemory.of(self.ranks[rank], self.parts[rank]).pages(group)
+
+    def __getitem__(self, pages: torch.Tensor) -> torch.Tensor:
+        return self.read(0, pages)
+
     def __setitem__(self, pages: torch.Tensor, content: torch.Tensor) -> None:
-        for place, pool in zip(self._places, self.ranks, strict=True):
-            pool[pages] = content[:, place]
+        self.write(0, pages, content)
 
 
 class Served:
@@ -88,36 +116,35 @@ class Served:
 
     _sockets = zmq.Context()
 
-    def __init__(self, kind: str, agent_name: str, pool: torch.Tensor, rank: int) -> None:
+    def __init__(self, kind: str, agent_name: str, pool: RankedPool, rank: int) -> None:
         ours, theirs = (self._sockets.socket(zmq.PAIR) for _ in range(2))
         ours.bind(f"inproc://{agent_name}")
         theirs.connect(f"inproc://{agent_name}")
 
         def make(name: str, agent: str) -> KvTransport:
-            return make_transport(name, agent, pool, pool.shape[1], NUM_PAGES)
+            return make_transport(name, agent, pool.ranks[rank], pool.parts[rank])
 
         agent = RankAgent(theirs, rank, make)
         threading.Thread(target=agent.serve, daemon=True).start()
         self.part = RemotePart(ours, kind, agent_name, lambda: "").built()
 
 
-def ranked_transport(kind: str, name: str, pool: RankedPool, kv_heads: int) -> GroupTransport:
+def ranked_transport(kind: str, name: str, pool: RankedPool) -> GroupTransport:
     """Loopback's ranks are here, where a test can hold their pushes; others are served."""
     parts: list[Part] = []
     for rank, part in enumerate(pool.ranks):
         agent = rank_agent(name, rank)
         if rank == 0 or kind == "loopback":
-            own = make_transport(kind, agent, part, part.shape[1], NUM_PAGES)
+            own = make_transport(kind, agent, part, pool.parts[rank])
             parts.append(LocalPart(own))
         else:
-            parts.append(Served(kind, agent, part, rank).part)
-    return GroupTransport(parts, kv_heads)
+            parts.append(Served(kind, agent, pool, rank).part)
+    return GroupTransport(parts, pool.units)
 
 
 class Side:
     """One process's worth of hand-off."""
 
-    pool: torch.Tensor | RankedPool
     transport: KvTransport
 
     def __init__(
@@ -126,18 +153,18 @@ class Side:
         role: str,
         epoch: int,
         clock: Callable[[], float],
-        kv_heads: int = KV_HEADS,
-        page_bytes: int = PAGE_BYTES,
+        groups: Sequence[PageGroup] = ONE,
     ) -> None:
         self.name = f"{role}-{os.getpid()}-{next(_serial)}"
         kind, _, ranks = kind.partition(" ")
         if ranks:
             counts = dict(zip(("prefill", "decode"), map(int, ranks.split("-")), strict=True))
-            self.pool = RankedPool(counts[role], kv_heads, page_bytes)
-            self.transport = ranked_transport(kind, self.name, self.pool, kv_heads)
+            self.pool = RankedPool(counts[role], groups)
+            self.transport = ranked_transport(kind, self.name, self.pool)
         else:
-            self.pool = torch.zeros(NUM_PAGES, PAGE_BYTES, dtype=torch.uint8)
-            self.transport = make_transport(kind, self.name, self.pool, PAGE_BYTES, NUM_PAGES)
+            self.pool = RankedPool(1, groups)
+            memory = self.pool.ranks[0], self.pool.parts[0]
+            self.transport = make_transport(kind, self.name, *memory)
         self.events: list[TransferEvent] = []
         self.counters = TransferCounters()
         self.exchange = Exchange(self.transport, epoch, self.events.append, self.counters, clock)
@@ -161,15 +188,13 @@ class World:
         kind: str,
         met: bool = True,
         seed: int = 1,
-        kv_heads: int = KV_HEADS,
-        page_bytes: int = PAGE_BYTES,
+        groups: Sequence[PageGroup] = ONE,
     ) -> None:
         self.kind = kind
-        self.page_bytes = page_bytes
+        self.groups = groups
         self.clock = FakeClock()
-        pages = kv_heads, page_bytes
-        self.prefill = Side(kind, "prefill", PREFILL_EPOCH, self.clock, *pages)
-        self.decode = Side(kind, "decode", DECODE_EPOCH, self.clock, *pages)
+        self.prefill = Side(kind, "prefill", PREFILL_EPOCH, self.clock, groups)
+        self.decode = Side(kind, "decode", DECODE_EPOCH, self.clock, groups)
         self.rng = np.random.default_rng(seed)
         if met:
             self.meet()
@@ -231,6 +256,29 @@ class World:
         self.decode.transport.shutdown()
 
 
+def targets_of(
+    num_pages: int,
+    held_pages: int,
+    groups: Sequence[PageGroup],
+    pages: Callable[[int, int], PageIds],
+) -> list[Target]:
+    """What is granted of each of `THREE` groups, or of the first of them; `pages` draws so many of
+    a group."""
+    first = max(0, num_pages - WINDOW_PAGES)
+    counts = [num_pages, num_pages - first, 1]
+    drawn = [pages(group, counts[group]) for group in range(len(groups))]
+    # Of the window and the state as much is held as of a prompt that was here before.
+    held = [held_pages, max(0, held_pages - first), int(held_pages == num_pages)]
+    return [
+        Target(drawn[group], held[group], first if group == 1 else 0, group == 2)
+        for group in range(len(groups))
+    ]
+
+
+def ranges_of(targets: Sequence[Target]) -> tuple[Range, ...]:
+    return tuple(Range(target.begin, target.end) for target in targets)
+
+
 class Transfer:
     """A grant with its bytes: the source pages are filled."""
 
@@ -241,29 +289,38 @@ class Transfer:
         num_pages = -(-num_tokens // PAGE_TOKENS)
         self.world = world
         self.id = rng.bytes(16)
-        self.source = self._pages(rng, num_pages, merged)
-        self.target = self._pages(rng, num_pages, merged)
-        content = rng.integers(1, 255, (num_pages, world.page_bytes), dtype=np.uint8)
-        world.prefill.pool[torch.from_numpy(self.source).long()] = torch.from_numpy(content)
-        self.content = content
+
+        def pages(group: int, count: int) -> np.ndarray:
+            most = world.groups[group].num_pages
+            drawn = np.arange(1, most) if merged else rng.permutation(most - 1) + 1
+            return drawn[:count].astype(np.int32)
+
+        self.targets = targets_of(num_pages, held_pages, world.groups, pages)
+        self.sources = [
+            Source(pages(group, len(target.pages)), target.first_page)
+            for group, target in enumerate(self.targets)
+        ]
+        self.contents = [self._filled(group) for group in range(len(self.targets))]
+        self.source, self.target = self.sources[0].pages, self.targets[0].pages
+        self.content = self.contents[0]
         self.num_tokens = num_tokens
         self.held_pages = held_pages
         self._timeout_s = timeout_s
 
+    def _filled(self, group: int) -> np.ndarray:
+        pages, page_bytes = self.sources[group].pages, self.world.groups[group].page_bytes
+        content = self.world.rng.integers(1, 255, (len(pages), page_bytes), dtype=np.uint8)
+        rows = torch.from_numpy(pages).long()
+        self.world.prefill.pool.write(group, rows, torch.from_numpy(content))
+        return content
+
     @property
     def receive_spec(self) -> ReceiveSpec:
-        peer, num_pages = self.world.prefill.name, len(self.target)
-        return ReceiveSpec(
-            self.id, peer, num_pages, self.held_pages, self.num_tokens, self._timeout_s
-        )
+        peer, ranges = self.world.prefill.name, ranges_of(self.targets)
+        return ReceiveSpec(self.id, peer, ranges, self.num_tokens, self._timeout_s)
 
     def expect(self) -> None:
         self.world.decode.receiver.expect(self.receive_spec)
-
-    @staticmethod
-    def _pages(rng: np.random.Generator, num_pages: int, merged: bool) -> np.ndarray:
-        pages = np.arange(1, NUM_PAGES) if merged else rng.permutation(NUM_PAGES - 1) + 1
-        return pages[:num_pages].astype(np.int32)
 
     @property
     def spec(self) -> SendSpec:
@@ -271,9 +328,7 @@ class Transfer:
             self.id,
             self.world.decode.name,
             DECODE_EPOCH,
-            self.source,
-            self.target,
-            self.held_pages,
+            self.targets,
             self.num_tokens,
             PAGE_TOKENS,
             b"spanspan",
@@ -284,23 +339,27 @@ class Transfer:
 
     def compute(self, end_token: int | None = None, payload: bytes | None = None) -> None:
         end_token = self.num_tokens if end_token is None else end_token
-        self.world.prefill.sender.chunk_computed(self.id, end_token, payload)
+        self.world.prefill.sender.chunk_computed(self.id, end_token, payload, self.sources)
 
     def finish(self) -> None:
         self.compute(self.num_tokens, b"first tokens")
 
-    def received(self) -> np.ndarray:
-        return self.world.decode.pool[torch.from_numpy(self.target).long()].numpy()
+    def received(self, group: int = 0) -> np.ndarray:
+        pages = torch.from_numpy(self.targets[group].pages).long()
+        return self.world.decode.pool.read(group, pages).numpy()
 
     def assert_delivered(self) -> None:
-        assert (self.received()[self.held_pages :] == self.content[self.held_pages :]).all()
-        assert not self.received()[: self.held_pages].any()
+        for group, target in enumerate(self.targets):
+            held, received = target.held_pages, self.received(group)
+            assert (received[held:] == self.contents[group][held:]).all()
+            assert not received[:held].any()
 
 
 @contextmanager
-def a_world(kind: str, met: bool = True, seed: int = 1, **pages: int) -> Iterator[World]:
-    """`pages` are KV heads and bytes of a page, where the sides have ranks."""
-    world = World(kind, met, seed, **pages)
+def a_world(
+    kind: str, met: bool = True, seed: int = 1, groups: Sequence[PageGroup] = ONE
+) -> Iterator[World]:
+    world = World(kind, met, seed, groups)
     try:
         yield world
     finally:

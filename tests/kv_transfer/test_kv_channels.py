@@ -24,7 +24,7 @@ from kv_transfer.nccl.transport import NcclTransport
 from kv_transfer.nccl.wire import KEY_BYTES, Push, Wire
 from kv_transfer.transports.factory import TRANSPORTS
 from kv_transfer.transports.pool import PoolMemory
-from kv_transfer.types import Notification, PushState, TransportError
+from kv_transfer.types import Notification, PageGroup, PushState, TransportError
 
 
 @pytest.mark.parametrize(
@@ -47,20 +47,20 @@ def test_every_piece_arrives_whatever_its_size(
 
 def send(world: World, num_pages: int) -> None:
     before = len(world.decode.of(Delivered))
-    world.decode.pool.zero_()
+    world.decode.pool.ranks[0].zero_()
     transfer = world.grant(num_pages * PAGE_TOKENS)
     transfer.begin()
     transfer.finish()
     world.until(lambda: len(world.decode.of(Delivered)) == before + 1)
     world.until(lambda: len(world.prefill.of(Sent)) == before + 1)
     transfer.assert_delivered()
-    written = world.decode.pool.any(dim=1).sum()
+    written = world.decode.pool.ranks[0].view(-1, PAGE_BYTES).any(dim=1).sum()
     assert written == num_pages, "pages were written that nobody granted"
 
 
 @pytest.mark.parametrize("piece_bytes", [1, PAGE_BYTES - 1, PAGE_BYTES, 5 * PAGE_BYTES + 1])
 def test_what_a_buffer_holds_bounds_all_pieces(piece_bytes: int) -> None:
-    pool = PoolMemory.of(torch.zeros(32, PAGE_BYTES, dtype=torch.uint8), PAGE_BYTES, 32)
+    pool = PoolMemory.of(torch.zeros(32, PAGE_BYTES, dtype=torch.uint8), GROUPS)
     staging = Staging(pool, ChannelOptions(piece_bytes))
     most = max(1, piece_bytes // PAGE_BYTES)
     for _ in range(3):
@@ -78,7 +78,7 @@ def meet() -> tuple[NcclTransport, NcclTransport]:
     pools[0].random_(1, 255)
     options = ChannelOptions(piece_bytes=2 * PAGE_BYTES)
     a, b = (
-        NcclTransport(name, PoolMemory.of(pool, PAGE_BYTES, 32), options)
+        NcclTransport(name, PoolMemory.of(pool, GROUPS), options)
         for name, pool in zip("ab", pools, strict=True)
     )
     a.open(b.endpoint)
@@ -101,6 +101,7 @@ def ends(a: NcclTransport, b: NcclTransport) -> tuple[list[PushState], list[byte
     return states, shown
 
 
+GROUPS = [PageGroup(PAGE_BYTES, 32)]
 FIRST, SECOND = (np.arange(start, start + 12, dtype=np.int32) for start in (0, 16))
 
 
@@ -116,11 +117,11 @@ def test_pushes_arrive_in_order() -> None:
     """Behind each other, and each when nothing is before it."""
     a, b = meet()
     rng = np.random.default_rng(0)
-    wanted, payloads, states, shown = b._pool.pages.clone(), [], [], []
+    wanted, payloads, states, shown = b._pool.pages(0).clone(), [], [], []
     for number in range(40):
         count = int(rng.integers(1, 31))
         source, target = (rng.permutation(32)[:count].astype(np.int32) for _ in "ab")
-        wanted[target] = a._pool.pages[source]
+        wanted[target] = a._pool.pages(0)[source]
         payloads.append(bytes(number))
         a.push("b", source, target, payloads[-1])
         if rng.random() < 0.5:
@@ -131,7 +132,7 @@ def test_pushes_arrive_in_order() -> None:
         states, shown = states + more, shown + also
     assert states == [PushState.DONE] * 40
     assert shown == payloads
-    assert torch.equal(b._pool.pages, wanted)
+    assert torch.equal(b._pool.pages(0), wanted)
     for transport in (a, b):
         transport.shutdown()
 
@@ -179,7 +180,7 @@ def test_pushes_end_where_a_lane_fails_and_the_next_one_forms_another(
         move(self, piece)
 
     monkeypatch.setattr(end, "_move", broken)
-    b._pool.pages.zero_()
+    b._pool.pages(0).zero_()
     a.push("b", FIRST, SECOND, b"fails")
     a.push("b", SECOND, FIRST, b"behind it")
     states, shown = ends(a, b)
@@ -187,13 +188,13 @@ def test_pushes_end_where_a_lane_fails_and_the_next_one_forms_another(
     assert not shown
 
     # Whoever granted the pages may use them again: nothing writes them any more.
-    b._pool.pages.zero_()
+    b._pool.pages(0).zero_()
     time.sleep(0.3)
-    assert not b._pool.pages.any()
+    assert not b._pool.pages(0).any()
     monkeypatch.undo()
     a.push("b", FIRST, SECOND, b"after")
     assert ends(a, b) == ([PushState.DONE], [b"after"])
-    assert torch.equal(a._pool.pages[FIRST], b._pool.pages[SECOND])
+    assert torch.equal(a._pool.pages(0)[FIRST], b._pool.pages(0)[SECOND])
     for transport in (a, b):
         transport.shutdown()
 

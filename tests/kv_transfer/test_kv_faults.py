@@ -362,7 +362,7 @@ def test_how_long_the_thread_may_pause(loopback: World) -> None:
 def test_long_pushes_are_cut_and_transfers_take_turns(loopback: World) -> None:
     world = loopback
     hold(world)
-    world.prefill.sender._max_push_pages = 4
+    world.prefill.sender._max_push_pages = [4]
     transfers = [world.grant(160) for _ in range(2)]
     for transfer in transfers:
         transfer.begin()

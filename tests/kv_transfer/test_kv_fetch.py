@@ -10,7 +10,7 @@ from kv_world import DECODE_EPOCH, PAGE_TOKENS, Transfer, World
 
 from kv_transfer.events import Delivered, ReceiveAborted, ReceiveExpired, ReceiveFreed, Sent
 from kv_transfer.receiving import ReceiveState
-from kv_transfer.specs import SendSpec
+from kv_transfer.specs import SendSpec, Target
 from kv_transfer.wire import Chunk, encode
 
 
@@ -28,15 +28,13 @@ def give(world: World, transfer: Transfer, pages: int) -> None:
         transfer.id,
         spec.peer,
         spec.decode_epoch,
-        spec.source_pages[:pages],
-        spec.target_pages[:pages],
-        0,
+        [Target(transfer.target[:pages])],
         pages * PAGE_TOKENS,
         PAGE_TOKENS,
         yields=True,
     )
     world.prefill.sender.begin(short)
-    world.prefill.sender.chunk_computed(transfer.id, pages * PAGE_TOKENS, b"")
+    world.prefill.sender.chunk_computed(transfer.id, pages * PAGE_TOKENS, b"", transfer.sources)
 
 
 @pytest.mark.parametrize("pages", [1, 5])
@@ -77,7 +75,7 @@ def test_the_end_stands_behind_all_that_has_landed(loopback: World) -> None:
 @pytest.mark.parametrize("expires", [True, False])
 def test_what_has_landed_is_told_when_it_is_given_up(loopback: World, expires: bool) -> None:
     """The rest stays in quarantine until it lands, or never will."""
-    loopback.prefill.sender._max_push_pages = 2
+    loopback.prefill.sender._max_push_pages = [2]
     loopback.prefill.loopback.holds = True
     transfer = wanted(loopback, 5, timeout_s=1.0)
     give(loopback, transfer, 5)
@@ -100,7 +98,7 @@ def test_what_has_landed_is_told_when_it_is_given_up(loopback: World, expires: b
 
 
 def test_hand_offs_go_first(loopback: World) -> None:
-    loopback.prefill.sender._max_push_pages = 1
+    loopback.prefill.sender._max_push_pages = [1]
     fetch, hand_off = wanted(loopback, 3), loopback.grant(3 * PAGE_TOKENS)
     give(loopback, fetch, 3)
     hand_off.begin()
@@ -108,9 +106,9 @@ def test_hand_offs_go_first(loopback: World) -> None:
     order: list[bytes] = []
     push = loopback.prefill.loopback.push
 
-    def noted(peer: str, source: np.ndarray, target: np.ndarray, payload: bytes) -> int:
+    def noted(peer: str, source: np.ndarray, target: np.ndarray, payload: bytes, group: int) -> int:
         order.append(payload[4:20])
-        return push(peer, source, target, payload)
+        return push(peer, source, target, payload, group)
 
     loopback.prefill.loopback.push = noted  # type: ignore[method-assign]
     loopback.until(lambda: len(loopback.decode.of(Delivered)) == 2)

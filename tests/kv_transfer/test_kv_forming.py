@@ -22,22 +22,24 @@ from kv_transfer.nccl import channels, groups
 from kv_transfer.nccl.channels import Channel, ReceiveChannel, SendChannel
 from kv_transfer.nccl.staging import ChannelOptions, Piece
 from kv_transfer.transports.pool import PoolMemory
+from kv_transfer.types import PageGroup
 
 SOON = timedelta(seconds=2)
-POOL = PoolMemory.of(torch.zeros(4, 64, dtype=torch.uint8), 64, 4)
+POOL = PoolMemory.of(torch.zeros(4, 64, dtype=torch.uint8), [PageGroup(64, 4)])
 OPTIONS = ChannelOptions(piece_bytes=64)
 STOPS_HALF_WAY = """
 import sys, time, torch
 from kv_transfer.nccl import channels
 from kv_transfer.nccl.staging import ChannelOptions
 from kv_transfer.transports.pool import PoolMemory
+from kv_transfer.types import PageGroup
 
 def stop(*_):
     print("met", flush=True)
     time.sleep(600)
 
 channels.form_group = stop
-pool = PoolMemory.of(torch.zeros(4, 64, dtype=torch.uint8), 64, 4)
+pool = PoolMemory.of(torch.zeros(4, 64, dtype=torch.uint8), [PageGroup(64, 4)])
 if sys.argv[1:]:
     channels.ReceiveChannel("in", pool, sys.argv[1], ChannelOptions(piece_bytes=64))
 else:

@@ -24,7 +24,7 @@ from kv_transfer.events import (
 from kv_transfer.outgoing import SendState
 from kv_transfer.peers import SELF_TEST_BYTES, SELF_TEST_S
 from kv_transfer.receiving import ReceiveState
-from kv_transfer.specs import SendSpec
+from kv_transfer.specs import Target
 from kv_transfer.types import Notification
 from kv_transfer.wire import Chunk, Quiesce, Quiesced, decode, encode
 
@@ -480,10 +480,7 @@ def test_a_restarted_peer_has_a_new_name(world: World) -> None:
 
 def test_bad_grants_and_chunks_fail_typed(loopback: World) -> None:
     transfer = loopback.grant(48)
-    spec = transfer.spec
-    short = SendSpec(
-        transfer.id, spec.peer, 1, spec.source_pages[:2], spec.target_pages, 0, 48, PAGE_TOKENS
-    )
+    short = dataclasses.replace(transfer.spec, targets=[Target(transfer.target[:2])])
     loopback.prefill.sender.begin(short)
     assert loopback.prefill.of(SendFailed) == [SendFailed(transfer.id, "bad_grant")]
     outside = loopback.grant(48)
@@ -521,11 +518,18 @@ def test_only_the_granting_peer_may_quiesce(world: World) -> None:
 
 
 def test_a_mismatched_pool_is_refused(world: World) -> None:
-    endpoint = dataclasses.replace(
-        world.decode.transport.endpoint, agent_name="other", page_bytes=8192
-    )
-    world.prefill.exchange.meet(endpoint)
-    assert world.prefill.of(PeerFailed)[-1].cause == "page_size_mismatch"
+    own = world.decode.transport.endpoint
+    larger = (own.groups[0]._replace(page_bytes=8192),)
+    before = ()
+    """A worker of the release before tells of no groups."""
+    for groups, cause in (
+        (larger, "page_size_mismatch"),
+        (2 * own.groups, "groups_mismatch"),
+        (before, "groups_mismatch"),
+    ):
+        endpoint = dataclasses.replace(own, agent_name="other", groups=groups)
+        world.prefill.exchange.meet(endpoint)
+        assert world.prefill.of(PeerFailed)[-1].cause == cause
     garbage = dataclasses.replace(
         world.decode.transport.endpoint, agent_name="other2", metadata=b"garbage"
     )

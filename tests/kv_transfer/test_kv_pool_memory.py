@@ -19,11 +19,11 @@ SEGMENTS = [
 MAKE_TRANSPORT = """
 import torch
 from kv_transfer.transports.factory import make_transport
-from kv_transfer.types import TransportError
+from kv_transfer.types import TransportError, PageGroup
 
 pool = torch.zeros(64, 1 << 20, dtype=torch.uint8, device="cuda")
 try:
-    make_transport("nixl", "alone", pool, 1 << 20, 64).shutdown()
+    make_transport("nixl", "alone", pool, [PageGroup(1 << 20, 64)]).shutdown()
 except TransportError as error:
     print(error)
 """

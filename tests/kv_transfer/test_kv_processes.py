@@ -25,7 +25,7 @@ from kv_transfer.events import (
     SendQuiesced,
     Sent,
 )
-from kv_transfer.specs import ReceiveSpec, SendSpec
+from kv_transfer.specs import Range, ReceiveSpec, SendSpec, Source, Target
 
 PAGE_BYTES = 92_160
 NUM_PAGES = 64
@@ -76,17 +76,17 @@ class Transfer:
         self.prefill, self.decode, self.num_tokens = prefill, decode, num_tokens
         prefill.fill(self.source, self.content)
         peer = prefill.endpoint.agent_name
-        decode.thread.expect(ReceiveSpec(self.id, peer, num_pages, 0, num_tokens, 60.0))
+        decode.thread.expect(ReceiveSpec(self.id, peer, (Range(0, num_pages),), num_tokens, 60.0))
 
     def begin(self) -> None:
         peer, size = self.decode.endpoint.agent_name, PAGE_TOKENS
         self.prefill.thread.begin_send(
-            SendSpec(self.id, peer, EPOCH, self.source, self.target, 0, self.num_tokens, size)
+            SendSpec(self.id, peer, EPOCH, [Target(self.target)], self.num_tokens, size)
         )
 
     def compute(self, end_token: int) -> None:
         payload = b"first tokens" if end_token == self.num_tokens else None
-        self.prefill.thread.chunk_computed(self.id, end_token, payload)
+        self.prefill.thread.chunk_computed(self.id, end_token, payload, [Source(self.source)])
 
     def assert_delivered(self) -> None:
         assert (self.decode.read(self.target) == self.content).all()

@@ -4,7 +4,8 @@ Two prefill sides and a decode side over a network that lands pushes in any orde
 never, shows notifications in any order and more than once, and loses questions. The model knows
 each write that can still land, which no side does, and checks what each side claims.
 
-Each side may have several ranks. Then each part of a push lands by itself.
+Each side may have several ranks. Then each part of a push lands by itself. The pool has one to
+three groups of pages.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from kv_world import NUM_PAGES, PAGE_BYTES, PAGE_TOKENS, FakeClock, RankedPool
+from kv_world import PAGE_TOKENS, THREE, FakeClock, RankedPool, ranges_of, targets_of
 
 from kv_transfer.events import (
     Delivered,
@@ -35,10 +36,10 @@ from kv_transfer.ranks.group import _HEADER, _MAGIC, GroupTransport, rank_agent
 from kv_transfer.ranks.part import LocalPart
 from kv_transfer.receiving import ReceiveState
 from kv_transfer.settling_writes import AFTERMATH_S, LONGEST_TURN_S
-from kv_transfer.specs import ReceiveSpec, SendSpec
+from kv_transfer.specs import ReceiveSpec, SendSpec, Source
 from kv_transfer.transports.loopback import LoopbackTransport
 from kv_transfer.transports.pool import PoolMemory
-from kv_transfer.types import Notification, PageIds, PushState
+from kv_transfer.types import Notification, PageGroup, PageIds, PushState
 from kv_transfer.wire import Chunk, MalformedNotification, Message, Quiesce, Quiesced, decode
 
 EPOCH = 3
@@ -50,9 +51,8 @@ _serial = itertools.count()
 class ChaosTransport(LoopbackTransport):
     """Loopback whose pushes end, and whose notifications appear, when chance says so."""
 
-    def __init__(self, name: str, pool: torch.Tensor, rng: random.Random) -> None:
-        super().__init__(name, PoolMemory.of(pool, pool.shape[1], NUM_PAGES))
-        self.pool: torch.Tensor | RankedPool = pool
+    def __init__(self, name: str, pool: RankedPool, rank: int, rng: random.Random) -> None:
+        super().__init__(name, PoolMemory.of(pool.ranks[rank], pool.parts[rank]))
         self.holds = True
         self.rng = rng
         self.in_flight: list[Notification] = []
@@ -60,8 +60,10 @@ class ChaosTransport(LoopbackTransport):
         self.on_post: Callable[[bytes], None] = lambda transfer_id: None
         self.on_land: Callable[[bytes], None] = lambda transfer_id: None
 
-    def push(self, agent_name: str, source: PageIds, target: PageIds, payload: bytes) -> int:
-        handle = super().push(agent_name, source, target, payload)
+    def push(
+        self, agent_name: str, source: PageIds, target: PageIds, payload: bytes, group: int = 0
+    ) -> int:
+        handle = super().push(agent_name, source, target, payload, group)
         match self.message_of(payload):
             case Chunk(transfer_id):
                 self.transfer_of[handle] = transfer_id
@@ -98,9 +100,14 @@ class ChaosRank(ChaosTransport):
     """One of several ranks. The first part of a push alone says what the push carries."""
 
     def __init__(
-        self, name: str, pool: torch.Tensor, rng: random.Random, carried: dict[bytes, Message]
+        self,
+        name: str,
+        pool: RankedPool,
+        rank: int,
+        rng: random.Random,
+        carried: dict[bytes, Message],
     ) -> None:
-        super().__init__(name, pool, rng)
+        super().__init__(name, pool, rank, rng)
         self.carried = carried
 
     def message_of(self, payload: bytes) -> Message:
@@ -115,15 +122,13 @@ class ChaosRank(ChaosTransport):
 class ChaosGroup(GroupTransport):
     """Several ranks, each with a chance of its own."""
 
-    def __init__(self, name: str, count: int, kv_heads: int, rng: random.Random) -> None:
-        self.pool = RankedPool(count, kv_heads, PAGE_BYTES)
-        self.rng = rng
+    def __init__(self, name: str, pool: RankedPool, rng: random.Random) -> None:
         carried: dict[bytes, Message] = {}
         self.ranks = [
-            ChaosRank(rank_agent(name, rank), pool, rng, carried)
-            for rank, pool in enumerate(self.pool.ranks)
+            ChaosRank(rank_agent(name, rank), pool, rank, rng, carried)
+            for rank in range(len(pool.ranks))
         ]
-        super().__init__([LocalPart(rank) for rank in self.ranks], kv_heads)
+        super().__init__([LocalPart(rank) for rank in self.ranks], pool.units)
 
 
 class Party:
@@ -133,12 +138,13 @@ class Party:
         name = f"{role}-{next(_serial)}"
         self.ranks: list[ChaosTransport]
         self.transport: ChaosTransport | ChaosGroup
-        if ranks.kv_heads:
-            self.transport = ChaosGroup(name, ranks.of(role, rng), ranks.kv_heads, rng)
+        if ranks.units:
+            self.pool = RankedPool(ranks.of(role, rng), ranks.groups)
+            self.transport = ChaosGroup(name, self.pool, rng)
             self.ranks = list(self.transport.ranks)
         else:
-            pool = torch.zeros(NUM_PAGES, PAGE_BYTES, dtype=torch.uint8)
-            self.transport = ChaosTransport(name, pool, rng)
+            self.pool = RankedPool(1, ranks.groups)
+            self.transport = ChaosTransport(name, self.pool, 0, rng)
             self.ranks = [self.transport]
         self.events: list[TransferEvent] = []
         self.counters = TransferCounters()
@@ -152,12 +158,21 @@ class Party:
 
 
 class Ranks(NamedTuple):
-    """Numbers of ranks that a prefill side may have, that of the decode side, and KV heads. Without
-    heads, no side is a group."""
+    """Numbers of ranks that a prefill side may have, that of the decode side, and units of a page
+    of each group. Without units, no side is a group of ranks."""
 
     prefill: tuple[int, ...] = (1,)
     decode: int = 1
-    kv_heads: int = 0
+    units: tuple[int, ...] = ()
+    count: int = 1
+    """Groups of pages, where there are no units."""
+
+    @property
+    def groups(self) -> tuple[PageGroup, ...]:
+        units = self.units or (1,) * self.count
+        return tuple(
+            group._replace(units=count) for group, count in zip(THREE, units, strict=False)
+        )
 
     def of(self, role: str, rng: random.Random) -> int:
         return self.decode if role == "decode" else rng.choice(self.prefill)
@@ -174,7 +189,8 @@ class Model:
         self.prefills = [Party("prefill", 1, self.rng, self.clock, ranks) for _ in range(2)]
         self.party_of: dict[bytes, Party] = {}
         self.specs: dict[bytes, SendSpec] = {}
-        self.content: dict[bytes, np.ndarray] = {}
+        self.sources: dict[bytes, list[Source]] = {}
+        self.contents: dict[bytes, list[np.ndarray]] = {}
         self.computed: dict[bytes, int] = {}
         self.can_land: dict[bytes, int] = defaultdict(int)
         self.dead: dict[Party, tuple[float, list[bytes]]] = {}
@@ -182,7 +198,7 @@ class Model:
         self.quiesced: set[bytes] = set()
         self.ready: set[bytes] = set()
         self.freed: set[bytes] = set()
-        self.free_pages = list(range(1, NUM_PAGES))
+        self.free_pages = [list(range(1, group.num_pages)) for group in ranks.groups]
         for party in self.prefills:
             self._watch(party)
         self.meet()
@@ -231,9 +247,11 @@ class Model:
         assert transfer_id not in self.ready | self.freed
         assert not self.can_land[transfer_id], "READY with a write under way"
         spec = self.specs[transfer_id]
-        pages = self.decode.transport.pool[torch.from_numpy(spec.target_pages).long()].numpy()
-        held = spec.held_pages
-        assert (pages[held:] == self.content[transfer_id][held:]).all(), "foreign KV"
+        for group, target in enumerate(spec.targets):
+            held, content = target.held_pages, self.contents[transfer_id][group]
+            pages = torch.from_numpy(target.pages[held:]).long()
+            received = self.decode.pool.read(group, pages).numpy()
+            assert (received == content[held:]).all(), "foreign KV"
         self.ready.add(transfer_id)
         self._give_back(transfer_id)
 
@@ -244,28 +262,40 @@ class Model:
         self._give_back(transfer_id)
 
     def _give_back(self, transfer_id: bytes) -> None:
-        self.free_pages += self.specs[transfer_id].target_pages.tolist()
+        for free, target in zip(self.free_pages, self.specs[transfer_id].targets, strict=True):
+            free += target.pages.tolist()
 
     def grant(self) -> None:
         party = self.rng.choice(self.prefills)
         num_tokens = self.rng.randint(1, 8 * PAGE_TOKENS)
         num_pages = -(-num_tokens // PAGE_TOKENS)
-        if num_pages > len(self.free_pages):
+        if any(num_pages > len(free) for free in self.free_pages):
             return
-        self.rng.shuffle(self.free_pages)
-        target = np.array([self.free_pages.pop() for _ in range(num_pages)], dtype=np.int32)
-        source = np.array(self.rng.sample(range(1, NUM_PAGES), num_pages), dtype=np.int32)
         transfer_id = self.rng.randbytes(16)
         held = self.rng.choice([0, 0, self.rng.randint(0, num_pages)])
+        targets = targets_of(num_pages, held, self.ranks.groups, self._take)
+        self.sources[transfer_id] = [
+            Source(self._draw(group, len(target.pages)), target.first_page)
+            for group, target in enumerate(targets)
+        ]
         self.party_of[transfer_id] = party
         self.specs[transfer_id] = SendSpec(
-            transfer_id, self.decode.name, EPOCH, source, target, held, num_tokens, PAGE_TOKENS
+            transfer_id, self.decode.name, EPOCH, targets, num_tokens, PAGE_TOKENS
         )
         self.computed[transfer_id] = 0
         timeout_s = self.rng.choice([0.5, 100.0, 100.0])
         self.decode.exchange.receiver.expect(
-            ReceiveSpec(transfer_id, party.name, num_pages, held, num_tokens, timeout_s)
+            ReceiveSpec(transfer_id, party.name, ranges_of(targets), num_tokens, timeout_s)
         )
+
+    def _take(self, group: int, count: int) -> PageIds:
+        free = self.free_pages[group]
+        self.rng.shuffle(free)
+        return np.array([free.pop() for _ in range(count)], dtype=np.int32)
+
+    def _draw(self, group: int, count: int) -> PageIds:
+        pages = range(1, self.ranks.groups[group].num_pages)
+        return np.array(self.rng.sample(pages, count), dtype=np.int32)
 
     def begin(self) -> None:
         transfer_id = self._any()
@@ -275,20 +305,33 @@ class Model:
         """Source pages are one transfer's until the model sees it quiesced: here, written once."""
         transfer_id = self._any()
         spec, party = self.specs[transfer_id], self.party_of[transfer_id]
-        if transfer_id not in self.content:
-            self._fill(transfer_id, spec, party)
+        if transfer_id not in self.contents:
+            self.contents[transfer_id] = [
+                self._filled(group, source.pages, party)
+                for group, source in enumerate(self.sources[transfer_id])
+            ]
         done = self.computed[transfer_id] = min(
             spec.num_tokens, self.computed[transfer_id] + self.rng.randint(1, 60)
         )
         payload = b"tokens" if done == spec.num_tokens and self.rng.random() < 0.8 else None
-        party.exchange.sender.chunk_computed(transfer_id, done, payload)
+        sources = self._known_by(transfer_id, done)
+        party.exchange.sender.chunk_computed(transfer_id, done, payload, sources)
 
-    def _fill(self, transfer_id: bytes, spec: SendSpec, party: Party) -> None:
+    def _known_by(self, transfer_id: bytes, end_token: int) -> list[Source]:
+        """Pages behind a window are there when their chunk is computed, and not before."""
+        first, *others = self.sources[transfer_id]
+        known = [first]
+        for source in others:
+            count = max(0, -(-end_token // PAGE_TOKENS) - source.first_page)
+            known.append(source._replace(pages=source.pages[:count]))
+        return known
+
+    def _filled(self, group: int, source: PageIds, party: Party) -> np.ndarray:
         """Each page holds the same bytes always, so transfers may share source pages."""
-        stamp = spec.source_pages.astype(np.uint8)[:, None] + 100 * self.prefills.index(party)
-        self.content[transfer_id] = np.broadcast_to(stamp, (spec.num_pages, PAGE_BYTES))
-        pages = torch.from_numpy(spec.source_pages).long()
-        party.transport.pool[pages] = torch.from_numpy(self.content[transfer_id].copy())
+        stamp = source.astype(np.uint8)[:, None] + 64 * self.prefills.index(party) + 85 * group
+        content = np.broadcast_to(stamp, (len(source), self.ranks.groups[group].page_bytes)).copy()
+        party.pool.write(group, torch.from_numpy(source).long(), torch.from_numpy(content))
+        return content
 
     def abort_send(self) -> None:
         transfer_id = self._any()
@@ -368,10 +411,17 @@ class Model:
                 return
 
 
-SHAPES = (Ranks((1, 2, 4), 2, 4), Ranks((1, 3), 2, 1), Ranks((2, 8), 4, 8), Ranks((3,), 8, 1))
-"""With and without several ranks that hold the same head."""
-CASES = [(seed, Ranks()) for seed in range(6)] + list(enumerate(SHAPES))
-MORE = [(seed, Ranks()) for seed in range(6, 40)] + list(enumerate(3 * SHAPES))[len(SHAPES) :]
+SHAPES = (
+    Ranks((1, 2, 4), 2, (4,)),
+    Ranks((1, 3), 2, (1,)),
+    Ranks((2, 8), 4, (8, 2, 4)),
+    Ranks((3,), 8, (1, 1)),
+    Ranks((1, 4), 2, (2, 4, 1)),
+)
+"""With and without several ranks that hold the same unit."""
+CASES = [(seed, Ranks(count=1 + seed % 3)) for seed in range(6)] + list(enumerate(SHAPES))
+MORE = [(seed, Ranks(count=1 + seed % 3)) for seed in range(6, 40)]
+MORE += list(enumerate(3 * SHAPES))[len(SHAPES) :]
 
 
 @pytest.mark.parametrize(
@@ -416,7 +466,8 @@ def test_nothing_is_claimed_that_is_not_true(seed: int, ranks: Ranks) -> None:
     assert model.ready
     assert model.freed
     assert model.ready | model.freed == set(model.specs)
-    assert len(model.free_pages) == NUM_PAGES - 1, "pages leaked"
+    for free, group in zip(model.free_pages, ranks.groups, strict=True):
+        assert len(free) == group.num_pages - 1, "pages leaked"
 
 
 def test_errors_are_the_smallest_states() -> None:

@@ -11,17 +11,17 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from kv_world import NUM_PAGES, PAGE_TOKENS, RankedPool, Side, World, a_world
+from kv_world import NUM_PAGES, ONE, PAGE_TOKENS, RankedPool, Side, World, a_world
 
 from engine.model.shard import Shard
 from kv_transfer.events import Delivered, PeerFailed, Sent
 from kv_transfer.ranks.group import GroupTransport, rank_agent
 from kv_transfer.ranks.part import LocalPart
-from kv_transfer.ranks.plan import heads_of, plan
+from kv_transfer.ranks.plan import plan, units_of
 from kv_transfer.transports.factory import make_transport
 from kv_transfer.transports.loopback import LoopbackTransport
 from kv_transfer.transports.processes import ProcessWatch, own_process
-from kv_transfer.types import PushState, TransportError
+from kv_transfer.types import PageGroup, PushState, TransportError
 
 COUNTS = (1, 2, 3, 4, 8)
 HEADS = (24, 8, 1)
@@ -46,7 +46,7 @@ def test_each_byte_has_one_writer(writers: int, targets: int, kv_heads: int) -> 
     """And every pair of ranks moves the right bytes."""
     pieces = plan(writers, targets, kv_heads, HEAD_BYTES)
     for target in range(targets):
-        size = len(heads_of(target, targets, kv_heads)) * HEAD_BYTES
+        size = len(units_of(target, targets, kv_heads)) * HEAD_BYTES
         written = np.zeros(size, np.int32)
         for (_, to), piece in pieces.items():
             if to == target:
@@ -56,7 +56,7 @@ def test_each_byte_has_one_writer(writers: int, targets: int, kv_heads: int) -> 
     writing = {writer for writer, _ in pieces}
     assert len(writing) == min(writers, max(targets, kv_heads)), "ranks that could share stay idle"
     kind = f"loopback {writers}-{targets}"
-    with a_world(kind, kv_heads=kv_heads, page_bytes=kv_heads * HEAD_BYTES) as world:
+    with a_world(kind, groups=[PageGroup(kv_heads * HEAD_BYTES, NUM_PAGES, kv_heads)]) as world:
         hand_over(world)
 
 
@@ -74,7 +74,7 @@ def hand_over(world: World) -> None:
         assert (transfer.received()[held_pages:] == transfer.content[held_pages:]).all()
         assert (transfer.received()[:held_pages] == before[:held_pages]).all()
         stats = world.prefill.of(Sent)[-1].stats
-        assert stats.bytes == stats.pages * world.page_bytes
+        assert stats.bytes == stats.pages * world.groups[0].page_bytes
     assert world.decode.counters.stale_notifications == 0
     pushed_back(world)
 
@@ -82,7 +82,9 @@ def hand_over(world: World) -> None:
 def pushed_back(world: World) -> None:
     pages = np.arange(1, 5, dtype=np.int32)
     source, target = (world.decode, world.prefill)
-    content = torch.from_numpy(world.rng.integers(1, 255, (4, world.page_bytes), dtype=np.uint8))
+    content = torch.from_numpy(
+        world.rng.integers(1, 255, (4, world.groups[0].page_bytes), dtype=np.uint8)
+    )
     source.pool[torch.from_numpy(pages).long()] = content
     handle = source.transport.push(target.name, pages, pages[::-1].copy(), b"back")
     ended: dict[int, PushState] = {}
@@ -104,7 +106,9 @@ def pushed_back(world: World) -> None:
 def test_real_agents(shape: str) -> None:
     """1-2 runs with all tests of transports."""
     kv_heads = 3 if "3" in shape else 4
-    with a_world(f"nixl {shape}", kv_heads=kv_heads, page_bytes=kv_heads * 1024) as world:
+    with a_world(
+        f"nixl {shape}", groups=[PageGroup(kv_heads * 1024, NUM_PAGES, kv_heads)]
+    ) as world:
         hand_over(world)
 
 
@@ -116,7 +120,7 @@ def test_the_plan_is_that_of_the_model() -> None:
                     plan(count, 1, kv_heads, HEAD_BYTES)
                 continue
             for rank in range(count):
-                heads = heads_of(rank, count, kv_heads)
+                heads = units_of(rank, count, kv_heads)
                 assert Shard(rank, count).shared(kv_heads) == (heads.start, heads.stop)
 
 
@@ -134,16 +138,16 @@ class Held:
         self.to.open(self.from_.endpoint)
 
     def _group(self, name: str, count: int) -> tuple[RankedPool, GroupTransport]:
-        pool = RankedPool(count, self.kv_heads, self.kv_heads * HEAD_BYTES)
+        pool = RankedPool(count, (PageGroup(self.kv_heads * HEAD_BYTES, NUM_PAGES, self.kv_heads),))
         self.name = f"{name}-{os.getpid()}-{id(pool)}"
         parts = []
         for rank, part in enumerate(pool.ranks):
             agent = rank_agent(self.name, rank)
-            transport = make_transport("loopback", agent, part, part.shape[1], NUM_PAGES)
+            transport = make_transport("loopback", agent, part, pool.parts[rank])
             assert isinstance(transport, LoopbackTransport)
             transport.holds = True
             parts.append(LocalPart(transport))
-        return pool, GroupTransport(parts, self.kv_heads)
+        return pool, GroupTransport(parts, [self.kv_heads])
 
     @property
     def parts(self) -> list[tuple[LoopbackTransport, int]]:
@@ -285,10 +289,10 @@ def test_a_part_that_cannot_be_started_is_an_error_and_a_first_one_starts_nothin
 def test_peers_with_other_pages_are_refused(kv_heads: int) -> None:
     with a_world("loopback 2-2", met=False) as world:
         clock = world.clock
-        other = Side("loopback 2-2", "decode", 3, clock, kv_heads=kv_heads)
+        other = Side("loopback 2-2", "decode", 3, clock, [ONE[0]._replace(units=kv_heads)])
         world.prefill.exchange.meet(other.transport.endpoint)
         assert world.prefill.of(PeerFailed)[-1].cause == "ranks_mismatch"
-        smaller = Side("loopback 2-2", "decode", 3, clock, page_bytes=2048)
+        smaller = Side("loopback 2-2", "decode", 3, clock, [ONE[0]._replace(page_bytes=2048)])
         world.prefill.exchange.meet(smaller.transport.endpoint)
         assert world.prefill.of(PeerFailed)[-1].cause == "page_size_mismatch"
 
@@ -296,7 +300,7 @@ def test_peers_with_other_pages_are_refused(kv_heads: int) -> None:
 def test_a_transport_that_moves_whole_pages_alone_meets_no_ranks() -> None:
     with a_world("nccl", met=False) as whole, a_world("loopback 1-2", met=False) as ranked:
         part = LocalPart(whole.prefill.transport)
-        group = GroupTransport([part], 4)
+        group = GroupTransport([part], [4])
         endpoint = ranked.decode.transport.endpoint
         with pytest.raises(TransportError, match="transport_mismatch"):
             group.open(endpoint)

@@ -15,12 +15,12 @@ from waiting import wait_until
 from kv_transfer import thread
 from kv_transfer.events import Delivered, PeerOpened, SendQuiesced, TransferEvent
 from kv_transfer.exchange import Exchange
-from kv_transfer.specs import ReceiveSpec, SendSpec
+from kv_transfer.specs import Range, ReceiveSpec, SendSpec, Source, Target
 from kv_transfer.thread import TransferThread
 from kv_transfer.transports.factory import make_transport
 from kv_transfer.transports.loopback import LoopbackTransport
 from kv_transfer.transports.pool import PoolMemory
-from kv_transfer.types import Notification, TransportError
+from kv_transfer.types import Notification, PageGroup, TransportError
 from kv_transfer.wire import Chunk, encode
 
 PAGES = np.array([1], dtype=np.int32)
@@ -29,13 +29,15 @@ PAGES = np.array([1], dtype=np.int32)
 def test_a_transport_that_cannot_be_built_is_told_to_the_starter() -> None:
     pool = torch.zeros(10, 100)
     thread = TransferThread(
-        lambda: make_transport("loopback", "short", pool, 4096, 10), 1, lambda event: None
+        lambda: make_transport("loopback", "short", pool, [PageGroup(4096, 10)]),
+        1,
+        lambda event: None,
     )
     with pytest.raises(TransportError, match="bad_pool"):
         thread.start()
     assert thread.stop(1.0)
     with pytest.raises(TransportError, match="unknown_transport"):
-        make_transport("pigeon", "p", pool, 400, 10)
+        make_transport("pigeon", "p", pool, [PageGroup(400, 10)])
 
 
 def test_a_bug_in_building_is_told_without_its_text() -> None:
@@ -63,7 +65,7 @@ def test_building_that_does_not_end_is_not_waited_for_for_ever() -> None:
 def test_nixl_missing_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl_cu13._bindings", None)
     with pytest.raises(TransportError, match="install nixl-cu13"):
-        make_transport("nixl", "n", torch.zeros(4, 4096, dtype=torch.uint8), 4096, 4)
+        make_transport("nixl", "n", torch.zeros(4, 4096, dtype=torch.uint8), [PageGroup(4096, 4)])
 
 
 def test_null_moves_nothing_but_delivers() -> None:
@@ -135,7 +137,7 @@ def test_a_grant_is_known_before_its_chunk_is_read() -> None:
     """Also where many commands wait in front of it."""
     decode = LocalWorker("loopback", "busy-decode", 4, 4096, 1)
     prefill = LoopbackTransport(
-        "busy-prefill", PoolMemory.of(torch.zeros(4, 4096, dtype=torch.uint8), 4096, 4)
+        "busy-prefill", PoolMemory.of(torch.zeros(4, 4096, dtype=torch.uint8), [PageGroup(4096, 4)])
     )
     prefill.open(decode.endpoint)
     is_blocked, go_on = threading.Event(), threading.Event()
@@ -151,7 +153,7 @@ def test_a_grant_is_known_before_its_chunk_is_read() -> None:
     assert is_blocked.wait(WAIT_S)
     for _ in range(500):
         decode.thread.abort_send(b"1" * 16)
-    decode.thread.expect(ReceiveSpec(b"g" * 16, "busy-prefill", 1, 0, 16, 60.0))
+    decode.thread.expect(ReceiveSpec(b"g" * 16, "busy-prefill", (Range(0, 1),), 16, 60.0))
     chunk = Chunk(b"g" * 16, 1, 0, 1, 16, last=True, payload=b"tokens")
     prefill.notify("busy-decode", encode(chunk))
     go_on.set()
@@ -168,7 +170,8 @@ def test_a_grant_made_while_notifications_are_polled_is_known_before_its_chunk(
     made, told, used, and its chunk arrives."""
     decode = LocalWorker("loopback", "slow-decode", 4, 4096, 1)
     prefill = LoopbackTransport(
-        "quick-prefill", PoolMemory.of(torch.zeros(4, 4096, dtype=torch.uint8), 4096, 4)
+        "quick-prefill",
+        PoolMemory.of(torch.zeros(4, 4096, dtype=torch.uint8), [PageGroup(4096, 4)]),
     )
     prefill.open(decode.endpoint)
     poll = decode.transport.poll_notifications
@@ -176,7 +179,7 @@ def test_a_grant_made_while_notifications_are_polled_is_known_before_its_chunk(
 
     def poll_late() -> list[Notification]:
         if is_first.acquire(blocking=False):
-            decode.thread.expect(ReceiveSpec(b"g" * 16, "quick-prefill", 1, 0, 16, 60.0))
+            decode.thread.expect(ReceiveSpec(b"g" * 16, "quick-prefill", (Range(0, 1),), 16, 60.0))
             chunk = Chunk(b"g" * 16, 1, 0, 1, 16, last=True, payload=b"tokens")
             prefill.notify("slow-decode", encode(chunk))
         return poll()
@@ -201,10 +204,11 @@ def test_commands_before_events_keep_their_order() -> None:
 
 
 def _send(prefill: LocalWorker, decode: LocalWorker, transfer_id: bytes) -> None:
-    decode.thread.expect(ReceiveSpec(transfer_id, prefill.endpoint.agent_name, 1, 0, 16, 60.0))
-    spec = SendSpec(transfer_id, decode.endpoint.agent_name, 1, PAGES, PAGES, 0, 16, 16)
+    ranges = (Range(0, 1),)
+    decode.thread.expect(ReceiveSpec(transfer_id, prefill.endpoint.agent_name, ranges, 16, 60.0))
+    spec = SendSpec(transfer_id, decode.endpoint.agent_name, 1, [Target(PAGES)], 16, 16)
     prefill.thread.begin_send(spec)
-    prefill.thread.chunk_computed(transfer_id, 16, b"tokens")
+    prefill.thread.chunk_computed(transfer_id, 16, b"tokens", [Source(PAGES)])
 
 
 def test_a_thread_with_nothing_to_do_takes_turns_and_one_that_hangs_does_not(

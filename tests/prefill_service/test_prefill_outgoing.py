@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from kv_transfer.specs import SendSpec
+from baton.worker.v1 import worker_pb2
+from engine.group_pages import GroupPages
+from kv_transfer.specs import SendSpec, Source, Target
 from prefill_service.outgoing import Destination, OutgoingPrompt
+from serving.wire import pack_ids
 
 PAGES = np.arange(1, 4, dtype=np.int32)
 ENDS = [4, 8, 10]
@@ -19,12 +23,17 @@ class Recorder:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, object]] = []
+        self.sources: list[Sequence[Source]] = []
 
     def begin_send(self, spec: SendSpec) -> None:
         self.calls.append(("begin", spec))
 
-    def chunk_computed(self, transfer_id: bytes, end_token: int, payload: bytes | None) -> None:
+    def chunk_computed(
+        self, transfer_id: bytes, end_token: int, payload: bytes | None, sources: Sequence[Source]
+    ) -> None:
         assert transfer_id == b"t" * 16
+        assert sources[0].pages.tolist() == PAGES.tolist()
+        self.sources.append(sources)
         self.calls.append(("chunk", (end_token, payload)))
 
     def abort_send(self, transfer_id: bytes) -> None:
@@ -32,7 +41,7 @@ class Recorder:
 
 
 def destination() -> Destination:
-    return Destination(b"t" * 16, "decode", 7, PAGES + 10, 0)
+    return Destination(b"t" * 16, "decode", 7, (Target(PAGES + 10),))
 
 
 def chunks(outgoing: OutgoingPrompt, ends: list[int]) -> None:
@@ -79,8 +88,9 @@ def test_the_source_pages_do_not_follow_the_engines_table() -> None:
     outgoing.grant(destination())
     spec = heard.calls[0][1]
     assert isinstance(spec, SendSpec)
-    assert spec.source_pages.tolist() == PAGES.tolist()
-    assert spec.target_pages.tolist() == [11, 12, 13]
+    assert [target.pages.tolist() for target in spec.targets] == [[11, 12, 13]]
+    outgoing.chunk(table, 8, None)
+    assert [kind for kind, _ in heard.calls] == ["begin", "chunk", "chunk"]
 
 
 def test_two_threads_lose_nothing() -> None:
@@ -100,3 +110,47 @@ def test_two_threads_lose_nothing() -> None:
         step_thread.join()
         assert heard.calls[0][0] == "begin"
         assert heard.calls[-1] == ("chunk", (10, b"first"))
+
+
+def grant_of(*groups: worker_pb2.GroupGrant, held_pages: int = 1) -> worker_pb2.Grant:
+    return worker_pb2.Grant(
+        transfer_id=b"t" * 16,
+        decode_agent_name="decode",
+        page_ids=pack_ids(PAGES + 10),
+        held_pages=held_pages,
+        groups=groups,
+    )
+
+
+def test_a_grant_has_a_range_of_every_group() -> None:
+    window = worker_pb2.GroupGrant(first_page=1, page_ids=pack_ids([7, 8]), held_pages=1)
+    granted = Destination.of(grant_of(window), "decode", 3, groups=2)
+    assert granted is not None
+    assert [(one.begin, one.end) for one in granted.targets] == [(1, 3), (2, 3)]
+    assert granted.held_pages == 2
+    late = worker_pb2.GroupGrant(first_page=2, page_ids=window.page_ids)
+    held = worker_pb2.GroupGrant(first_page=1, page_ids=window.page_ids, held_pages=3)
+    cut = worker_pb2.GroupGrant(first_page=1, page_ids=b"\1\0")
+    for grant, groups in (
+        (grant_of(window), 1),
+        (grant_of(), 2),
+        (grant_of(late), 2),
+        (grant_of(held), 2),
+        (grant_of(cut), 2),
+        (grant_of(window, held_pages=4), 2),
+    ):
+        assert Destination.of(grant, "decode", 3, groups) is None
+
+
+def test_pages_behind_a_window_are_those_of_the_latest_chunk() -> None:
+    heard = Recorder()
+    outgoing = OutgoingPrompt(heard, 10, 4, "")
+    kept = np.array([5, 6], np.int32)
+    outgoing.chunk(PAGES, 8, None, [GroupPages(0, kept)])
+    kept[:] = 0
+    window = np.array([6, 9], np.int32)
+    outgoing.chunk(PAGES, 10, b"first", [GroupPages(1, window)])
+    window[:] = 0
+    outgoing.grant(destination())
+    (told,) = heard.sources
+    assert [(one.first_page, one.pages.tolist()) for one in told] == [(0, [1, 2, 3]), (1, [6, 9])]

@@ -7,7 +7,7 @@ import pytest
 
 from baton.worker.v1 import worker_pb2
 from engine.types import Mode, TokenRecord
-from kv_transfer.types import Endpoint
+from kv_transfer.types import Endpoint, PageGroup
 from kv_transfer.wire import MAX_PAYLOAD_BYTES as ROOM_BYTES
 from serving.wire import pack_ids
 from worker_base.messages import (
@@ -133,5 +133,6 @@ def test_a_payload_that_is_none_is_refused(payload: bytes) -> None:
 
 
 def test_endpoints_survive() -> None:
-    endpoint = Endpoint("agent", "nixl", b"metadata", 2**47, 4096, 10, 3, "VRAM", "a/b/1/2")
+    groups = (PageGroup(4096, 10, 8), PageGroup(512, 20, 4, 40960))
+    endpoint = Endpoint("agent", "nixl", b"metadata", 2**47, groups, 3, "VRAM", "a/b/1/2")
     assert endpoint_of(endpoint_message(endpoint)) == endpoint

@@ -438,6 +438,7 @@ class KvEndpoint(_message.Message):
     PROCESS_FIELD_NUMBER: _builtins.int
     KV_HEADS_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     agent_name: _builtins.str
     """Name of the transfer agent, new at every start."""
     transport: _builtins.str
@@ -468,6 +469,13 @@ class KvEndpoint(_message.Message):
         are those of a whole page, and the other fields are rank 0's.
         """
 
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvGroup]:
+        """Where the pages of each cache group are, group 0 first; page_bytes, num_pages and kv_heads
+        repeat those of group 0. Empty: a worker of a release without groups, which exchanges no pages
+        with one that has them.
+        """
+
     def __init__(
         self,
         *,
@@ -483,14 +491,51 @@ class KvEndpoint(_message.Message):
         process: _builtins.str = ...,
         kv_heads: _builtins.int = ...,
         ranks: _abc.Iterable[Global___KvEndpoint] | None = ...,
+        groups: _abc.Iterable[Global___KvGroup] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_name", b"agent_name", "base_address", b"base_address", "device_id", b"device_id", "kv_heads", b"kv_heads", "memory", b"memory", "metadata", b"metadata", "num_pages", b"num_pages", "page_bytes", b"page_bytes", "process", b"process", "ranks", b"ranks", "scratch_page", b"scratch_page", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_name", b"agent_name", "base_address", b"base_address", "device_id", b"device_id", "groups", b"groups", "kv_heads", b"kv_heads", "memory", b"memory", "metadata", b"metadata", "num_pages", b"num_pages", "page_bytes", b"page_bytes", "process", b"process", "ranks", b"ranks", "scratch_page", b"scratch_page", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KvEndpoint: _TypeAlias = KvEndpoint  # noqa: Y015
+
+@_typing.final
+class KvGroup(_message.Message):
+    """The pages of one cache group in a pool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_PAGES_FIELD_NUMBER: _builtins.int
+    UNITS_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    page_bytes: _builtins.int
+    """Bytes from one page to the next; of a whole page, where there are ranks."""
+    num_pages: _builtins.int
+    """Pages, the group's own scratch page 0 included."""
+    units: _builtins.int
+    """Equal parts of a page that ranks divide: KV heads, or what the group has in
+    their place.
+    """
+    offset: _builtins.int
+    """Bytes from the pool's base address to the group's page 0."""
+    def __init__(
+        self,
+        *,
+        page_bytes: _builtins.int = ...,
+        num_pages: _builtins.int = ...,
+        units: _builtins.int = ...,
+        offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_pages", b"num_pages", "offset", b"offset", "page_bytes", b"page_bytes", "units", b"units"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvGroup: _TypeAlias = KvGroup  # noqa: Y015
 
 @_typing.final
 class WorkRequest(_message.Message):
@@ -1210,6 +1255,7 @@ class Grant(_message.Message):
     DECODE_AGENT_NAME_FIELD_NUMBER: _builtins.int
     PAGE_IDS_FIELD_NUMBER: _builtins.int
     HELD_PAGES_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.bytes
     """The attempt."""
     transfer_id: _builtins.bytes
@@ -1219,11 +1265,15 @@ class Grant(_message.Message):
     decode_agent_name: _builtins.str
     """Agent name of the decode worker."""
     page_ids: _builtins.bytes
-    """Destination page of each page of the prompt, packed; the first
-    `held_pages` are not to be written.
+    """Destination page of each page of the prompt in cache group 0, packed; the
+    first `held_pages` are not to be written.
     """
     held_pages: _builtins.int
-    """Leading pages that the decode worker holds already."""
+    """Leading pages of group 0 that the decode worker holds already."""
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupGrant]:
+        """The same for cache groups 1, 2, ...; empty where the model has one."""
+
     def __init__(
         self,
         *,
@@ -1233,14 +1283,49 @@ class Grant(_message.Message):
         decode_agent_name: _builtins.str = ...,
         page_ids: _builtins.bytes = ...,
         held_pages: _builtins.int = ...,
+        groups: _abc.Iterable[Global___GroupGrant] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "decode_agent_name", b"decode_agent_name", "decode_epoch", b"decode_epoch", "held_pages", b"held_pages", "page_ids", b"page_ids", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "decode_agent_name", b"decode_agent_name", "decode_epoch", b"decode_epoch", "groups", b"groups", "held_pages", b"held_pages", "page_ids", b"page_ids", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Grant: _TypeAlias = Grant  # noqa: Y015
+
+@_typing.final
+class GroupGrant(_message.Message):
+    """Right to write pages of one cache group."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_PAGE_FIELD_NUMBER: _builtins.int
+    PAGE_IDS_FIELD_NUMBER: _builtins.int
+    HELD_PAGES_FIELD_NUMBER: _builtins.int
+    first_page: _builtins.int
+    """Which page of the prompt the first of `page_ids` is for: behind a window it
+    is not 0.
+    """
+    page_ids: _builtins.bytes
+    """Destination pages, packed, up to the last page of the prompt; the first
+    `held_pages` are not to be written.
+    """
+    held_pages: _builtins.int
+    """Leading ones of these that the decode worker holds already."""
+    def __init__(
+        self,
+        *,
+        first_page: _builtins.int = ...,
+        page_ids: _builtins.bytes = ...,
+        held_pages: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_page", b"first_page", "held_pages", b"held_pages", "page_ids", b"page_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupGrant: _TypeAlias = GroupGrant  # noqa: Y015
 
 @_typing.final
 class Cancel(_message.Message):

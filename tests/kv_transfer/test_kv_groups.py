@@ -1,0 +1,201 @@
+"""Hand-offs of pools with several groups of pages, over every transport."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from kv_world import (
+    DECODE_EPOCH,
+    KINDS,
+    ONE,
+    PAGE_TOKENS,
+    THREE,
+    WINDOW_PAGES,
+    Transfer,
+    World,
+    a_world,
+)
+
+from kv_transfer.events import Delivered, PeerFailed, SendFailed, Sent
+from kv_transfer.ranks.plan import plan
+from kv_transfer.receiving import ReceiveState
+from kv_transfer.specs import Source, Target
+from kv_transfer.transports.pool import PoolMemory
+from kv_transfer.types import PageGroup, TransportError
+from kv_transfer.wire import Chunk, encode
+
+
+def hand_over(world: World, tokens: int, held_pages: int = 0) -> Transfer:
+    """Computes in chunks; what is behind a window is known when its chunk is."""
+    transfer = world.grant(tokens, held_pages)
+    transfer.begin()
+    first, *others = transfer.sources
+    for end in (*range(40, tokens, 40), tokens):
+        pages = -(-end // PAGE_TOKENS)
+        known = [one._replace(pages=one.pages[: max(0, pages - one.first_page)]) for one in others]
+        payload = b"first tokens" if end == tokens else None
+        world.prefill.sender.chunk_computed(transfer.id, end, payload, [first, *known])
+        world.turn()
+    world.until(lambda: bool(world.decode.of(Delivered)) and bool(world.prefill.of(Sent)))
+    transfer.assert_delivered()
+    return transfer
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "loopback 4-1", "loopback 4-2"])
+def test_every_group_arrives(kind: str) -> None:
+    try:
+        with a_world(kind, groups=THREE) as world:
+            hand_over(world, 150)
+            stats = world.prefill.of(Sent)[0].stats
+            sizes = [group.page_bytes for group in THREE]
+            assert stats.pages == 10 + WINDOW_PAGES + 1
+            assert stats.bytes == np.dot(sizes, [10, WINDOW_PAGES, 1])
+            assert world.decode.of(Delivered)[0].num_pages == 10
+    except TransportError as error:
+        if error.cause != "nixl_missing":
+            raise
+        pytest.skip("nixl is not here")
+
+
+@pytest.mark.parametrize("held_pages", [0, 3, 8, 10])
+@pytest.mark.parametrize("count", [2, 3])
+def test_what_a_group_holds_is_not_sent(count: int, held_pages: int) -> None:
+    """10 pages in all, of which the window has the last three."""
+    with a_world("loopback", groups=THREE[:count]) as world:
+        transfer = hand_over(world, 160, held_pages)
+        pages = sum(target.end - target.begin for target in transfer.targets)
+        assert world.prefill.of(Sent)[0].stats.pages == pages
+        assert pages == 0 or held_pages < 10
+
+
+def test_nothing_is_ready_before_all_groups_are() -> None:
+    """The last notification and all of group 0 do not do, nor the other groups without them."""
+    with a_world("loopback", groups=THREE) as world:
+        transfer = world.grant(5 * PAGE_TOKENS)
+
+        def say(group: int, first: int, end: int, *, last: bool = False) -> ReceiveState | None:
+            chunk = Chunk(transfer.id, DECODE_EPOCH, first, end, 80, last, group=group)
+            world.prefill.transport.notify(world.decode.name, encode(chunk))
+            world.settle()
+            return world.decode.receiver.state(transfer.id)
+
+        assert say(0, 0, 5, last=True) is ReceiveState.FILLING
+        assert say(1, 2, 4) is ReceiveState.FILLING
+        assert say(2, 0, 1) is ReceiveState.FILLING
+        for group, first, end in ((1, 1, 2), (1, 3, 5), (2, 0, 1), (2, 1, 2), (3, 0, 1)):
+            assert say(group, first, end) is ReceiveState.FILLING
+        assert world.decode.counters.stale_notifications == 5
+        assert say(1, 4, 5) is ReceiveState.READY
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_a_fetch_comes_without_a_group_that_the_holder_lacks(group: int) -> None:
+    with a_world("loopback", groups=THREE) as world:
+        transfer = world.grant_to_expect(5 * PAGE_TOKENS)
+        world.decode.receiver.expect(replace(transfer.receive_spec, may_be_short=True))
+        spec = replace(transfer.spec, yields=True, without=1 << group)
+        world.prefill.sender.begin(spec)
+        nothing = np.array([], np.int32)
+        sources = [
+            Source(nothing) if at == group else source for at, source in enumerate(transfer.sources)
+        ]
+        world.prefill.sender.chunk_computed(transfer.id, 80, b"", sources)
+        world.until(lambda: bool(world.decode.of(Delivered)))
+        assert world.decode.of(Delivered)[0].without == 1 << group
+        assert not transfer.received(group).any()
+        other = 3 - group
+        assert (transfer.received(other) == transfer.contents[other]).all()
+
+
+def test_a_hand_off_comes_with_all_groups() -> None:
+    with a_world("loopback", groups=THREE) as world:
+        transfer = world.grant(5 * PAGE_TOKENS)
+        world.prefill.sender.begin(replace(transfer.spec, without=0b10))
+        transfer.finish()
+        world.settle()
+        assert world.decode.receiver.state(transfer.id) is ReceiveState.FILLING
+        assert world.decode.counters.stale_notifications == 1
+
+
+@pytest.mark.parametrize(
+    ("group", "wrong"),
+    [
+        (0, {"first_page": 1}),
+        (0, {"is_state": True}),
+        (1, {"first_page": 3}),
+        (1, {"first_page": -1}),
+        (1, {"held_pages": 4}),
+        (2, {"pages": np.array([1, 2], np.int32)}),
+        (2, {"first_page": 4}),
+    ],
+)
+def test_a_range_that_does_not_fit_the_prompt_is_no_grant(group: int, wrong: dict) -> None:
+    with a_world("loopback", groups=THREE) as world:
+        transfer = world.grant(5 * PAGE_TOKENS)
+        targets = list(transfer.targets)
+        targets[group] = targets[group]._replace(**wrong)
+        world.prefill.sender.begin(replace(transfer.spec, targets=targets))
+        assert world.prefill.of(SendFailed) == [SendFailed(transfer.id, "bad_grant")]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_grant_or_a_chunk_of_other_groups_fails(count: int) -> None:
+    with a_world("loopback", groups=THREE) as world:
+        granted, computed = world.grant(80), world.grant(80)
+        more = [*granted.targets, Target(granted.targets[2].pages, is_state=True)]
+        world.prefill.sender.begin(replace(granted.spec, targets=more[:count]))
+        computed.begin()
+        sources = [*computed.sources, computed.sources[2]][:count]
+        world.prefill.sender.chunk_computed(computed.id, 80, b"", sources)
+        assert world.prefill.of(SendFailed) == [
+            SendFailed(granted.id, "bad_grant"),
+            SendFailed(computed.id, "bad_chunk"),
+        ]
+
+
+def test_pages_that_were_let_go_too_early_fail_the_hand_off() -> None:
+    """The window's pages that were granted must be among those of the chunk."""
+    with a_world("loopback", groups=THREE) as world:
+        transfer = world.grant(80)
+        transfer.begin()
+        first, window, state = transfer.sources
+        gone = Source(window.pages[1:], window.first_page + 1)
+        world.prefill.sender.chunk_computed(transfer.id, 80, b"", [first, gone, state])
+        assert world.prefill.of(SendFailed) == [SendFailed(transfer.id, "bad_chunk")]
+
+
+def test_groups_of_other_sizes_or_units_do_not_meet() -> None:
+    shapes = {
+        "page_size_mismatch": THREE[1]._replace(page_bytes=2048),
+        "ranks_mismatch": THREE[1]._replace(units=4),
+    }
+    with a_world("loopback 2-8", met=False, groups=THREE) as world:
+        own = world.decode.transport.endpoint
+        for cause, group in shapes.items():
+            groups = own.groups[0], group, own.groups[2]
+            world.prefill.exchange.meet(replace(own, agent_name="other", groups=groups))
+            assert world.prefill.of(PeerFailed)[-1].cause == cause
+
+
+def test_a_pair_of_ranks_may_share_units_of_one_group_alone() -> None:
+    """4 ranks to 2: of a single unit, only some write."""
+    assert plan(4, 2, 4, 1).keys() - plan(4, 2, 1, 1).keys()
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        (),
+        (PageGroup(4096, 5),),
+        (PageGroup(4096, 2), PageGroup(2048, 4, offset=4096)),
+        (PageGroup(4096, 2, offset=-64), PageGroup(8192, 1, offset=8192)),
+        (PageGroup(1024, 1, offset=at) for at in range(0, 16384, 1024)),
+    ],
+)
+def test_groups_that_do_not_fit_the_pool_are_refused(groups: tuple[PageGroup, ...]) -> None:
+    with pytest.raises(TransportError, match="bad_pool"):
+        PoolMemory.of(torch.zeros(16384, dtype=torch.uint8), tuple(groups))
+    assert PoolMemory.of(torch.zeros(ONE[0].end, dtype=torch.uint8), ONE).groups == ONE
