@@ -7,6 +7,7 @@ early, a lost copy or a wrong position changes tokens, as on a real device.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 import numpy as np
@@ -42,8 +43,20 @@ class HashExecutor:
     """Runs plans over a paged KV of token ids. Steps wait until `finish` is called, or run at
     once; results come in order either way."""
 
-    def __init__(self, num_pages: int, page_size: int, max_slots: int, deferred: bool = False):
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        max_slots: int,
+        deferred: bool = False,
+        windows: Sequence[tuple[int, int]] = (),
+    ):
+        """`windows`: window and pages of each group beyond group 0."""
         self.kv = np.full((num_pages, page_size), -1, np.int64)
+        self.others = [np.full((pages, page_size), -1, np.int64) for _, pages in windows]
+        self.windows = [window for window, _ in windows]
+        self.torn: set[tuple[int, int]] = set()
+        """Steps and slots whose window lacked a token. Only rows that nobody waits for may."""
         self.table = np.full(max_slots, -1, np.int64)
         self.page_size = page_size
         self.deferred: list[tuple[StepPlan, Future[StepResult]]] | None = [] if deferred else None
@@ -85,6 +98,8 @@ class HashExecutor:
         pages = plan.page_table[rows, index]
         assert (pages != 0).all(), "a token was stored on the scratch page"
         self.kv[pages, offset] = token_ids
+        for group in range(len(self.windows)):
+            self._run_group(plan, group, token_ids)
         tokens = []
         for at in plan.sample_tokens.tolist():
             row, position = rows[at], int(plan.positions[at])
@@ -95,6 +110,24 @@ class HashExecutor:
         self.table[plan.sample_slots] = drawn
         self.lost = False
         return StepResult(drawn, np.ones(len(drawn), np.bool_), None, None, None)
+
+    def _run_group(self, plan: StepPlan, group: int, token_ids: np.ndarray) -> None:
+        """Stores the tokens in a window's group, and reads what each new token sees of it."""
+        kv, table, window = self.others[group], plan.others[group], self.windows[group]
+        kv[table.copy_target] = kv[table.copy_source]
+        first_token = 0
+        for row, count in enumerate(plan.query_lens.tolist()):
+            context, skipped = int(plan.context_lens[row]), int(table.skipped[row])
+            places = np.arange(context - count, context)
+            pages = table.pages[row, places // self.page_size - skipped]
+            assert (pages != 0).all(), "a token was stored on the scratch page"
+            kv[pages, places % self.page_size] = token_ids[first_token : first_token + count]
+            first_token += count
+            seen = np.arange(max(0, context - count - window + 1), context)
+            found = kv[table.pages[row, seen // self.page_size - skipped], seen % self.page_size]
+            want = self.kv[plan.page_table[row]].reshape(-1)[seen]
+            if not (found == want).all():
+                self.torn.add((plan.number, int(plan.row_slots[row])))
 
 
 class FakeLane:

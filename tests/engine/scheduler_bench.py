@@ -8,9 +8,12 @@ import numpy as np
 from engine_fakes import VOCAB, FakeLanes, HashExecutor, expected_output, next_token
 
 from engine.bounds import Bounds
+from engine.groups.others import other_groups
+from engine.groups.spec import Window
 from engine.pages.blocks import BlockManager
 from engine.pages.eviction import EVICTION_POLICIES
 from engine.pages.prefix import prompt_keys
+from engine.pages.watch import Unwatched
 from engine.sampling import Sampler
 from engine.schedule.policies import POLICIES
 from engine.schedule.scheduler import Scheduler
@@ -37,6 +40,16 @@ SALT = b"\0"
 """Of a request without a salt, over a pool whose precision is not told."""
 
 
+class Wiping(Unwatched):
+    """A page that is free holds nothing: who still reads it finds that out."""
+
+    def __init__(self, kv):
+        self._kv = kv
+
+    def freed(self, pages):
+        self._kv[pages] = -1
+
+
 class Bench:
     """A scheduler, a fake device and one step in flight, as in the step loop."""
 
@@ -53,17 +66,26 @@ class Bench:
             full_step_tokens=options.pop("full", step_tokens),
             gathers=options.pop("gathers", False),
         )
-        eviction = EVICTION_POLICIES[options.pop("eviction", "lru")]()
+        eviction = EVICTION_POLICIES[options.get("eviction", "lru")]()
         self.blocks = BlockManager(num_pages, eviction)
         policy = POLICIES[options.pop("policy", "fcfs")]()
         sampler = Sampler(slots, VOCAB, "cpu", [3])
-        self.device = HashExecutor(num_pages, page_size, slots)
+        windows = options.pop("windows", ())
+        self.device = HashExecutor(
+            num_pages, page_size, slots, deferred=bool(windows), windows=windows
+        )
+        managers = [
+            BlockManager(len(kv), EVICTION_POLICIES[options.get("eviction", "lru")](), Wiping(kv))
+            for kv in self.device.others
+        ]
+        kinds = [Window(window) for window, _ in windows]
         self.tiers = self.lanes = self.host = None
         if host_slots := options.pop("host_slots", 0):
             self.host = BlockManager(host_slots, EVICTION_POLICIES["lru"]())
             self.lanes = FakeLanes(self.device, host_slots, options.pop("lane_random", None))
             self.tiers = HostTiers(self.blocks, self.host, self.lanes, page_size)
-        self.scheduler = Scheduler(config, self.blocks, sampler, policy, self.tiers)
+        others = other_groups(config, kinds, managers)
+        self.scheduler = Scheduler(config, self.blocks, sampler, policy, self.tiers, others=others)
         self.previous = None
         self.random = random.Random(seed)
         self.requests: dict[bytes, Request] = {}
@@ -134,6 +156,9 @@ class Bench:
         launched = self.device.launch(plan) if plan else None
         if self.previous:
             before, result = self.previous
+            if self.device.deferred is not None:
+                self.device.finish()
+                self.check_windows(before)
             try:
                 outcome = result.result()
             except RuntimeError as error:
@@ -149,6 +174,24 @@ class Bench:
             self.host.check_invariants()
         self.max_running = max(self.max_running, scheduler.batch.slots.num_used)
         return self.previous is not None
+
+    def check_windows(self, plan):
+        """Every row that somebody waits for has seen the tokens of its windows, and no sequence
+        holds more pages than its window and its chunks."""
+        batch = self.scheduler.batch
+        live = set(plan.sample_slots[batch.alive(plan)].tolist())
+        live |= {chunk.task.leader.slot for chunk in batch.live_chunks(plan.number)}
+        torn = {slot for number, slot in self.device.torn if number == plan.number}
+        assert not torn & live, "a window lacks what it must have"
+        config = self.scheduler.config
+        for group, window in zip(self.scheduler.others.groups, self.device.windows, strict=True):
+            kept = Window(window).most_pages(config.page_size)
+            chunks = 2 * -(-config.max_step_tokens // config.page_size)
+            held = (group.end - group.first)[: config.max_sequences]
+            assert int(np.maximum(held - kept, 0).sum()) <= chunks * batch.slots.num_used
+            assert group.blocks.total - group.blocks.available - group.blocks.settling <= (
+                kept * len(self.scheduler.requests.by_id) * 2 + chunks
+            )
 
     def run(self, turns=2000):
         for _ in range(turns):
@@ -167,6 +210,8 @@ class Bench:
                 self.scheduler.tiers.turn()
             assert self.host.available == self.host.total, "a slot is still held"
         assert self.blocks.available == self.blocks.total
+        for group in self.scheduler.others.groups:
+            assert group.blocks.available == group.blocks.total
 
     def check_output(self, request_id):
         request = self.requests[request_id]
@@ -192,12 +237,17 @@ def deliver(bench, request_id):
     request, grant = bench.requests[request_id], bench.reserved[request_id]
     prompt = request.prompt_ids.tolist()
     size = bench.device.page_size
-    for i, page in enumerate(grant.pages.tolist()):
-        part = prompt[i * size : (i + 1) * size]
-        if i >= grant.held_pages:
-            bench.device.kv[page, : len(part)] = part
-        else:
-            assert bench.device.kv[page].tolist() == part, "held page has other tokens"
+    groups = [(0, grant.pages, grant.held_pages), *grant.others]
+    for kv, (first_page, pages, held) in zip(
+        [bench.device.kv, *bench.device.others], groups, strict=True
+    ):
+        for i, page in enumerate(pages.tolist()):
+            at = (first_page + i) * size
+            part = prompt[at : at + size]
+            if i >= held:
+                kv[page, : len(part)] = part
+            else:
+                assert kv[page].tolist() == part, "held page has other tokens"
     first = next_token(prompt)
     bench.scheduler.requests.deliver(request_id, [TokenRecord(first)] * request.choices)
     return first

@@ -10,6 +10,7 @@ import torch
 from engine_fakes import VOCAB, expected_output, next_token
 from scheduler_bench import SALT, Bench, deliver, prompt_of
 
+from engine.groups.spec import Window
 from engine.pages.eviction import EVICTION_POLICIES
 from engine.schedule.budget import MAX_SHRINKS
 from engine.schedule.policies import POLICIES
@@ -393,6 +394,36 @@ def test_random_operations_keep_every_promise(seed, lacks_memory, host_slots):
         host_slots=host_slots,
         lane_random=random.Random(seed),
     )
+    play(bench, rng, lacks_memory=lacks_memory)
+
+
+@pytest.mark.parametrize("lacks_memory", [False, True])
+@pytest.mark.parametrize(
+    "seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 150))]
+)
+def test_random_operations_over_three_groups(seed, lacks_memory):
+    """Steps run when the next one is launched, and a page that is free holds nothing."""
+    rng = random.Random(seed)
+    size, slots, step_tokens = rng.choice([1, 4, 16]), rng.choice([2, 6]), rng.choice([16, 64])
+    chunks, windows = 2 * -(-step_tokens // size), []
+    for window in rng.sample([1, 2, 5, 16, 17, 24, 33], 2):
+        each = Window(window).most_pages(size)
+        windows.append((window, 1 + chunks + each * rng.randrange(1, slots + 1)))
+    bench = Bench(
+        num_pages=rng.choice([20, 40, 80]) * 16 // size // rng.choice([2, 4]),
+        page_size=size,
+        slots=slots,
+        step_tokens=step_tokens,
+        seed=seed,
+        eviction=rng.choice(sorted(EVICTION_POLICIES)),
+        prefix_cache=rng.random() < 0.8,
+        mixed=rng.choice([16, 32]),
+        windows=windows,
+    )
+    play(bench, rng, lacks_memory=lacks_memory)
+
+
+def play(bench, rng, *, lacks_memory):
     cancelled, delivered = set(), set()
     for _ in range(150):
         action = rng.random()
