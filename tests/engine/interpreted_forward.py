@@ -37,12 +37,13 @@ from engine.cuda.hooks.choosing import ChosenAttention
 from engine.cuda.hooks.hooked import Hooked
 from engine.cuda.kv.prompt_attention import prompt_attention
 from engine.cuda.mixers.base import RowEnds
+from engine.groups.spec import GroupSpec, Plane, Window, name_of, split_layers
 from engine.hooks.attention import Attend
 from engine.hooks.steps import StepHooks
 from engine.model import LoadedModel
 from engine.model.precision.choice import Precision
 from engine.pool.kv_pool import KvPool, PlainPool
-from engine.pool.pools import one_group
+from engine.pool.pools import make_pools
 from engine.step.attention import AttentionBatch, Specs
 from engine.step.hooks import AttentionHook, DecodeRows, HookSite, Narrowed
 
@@ -111,17 +112,26 @@ class Fused:
 
     def __init__(self, loaded: LoadedModel) -> None:
         config = loaded.config
-        self.pool = PlainPool(
-            num_pages=PAGES, num_layers=config.num_layers, num_kv_heads=config.kept.kv_heads,
-            head_dim=config.kept.head_dim, page_size=PAGE, dtype=torch.float32, device=CPU,
+        kept, specs = config.kept, loaded.model.attention_specs
+        groups = [
+            GroupSpec(name_of(kind), kind, (Plane(layers, 0, ""),), kept.kv_heads)
+            for kind, layers in split_layers([spec.window for spec in specs])
+        ]
+        self.pools = make_pools(
+            PlainPool, groups, [PAGES] * len(groups), num_kv_heads=kept.kv_heads,
+            head_dim=kept.head_dim, page_size=PAGE, dtype=torch.float32, device=CPU,
         )  # fmt: skip
-        self.pool.elements.fill_(3e4)
-        specs = loaded.model.attention_specs
+        self.pool = self.pools.first
+        for pool in self.pools:
+            pool.elements.fill_(3e4)
         self.site = HookSite(self.pool, specs, decodes=True)
-        self.attention = self.over(self.pool, specs)
-        pools = one_group(self.pool)
-        groups = PagedGroups([self.attention], pools.places)
-        self.forward = FusedForward(loaded.model, pools, groups, 128)
+        members = [
+            self.over(pool, tuple(specs[layer] for layer in group.layers))
+            for group, pool in zip(groups, self.pools, strict=True)
+        ]
+        self.attention = members[0]
+        self.groups = PagedGroups(members, self.pools.places)
+        self.forward = FusedForward(loaded.model, self.pools, self.groups, 128)
         self.table = torch.from_numpy(np.random.default_rng(0).permutation(PAGES - 1) + 1)
         self.table = self.table[: 2 * (PAGES // 2 - 1)].view(2, -1)
 
@@ -148,8 +158,19 @@ class Fused:
         contexts = np.array([at + len(ids) for _, at, ids in rows], np.int32)
         decodes = sum(length == 1 for length in lens)
         queries = np.array(lens, np.int32)
-        batch = AttentionBatch(queries, contexts, decodes, table, pages, offsets)
-        self.attention.begin(batch)
+        starts = contexts - queries
+        batches = []
+        for spec in self.pools.specs:
+            skipped = np.zeros_like(starts)
+            if isinstance(spec.kind, Window):  # What lies before the window does not exist.
+                skipped = np.maximum(starts - spec.kind.tokens + 1, 0) // PAGE
+            width = int((-(-contexts // PAGE) - skipped).max())
+            at = torch.from_numpy(skipped)[:, None] + torch.arange(width)
+            own = table.gather(1, at.clamp_max(table.shape[1] - 1).long())
+            lens_here = contexts - skipped * np.int32(PAGE)
+            batches.append(AttentionBatch(queries, lens_here, decodes, own, pages, offsets))
+        for member, batch in zip(self.groups._members, batches, strict=True):
+            member.begin(batch)
         hooked: Attend | None = None
         if hooks is not None:
             heads = self.over(self.pool.by_head(), self.site.specs)
@@ -163,10 +184,13 @@ class Fused:
         last = None
         if ends:
             at = torch.tensor(lens).cumsum(0).int() - 1
-            last = RowEnds(at, [GroupEnds(torch.from_numpy(contexts), table.int())])
+            ends_of = [
+                (torch.from_numpy(own.context_lens), own.page_table.int()) for own in batches
+            ]
+            last = RowEnds(at, [GroupEnds(*own) for own in ends_of])
         stores = (pages * PAGE + offsets).int()
         return self.forward.logits(
-            self.forward.hidden(ids, positions.int(), [stores], last, hooked)
+            self.forward.hidden(ids, positions.int(), [stores] * len(self.pools), last, hooked)
         )
 
 

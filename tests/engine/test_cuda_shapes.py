@@ -21,7 +21,8 @@ from engine.cuda.steps.shapes import (
     bucket_sizes,
 )
 from engine.cuda.steps.staging import ALIGNMENT, StagingError, StepStaging
-from engine.step.plan import ScorePlan, StepPlan
+from engine.groups.spec import Window
+from engine.step.plan import GroupTable, ScorePlan, StepPlan
 
 PAGE_SIZE = 4
 NOBODY = 99
@@ -69,6 +70,23 @@ def step(decodes: int, *prompts: tuple[int, int], last: bool = True, scored: boo
 
 
 KV_HEADS = 8
+WINDOW = Window(6)
+
+
+def windowed(plan: StepPlan) -> StepPlan:
+    """The step with a group of a window, whose pages have numbers of their own."""
+    starts = plan.context_lens - plan.query_lens
+    skipped = np.maximum(starts - WINDOW.tokens + 1, 0) // PAGE_SIZE
+    used = -(-plan.context_lens // PAGE_SIZE) - skipped
+    at = np.arange(used.max())
+    columns = np.minimum(skipped[:, None] + at, plan.page_table.shape[1] - 1)
+    pages = np.take_along_axis(plan.page_table, columns, 1) + 1000
+    pages = np.where(at < used[:, None], pages, 0).astype(np.int32)
+    return replace(plan, others=(GroupTable(pages, skipped, NOTHING, NOTHING),))
+
+
+def width_of(shape: Shape) -> int:
+    return WINDOW.most_pages(PAGE_SIZE) + -(-shape.prompt_tokens // PAGE_SIZE)
 
 
 def shapes_of(
@@ -213,6 +231,24 @@ def test_decode_rows_come_first_and_prompts_behind_their_padding():
     assert found.sample_slots.tolist() == [20, 21, 22]
 
 
+def test_a_group_of_a_window_has_a_table_that_begins_at_what_is_read():
+    plan, shape = windowed(step(2, (14, 19), (0, 3))), Shape(8, PROMPT_ROWS + 1, PIECES[-1])
+    staging = StepStaging(1 << 14, torch.device("cpu"))
+    staging.begin()
+    found = pack(plan, shape, staging, NOBODY, PAGE_SIZE, widths=[width_of(shape)])
+    staging.upload()
+    (group,) = found.others
+    assert group.header.tolist() == [2, 2, width_of(shape)]
+    assert group.contexts.tolist() == [7, 8, *[1] * 6, 11, 3, *[1] * (PROMPT_ROWS - 1)]
+    pages = plan.page_table + 1000
+    assert group.page_table[0, :2].tolist() == pages[0, 1:3].tolist()
+    assert group.page_table[2, :3].tolist() == pages[2, 2:5].tolist()
+    assert not group.page_table[4:].any(), "the rest is the scratch page"
+    assert group.stores[:5].tolist() == [pages[2, p // 4] * 4 + p % 4 for p in range(14, 19)]
+    assert not group.stores[8:].any()
+    assert found.contexts.tolist()[:2] == [11, 12], "group 0 has whole contexts"
+
+
 def test_a_piece_that_fills_its_shape_leaves_no_token_to_padding():
     found = packed(step(0, (0, PIECES[-1])), Shape(1, PROMPT_ROWS + 1, PIECES[-1]))
     assert found.header.tolist()[:2] == [0, 1]
@@ -229,9 +265,12 @@ def test_a_step_lies_where_the_graph_was_captured(shape):
     addresses = []
     for plan in plans:
         staging.begin()
-        found = pack(plan, shape, staging, NOBODY, PAGE_SIZE)
+        own = plan if plan is None else windowed(plan)
+        found = pack(own, shape, staging, NOBODY, PAGE_SIZE, widths=[width_of(shape)])
         staging.upload()
+        (group,) = found.others
         fixed = [
+            *(section for section in group if section is not None),
             found.header,
             found.slots,
             found.contexts,
