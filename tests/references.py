@@ -104,9 +104,9 @@ class References:
 
 def _load_float32(path: Path) -> Any:
     import torch
-    from transformers import AutoModelForCausalLM
+    from tiny_models import reference_model
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return reference_model(path, dtype=torch.float32)
 
 
 def rounding_cache() -> Any:

@@ -39,6 +39,7 @@ DENSE: dict[str, dict[str, Any]] = {
         "family": "granite", "attention_multiplier": 0.1, "embedding_multiplier": 3.0,
         "residual_multiplier": 0.5, "logits_scaling": 4.0, "attention_bias": True,
     },
+    "glm4": {"family": "glm4", "head_dim": 32, "attention_bias": True},
     "smollm3": {"family": "smollm3", "no_rope_layer_interval": 2},
     "olmo2": {"family": "olmo2"},
     "olmo3": {
@@ -86,6 +87,59 @@ EXPERTS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-EVERY = {**DENSE, **EXPERTS}
-SLOW = ("minimax_m2", "hy_v3", "dots1")
+MROPE = DEFAULT_ROPE | {"mrope_section": [4, 2, 2]}
+VISION = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+}  # fmt: skip
+QWEN_VISION = {
+    "hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 64,
+}  # fmt: skip
+GROWING_YARN = YARN | {
+    "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5, "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}  # fmt: skip
+IMAGES: dict[str, dict[str, Any]] = {
+    "gemma3_images": {
+        "family": "gemma3", "layers": 4, "tie_word_embeddings": True, "vision": VISION,
+        "text": {k: v for k, v in DENSE["gemma3"].items() if k not in ("family", "layers")},
+    },
+    "qwen2_5_vl": {
+        "family": "qwen2_5_vl", "vision": QWEN_VISION, "text": {"rope_parameters": MROPE},
+    },
+    "qwen3_vl": {
+        "family": "qwen3_vl", "tie_word_embeddings": True,
+        "vision": QWEN_VISION | {"deepstack_visual_indexes": [0]},
+        "text": {"head_dim": 16, "rope_parameters": MROPE | {"mrope_interleaved": True}},
+    },
+    "qwen3_vl_moe": {
+        "family": "qwen3_vl_moe", "vision": QWEN_VISION | {"deepstack_visual_indexes": [0]},
+        "text": {
+            "head_dim": 16, "rope_parameters": MROPE, "num_experts": 8, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+        },
+    },
+    "mistral3": {
+        "family": "mistral3", "vision": VISION | {"model_type": "pixtral", "head_dim": 16},
+        "text": {"model_type": "ministral3", "head_dim": 32, "rope_parameters": GROWING_YARN},
+    },
+    "glm4v": {
+        "family": "glm4v", "vision": QWEN_VISION,
+        "text": {
+            "rope_parameters": DEFAULT_ROPE
+            | {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+        },
+    },
+    "glm4v_moe": {
+        "family": "glm4v_moe", "layers": 3, "vision": QWEN_VISION,
+        "text": {
+            "n_routed_experts": 8, "num_experts_per_tok": 3,
+            "moe_intermediate_size": 64,
+            "rope_parameters": DEFAULT_ROPE
+            | {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+        },
+    },
+}  # fmt: skip
+
+EVERY = {**DENSE, **EXPERTS, **IMAGES}
+SLOW = ("minimax_m2", "hy_v3", "dots1", *IMAGES.keys() - {"mistral3"})
 """Families whose mechanisms others have, too: `make test` runs their logits, and no more."""

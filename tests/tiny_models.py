@@ -32,29 +32,34 @@ def write_tiny_model(
     tokenizer: bool = True,
     **options: Any,
 ) -> Path:
-    """Writes a random model that transformers can load; `options` go into its config.
+    """Writes a random model that transformers can load; `options` go into its config. With `text`
+    and `vision` among them it reads images, too; `text` is more of its text part.
 
     The weights are large enough for greedy output to differ from prompt to prompt.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    config = AutoConfig.for_model(
-        family,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        vocab_size=vocab,
-        max_position_embeddings=max_positions,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=None,
-        **{"tie_word_embeddings": False, **options},
-    )
+    shape = {
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": max_positions,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "pad_token_id": None,
+    }
+    options = {"tie_word_embeddings": False, **options}
+    if "vision" in options:
+        parts = {"text_config": shape | options.pop("text"), "vision_config": options.pop("vision")}
+        config = AutoConfig.for_model(family, **parts, **options)
+    else:
+        config = AutoConfig.for_model(family, **shape, **options)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config)
+    model = class_of(config).from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -66,9 +71,36 @@ def write_tiny_model(
                 buffer.normal_(0.0, 0.2)
     path.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(path)
+    if family == "qwen3_vl_moe":
+        _transpose_experts(path / "model.safetensors")
     if tokenizer:
         write_tokenizer(path)
     return path
+
+
+def _transpose_experts(file: Path) -> None:
+    """As they were published. transformers reads both, and writes the other."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(file)
+    for name in tensors:
+        if ".mlp.experts." in name:
+            tensors[name] = tensors[name].transpose(1, 2).contiguous()
+    save_file(tensors, file, {"format": "pt"})
+
+
+def class_of(config: Any) -> Any:
+    """The class of transformers that answers with text."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if hasattr(config, "text_config") else AutoModelForCausalLM
+
+
+def reference_model(path: Path, **options: Any) -> Any:
+    """A model as transformers loads its folder."""
+    from transformers import AutoConfig
+
+    return class_of(AutoConfig.from_pretrained(path)).from_pretrained(path, **options)
 
 
 def write_tokenizer(path: Path) -> None:

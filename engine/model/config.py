@@ -7,7 +7,8 @@ The forward passes know features, and no names of families. What differs by laye
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -142,6 +143,33 @@ class ModelConfig:
     def layer_name(self, index: int, name: str) -> str:
         """The full name of a module of a layer."""
         return f"{self.body}.layers.{index}.{name}"
+
+
+_NAMES = (
+    ("model", "lm_head"),
+    ("model.language_model", "lm_head"),
+    ("language_model.model", "language_model.lm_head"),
+)
+"""Body and head of checkpoints. The later ones have something beside a text part."""
+
+
+def named_as(config: ModelConfig, there: Collection[str]) -> ModelConfig:
+    """The same model with the names of a checkpoint.
+
+    Args:
+        config: of the model.
+        there: names of the checkpoint's tensors.
+    """
+    found = (names for names in _NAMES if f"{names[0]}.norm.weight" in there)
+    body, head = next(found, (config.body, config.head))
+    own = f"{config.body}.layers."
+    unread = tuple(
+        Unread(f"{body}.layers.{each.prefix.removeprefix(own)}", each.what)
+        if each.prefix.startswith(own)
+        else each
+        for each in config.unread
+    )
+    return replace(config, body=body, head=head, unread=unread)
 
 
 def read_json(file: Path) -> dict[str, Any]:

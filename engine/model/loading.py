@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 
 from engine.checkpoints import Weights
-from engine.model.config import ModelConfig, ModelError, UnsupportedModelError, read_json
+from engine.model.config import (
+    ModelConfig,
+    ModelError,
+    UnsupportedModelError,
+    named_as,
+    read_json,
+)
 from engine.model.decoder import ALL, Layer, Model
 from engine.model.families import read_config
 from engine.model.gguf import GgufFile
@@ -99,8 +105,9 @@ def load_model(
     source: Source | None = file
     if source is None and not is_dummy:
         source = Safetensors(folder)
+        config = named_as(config, source.headers.keys())
         config = replace(config, tie_embeddings=_ties(config, source, dtype))
-    form = None if file else read_format(read_json(folder / "config.json"), folder)
+    form = None if file else read_format(read_json(folder / "config.json"), folder, config.head)
     precision = Precision(device, dtype, form, quantization)
     check_ranks(config, precision, shard.count)
     if check is not None:

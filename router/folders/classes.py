@@ -188,12 +188,15 @@ _OTHERS: Final = _words(
 _BY_MODEL: Final = {
     **dict.fromkeys(("gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
     **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "Qwen2Tokenizer"),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), "Qwen2Tokenizer"),
     **dict.fromkeys(
         ("granite", "mistral", "mixtral", "olmo2", "olmo3", "phi3"), "TokenizersBackend"
     ),
+    **dict.fromkeys(("mistral3", "ministral3", "glm4", "glm4_moe"), "TokenizersBackend"),
+    **dict.fromkeys(("glm4v", "glm4v_moe", "ernie4_5_moe", "minimax_m2"), "TokenizersBackend"),
 }
 """What transformers expects of a model type."""
-_WRONGLY_NAMED: Final = frozenset(("qwen2", "phi3"))
+_WRONGLY_NAMED: Final = frozenset(("qwen2", "phi3", "ernie4_5_moe", "minimax_m2"))
 """Model types whose checkpoints are known to name a wrong class."""
 
 

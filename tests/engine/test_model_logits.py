@@ -7,7 +7,7 @@ import pytest
 import torch
 from halved_layers import halved
 from tiny_families import EVERY, LONGROPE
-from tiny_models import write_tiny_model
+from tiny_models import reference_model, write_tiny_model
 
 from engine.attention import choose_backend
 from engine.cuda.attention_kernels import CudaKernels
@@ -89,9 +89,7 @@ class Runner:
 
 
 def reference(path, ids: list[int], dtype=torch.float32) -> torch.Tensor:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
+    model = reference_model(path, dtype=dtype, attn_implementation="eager")
     with torch.inference_mode():
         return model(torch.tensor([ids])).logits[0].float()
 

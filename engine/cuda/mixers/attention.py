@@ -38,6 +38,14 @@ class RopeTables:
             table = self._made[rope, head_dim] = self._make(rope, head_dim)
         return table
 
+    def growth(self, rope: Rope | None) -> Tensor | None:
+        """[positions]: the factors on queries, where they are not all 1."""
+        if rope is None or rope.growth is None or self._tokens <= rope.growth.positions:
+            return None
+        embedding = self._model.embedding
+        positions = torch.arange(self._tokens, device=embedding.device)
+        return rope.growth.at(positions).to(embedding.dtype)
+
     def _make(self, rope: Rope | None, head_dim: int) -> RopeTable:
         embedding = self._model.embedding
         shape = self._tokens, 2, head_dim // 2
@@ -61,6 +69,7 @@ class FusedAttention:
         self._pool = pools[self._group]
         self._attention = attention
         self._rope = ropes.of(module.own.rope, module.own.head_dim)
+        self._growth = ropes.growth(module.own.rope)
         self._store = _STORES.get(self._pool.precision, rope_store)
         self._head_norms = None
         if isinstance(norms := module.qk_norm, HeadNorm):
@@ -96,7 +105,10 @@ class FusedAttention:
         if isinstance(module.qk_norm, WholeNorm):
             _norm_whole(qkv, module, module.qk_norm)
         to = step.positions, step.stores[self._group], self._pool
-        return self._store(qkv, self._rope, *to, self._layer, self._head_norms)
+        q, k, v = self._store(qkv, self._rope, *to, self._layer, self._head_norms)
+        if self._growth is not None:
+            q = q * self._growth.index_select(0, step.positions)[:, None, None]
+        return q, k, v
 
 
 def _norm_whole(qkv: Tensor, module: Attention, norm: WholeNorm) -> None:

@@ -82,6 +82,8 @@ class ExpertNames:
     stacked: bool = False
     """Tensors hold all experts, those of weights transposed, and gate and up lie in turns in one
     (gpt-oss). A module such as `mlp.experts.3.gate_proj` is then a part of such tensors."""
+    behind: bool = False
+    """In such a tensor up lies behind gate instead (Qwen3-VL)."""
 
     def module(self, expert: int, part: str) -> str:
         """A part of an expert."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.model.config import ModelConfig, ModelError, UnsupportedModelError, read_json
-from engine.model.families import gemma, granite, llama, mistral, olmo, phi3, qwen2, qwen3
+from engine.model.families import gemma, glm4, granite, llama, mistral, olmo, phi3, qwen2, qwen3
 from engine.model.families.mixtures import (
     dots1,
     ernie4_5,
@@ -22,16 +22,17 @@ from engine.model.families.mixtures import (
     minimax_m2,
     mixtral,
 )
-from engine.model.families.reading import Family, draft_layers
+from engine.model.families.reading import Family, draft_layers, towers
 from engine.model.families.sense import (
     MOST_POSITIONS,
     check_features,
     check_names,
     check_stated,
+    text_of,
 )
 
 _FILES = (
-    *(llama, mistral, qwen2, qwen3, gemma, phi3, granite, olmo),
+    *(llama, mistral, qwen2, qwen3, gemma, glm4, phi3, granite, olmo),
     *(mixtral, gpt_oss, glm4_moe, minimax_m2, hy_v3, ernie4_5, dots1),
 )
 FAMILIES: dict[str, Family] = {
@@ -55,9 +56,10 @@ def read_config(folder: Path, max_context_tokens: int = 0) -> ModelConfig:
 
     stated = read_json(folder / "config.json")
     check_names(stated)
-    _refuse_shapes(stated)
+    text = text_of(stated)
+    _refuse_shapes({**stated, **text})
     model_type = _model_type(stated)
-    check_stated(stated)
+    check_stated({**stated, **text})
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # Of any kind: transformers computes with what it has not checked.
@@ -78,9 +80,14 @@ def build_config(
     """
     family = FAMILIES[model_type]
     try:
-        longest = min(int(config.max_position_embeddings), MOST_POSITIONS)
-        features = family.read(config, min(max_context_tokens or longest, longest))
-        unread = (*features.unread, *draft_layers(family.drafts, config))
+        text = config.text_config if family.has_images else config
+        longest = min(int(text.max_position_embeddings), MOST_POSITIONS)
+        features = family.read(text, min(max_context_tokens or longest, longest))
+        unread = draft_layers(family.drafts, text)
+        if family.has_images:
+            tied = bool(config.tie_word_embeddings)
+            features = replace(features, tie_embeddings=tied)
+            unread = (*unread, *towers())
         features = replace(features, max_position_embeddings=longest, unread=unread)
         check_features(features)
     except ModelError as error:
@@ -138,7 +145,8 @@ def _eos_token_ids(config: Any, folder: Path) -> tuple[int, ...]:
     file = folder / "generation_config.json"
     generation = read_json(file) if file.is_file() else {}
     ids: set[int] = set()
-    for value in (config.eos_token_id, generation.get("eos_token_id")):
+    stated = [getattr(each, "eos_token_id", None) for each in (config, config.get_text_config())]
+    for value in (*stated, generation.get("eos_token_id")):
         found = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(each) is int for each in found):
             raise ModelError(f"eos_token_id of {folder} is neither a number nor a list of numbers")

@@ -1,7 +1,7 @@
-"""Gemma 2 and Gemma 3, without images: norms before and after, which multiply by 1 + weight.
+"""Gemma 2 and Gemma 3: norms before and after, which multiply by 1 + weight.
 
 Gemma 2 caps its logits. Gemma 3 has norms over the heads of q and k instead, and its layers with
-windows rotate by another base. Checkpoints of Gemma 3 that also read images are refused.
+windows rotate by another base. Of checkpoints of Gemma 3 that read images the text part is read.
 """
 
 from __future__ import annotations
@@ -62,4 +62,5 @@ def _read(config: Any, ropes: Any, **features: Any) -> ModelConfig:
 FAMILIES = {
     "gemma2": Family("Gemma2ForCausalLM", _read_2),
     "gemma3_text": Family("Gemma3ForCausalLM", _read_3),
+    "gemma3": Family("Gemma3ForConditionalGeneration", _read_3, has_images=True),
 }

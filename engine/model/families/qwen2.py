@@ -1,5 +1,6 @@
 """Qwen2 and Qwen2.5: q, k and v have biases, and later layers may have windows. Qwen2-MoE has
-experts and a shared one, whose output has a gate."""
+experts and a shared one, whose output has a gate. Qwen2-VL and Qwen2.5-VL are read as Qwen2: they
+rotate by three positions, which are one and the same where there is no image."""
 
 from __future__ import annotations
 
@@ -40,5 +41,7 @@ def _read_experts(config: Any, _longest: int) -> ModelConfig:
 
 FAMILIES = {
     "qwen2": Family("Qwen2ForCausalLM", _read),
+    "qwen2_vl": Family("Qwen2VLForConditionalGeneration", _read, has_images=True),
+    "qwen2_5_vl": Family("Qwen2_5_VLForConditionalGeneration", _read, has_images=True),
     "qwen2_moe": Family("Qwen2MoeForCausalLM", _read_experts),
 }

@@ -36,6 +36,9 @@ _ACTIVATIONS: Final = {
 }
 
 
+_TOWERS: Final = ("visual", "vision_tower", "vision_model", "multi_modal_projector")
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """Models whose configs are read alike."""
@@ -45,6 +48,8 @@ class Family:
     read: Callable[[Any, int], ModelConfig]
     """Reads a transformers config. The second argument is the longest context that will be
     computed, in tokens."""
+    has_images: bool = False
+    """Checkpoints read images, too. Their text part is read alone; it is what `read` gets."""
     drafts: str = ""
     """Where checkpoints may have draft layers: `layers` behind the last, or another module."""
 
@@ -58,7 +63,7 @@ def decoder(config: Any, layers: Sequence[LayerConfig], **features: Any) -> Mode
         "norm_eps": config.rms_norm_eps,
         "max_position_embeddings": config.max_position_embeddings,
         "layers": tuple(layers),
-        "tie_embeddings": bool(config.tie_word_embeddings),
+        "tie_embeddings": bool(getattr(config, "tie_word_embeddings", False)),
     }
     return ModelConfig(**{**common, **features})
 
@@ -189,6 +194,29 @@ def deepseek_experts(config: Any) -> tuple[FeedForwardConfig, ...]:
     return tuple(experts if index >= plain else gated(config) for index in layers)
 
 
+def by_text(readers: Mapping[str, Callable[[Any, int], ModelConfig]]) -> Any:
+    """Reads the text part of a checkpoint that may be of several families.
+
+    Args:
+        readers: by the model type of the text part.
+    """
+
+    def read(config: Any, longest: int) -> ModelConfig:
+        if config.model_type not in readers:
+            raise UnsupportedModelError(
+                f"its text part is a {config.model_type}; supported are {', '.join(readers)}"
+            )
+        return readers[config.model_type](config, longest)
+
+    return read
+
+
+def towers() -> tuple[Unread, ...]:
+    """What a checkpoint has for images."""
+    prefixes = [f"{body}{tower}." for tower in _TOWERS for body in ("", "model.")]
+    return tuple(Unread(prefix, "images") for prefix in prefixes)
+
+
 def draft_layers(where: str, config: Any) -> tuple[Unread, ...]:
     """What of a checkpoint guesses tokens ahead. `where`: see `Family.drafts`."""
     if where == "layers":
@@ -203,7 +231,7 @@ def draft_layers(where: str, config: Any) -> tuple[Unread, ...]:
 def qwen_routing(config: Any) -> Routing:
     """How Qwen chooses experts."""
     experts, chosen = config.num_experts, config.num_experts_per_tok
-    return routing(experts, chosen, normalised=bool(config.norm_topk_prob))
+    return routing(experts, chosen, normalised=bool(getattr(config, "norm_topk_prob", True)))
 
 
 def qwen_experts(config: Any, experts: ExpertsConfig) -> tuple[FeedForwardConfig, ...]:

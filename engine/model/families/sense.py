@@ -45,6 +45,18 @@ def check_names(stated: Mapping[str, Any]) -> None:
         raise ModelError("architectures of config.json is no list of names")
 
 
+def text_of(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of the text part of a checkpoint that reads images, too; else nothing.
+
+    Raises:
+        ModelError: it is no object.
+    """
+    text = stated.get("text_config") or {}
+    if not isinstance(text, dict):
+        raise ModelError(f"{_named(stated)}: text_config of config.json is no object")
+    return {key: text[key] for key in text.keys() - {"architectures", "model_type"}}
+
+
 def check_stated(stated: Mapping[str, Any]) -> None:
     """Checks the content of config.json.
 

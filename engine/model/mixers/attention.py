@@ -83,7 +83,9 @@ class Attention(nn.Module):
         if self.qk_norm is not None:
             q, k = self.qk_norm(q, k)
         if (rope := self.own.rope) is not None:
-            q, k = (rotate(x, *rotations[rope], neighbours=rope.neighbours) for x in (q, k))
+            cos, sin, growth = rotations[rope]
+            q, k = (rotate(x, cos, sin, neighbours=rope.neighbours) for x in (q, k))
+            q = q if growth is None else q * growth
         return self._collective.all_reduce(self.output(attention(self.index, q, k, v).flatten(1)))
 
     def places(self, form: Format | None, shard: Shard) -> Iterator[Place]:

@@ -7,14 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-Rotation = tuple[Tensor, Tensor]
-"""Cos and sin of the T tokens of a step, [T, 1, R] each."""
 BLOCK = 1 << 14
 """Positions of a table that are computed at once. Their angles are float32, in a few copies."""
+
+
+class Growth(NamedTuple):
+    """A factor on queries: 1 + strength * log(1 + floor(position / positions)) (Llama 4)."""
+
+    strength: float
+    positions: int
+
+    def at(self, positions: Tensor) -> Tensor:
+        """[T] -> [T] float32."""
+        return 1.0 + self.strength * torch.log1p(torch.floor(positions.float() / self.positions))
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +37,18 @@ class Rope:
     """Factor on cos and sin (yarn)."""
     neighbours: bool = False
     """Numbers 2 i and 2 i + 1 of a head are turned together; else i and R / 2 + i."""
+    growth: Growth | None = None
+    """Of the queries that are rotated; None: they stay as they are."""
+
+
+class Rotation(NamedTuple):
+    """Of the T tokens of a step."""
+
+    cos: Tensor
+    """[T, 1, R]"""
+    sin: Tensor
+    growth: Tensor | None
+    """[T, 1, 1]"""
 
 
 Rotations = Mapping[Rope | None, Rotation]
@@ -46,10 +68,16 @@ class Ropes(nn.Module):
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotations:
         """At [T] positions."""
-        return {rope: self.rotation(rope, positions, dtype) for rope in self.frequencies}
+        return {
+            rope: Rotation(
+                *self.rotation(rope, positions, dtype),
+                rope.growth and rope.growth.at(positions).to(dtype)[:, None, None],
+            )
+            for rope in self.frequencies
+        }
 
-    def rotation(self, rope: Rope, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        """That of one rope."""
+    def rotation(self, rope: Rope, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cos and sin of one rope, [T, 1, R] each."""
         angles = positions.float()[:, None] * self.frequencies[rope]
         angles = torch.cat((angles, angles), dim=-1)[:, None]
         return (angles.cos() * rope.scale).to(dtype), (angles.sin() * rope.scale).to(dtype)

@@ -215,6 +215,8 @@ class Stack(NamedTuple):
     turn: int = 0
     turns: int = 1
     """Several parts lie in turns: channel 0 of each, then channel 1 of each."""
+    behind: bool = False
+    """They lie one behind the other instead."""
 
     def spec(self, shape: tuple[int, int]) -> tuple[int, ...]:
         """The tensor's shape, for a weight of this shape [N, K]."""
@@ -223,6 +225,10 @@ class Stack(NamedTuple):
     def read(self, region: Region, get: Get) -> Tensor:
         """A part of the weight, [rows, columns]."""
         one = Range(self.expert, self.expert + 1)
+        if self.behind:
+            first = self.turn * region.shape[0]
+            rows = Range(first + region.rows.start, first + region.rows.end)
+            return get(self.tensor, one, region.columns, rows)[0].T
         return get(self.tensor, one, region.columns, self._turns(region.rows))[
             0, :, self.turn :: self.turns
         ].T

@@ -1,5 +1,5 @@
-"""GLM-4.5, 4.6 and 4.7: rope of a part of each head, perhaps norms over the heads of q and k, and
-behind a few plain layers experts with a bias of the choice. Their draft layers are not read."""
+"""GLM-4.5 to 4.7: rope of a part of each head, perhaps norms over the heads of q and k, and behind
+a few plain layers experts with a bias of the choice. Of GLM-4.5V the text part is read."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from engine.model.families.reading import Family, decoder, deepseek_experts, lay
 from engine.model.mixers.config import QkNorm
 
 
-def _read(config: Any, _longest: int) -> ModelConfig:
+def read(config: Any, _longest: int) -> ModelConfig:
+    """See `Family`."""
     layers = layers_alike(
         config,
         deepseek_experts(config),
         rope=rope(config, partial=True),
-        qk_norm=QkNorm.HEAD if config.use_qk_norm else None,
+        qk_norm=QkNorm.HEAD if getattr(config, "use_qk_norm", False) else None,
         qkv_bias=bool(config.attention_bias),
     )
     return decoder(config, layers)
 
 
-FAMILIES = {"glm4_moe": Family("Glm4MoeForCausalLM", _read, drafts="layers")}
+FAMILIES = {
+    "glm4_moe": Family("Glm4MoeForCausalLM", read, drafts="layers"),
+    "glm4v_moe": Family("Glm4vMoeForConditionalGeneration", read, has_images=True, drafts="layers"),
+}

@@ -31,12 +31,13 @@ KEYS = ("quantization_config", "compression_config")
 MODELOPT_FILE = "hf_quant_config.json"
 
 
-def read_format(stated: Mapping[str, Any], folder: Path) -> Format | None:
+def read_format(stated: Mapping[str, Any], folder: Path, head: str = HEAD) -> Format | None:
     """The format of a checkpoint; None: its weights are float tensors.
 
     Args:
         stated: the content of config.json.
         folder: the checkpoint's folder, where ModelOpt may have a file of its own.
+        head: the head's name in the checkpoint. Descriptions may have it, or the usual one.
 
     Raises:
         UnsupportedModelError: it is quantised in a way that is not supported.
@@ -47,7 +48,8 @@ def read_format(stated: Mapping[str, Any], folder: Path) -> Format | None:
         return None
     form = READERS[_method(settings)](settings)
     for module in (HEAD, EMBEDDING):
-        if form.scheme(module) is not None:
+        names = {module, head} if module == HEAD else {module}
+        if all(form.scheme(name) is not None for name in names):
             raise UnsupportedModelError(
                 f"{settings.where} quantises {module}, which is not supported; supported are"
                 " checkpoints that leave it out (ignore, exclude_modules)"
