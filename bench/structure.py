@@ -28,7 +28,7 @@ from llguidance import LLMatcher, LLTokenizer
 from baton.inference.v1 import inference_pb2 as api
 from bench import engine as gpu
 from engine.engine import Engine
-from engine.masks.matchers import LIMITS, MASK_THREADS, MaskFiller, Masks, TokenMatcher
+from engine.masks.matchers import LIMITS, MASK_THREADS, MaskFiller, Masks, TokenMatcher, Wanted
 from engine.step.sampling import words_of
 from engine.types import SamplingParams
 from router.structure.grammar import Grammar
@@ -109,7 +109,7 @@ def masks(tokenizer: LLTokenizer, vocab: int) -> None:
             alive = [i for i in range(rows) if step < len(drawn[i])]
             if len(alive) < rows / 2:
                 break
-            wanted = [(matchers[i], step) for i in alive]
+            wanted = [Wanted(matchers[i], step) for i in alive]
             began_s = time.perf_counter()
             filler.fill(bits[: len(alive)], wanted)
             times.append(time.perf_counter() - began_s)
@@ -126,7 +126,7 @@ class TimedFiller(MaskFiller):
         super().__init__()
         self.times_ms: list[float] = []
 
-    def fill(self, masks: Masks, wanted: Sequence[tuple[TokenMatcher, int]]) -> list[bool]:
+    def fill(self, masks: Masks, wanted: Sequence[Wanted]) -> list[int]:
         """See `MaskFiller`."""
         began_s = time.perf_counter()
         found = super().fill(masks, wanted)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from engine.bounds import Bounds
 
@@ -14,6 +14,7 @@ KvCacheDtype = Literal["auto", "fp8"]
 Attention = Literal["auto", "fa3", "fa2", "triton", "sdpa"]
 Scheduling = Literal["fcfs", "priority", "shortest", "fair"]
 Eviction = Literal["lru", "lfu", "cost"]
+OFF: Final = "off"
 
 
 def tiers_obstacle(*, host: bool, stores: bool, prefix_cache: bool) -> str:
@@ -66,6 +67,11 @@ class EngineConfig(Bounds):
     cuda_graphs: bool = True
     """Whether steps on a GPU replay graphs, which are made at the start. See
     `engine.cuda.steps.shapes`."""
+    speculation: str = OFF
+    """What guesses tokens that steps verify, one of `engine.speculation.choosing.DRAFTERS`, or
+    off."""
+    draft_tokens: int = 7
+    """Most tokens that it guesses at a time."""
     scheduling: Scheduling = "fcfs"
     """Order of admission, one of `engine.schedule.policies.POLICIES`."""
     eviction: Eviction = "lru"
@@ -82,6 +88,11 @@ class EngineConfig(Bounds):
     """A hook that takes longer in one step is too slow and counts as failed, seconds."""
     poison_freed_pages: bool = False
     """For debugging: free pages carry a pattern, which is checked when they are used again."""
+
+    @property
+    def speculates(self) -> bool:
+        """Whether steps verify drafts. An engine that does not decode has none."""
+        return self.decodes and self.speculation != OFF
 
     @property
     def rank_host_bytes(self) -> int:

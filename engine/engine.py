@@ -40,6 +40,7 @@ from engine.ranks.keeper import Pulse, RankError
 from engine.ranks.leader import HostRanks, NoRanks, Ranks
 from engine.sampling import Sampler
 from engine.schedule.scheduler import Scheduler
+from engine.speculation import choosing
 from engine.step.hooks import Hook
 from engine.tiers.build import StoreConfig
 from engine.types import EngineLoad, ModelInfo, Request, Sink, TokenRecord
@@ -261,7 +262,8 @@ def _resolve(config: EngineConfig) -> EngineConfig:
         raise EngineError(f"the device cannot be {device}: the PyTorch that is installed {why}")
     try:
         pool_type(config.kv_cache_dtype, config.page_size)
-    except PoolError as error:
+        choosing.check(config)
+    except (PoolError, choosing.SpeculationError) as error:
         raise EngineError(str(error)) from error
     on_cpu = device == "cpu"
     _check_ranks(config, device)

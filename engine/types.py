@@ -8,7 +8,6 @@ submitted with, as a list once a step, on the step loop's thread.
 from __future__ import annotations
 
 import enum
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 
 from engine.checkpoints import SamplingDefaults
 from engine.group_pages import GroupGrant, GroupPages
+from engine.loads import SpeculationLoad, TierLoad
 
 TokenIds = NDArray[np.int32]
 PageIds = NDArray[np.int32]
@@ -150,6 +150,8 @@ class Request:
     part of the prompt, the rest is computed here, without a delivery."""
     fetch: PeerFetch | None = None
     """WHOLE and PREFILL: where pages can be had that are missing here; None: they are computed."""
+    speculates: bool = True
+    """Whether drafts of its output may be verified, where the engine does that."""
 
 
 class TokenRecord(NamedTuple):
@@ -269,6 +271,10 @@ class SequenceEnded:
     """Whether this was the request's last running choice."""
     preemptions: int
     at_ns: int
+    drafted_tokens: int = 0
+    """Drafts that were verified for it."""
+    accepted_tokens: int = 0
+    """Those of them that are in its output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,26 +304,6 @@ Event = EventOfOne | NewTokens
 Sink = Callable[[Sequence[Event]], None]
 """Called on the step loop's thread once a step, with the events of its requests in order. It must
 not block or raise."""
-
-
-@dataclass(slots=True)
-class TierLoad:
-    """The tiers below the pool, since the start. Mappings are by a tier's name or as they say."""
-
-    loaded_tokens: Counter[str] = field(default_factory=Counter)
-    """Tokens whose pages came into the pool, by the tier that had them."""
-    decisions: Counter[str] = field(default_factory=Counter)
-    """Prompts that were found below the pool: `loaded`, or why not."""
-    late: Counter[str] = field(default_factory=Counter)
-    """Copies that were late or failed, by direction."""
-    bytes_moved: dict[str, int] = field(default_factory=dict)
-    """By direction."""
-    bytes_per_s: dict[str, float] = field(default_factory=dict)
-    """Moving average, by direction."""
-    slots: int = 0
-    held_slots: int = 0
-    """Slots that a copy reads or writes."""
-    cached_slots: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,6 +358,8 @@ class EngineLoad:
     """The tiers below the pool; None: there are none."""
     hook_failures: Mapping[tuple[str, str], int] | None = None
     """Failures of hooks, by hook and point; None: there are no hooks."""
+    speculation: SpeculationLoad | None = None
+    """None: drafts are off."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from engine.eager.steps import TorchSteps
 from engine.sampling import Sampler, SampleResult, score
 from engine.step.executor import Launched
 from engine.step.plan import ScorePlan, ScoreResult, StepPlan, StepResult
-from engine.step.sampling import Masks, words_of
+from engine.step.sampling import Masks, SamplePlan, words_of
 from faults import failpoints
 
 
@@ -54,7 +54,7 @@ class TorchExecutor:
     def _run(self, plan: StepPlan, masks: Future[Masks | None] | None = None) -> StepResult:
         failpoints.hit("engine.step")
         steps = self.steps
-        steps.prepare(plan)
+        plan = steps.prepare(plan)
         if plan.num_tokens == 0:
             steps.end()
             return self._with_failures(_empty_result())
@@ -64,18 +64,48 @@ class TorchExecutor:
             steps.end()
             return self._with_failures(_empty_result(scores))
         if steps.reads_logits(plan):
-            logits = steps.logits(hidden, plan)
-            drawn = self._sampler.sample(logits, plan.sample, masks.result() if masks else None)
+            drawn = self._draw(steps.logits(hidden, plan), plan.sample, masks)
         else:
-            drawn = SampleResult(*steps.best(hidden, plan))
-        steps.keep(plan, drawn.tokens)
-        return self._with_failures(_to_host(drawn, scores))
+            drawn = steps.judge(*steps.best(hidden, plan))
+        steps.keep(plan, drawn)
+        return self._with_failures(self._to_host(plan, drawn, scores))
+
+    def _draw(
+        self, logits: Tensor, plan: SamplePlan, masks: Future[Masks | None] | None
+    ) -> SampleResult:
+        verified, filled = self.steps.verification, masks.result() if masks else None
+        if verified is None:
+            return self._sampler.sample(logits, plan, filled)
+        return self._sampler.verify(logits, plan, verified.draws, filled)
 
     def _with_failures(self, result: StepResult) -> StepResult:
         hooks = self.steps.hooks
         if hooks is None or not hooks.failures:
             return result
         return replace(result, hook_failures=hooks.failures)
+
+    def _to_host(
+        self, plan: StepPlan, drawn: SampleResult, scores: tuple[ScoreResult, ...]
+    ) -> StepResult:
+        result = StepResult(
+            tokens=drawn.tokens.cpu().numpy().astype(np.int32),
+            finite=drawn.finite.cpu().numpy(),
+            logprobs=None if drawn.logprob is None else drawn.logprob.cpu().numpy(),
+            top_ids=None if drawn.top_ids is None else drawn.top_ids.cpu().numpy().astype(np.int32),
+            top_logprobs=None if drawn.top_logprobs is None else drawn.top_logprobs.cpu().numpy(),
+            scores=scores,
+        )
+        verified = self.steps.verification
+        if verified is None or drawn.counts is None:
+            return result
+        ids, ready = self.steps.next_drafts(plan) if plan.tells_drafts else (None, None)
+        return replace(
+            result,
+            counts=drawn.counts.cpu().numpy().astype(np.int32),
+            drafted=(verified.draws.valid - 1).clamp(min=0).cpu().numpy().astype(np.int32),
+            next_drafts=None if ids is None else ids.cpu().numpy(),
+            next_ready=None if ready is None else ready.cpu().numpy(),
+        )
 
     def _score(self, hidden: Tensor, wanted: ScorePlan) -> ScoreResult:
         chunks = self.steps.scored(hidden, wanted)
@@ -90,14 +120,3 @@ class TorchExecutor:
 
 def _empty_result(scores: tuple[ScoreResult, ...] = ()) -> StepResult:
     return StepResult(np.zeros(0, np.int32), np.zeros(0, np.bool_), None, None, None, scores)
-
-
-def _to_host(drawn: SampleResult, scores: tuple[ScoreResult, ...]) -> StepResult:
-    return StepResult(
-        tokens=drawn.tokens.cpu().numpy().astype(np.int32),
-        finite=drawn.finite.cpu().numpy(),
-        logprobs=None if drawn.logprob is None else drawn.logprob.cpu().numpy(),
-        top_ids=None if drawn.top_ids is None else drawn.top_ids.cpu().numpy().astype(np.int32),
-        top_logprobs=None if drawn.top_logprobs is None else drawn.top_logprobs.cpu().numpy(),
-        scores=scores,
-    )

@@ -19,8 +19,12 @@ from torch import Tensor
 from engine.hooks.steps import StepHooks
 from engine.model import Model
 from engine.pool.pools import KvPools
+from engine.sampling import SampleResult
+from engine.speculation.tables import accepted
+from engine.speculation.verifying import Verification, Verifier
 from engine.step.attention import AttentionBatch, StepAttention
 from engine.step.plan import SCORE_ROWS, ScorePlan, StepPlan
+from engine.types import SCRATCH_PAGE
 
 
 class TorchSteps:
@@ -34,30 +38,39 @@ class TorchSteps:
         max_slots: int,
         device: torch.device,
         hooks: StepHooks | None = None,
+        verifier: Verifier | None = None,
     ) -> None:
         self.model = model
         self._pools = pools
         self._attention = attention
         self._device = device
         self.hooks = hooks
+        self._verifier = verifier
+        self.verification: Verification | None = None
+        """Of the step that runs, where drafts are verified."""
         self._token_table = torch.zeros(max_slots, dtype=torch.int64, device=device)
 
-    def prepare(self, plan: StepPlan) -> None:
-        """Begins a step: copies pages, and writes tokens that only the host knows."""
+    def prepare(self, plan: StepPlan) -> StepPlan:
+        """Begins a step: copies pages, and writes tokens that only the host knows. Returns the plan
+        with lengths as the device knows them."""
         self.model.collective.begin_step()
         for pool, (source, target) in zip(self._pools, plan.copies, strict=True):
             if source.size:
                 pool.copy_pages(self._upload(source), self._upload(target))
-        if plan.write_slots.size:
+        if self._verifier is not None:
+            self.verification = self._verifier.begin(plan)
+            plan = self.verification.plan
+        elif plan.write_slots.size:
             self._token_table[self._upload(plan.write_slots)] = self._upload(plan.write_tokens)
         if self.hooks is not None:
             self.hooks.narrow(plan)
             self.hooks.begin(plan)
+        return plan
 
     def forward(self, plan: StepPlan) -> Tensor:
-        """The forward pass, [T, H]."""
+        """The forward pass, [T, H], of what `prepare` returned."""
         token_ids = self._upload(plan.token_ids)
-        if plan.num_decodes:
+        if plan.num_decodes and self._verifier is None:
             decoding = self._upload(plan.row_slots[: plan.num_decodes])
             token_ids[: plan.num_decodes] = self._token_table[decoding]
         self._attention.begin(self._attention_batch(plan))
@@ -85,13 +98,45 @@ class TorchSteps:
         """The best tokens of the sampled rows, as `Model.best`."""
         return self.model.best(hidden[self._upload(plan.sample_tokens)])
 
-    def keep(self, plan: StepPlan, tokens: Tensor) -> None:
-        """Ends a step that samples: rank 0's tokens, [S], go into the table of every rank."""
+    def judge(self, tokens: Tensor, finite: Tensor) -> SampleResult:
+        """Of the best tokens of all positions that a draw may read, those that count."""
+        if self.verification is None:
+            return SampleResult(tokens, finite)
+        draws = self.verification.draws
+        tokens = tokens[draws.places]
+        counts = accepted(draws.ids, tokens, draws.valid)
+        unread = torch.arange(tokens.shape[1], device=self._device) >= counts[:, None]
+        return SampleResult(tokens, (finite[draws.places] | unread).all(1), counts=counts)
+
+    def no_tokens(self, plan: StepPlan) -> SampleResult:
+        """Room for what rank 0 draws."""
+        assert plan.sample is not None, "the step samples"
+        rows = torch.zeros(plan.sample.num_rows, dtype=torch.int64, device=self._device)
+        if self.verification is None:
+            return SampleResult(rows, rows.bool())
+        tokens = torch.zeros_like(self.verification.draws.ids)
+        return SampleResult(tokens, rows.bool(), counts=rows)
+
+    def keep(self, plan: StepPlan, drawn: SampleResult) -> None:
+        """Ends a step that samples: rank 0's tokens go into the tables of every rank."""
         if self.hooks is not None:
             self.hooks.end(self.model.collective)
-        self.model.collective.broadcast(tokens)
+        tokens, slots = drawn.tokens, self._upload(plan.sample_slots)
+        if self._verifier is None or self.verification is None or drawn.counts is None:
+            self.model.collective.broadcast(tokens)
+            self.model.collective.end_step()
+            self._token_table[slots] = tokens
+            return
+        columns = torch.cat((tokens, drawn.counts[:, None]), dim=1)
+        self.model.collective.broadcast(columns)
         self.model.collective.end_step()
-        self._token_table[self._upload(plan.sample_slots)] = tokens
+        self._verifier.end(self.verification, slots, columns[:, :-1], columns[:, -1])
+
+    def next_drafts(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
+        """After `keep`: the drafts of the slots that have drawn, [S, K], and how many, [S]."""
+        assert self._verifier is not None, "drafts are verified here"
+        tables, slots = self._verifier.tables, self._upload(plan.sample_slots)
+        return tables.drafts[slots], tables.ready[slots]
 
     def end(self) -> None:
         """Ends a step that samples nothing."""
@@ -104,12 +149,15 @@ class TorchSteps:
         size = self._pools.first.page_size
         rows = np.repeat(np.arange(len(plan.row_slots)), plan.query_lens)
         page_index, offsets = np.divmod(plan.positions, size)
+        pages = plan.page_table[rows, page_index]
+        if self.verification is not None:
+            pages[self.verification.unstored] = SCRATCH_PAGE
         batch = AttentionBatch(
             query_lens=plan.query_lens,
             context_lens=plan.context_lens,
             num_decodes=plan.num_decodes,
             page_table=self._upload(plan.page_table),
-            token_pages=self._upload(plan.page_table[rows, page_index]),
+            token_pages=self._upload(pages),
             token_offsets=self._upload(offsets),
         )
         others = tuple(

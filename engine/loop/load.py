@@ -70,6 +70,7 @@ def load_of(
         tokens_sampled=rates.tokens_sampled,
         tiers=scheduler.tiers.load(),
         hook_failures=dict(scheduler.hooks.failures) if scheduler.hooks else None,
+        speculation=scheduler.drafts.load() if scheduler.drafts else None,
     )
 
 

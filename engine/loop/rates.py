@@ -121,12 +121,14 @@ class StepRates:
         """Time at which a step began: at its launch, or when the step before it was done."""
         return max(launched_at, self._last_done)
 
-    def settled(self, plan: StepPlan, launched_at: float, ended_at: float) -> None:
-        """The step is done."""
+    def settled(
+        self, plan: StepPlan, launched_at: float, ended_at: float, tokens: int | None = None
+    ) -> None:
+        """The step is done, and has drawn so many tokens; None: one a draw."""
         self.step_s = ended_at - self.began(launched_at)
         self._last_done = ended_at
         self.prompt_tokens += plan.prompt_tokens
-        self.tokens_sampled += len(plan.sample_slots)
+        self.tokens_sampled += len(plan.sample_slots) if tokens is None else tokens
         if plan.num_decodes:
             self.piece.add(plan.prompt_tokens, self.step_s)
         if plan.prompt_tokens >= TELLING_TOKENS:

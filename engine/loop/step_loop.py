@@ -320,7 +320,8 @@ class StepLoop:
                 self._on_lost()
             self._flush()
         else:
-            self._rates.settled(plan, flight.at_s, flight.ended_s)
+            tokens = None if result.counts is None else int(result.counts.sum())
+            self._rates.settled(plan, flight.at_s, flight.ended_s, tokens)
             self._scheduler.tiers.note_rate(self._rates.prefill.tokens_per_s)
             self._pacer.settled(plan, self._rates.step_s)
             with self._slow.verb("tokens"):

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
@@ -65,10 +65,46 @@ class TokenMatcher:
         for rule in self._rules:
             rule.consume(token_ids)
 
-    def narrow(self, bits: NDArray[np.int32], index: int) -> None:
-        """Applies the rules to the grammar's mask of output token `index`."""
-        for rule in self._rules:
-            rule.narrow(bits, index)
+    def narrow(self, masks: Masks, index: int, drafts: Sequence[int]) -> int:
+        """Applies the rules to the grammar's masks of output token `index` and of those behind the
+        drafts. Where a mask leaves no token, all may be drawn, so that the row yields one, which
+        nobody takes.
+
+        Args:
+            masks: [1 + drafts, W].
+            index: of the first of them.
+            drafts: the tokens between them.
+
+        Returns:
+            How many leading masks hold. 0: there is no token left, or the fuel is spent.
+        """
+        holding = len(masks)
+        if self.grammar is not None and drafts:
+            holding = 1 + self.grammar.validate_tokens(list(drafts))
+        rules = [rule.copy() for rule in self._rules] if drafts else self._rules
+        for column, bits in enumerate(masks[:holding]):
+            for rule in rules:
+                if column:
+                    rule.consume(drafts[column - 1 : column])
+                rule.narrow(bits, index + column)
+            if self.is_broken or not bits.any():
+                bits[:] = _ALL
+                return column
+        return holding
+
+
+class Wanted(NamedTuple):
+    """Masks that a step needs of one matcher: one, and one behind each draft."""
+
+    matcher: TokenMatcher
+    place: int
+    """Output index of the first token."""
+    drafts: Sequence[int] = ()
+
+    @property
+    def masks(self) -> int:
+        """How many they are."""
+        return 1 + len(self.drafts)
 
 
 class Matchers:
@@ -174,31 +210,29 @@ class MaskFiller:
     def __init__(self, threads: int = MASK_THREADS) -> None:
         self._pool = LLExecutor(threads)
 
-    def fill(self, masks: Masks, wanted: Sequence[tuple[TokenMatcher, int]]) -> list[bool]:
-        """Fills the mask of the output token with the given index for each matcher.
+    def fill(self, masks: Masks, wanted: Sequence[Wanted]) -> list[int]:
+        """Fills the masks of each matcher, behind each other.
 
         Args:
             masks: [M, W], contiguous.
-            wanted: M matchers, each once, and the index of the output token.
+            wanted: M masks in all, of each matcher once.
 
         Returns:
-            [M]: whether there is a token that may be drawn. Where there is none, all may be drawn,
-            so that the row yields a token, which nobody takes.
+            For each matcher how many of its masks hold; see `TokenMatcher.narrow`.
         """
         masks.fill(_ALL)
+        firsts = list(itertools.accumulate((one.masks for one in wanted), initial=0))
         grammars = [
-            (matcher.grammar, row)
-            for row, (matcher, _) in enumerate(wanted)
-            if matcher.grammar is not None and not matcher.is_broken
+            (one.matcher.grammar, first, list(one.drafts))
+            for one, first in zip(wanted, firsts, strict=False)
+            if one.matcher.grammar is not None and not one.matcher.is_broken
         ]
-        if grammars:
-            words = masks.shape[1]
-            self._pool.unsafe_compute_mask_ptr(grammars, masks.ctypes.data, 4 * words, len(masks))
-        found = []
-        for row, (matcher, index) in enumerate(wanted):
-            matcher.narrow(masks[row], index)
-            is_open = not matcher.is_broken and bool(masks[row].any())
-            found.append(is_open)
-            if not is_open:
-                masks[row] = _ALL
-        return found
+        at = masks.ctypes.data, 4 * masks.shape[1], len(masks)
+        if any(drafts for _, _, drafts in grammars):
+            self._pool.unsafe_compute_mask_ptr_with_draft_token(grammars, *at)
+        elif grammars:
+            self._pool.unsafe_compute_mask_ptr([(g, row) for g, row, _ in grammars], *at)
+        return [
+            one.matcher.narrow(masks[first : first + one.masks], one.place, one.drafts)
+            for one, first in zip(wanted, firsts, strict=False)
+        ]

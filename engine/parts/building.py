@@ -41,6 +41,7 @@ from engine.parts.paging import (
 from engine.pool.kv_pool import KvPool
 from engine.pool.pools import KvPools
 from engine.sampling import Sampler
+from engine.speculation.choosing import verifier_of
 from engine.step.attention import AttentionBackend, StepAttention
 from engine.step.collective import Collective
 from engine.step.executor import Executor
@@ -170,14 +171,15 @@ def torch_steps(
         backend = GroupedAttention(backends, pools.places)
     own = hook_steps(config, loaded, pools.first, hooks)
     loaded.model.finish()
+    verifier = verifier_of(config, loaded.config.vocab_size, pools.first.device)
     rest = config.max_sequences, pools.first.device
     if own is None:
-        return TorchSteps(loaded.model, pools, backend, *rest)
+        return TorchSteps(loaded.model, pools, backend, *rest, verifier=verifier)
     step_hooks, site = own
     _warm(config, loaded, step_hooks, site, torch.int64)
     if step_hooks.attends:
         backend = HookedAttention(_backends(config), site, step_hooks)
-    return TorchSteps(loaded.model, pools, backend, *rest, step_hooks)
+    return TorchSteps(loaded.model, pools, backend, *rest, step_hooks, verifier)
 
 
 def hook_steps(

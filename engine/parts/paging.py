@@ -15,6 +15,7 @@ from engine.model import LoadedModel
 from engine.pool.kinds import pool_type
 from engine.pool.kv_pool import KvPool
 from engine.pool.pools import KvPools, make_pools
+from engine.speculation.choosing import pages_ahead
 from engine.tiers.arena import HostArena
 from engine.tiers.touching import HostMemoryError
 
@@ -193,4 +194,5 @@ def resolved(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> EngineC
         eos_token_ids=frozenset(loaded.config.eos_token_ids),
         kv_precision=pool.precision,
         gathers=pool.gathers,
+        reserve_pages=max(config.reserve_pages, pages_ahead(config)),
     )

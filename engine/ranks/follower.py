@@ -151,7 +151,7 @@ class Follower:
         fast = cuda_executor(config, loaded, pools, None, hooks, self._sign)
         if fast is not None:
             return partial(_queue, fast, self._errors)
-        return partial(_run, torch_steps(config, loaded, pools, hooks), self._device)
+        return partial(_run, torch_steps(config, loaded, pools, hooks))
 
     def _next(self) -> list[bytes]:
         """What rank 0 says next. Steps that were queued may fail meanwhile."""
@@ -193,9 +193,9 @@ class Follower:
 
 
 @torch.inference_mode()
-def _run(steps: TorchSteps, device: torch.device, plan: StepPlan) -> None:
+def _run(steps: TorchSteps, plan: StepPlan) -> None:
     """One step, with the collectives of `TorchExecutor` in their order."""
-    steps.prepare(plan)
+    plan = steps.prepare(plan)
     if plan.num_tokens == 0:
         steps.end()
         return
@@ -210,7 +210,7 @@ def _run(steps: TorchSteps, device: torch.device, plan: StepPlan) -> None:
         steps.logits(hidden, plan)
     else:
         steps.best(hidden, plan)
-    steps.keep(plan, torch.empty(plan.sample.num_rows, dtype=torch.int64, device=device))
+    steps.keep(plan, steps.no_tokens(plan))
 
 
 def _queue(executor: Executor, errors: SimpleQueue[BaseException], plan: StepPlan) -> None:

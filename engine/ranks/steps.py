@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.step.plan import GroupTable, ScorePlan, StepPlan
+from engine.step.plan import Begins, GroupTable, ScorePlan, StepPlan
 from engine.step.sampling import SamplePlan
 
 Int32s = NDArray[np.int32]
@@ -36,7 +36,19 @@ COLUMNS: Final = (
     "hook_terms",
 )
 """Columns that travel. The page table and the hooks' terms have two dimensions."""
-HEAD: Final = ("number", "num_decodes", "shape", "samples", "whole_logits", "table_width", "hooks")
+BEGUN: Final = ("slots", "lens", "prompt_lens", "choices", "seeds", "ids")
+"""Columns of `Begins`, which travel behind those, if there are any."""
+HEAD: Final = (
+    "number",
+    "num_decodes",
+    "shape",
+    "samples",
+    "whole_logits",
+    "table_width",
+    "hooks",
+    "width",
+    "begins",
+)
 """First integers of the first frame. (first token, top N) of each scored prompt follow."""
 
 
@@ -47,10 +59,12 @@ GROUP: Final = ("pages", "skipped", "copy_source", "copy_target")
 def encode(plan: StepPlan) -> list[memoryview]:
     """The frames of a step."""
     head = [plan.number, plan.num_decodes, plan.shape, plan.sample is not None, plan.whole_logits]
-    head += [plan.page_table.shape[-1], len(plan.hook_terms)]
+    head += [plan.page_table.shape[-1], len(plan.hook_terms), plan.width, plan.begins is not None]
     for wanted in plan.scores:
         head += [wanted.first_token, wanted.top_n]
     columns = [getattr(plan, name) for name in COLUMNS]
+    if plan.begins is not None:
+        columns += [getattr(plan.begins, name).view(np.int32) for name in BEGUN]
     arrays = [np.array(head), *columns, *(wanted.next_ids for wanted in plan.scores)]
     arrays += [getattr(other, name) for other in plan.others for name in GROUP]
     return [np.ascontiguousarray(array.reshape(-1), np.int32).data.cast("B") for array in arrays]
@@ -59,24 +73,32 @@ def encode(plan: StepPlan) -> list[memoryview]:
 def decode(frames: Sequence[bytes]) -> StepPlan:
     """The step of some frames, without what only rank 0 needs."""
     head, *arrays = (np.frombuffer(frame, np.int32) for frame in frames)
-    number, num_decodes, shape, samples, whole, width, hooks = map(int, head[: len(HEAD)])
+    told: dict[str, int] = dict(zip(HEAD, head.tolist(), strict=False))
     columns: dict[str, Any] = dict(zip(COLUMNS, arrays, strict=False))
-    columns["page_table"] = columns["page_table"].reshape(-1, width)
+    hooks, arrays = told["hooks"], arrays[len(COLUMNS) :]
+    columns["page_table"] = columns["page_table"].reshape(-1, told["table_width"])
     columns["hook_terms"] = columns["hook_terms"].reshape(hooks, len(columns["row_slots"]))
     asked = head[len(HEAD) :].reshape(-1, 2).tolist()
-    scores = zip(asked, arrays[len(COLUMNS) :], strict=False)
-    groups = arrays[len(COLUMNS) + len(asked) :]
+    begins = None
+    if told["begins"]:
+        begun: dict[str, Any] = dict(zip(BEGUN, arrays, strict=False))
+        begins = Begins(**begun | {"seeds": begun["seeds"].view(np.int64)})
+        arrays = arrays[len(BEGUN) :]
+    scores = zip(asked, arrays, strict=False)
+    groups = arrays[len(asked) :]
     starts = range(0, len(groups), len(GROUP))
     nothing = np.zeros(0, np.int32)
     return StepPlan(
         **columns,
-        number=number,
-        num_decodes=num_decodes,
-        shape=shape,
+        number=told["number"],
+        num_decodes=told["num_decodes"],
+        shape=told["shape"],
         sample_generations=nothing,
-        sample_indices=nothing,
-        sample=SamplePlan(len(columns["sample_slots"])) if samples else None,
-        whole_logits=bool(whole),
+        sample_indices=np.zeros(len(columns["sample_slots"]), np.int32),
+        sample=SamplePlan(len(columns["sample_slots"])) if told["samples"] else None,
+        whole_logits=bool(told["whole_logits"]),
+        width=told["width"],
+        begins=begins,
         scores=tuple(ScorePlan(first, ids, top_n) for (first, top_n), ids in scores),
         others=tuple(_group(groups[at : at + len(GROUP)]) for at in starts),
     )

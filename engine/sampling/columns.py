@@ -19,6 +19,7 @@ from engine.step.sampling import (
     Draw,
     Ints,
     LogprobRows,
+    NoiseKeys,
     Nucleus,
     Penalties,
     Resets,
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from engine.types import SamplingParams, StopRules, TokenIds
 
 
+ALWAYS = np.iinfo(np.int64).max
+"""Bound on the output index of what has none."""
 NARROW = 1024
 """Largest top-k for which a row's best logits are selected. Beyond it the row is sorted."""
 
@@ -87,7 +90,9 @@ class Columns:
         self._min_tokens = np.zeros(max_slots, np.int64)
         self._top_n = np.zeros(max_slots, np.int64)
         self._early = [_NO_ADJUSTMENT] * max_slots
-        """Ids that must not be drawn while the output is shorter than `min_tokens`."""
+        """Biases, and ids that must not be drawn while the output is shorter than `min_tokens`."""
+        self._ends = [_NO_ADJUSTMENT] * max_slots
+        """Those ids alone."""
         self._late = [_NO_ADJUSTMENT] * max_slots
         self._pending: dict[int, _History] = {}
         """Slots with penalties that got a new sequence since the last plan with penalties."""
@@ -147,6 +152,7 @@ class Columns:
         self._min_tokens[slot] = stop.min_tokens
         self._late[slot] = _Adjustment.of(bias)
         self._early[slot] = _Adjustment.of({**bias, **ends})
+        self._ends[slot] = _Adjustment.of(ends)
         if bias:
             self._need(slot, Need.BIAS)
         if ends and stop.min_tokens > 0:
@@ -156,7 +162,9 @@ class Columns:
         """Drops ids beyond the vocabulary, since they are never drawn."""
         return {token: value for token, value in values.items() if 0 <= token < self._vocab_size}
 
-    def plan(self, slots: Ints, indices: Ints, choices: Ints | None) -> SamplePlan:
+    def plan(
+        self, slots: Ints, indices: Ints, choices: Ints | None, *, known: bool = True
+    ) -> SamplePlan:
         """See `Sampler.plan`."""
         needs = self._needs[slots]
         asked = int(np.bitwise_or.reduce(needs))
@@ -164,29 +172,30 @@ class Columns:
             return SamplePlan(len(slots))
         return SamplePlan(
             num_rows=len(slots),
-            draw=self._plan_draw(needs, slots, indices, choices) if asked & Need.DRAW else None,
+            draw=self._plan_draw(needs, slots, indices if known else None, choices)
+            if asked & Need.DRAW
+            else None,
             penalties=self._plan_penalties(needs, slots) if asked & Need.PENALTIES else None,
-            adjustments=self._plan_adjustments(needs, slots, indices)
+            adjustments=self._plan_adjustments(needs, slots, indices, known)
             if asked & (Need.BIAS | Need.MIN_TOKENS)
             else None,
             logprobs=self._plan_logprobs(needs, slots) if asked & Need.LOGPROBS else None,
         )
 
     def _plan_draw(
-        self, needs: NDArray[np.uint8], slots: Ints, indices: Ints, choices: Ints | None
+        self, needs: NDArray[np.uint8], slots: Ints, indices: Ints | None, choices: Ints | None
     ) -> Draw:
         rows = np.flatnonzero(needs & Need.DRAW)
         drawn, needs = slots[rows], needs[rows]
+        seeds = self._seed[drawn]
+        keys = self._choice[drawn] if choices is None else choices[rows].astype(np.int64)
         return Draw(
             rows=rows,
             temperature=self._temperature[drawn],
-            uniforms=uniform(
-                self._seed[drawn],
-                self._choice[drawn] if choices is None else choices[rows],
-                indices[rows],
-            ),
+            uniforms=None if indices is None else uniform(seeds, keys, indices[rows]),
             floor=self._floor[drawn] if (needs & Need.MIN_P).any() else None,
             nuclei=self._plan_nuclei(needs, drawn),
+            noise=NoiseKeys(seeds.view(np.int64), keys) if indices is None else None,
         )
 
     def _plan_nuclei(self, needs: NDArray[np.uint8], slots: Ints) -> tuple[Nucleus, ...]:
@@ -235,9 +244,11 @@ class Columns:
         )
 
     def _plan_adjustments(
-        self, needs: NDArray[np.uint8], slots: Ints, indices: Ints
+        self, needs: NDArray[np.uint8], slots: Ints, indices: Ints, known: bool
     ) -> Adjustments | None:
         early = ((needs & Need.MIN_TOKENS) > 0) & (indices < self._min_tokens[slots])
+        if not known and early.any():
+            return self._plan_bounded(needs, slots, early)
         rows = np.flatnonzero(early | ((needs & Need.BIAS) > 0))
         if not len(rows):
             return None
@@ -246,6 +257,24 @@ class Columns:
             rows=np.repeat(rows, [len(part.ids) for part in parts]),
             ids=np.concatenate([part.ids for part in parts]),
             values=np.concatenate([part.values for part in parts]),
+        )
+
+    def _plan_bounded(
+        self, needs: NDArray[np.uint8], slots: Ints, early: NDArray[np.bool_]
+    ) -> Adjustments:
+        """Adjustments of rows some of which may be past their `min_tokens`: the device finds out.
+        What is biased may not end the sequence before that, either: minus infinity stays."""
+        parts = [(row, self._late[slots[row]], ALWAYS) for row in np.flatnonzero(needs & Need.BIAS)]
+        parts += [
+            (row, self._ends[slots[row]], int(self._min_tokens[slots[row]]))
+            for row in np.flatnonzero(early)
+        ]
+        counts = [len(part.ids) for _, part, _ in parts]
+        return Adjustments(
+            rows=np.repeat(np.array([row for row, _, _ in parts], np.int64), counts),
+            ids=np.concatenate([part.ids for _, part, _ in parts]),
+            values=np.concatenate([part.values for _, part, _ in parts]),
+            until=np.repeat(np.array([until for _, _, until in parts], np.int64), counts),
         )
 
     def _plan_logprobs(self, needs: NDArray[np.uint8], slots: Ints) -> LogprobRows:

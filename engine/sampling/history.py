@@ -33,7 +33,7 @@ class History:
         self.in_prompt[prompt_slots, prompt_ids] = True
         self.count(generated_slots, generated_ids)
 
-    def count(self, slots: Tensor, token_ids: Tensor) -> None:
-        """Adds one to each (slot, token id), as often as the pair occurs."""
-        ones = torch.ones_like(token_ids, dtype=torch.int32)
-        self.counts.index_put_((slots, token_ids), ones, accumulate=True)
+    def count(self, slots: Tensor, token_ids: Tensor, alive: Tensor | None = None) -> None:
+        """Adds one to each (slot, token id), as often as the pair occurs; only where `alive`."""
+        ones = torch.ones_like(token_ids) if alive is None else alive
+        self.counts.index_put_((slots, token_ids), ones.int(), accumulate=True)

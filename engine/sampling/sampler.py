@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from engine.sampling import ops
+from engine.sampling import device_noise, ops
 from engine.sampling.columns import Columns
 from engine.sampling.history import History
+from engine.speculation.tables import accepted
+from engine.step.sampling import LogprobRows, Masks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from numpy.typing import NDArray
 
+    from engine.speculation.verifying import Draws
     from engine.step.sampling import (
         Adjustments,
         Draw,
         Ints,
-        LogprobRows,
-        Masks,
         Nucleus,
         Penalties,
         SamplePlan,
@@ -46,6 +48,9 @@ class SampleResult(NamedTuple):
     margin: Tensor | None = None
     """[R] float64; None unless recorded. It is `ops.Drawn.margin` in a drawn row, and the gap
     between the two best logits in a greedy one."""
+    counts: Tensor | None = None
+    """[S] int64: leading columns of each draw that count. Then there are S draws of W columns: what
+    is [R] is [S, W], but for `finite`, [S], which is of the columns that count."""
 
 
 class Sampler:
@@ -82,7 +87,9 @@ class Sampler:
         """
         self._columns.assign(slot, params, stop, choice, prompt_ids, generated_ids)
 
-    def plan(self, slots: Ints, indices: Ints, choices: Ints | None = None) -> SamplePlan:
+    def plan(
+        self, slots: Ints, indices: Ints, choices: Ints | None = None, *, known: bool = True
+    ) -> SamplePlan:
         """Plans one draw a row. Step loop's thread.
 
         Args:
@@ -91,8 +98,10 @@ class Sampler:
             choices: [R], used instead of the choices that the slots were assigned with. The rows of
                 one slot can then be the first tokens of several choices. They share the slot's
                 history, which belongs to one choice, so this is for output index 0 only.
+            known: whether these are the indices. If not, the device knows them, and what depends on
+                them is left to `verify`.
         """
-        return self._columns.plan(slots, indices, choices)
+        return self._columns.plan(slots, indices, choices, known=known)
 
     def sample(self, logits: Tensor, plan: SamplePlan, masks: Masks | None = None) -> SampleResult:
         """Draws the planned tokens and counts them for penalties. Executor's thread, in plan order.
@@ -102,26 +111,85 @@ class Sampler:
             plan: the plan of the step.
             masks: the rows that may draw only some tokens, with those.
         """
-        shaped = self._shape(logits, plan)
-        if masks is not None:
-            shaped = self._mask(shaped, masks)
-        tokens, margin = self._choose(shaped, plan.draw)
-        if plan.penalties is not None:
-            self._count(tokens, plan.penalties)
+        self._begin(plan.penalties)
+        tokens, margin = self._column(logits, plan, masks)
         # A sum is the cheapest pass over a row that finds both NaN and infinity.
         finite = logits.sum(-1).isfinite()
         return SampleResult(tokens, finite, *self._score(logits, tokens, plan.logprobs), margin)
 
+    def verify(
+        self, logits: Tensor, plan: SamplePlan, draws: Draws, masks: Masks | None = None
+    ) -> SampleResult:
+        """Draws the tokens of steps that verify drafts: S draws of up to W columns. Penalties count
+        tokens of columns that count. Executor's thread, in plan order.
+
+        Args:
+            logits: [L, V] float32; not changed.
+            plan: the plan of the step, a row for each draw.
+            draws: where the logits of each column are, and its drafts.
+            masks: the columns that may draw only some tokens. A draw with masks counts only
+                columns that have one.
+        """
+        valid, width = draws.valid, draws.ids.shape[1]
+        if masks is not None:
+            valid = valid.minimum(self._upload(_masked_columns(masks, draws.ids.shape)))
+        self._begin(plan.penalties)
+        tokens, margins = torch.zeros_like(draws.ids), []
+        alive = valid > 0
+        for column in range(width):
+            own = None if masks is None else _masks_of(masks, column, width)
+            drawn, margin = self._column(
+                logits[draws.places[:, column]], plan, own, draws.indices + column, alive
+            )
+            tokens[:, column] = drawn
+            margins.append(margin)
+            if column + 1 < width:
+                alive &= (valid > column + 1) & (drawn == draws.ids[:, column + 1])
+                if alive.is_cpu and not alive.any():
+                    break
+        counts = accepted(draws.ids, tokens, valid)
+        bad = ~logits.sum(-1).isfinite()[draws.places]
+        counted = torch.arange(width, device=self._device) < counts[:, None]
+        scores = self._score_columns(logits, draws.places, tokens, plan.logprobs)
+        known = [margin for margin in margins if margin is not None]
+        margin = torch.stack(known, dim=1) if known else None
+        return SampleResult(tokens, ~(bad & counted).any(1), *scores, margin, counts)
+
+    def _column(
+        self,
+        logits: Tensor,
+        plan: SamplePlan,
+        masks: Masks | None,
+        indices: Tensor | None = None,
+        alive: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """One token a row, and the margins if they are recorded.
+
+        Args:
+            logits: [R, V].
+            plan: the plan of the rows.
+            masks: their masks.
+            indices: [R] output indices; None: the plan has what depends on them.
+            alive: [R], rows whose tokens penalties count; None: all.
+        """
+        shaped = self._shape(logits, plan, indices)
+        if masks is not None:
+            shaped = self._mask(shaped, masks)
+        tokens, margin = self._choose(shaped, plan.draw, indices)
+        if plan.penalties is not None:
+            self._count(tokens, plan.penalties, alive)
+        return tokens, margin
+
     def _upload(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
 
-    def _shape(self, logits: Tensor, plan: SamplePlan) -> Tensor:
+    def _shape(self, logits: Tensor, plan: SamplePlan, indices: Tensor | None) -> Tensor:
         """The logits for the choice: adjusted, then penalised."""
         if plan.adjustments is None and plan.penalties is None:
             return logits
         logits = logits.clone()
         if plan.adjustments is not None:
-            self._adjust(logits, plan.adjustments)
+            self._adjust(logits, plan.adjustments, indices)
         if plan.penalties is not None:
             self._penalise(logits, plan.penalties)
         return logits
@@ -133,15 +201,27 @@ class Sampler:
         rows = self._upload(masks.rows)
         return logits.index_copy(0, rows, ops.mask(logits[rows], bits))
 
-    def _adjust(self, logits: Tensor, adjustments: Adjustments) -> None:
+    def _adjust(self, logits: Tensor, adjustments: Adjustments, indices: Tensor | None) -> None:
         where = self._upload(adjustments.rows), self._upload(adjustments.ids)
-        logits[where] += self._upload(adjustments.values)
+        values = self._upload(adjustments.values)
+        if adjustments.until is None:
+            logits[where] += values
+            return
+        assert indices is not None, "bounds are for indices that the host does not know"
+        counts = indices[where[0]] < self._upload(adjustments.until)
+        logits.index_put_(where, torch.where(counts, values, 0), accumulate=True)
 
-    def _penalise(self, logits: Tensor, penalties: Penalties) -> None:
+    def _begin(self, penalties: Penalties | None) -> None:
+        """Makes the tables ready for a step's draws."""
+        if penalties is None:
+            return
         if self._history is None:
             self._history = History(self._max_slots, self.vocab_size, self._device)
         if penalties.resets is not None:
             self._history.reset(*map(self._upload, penalties.resets))
+
+    def _penalise(self, logits: Tensor, penalties: Penalties) -> None:
+        assert self._history is not None, "a plan with penalties allocates it"
         rows, slots = self._upload(penalties.rows), self._upload(penalties.slots)
         logits[rows] = ops.penalise(
             logits[rows],
@@ -152,20 +232,22 @@ class Sampler:
             self._upload(penalties.presence),
         )
 
-    def _count(self, tokens: Tensor, penalties: Penalties) -> None:
+    def _count(self, tokens: Tensor, penalties: Penalties, alive: Tensor | None) -> None:
         assert self._history is not None, "a plan with penalties allocates it"
         slots, rows = self._upload(penalties.slots), self._upload(penalties.rows)
-        self._history.count(slots, tokens[rows])
+        self._history.count(slots, tokens[rows], None if alive is None else alive[rows])
 
-    def _choose(self, logits: Tensor, draw: Draw | None) -> tuple[Tensor, Tensor | None]:
+    def _choose(
+        self, logits: Tensor, draw: Draw | None, indices: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """The tokens, and the margins if they are recorded."""
         if draw is None:
             return self._greedy(logits)
         if len(draw.rows) == len(logits):
-            tokens, margin = self._draw(logits, draw)
+            tokens, margin = self._draw(logits, draw, indices)
             return tokens, margin if self._record_margins else None
         rows = self._upload(draw.rows)
-        drawn = self._draw(logits[rows], draw)
+        drawn = self._draw(logits[rows], draw, indices)
         tokens, margins = self._greedy(logits)
         tokens[rows] = drawn.tokens
         if margins is not None:
@@ -178,14 +260,18 @@ class Sampler:
         best = logits.topk(2).values.double()
         return logits.argmax(-1), best[:, 0] - best[:, 1]
 
-    def _draw(self, logits: Tensor, draw: Draw) -> ops.Drawn:
+    def _draw(self, logits: Tensor, draw: Draw, indices: Tensor | None) -> ops.Drawn:
         scaled = ops.scale(logits, self._upload(draw.temperature))
-        return ops.draw(scaled, self._floor(scaled, draw), self._uniforms(draw))
+        return ops.draw(scaled, self._floor(scaled, draw), self._uniforms(draw, indices))
 
-    def _uniforms(self, draw: Draw) -> Tensor:
+    def _uniforms(self, draw: Draw, indices: Tensor | None) -> Tensor:
         """[D] float64: the rows' noise."""
-        assert draw.uniforms is not None, "the host knows the output indices"
-        return self._upload(draw.uniforms)
+        if draw.uniforms is not None:
+            return self._upload(draw.uniforms)
+        assert indices is not None, "the device knows what the host does not"
+        assert draw.noise is not None, "the plan has either"
+        seeds, choices = map(self._upload, draw.noise)
+        return device_noise.uniform(seeds, choices, indices[self._upload(draw.rows)])
 
     def _floor(self, scaled: Tensor, draw: Draw) -> Tensor | None:
         """The least scaled logit that min-p, top-k and top-p keep."""
@@ -223,3 +309,30 @@ class Sampler:
         top_ids = tokens.new_zeros(shape).index_copy_(0, rows, scores.top_ids)
         top_logprobs = logits.new_zeros(shape).index_copy_(0, rows, scores.top_logprobs)
         return logprob, top_ids, top_logprobs
+
+    def _score_columns(
+        self, logits: Tensor, places: Tensor, tokens: Tensor, wanted: LogprobRows | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """`_score` of S draws of W columns: [S, W], [S, W, N] and [S, W, N]."""
+        if wanted is None:
+            return None, None, None
+        draws, width = tokens.shape
+        rows = (wanted.rows[:, None] * width + np.arange(width)).reshape(-1)
+        flat = LogprobRows(rows, wanted.top_n)
+        scores = self._score(logits[places.reshape(-1)], tokens.reshape(-1), flat)
+        shape = (draws, width, -1)
+        logprob, ids, best = (None if found is None else found.view(shape) for found in scores)
+        return logprob if logprob is None else logprob[..., 0], ids, best
+
+
+def _masked_columns(masks: Masks, shape: tuple[int, ...]) -> NDArray[np.int64]:
+    """[S]: columns of each draw that may count, as its masks say; all W of a draw without any."""
+    draws, width = shape
+    counts = np.bincount(masks.rows // width, minlength=draws)
+    return np.where(counts > 0, counts, width)
+
+
+def _masks_of(masks: Masks, column: int, width: int) -> Masks | None:
+    """The masks of one column, by draw."""
+    where = np.flatnonzero(masks.rows % width == column)
+    return Masks(masks.rows[where] // width, masks.bits[where]) if where.size else None

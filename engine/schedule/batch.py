@@ -11,7 +11,7 @@ from engine.hooks.requests import RequestHooks
 from engine.pages.blocks import BlockManager
 from engine.schedule.sequences import NO_IDS, ChunkPlan, PrefillTask, Sequence
 from engine.schedule.slots import SlotState, SlotTable
-from engine.step.plan import StepPlan
+from engine.step.plan import Begins, StepPlan
 from engine.step.sampling import SamplePlanner
 from engine.stopping import end_ids
 from engine.types import Mode
@@ -33,6 +33,8 @@ class Batch:
         others: OtherGroups,
         sampler: SamplePlanner,
         hooks: RequestHooks | None,
+        *,
+        speculates: bool,
     ) -> None:
         self.slots = SlotTable(
             config.max_sequences,
@@ -57,6 +59,8 @@ class Batch:
         """Target page -> source page, for the next step."""
         self._writes: dict[int, int] = {}
         """Slot -> token for the token table, for the next step."""
+        self._begins: dict[int, Sequence] | None = {} if speculates else None
+        """Sequences that the device's tables do not have yet, by slot; None: there are none."""
 
     def enter(self, sequence: Sequence, state: SlotState) -> None:
         """Gives a sequence a slot. The caller must set its pages."""
@@ -72,8 +76,11 @@ class Batch:
         self.slots.request_id[slot], self.slots.sink[slot] = request.id, active.sink
         self.slots.set_stop_ids(slot, sorted(end_ids(request.stop, self._config.eos_token_ids)))
         self.slots.is_masked[slot] = sequence.matcher is not None
-        sequence.slot = slot
+        sequence.slot, sequence.drafts = slot, []
         self.owners[slot] = sequence
+        if self._begins is not None and request.mode is not Mode.PREFILL:
+            self._begins[slot] = sequence
+            self.slots.drafts[slot] = request.speculates and not any(active.hooked.terms)
         if self._hooks is not None:
             self._hooks.entered(slot, active.hooked)
         self._assign_sampler(sequence)
@@ -81,9 +88,13 @@ class Batch:
     def leave(self, sequence: Sequence) -> None:
         """Takes a sequence out of its slot. The caller has handled its pages."""
         slot = sequence.slot
+        sequence.drafted += int(self.slots.drafted[slot])
+        sequence.accepted += int(self.slots.accepted[slot])
         self.slots.give_back(slot)
         self.owners[slot] = None
         self._writes.pop(slot, None)
+        if self._begins:
+            self._begins.pop(slot, None)
         sequence.slot = -1
         if self.prefills:
             self.prefills = [t for t in self.prefills if t.leader is not sequence]
@@ -166,11 +177,38 @@ class Batch:
             self._blocks.mark_written(np.append(active.spare_pages, pages[-1:]), self.next_step)
             active.spare_pages, active.other_spares = NO_IDS, ()
 
-    def take_transfers(self) -> tuple[dict[int, int], dict[int, int]]:
-        """Takes the page copies and token table writes with which the next step must begin."""
-        queued = self._copies, self._writes
+    def take_transfers(self) -> tuple[dict[int, int], dict[int, int], Begins | None]:
+        """Takes the page copies and table writes with which the next step must begin."""
+        queued = self._copies, self._writes, self._take_begins()
         self._copies, self._writes = {}, {}
         return queued
+
+    def begin_again(self, begins: Begins) -> set[int]:
+        """The step that had these has failed: the next one has them, too. Returns the slots of
+        sequences that decode already, for which that is too late."""
+        late = set()
+        for slot in begins.slots.tolist():
+            if (owner := self.owners[slot]) is None or self._begins is None:
+                continue
+            if self.slots.state[slot] in (SlotState.RESERVED, SlotState.PREFILLING):
+                self._begins[slot] = owner
+            else:
+                late.add(slot)
+        return late
+
+    def _take_begins(self) -> Begins | None:
+        if not self._begins:
+            return None
+        begun, self._begins = list(self._begins.values()), {}
+        sampling = [one.active.request.sampling for one in begun]
+        return Begins(
+            slots=np.array([one.slot for one in begun], np.int32),
+            lens=np.array([len(one.tokens) for one in begun], np.int32),
+            prompt_lens=np.array([len(one.active.request.prompt_ids) for one in begun], np.int32),
+            choices=np.array([one.noise_choice for one in begun], np.int32),
+            seeds=np.array([one.seed for one in sampling], np.uint64).view(np.int64),
+            ids=np.concatenate([one.tokens for one in begun]).astype(np.int32),
+        )
 
     @property
     def has_transfers(self) -> bool:

@@ -6,7 +6,8 @@ preempted, and a request that was begun elsewhere has matchers that took its ear
 matcher of a sequence has always taken the tokens that the host knows, and no others.
 
 A step with such rows is launched in two parts. Its forward pass is queued at once. Its draw is
-queued when the step before it has settled, because only then the masks can be filled.
+queued when the step before it has settled, because only then the masks can be filled: behind
+tokens, and behind drafts, which the device tells with the tokens.
 """
 
 from __future__ import annotations
@@ -16,21 +17,30 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.masks.matchers import MaskFiller, TokenMatcher
+from engine.masks.matchers import MaskFiller, Wanted
 from engine.schedule.batch import Batch
 from engine.schedule.requests import Requests
 from engine.schedule.sequences import Sequence
-from engine.step.plan import StepPlan
+from engine.step.plan import StepPlan, StepResult
 from engine.step.sampling import Masks
 from engine.types import FailureReason
 
 
 class Masking:
-    """Fills the masks of steps, and tells matchers the tokens that were drawn."""
+    """Fills the masks of steps, and tells matchers the tokens that were drawn. A step that verifies
+    drafts needs a mask for each column."""
 
     def __init__(self, batch: Batch, requests: Requests) -> None:
         self._batch = batch
         self._requests = requests
+
+    def note(self, plan: StepPlan, result: StepResult) -> None:
+        """Notes the drafts that the next step of each masked row will verify."""
+        if result.next_drafts is None or result.next_ready is None:
+            return
+        for draw in plan.masked.tolist():
+            if (owner := self._batch.owner_of_row(plan, draw)) is not None:
+                owner.drafts = result.next_drafts[draw, : result.next_ready[draw]].tolist()
 
     def consume(self, slots: NDArray[np.intp], token_ids: NDArray[np.int32]) -> None:
         """Tells the matchers of sequences that go on their newest tokens, one a slot."""
@@ -57,27 +67,50 @@ class Masking:
             filler: fills the masks.
             memory: gives room for a number of masks, [M, W].
         """
-        wanted: dict[int, tuple[TokenMatcher, int]] = {}
-        rows: dict[int, list[int]] = {}
-        owners: dict[int, Sequence] = {}
-        for row in plan.masked.tolist():
-            owner = self._batch.owner_of_row(plan, row)
+        asked: dict[int, _Asked] = {}
+        for draw in plan.masked.tolist():
+            owner = self._batch.owner_of_row(plan, draw)
             if owner is None or owner.matcher is None:
                 continue
             # The first tokens of a prompt's choices share the matcher, since they share the slot.
-            key = id(owner.matcher)
-            wanted[key] = owner.matcher, int(plan.sample_indices[row])
-            rows.setdefault(key, []).append(row)
-            owners[key] = owner
-        if not wanted:
+            found = asked.setdefault(id(owner.matcher), _Asked(owner, self._wanted(plan, draw)))
+            found.draws.append(draw)
+        if not asked:
             return None
-        masks = memory(len(wanted))
-        found = filler.fill(masks, list(wanted.values()))
-        for owner, is_open in zip(owners.values(), found, strict=True):
-            if not is_open and owner.slot >= 0:
-                self._requests.fail(owner.active, FailureReason.STRUCTURE)
-        counts = [len(each) for each in rows.values()]
-        if any(count > 1 for count in counts):
-            shared, masks = masks, memory(sum(counts))
-            np.copyto(masks, np.repeat(shared, counts, axis=0))
-        return Masks(np.fromiter((row for each in rows.values() for row in each), np.int64), masks)
+        masks = memory(sum(one.wanted.masks for one in asked.values()))
+        holding = filler.fill(masks, [one.wanted for one in asked.values()])
+        rows: list[int] = []
+        taken: list[int] = []
+        first = 0
+        for one, count in zip(asked.values(), holding, strict=True):
+            if not count and one.owner.slot >= 0:
+                self._requests.fail(one.owner.active, FailureReason.STRUCTURE)
+            for draw in one.draws:
+                columns = range(max(1, count))
+                rows += [draw * plan.width + column for column in columns]
+                taken += [first + column for column in columns]
+            first += one.wanted.masks
+        if taken != list(range(len(masks))):
+            filled, masks = masks, memory(len(taken))
+            np.copyto(masks, filled[taken])
+        return Masks(np.array(rows, np.int64), masks)
+
+    def _wanted(self, plan: StepPlan, draw: int) -> Wanted:
+        """The masks of a draw: the steps before it have settled, so the host knows its index, and
+        its drafts."""
+        owner = self._batch.owner_of_row(plan, draw)
+        assert owner is not None, "a live draw has an owner"
+        assert owner.matcher is not None, "its draw is masked"
+        if draw >= plan.num_decodes:
+            return Wanted(owner.matcher, int(plan.sample_indices[draw]))
+        index = int(self._batch.slots.output_len[owner.slot])
+        return Wanted(owner.matcher, index, owner.drafts[: plan.width - 1])
+
+
+class _Asked:
+    """What a step asks of one matcher."""
+
+    def __init__(self, owner: Sequence, wanted: Wanted) -> None:
+        self.owner = owner
+        self.wanted = wanted
+        self.draws: list[int] = []

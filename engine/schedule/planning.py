@@ -5,12 +5,15 @@ N are only on the device. So positions and page needs are columns that move here
 end of sequence is found when a step settles, one step late. A sequence that will reach `max_tokens`
 is known before and not planned.
 
-Decode rows come first, one token each. The rest of the token budget goes to prompts in order of
-admission, in page-aligned chunks. Several prompts share a step up to `full_step_tokens`. Beyond
-that a step takes longer in proportion, and all its prompts would end with the last one. Beside
-decode rows, prompts get at most `mixed_prefill_tokens`. If the engine gathers contexts
-(`Bounds.gathers`), a step holds only prompts whose contexts fit the scratch together. Prompts that
-begin in the step count as well, since a step of a graph treats all alike.
+Where drafts are verified (`engine.speculation`), the host knows a least and a most of each length
+while a step is in flight, and plans for the most.
+
+Decode rows come first, `StepPlan.width` tokens each. The rest of the token budget goes to prompts
+in order of admission, in page-aligned chunks. Several prompts share a step up to
+`full_step_tokens`. Beyond that a step takes longer in proportion, and all its prompts would end
+with the last one. Beside decode rows, prompts get at most `mixed_prefill_tokens`. If the engine
+gathers contexts (`Bounds.gathers`), a step holds only prompts whose contexts fit the scratch
+together. Prompts that begin in the step count as well, since a step of a graph treats all alike.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from engine.schedule.budget import StepBudget
 from engine.schedule.requests import Requests
 from engine.schedule.sequences import ChunkPlan, PrefillTask, Sequence
 from engine.schedule.slots import SlotState
+from engine.speculation.widths import Widths
 from engine.step.plan import Int32s, ScorePlan, StepPlan
 from engine.step.sampling import SamplePlan
 from engine.tiers.protocol import PageTiers
@@ -56,6 +60,7 @@ class Planner:
         requests: Requests,
         budget: StepBudget,
         tiers: PageTiers,
+        widths: Widths | None,
     ) -> None:
         self._config = config
         self._blocks = blocks
@@ -63,15 +68,17 @@ class Planner:
         self._requests = requests
         self._budget = budget
         self._tiers = tiers
+        self._widths = widths
 
     def plan(self) -> StepPlan | None:
         """Plans the next step and moves the columns past it. None if there is no
         work."""
         rows = self._decode_rows()
-        chunks, scores = self._cut_chunks(rows)
+        width = self._width(rows)
+        chunks, scores = self._cut_chunks(rows.size, rows.size * width)
         if rows.size == 0 and not chunks and not self._batch.has_transfers:
             return None
-        plan = self._build(rows, chunks, scores)
+        plan = self._build(rows, width, chunks, scores)
         self._batch.next_step += 1
         if chunks:
             self._batch.chunks[plan.number] = tuple(chunks)
@@ -108,6 +115,36 @@ class Planner:
         slots, others = self._batch.slots, self._batch.others
         return others.grow(rows, slots.least_kv(rows), slots.seniority[rows]) if others else rows
 
+    def _width(self, rows: Slots) -> int:
+        """Tokens of each decode row."""
+        slots = self._batch.slots
+        if self._widths is None or not slots.drafts[rows].any():
+            return 1
+        if self._batch.others or self._batch.hook_terms(rows.astype(np.int32)).any():
+            return 1  # Other groups have pages for one more token. Hooks are told of lengths.
+        room = (self._budget.tokens - self._config.page_size) // rows.size
+        return max(1, min(self._widths.choose(rows.size), room))
+
+    def _bounds(self, rows: Slots, width: int) -> Int32s:
+        """[R]: the first position that each decode row must not store in this step. Rows get pages
+        for all that they may store, oldest first, as long as there are any: nobody is preempted
+        for a draft."""
+        slots, size = self._batch.slots, self._config.page_size
+        most = slots.kv_len[rows] + np.where(slots.drafts[rows], width, 1)
+        most = np.minimum(most, slots.limit_len[rows] - 1)
+        missing = np.maximum(-(-most // size) - slots.page_count[rows], 0)
+        if missing.any():
+            oldest_first = np.argsort(slots.seniority[rows], kind="stable")
+            served = oldest_first[missing[oldest_first].cumsum() <= self._blocks.available]
+            grown, counts = rows[served], missing[served]
+            places = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+            places += np.repeat(slots.page_count[grown], counts)
+            pages = self._blocks.allocate_apart(int(counts.sum()))
+            slots.page_table[np.repeat(grown, counts), places] = pages
+            slots.page_count[grown] += counts
+        bounds: Int32s = np.minimum(most, slots.page_count[rows] * size).astype(np.int32)
+        return bounds
+
     def _make_room(self, missing: int) -> None:
         """Preempts the youngest sequences until `missing` more pages are free or about to be free.
 
@@ -141,14 +178,16 @@ class Planner:
 
     # -- chunks ------------------------------------------------------------------------------------
 
-    def _cut_chunks(self, rows: Slots) -> tuple[list[ChunkPlan], list[ScorePlan]]:
+    def _cut_chunks(
+        self, decodes: int, decode_tokens: int
+    ) -> tuple[list[ChunkPlan], list[ScorePlan]]:
         config, others = self._config, self._batch.others
-        budget = self._budget.tokens - rows.size
-        if rows.size:
+        budget = self._budget.tokens - decode_tokens
+        if decodes:
             budget = min(budget, config.mixed_prefill_tokens)
         chunks: list[ChunkPlan] = []
         scores: list[ScorePlan] = []
-        first_token, first_sample = int(rows.size), int(rows.size)
+        first_token, first_sample = decode_tokens, decodes
         scratch = config.scratch_tokens if config.gathers else UNBOUNDED
         for task in self._batch.prefills:
             end = min(task.num_tokens, task.cursor + budget, scratch)
@@ -168,7 +207,7 @@ class Planner:
             first_token += end - task.cursor
             first_sample += len(_first_draws(task)) if last else 0
             scratch -= end
-            full = config.full_step_tokens - (first_token - rows.size)
+            full = config.full_step_tokens - (first_token - decode_tokens)
             budget = min(budget - (end - task.cursor), full)
         return chunks, scores
 
@@ -194,25 +233,32 @@ class Planner:
 
     # -- building ----------------------------------------------------------------------------------
 
-    def _build(self, rows: Slots, chunks: list[ChunkPlan], scores: list[ScorePlan]) -> StepPlan:
+    def _build(
+        self, rows: Slots, width: int, chunks: list[ChunkPlan], scores: list[ScorePlan]
+    ) -> StepPlan:
         slots, others = self._batch.slots, self._batch.others
+        bounds, least = self._bounds(rows, width), slots.least_kv(rows)
+        known = width == 1 and bool((least == slots.kv_len[rows]).all())
         row_slots = np.concatenate([rows, [c.task.leader.slot for c in chunks]]).astype(np.int32)
-        starts = np.concatenate([slots.kv_len[rows], [c.start for c in chunks]]).astype(np.int32)
-        ends = np.concatenate([slots.kv_len[rows] + 1, [c.end for c in chunks]])
-        contexts = ends.astype(np.int32)
+        contexts = np.concatenate([bounds, [c.end for c in chunks]]).astype(np.int32)
+        starts = [c.start for c in chunks]
+        queries = [width] * rows.size + [c.end - c.start for c in chunks]
+        positions = least[:, None] + np.arange(width, dtype=np.int32)
+        positions = np.minimum(positions, bounds[:, None] - 1).reshape(-1)
         prompt_ids = [c.task.tokens[c.start : c.end] for c in chunks]
         prompt_positions = [np.arange(c.start, c.end, dtype=np.int32) for c in chunks]
-        samples = self._samples(rows, chunks)
-        copies, writes = self._batch.take_transfers()
-        self._mark_written(row_slots, starts, contexts)
-        sample = self._sample_plan(samples)
+        samples = self._samples(rows, width, chunks)
+        copies, writes, begins = self._batch.take_transfers()
+        stored_from = np.concatenate([least, starts]).astype(np.int32)
+        self._mark_written(row_slots, stored_from, contexts)
+        sample = self._sample_plan(samples, known=known)
         masked = np.flatnonzero(slots.is_masked[samples.slots]).astype(np.int32)
         return StepPlan(
             number=self._batch.next_step,
-            token_ids=np.concatenate([np.zeros(rows.size, np.int32), *prompt_ids]),
-            positions=np.concatenate([starts[: rows.size], *prompt_positions]),
+            token_ids=np.concatenate([np.zeros(positions.size, np.int32), *prompt_ids]),
+            positions=np.concatenate([positions, *prompt_positions]),
             row_slots=row_slots,
-            query_lens=contexts - starts,
+            query_lens=np.array(queries, np.int32),
             context_lens=contexts,
             num_decodes=int(rows.size),
             page_table=self._page_table(row_slots, contexts),
@@ -230,18 +276,20 @@ class Planner:
             masked=masked,
             whole_logits=masked.size > 0 or (sample is not None and not sample.is_greedy),
             scores=tuple(scores),
-            others=others.tables(row_slots, starts, contexts, self._batch.next_step),
+            others=others.tables(row_slots, stored_from, contexts, self._batch.next_step),
+            width=width,
+            begins=begins,
+            tells_drafts=bool(slots.drafts[samples.slots[masked]].any()),
         )
 
-    def _samples(self, rows: Slots, chunks: list[ChunkPlan]) -> _Samples:
-        """The draws: one token for every decode row, and one for each choice of every last
-        chunk."""
+    def _samples(self, rows: Slots, width: int, chunks: list[ChunkPlan]) -> _Samples:
+        """The draws: one for every decode row, and one for each choice of every last chunk."""
         slots = self._batch.slots
         decode = rows.astype(np.int32)
-        tokens, where = [np.arange(rows.size, dtype=np.int32)], [decode]
-        indices = [slots.kv_len[rows] + 1 - slots.prompt_len[rows]]
+        tokens, where = [np.arange(rows.size, dtype=np.int32) * width], [decode]
+        indices = [slots.least_kv(rows) + 1 - slots.prompt_len[rows]]
         choices = [slots.noise_choice[rows]]
-        last_token = rows.size - 1
+        last_token = rows.size * width - 1
         for chunk in chunks:
             last_token += chunk.end - chunk.start
             if chunk.is_last:
@@ -254,10 +302,12 @@ class Planner:
             *(np.concatenate(c).astype(np.int32) for c in (tokens, where, indices, choices))
         )
 
-    def _sample_plan(self, samples: _Samples) -> SamplePlan | None:
+    def _sample_plan(self, samples: _Samples, *, known: bool) -> SamplePlan | None:
         if samples.slots.size == 0:
             return None
-        return self._batch.sampler.plan(samples.slots, samples.indices, samples.choices)
+        return self._batch.sampler.plan(
+            samples.slots, samples.indices, samples.choices, known=known
+        )
 
     def _page_table(self, row_slots: Int32s, contexts: Int32s) -> Int32s:
         """[R, P], wide enough for the longest row. Beyond a row's context it has the scratch

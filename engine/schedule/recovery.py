@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import Final
 
@@ -70,7 +71,8 @@ class Recovery:
         """Undoes the plan of the oldest step in flight, which failed."""
         self.step_is_over(plan)
         self._blocks.arrivals.note(plan.arrived)  # Hooks have not seen these yet.
-        touched = self._touched(plan)
+        late = self._batch.begin_again(plan.begins) if plan.begins is not None else set()
+        touched = self._touched(plan, late)
         self._batch.chunks.pop(plan.number, None)
         # A step in flight behind a failed one has lost its requests by now and shows nothing new.
         self._budget.failures += bool(touched)
@@ -109,11 +111,12 @@ class Recovery:
                 self._requests.finish_preemption(sequence, computed=False)
         self._budget.shrink(plan.num_tokens)
 
-    def _touched(self, plan: StepPlan) -> list[Sequence]:
-        """Sequences that computed, drew or copied in the step, oldest first. Those that run from a
-        prompt computed in it are included, since they may have forked off since."""
+    def _touched(self, plan: StepPlan, more: Iterable[int] = ()) -> list[Sequence]:
+        """Sequences that computed, drew or copied in the step, and those in `more` slots, oldest
+        first. Those that run from a prompt computed in it are included, since they may have forked
+        off since."""
         alive = self._batch.alive(plan)
-        slots = {*plan.sample_slots[alive].tolist(), *plan.write_slots.tolist()}
+        slots = {*plan.sample_slots[alive].tolist(), *plan.write_slots.tolist(), *more}
         for chunk in self._batch.live_chunks(plan.number):
             slots.update(one.slot for one in chunk.task.sequences if one.slot >= 0)
         for slot in self._batch.slots.running().tolist():

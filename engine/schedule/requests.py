@@ -253,6 +253,8 @@ class Requests:
                 last,
                 sequence.preemptions,
                 time.time_ns(),
+                sequence.drafted,
+                sequence.accepted,
             ),
         )
         if last:

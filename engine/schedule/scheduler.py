@@ -29,6 +29,8 @@ from engine.schedule.policies import Fcfs, SchedulingPolicy
 from engine.schedule.recovery import Recovery
 from engine.schedule.requests import Requests
 from engine.schedule.settling import Settler
+from engine.speculation.figures import Figures
+from engine.speculation.widths import Widths
 from engine.step.sampling import SamplePlanner
 from engine.tiers.peers import Fetches
 from engine.tiers.protocol import NoTiers, PageTiers
@@ -46,6 +48,7 @@ class Scheduler:
         tiers: PageTiers | None = None,
         hooks: RequestHooks | None = None,
         others: OtherGroups | None = None,
+        widths: Widths | None = None,
     ) -> None:
         """`blocks` are the pages of group 0."""
         self.config = config
@@ -56,17 +59,23 @@ class Scheduler:
         self.hooks = hooks
         self.fetches = Fetches(blocks, self.tiers)
         self.budget = StepBudget(config)
-        self.batch = Batch(config, blocks, self.others, sampler, hooks)
+        speculates = widths is not None
+        self.batch = Batch(config, blocks, self.others, sampler, hooks, speculates=speculates)
         self.requests = Requests(config, blocks, self.batch, self.tiers, hooks)
         shared = config, blocks, self.batch, self.requests, self.budget
         self.admission = Admission(
             *shared, policy=policy or Fcfs(), tiers=self.tiers, fetches=self.fetches
         )
-        self.planner = Planner(*shared, self.tiers)
+        self.planner = Planner(*shared, self.tiers, widths)
         self.masking = Masking(self.batch, self.requests)
         self.recovery = Recovery(*shared[1:], hooks)
+        self.drafts = Figures(widths.most - 1) if widths else None
         self.settler = Settler(
-            *shared, tiers=self.tiers, masking=self.masking, recovery=self.recovery
+            *shared,
+            tiers=self.tiers,
+            masking=self.masking,
+            recovery=self.recovery,
+            drafts=self.drafts,
         )
 
     def check_invariants(self) -> None:

@@ -103,7 +103,12 @@ class Sequence:
     """Knows the tokens that it may draw; None: all."""
     slot: int = -1
     """-1 while preempted."""
+    drafts: list[int] = field(default_factory=list)
+    """If it is masked: the drafts that its next step verifies, as far as the host knows them."""
     preemptions: int = 0
+    drafted: int = 0
+    """Drafts verified for it in slots that it has left."""
+    accepted: int = 0
     wait: Wait | None = None
     """As for a request, since it was preempted last."""
 

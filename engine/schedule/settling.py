@@ -23,6 +23,7 @@ from engine.schedule.recovery import Recovery
 from engine.schedule.requests import Requests
 from engine.schedule.sequences import ChunkPlan, RequestState, Sequence
 from engine.schedule.slots import SlotState
+from engine.speculation.figures import Figures
 from engine.step.plan import ScoreResult, StepPlan, StepResult
 from engine.stopping import end_reason
 from engine.tiers.protocol import PageTiers
@@ -56,6 +57,7 @@ class Settler:
         tiers: PageTiers,
         masking: Masking,
         recovery: Recovery,
+        drafts: Figures | None,
     ) -> None:
         self._config = config
         self._blocks = blocks
@@ -65,6 +67,7 @@ class Settler:
         self._tiers = tiers
         self._masking = masking
         self._recovery = recovery
+        self._drafts = drafts
 
     def settle(
         self,
@@ -97,15 +100,34 @@ class Settler:
         for chunk in chunks:
             self._keep_chunk(chunk)
         self._settle_tokens(plan, result, self._batch.alive(plan), now_ns)
+        self._masking.note(plan, result)
         hand_out()
         self._let_pass(plan)
         self._requests.let_go()
 
     def _land(self, plan: StepPlan, result: StepResult, alive: Bools) -> None:
         """Moves the lengths of decode rows past the step."""
-        rows = np.flatnonzero(alive[: plan.num_decodes])
-        counts = 1 if result.counts is None else result.counts[rows]
-        self._batch.slots.land(plan.sample_slots[rows].astype(np.intp), counts)
+        slots, rows = self._batch.slots, np.flatnonzero(alive[: plan.num_decodes])
+        where = plan.sample_slots[rows].astype(np.intp)
+        if result.counts is None:
+            slots.land(where, 1)
+            return
+        if self._drafts is not None and result.drafted is not None:
+            self._drafts.settled(plan, result, alive)
+            slots.drafted[where] += result.drafted[rows]
+            slots.accepted[where] += np.maximum(result.counts[rows] - 1, 0)
+        least = slots.kv_low[where] + 1
+        slots.land(where, result.counts[rows])
+        self._take_back(plan, where, least)
+
+    def _take_back(self, plan: StepPlan, where: Rows, least: NDArray[np.int32]) -> None:
+        """The next step was planned as if it wrote from `least` on, and is in flight. The rows were
+        longer: pages that lie before their lengths are not written any more."""
+        slots, size = self._batch.slots, self._config.page_size
+        first, end = least // size, slots.kv_low[where] // size
+        for i in np.flatnonzero(end > first).tolist():
+            pages = slots.page_table[where[i], first[i] : end[i]]
+            self._blocks.mark_written(pages, plan.number)
 
     def _let_pass(self, plan: StepPlan) -> None:
         """Lets pages go that no later step reads."""

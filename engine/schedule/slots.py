@@ -2,13 +2,13 @@
 
 A sequence is in a slot from its admission until it ends or is preempted. For each slot in use:
 
-    0 <= kv_low <= kv_low + flying <= kv_len <= page_count * page_size
+    0 <= kv_low <= kv_len <= page_count * page_size
     positions [0, kv_low) are stored; never written again
     positions [kv_low, kv_len) may be written by launched steps
     output index i is drawn from the logits at position prompt_len + i - 1
-    kv_low + flying + 1 < limit_len  iff  one more decode step is wanted
+    least_kv + 1 < limit_len  iff  one more decode step is wanted
 
-Without drafts a step adds one token to each row, so kv_low + flying is kv_len. With them
+Without drafts a step adds one token to each row, so least_kv is kv_len. With them
 (`engine.speculation`) the host knows bounds while a step is in flight.
 """
 
@@ -64,12 +64,14 @@ class SlotTable:
         self.kv_len = np.zeros(max_slots, np.int32)
         """Tokens in KV after all launched steps: the most."""
         self.kv_low = np.zeros(max_slots, np.int32)
-        """Tokens in KV after all settled steps. Each decode step in flight adds at least one,
-        unless its bound forbids it."""
+        """Tokens in KV after all settled steps."""
         self.flying = np.zeros(max_slots, np.int32)
         """Decode steps in flight: at most two."""
         self.drafts = np.zeros(max_slots, np.bool_)
         """Whether drafts of the sequence may be verified. The scheduler sets it."""
+        self.drafted = np.zeros(max_slots, np.int32)
+        """Drafts verified for the sequence, in this slot."""
+        self.accepted = np.zeros(max_slots, np.int32)
         self._bound = np.zeros(max_slots, np.int32)
         self._width = np.zeros(max_slots, np.int32)
         self.output_len = np.zeros(max_slots, np.int32)
@@ -109,6 +111,7 @@ class SlotTable:
         self.min_tokens[slot] = stop.min_tokens
         self.set_kv(slot, 0)
         self.drafts[slot] = False
+        self.drafted[slot] = self.accepted[slot] = 0
         self.in_flight[slot] = 0
         self.seniority[slot] = seniority
         self.page_count[slot] = 0
@@ -128,8 +131,11 @@ class SlotTable:
         self.flying[slot] = 0
 
     def least_kv(self, rows: Rows) -> NDArray[np.int32]:
-        """[R]: the fewest tokens in KV after all launched steps."""
-        least: NDArray[np.int32] = self.kv_low[rows] + self.flying[rows]
+        """[R]: the fewest tokens in KV after all launched steps. Each adds one, unless there is no
+        place for it."""
+        least: NDArray[np.int32] = np.minimum(
+            self.kv_low[rows] + self.flying[rows], self.kv_len[rows]
+        )
         return least
 
     def launch(self, rows: Rows, bounds: NDArray[np.int32], width: int) -> None:

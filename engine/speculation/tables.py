@@ -42,7 +42,7 @@ class SlotTables:
         self.most = most
         """K: the most drafts of a row."""
         self.vocab_size = vocab_size
-        self._device = device
+        self.device = device
         self.length = torch.zeros(rows, dtype=torch.int32, device=device)
         self.next = torch.zeros(rows, dtype=torch.int32, device=device)
         self.drafts = torch.zeros((rows, most), dtype=torch.int32, device=device)
@@ -74,13 +74,16 @@ class SlotTables:
 
     def columns(self, plan: StepPlan) -> Columns:
         """The tokens of a step's decode rows. A column counts only if its draft is there, and if
-        its place is before the row's bound."""
+        its place is before the row's bound. Nothing counts of a row that is shorter than it can be:
+        the step that was to begin its sequence has failed, and the length is another's."""
         slots = self._upload(plan.row_slots[: plan.num_decodes]).long()
         bounds = self._upload(plan.context_lens[: plan.num_decodes]).long()
         lengths, width = self.length[slots].long(), plan.width
         ids = torch.cat((self.next[slots, None], self.drafts[slots, : width - 1]), dim=1).long()
         ready = self.ready[slots].long()
         valid = (1 + ready).clamp(max=width).minimum(bounds - lengths).clamp(min=0)
+        least = self._upload(plan.positions[: plan.decode_tokens : width]).long()
+        valid = valid.masked_fill(lengths < least, 0)
         return Columns(slots, lengths, ids, valid)
 
     def indices(self, slots: Tensor) -> Tensor:
@@ -91,8 +94,8 @@ class SlotTables:
     def advance(self, columns: Columns, tokens: Tensor, counts: Tensor) -> None:
         """Appends the leading `counts` [B] of each row's `tokens` [B, W]."""
         slots, width = columns.slots, tokens.shape[1]
-        at = columns.lengths[:, None] + 1 + torch.arange(width, device=self._device)
-        counts_here = torch.arange(width, device=self._device) < counts[:, None]
+        at = columns.lengths[:, None] + 1 + torch.arange(width, device=self.device)
+        counts_here = torch.arange(width, device=self.device) < counts[:, None]
         rows = slots[:, None].expand_as(tokens)[counts_here]
         self.history[rows, at[counts_here]] = tokens[counts_here].int()
         last = tokens.gather(1, (counts - 1).clamp(min=0)[:, None]).squeeze(1)
@@ -109,7 +112,7 @@ class SlotTables:
         self.ready[slots] = ready.int()
 
     def _upload(self, array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
 
 
 def accepted(ids: Tensor, tokens: Tensor, valid: Tensor) -> Tensor:

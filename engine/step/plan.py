@@ -72,8 +72,8 @@ class StepPlan:
     and writing the sampled tokens into the token table. Decode rows come first.
 
     A decode row has `width` W tokens: its last one, and W - 1 drafts that the device has. Where
-    drafts are verified, lengths are the device's: positions of decode rows mean nothing then, and
-    their contexts are bounds (`engine.speculation`).
+    drafts are verified, lengths are the device's: the position of a decode row's first token is the
+    least that it may be, and its context is a bound (`engine.speculation`).
     """
 
     number: int

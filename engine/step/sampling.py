@@ -143,6 +143,9 @@ class SamplePlanner(Protocol):
         """Gives the slot to a sequence, whose output so far is `generated_ids`."""
         ...
 
-    def plan(self, slots: Ints, indices: Ints, choices: Ints | None = None) -> SamplePlan:
-        """Plans one draw a row: [R] slots, output indices, and choices that key the noise."""
+    def plan(
+        self, slots: Ints, indices: Ints, choices: Ints | None = None, *, known: bool = True
+    ) -> SamplePlan:
+        """Plans one draw a row: [R] slots, output indices, and choices that key the noise. Where
+        the indices are not `known`, they are the least, and the device knows more."""
         ...

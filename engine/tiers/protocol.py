@@ -10,8 +10,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.loads import TierLoad
 from engine.pages.prefix import TellPages
-from engine.types import PageIds, TierLoad
+from engine.types import PageIds
 
 
 @dataclass(eq=False, slots=True)

@@ -28,6 +28,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.loads import TierLoad
 from engine.pages.blocks import BlockManager
 from engine.pages.prefix import TellPages, tell_pages
 from engine.pages.watch import CacheEventKind, CacheEvents
@@ -35,7 +36,7 @@ from engine.tiers.fetching import Seek, StoreTiers
 from engine.tiers.lanes import Copy, Lanes
 from engine.tiers.protocol import Wait
 from engine.tiers.saving import Save, Saves
-from engine.types import PageIds, TierLoad
+from engine.types import PageIds
 from prefixes import index as prefixes
 
 HOST: Final = "host"

@@ -130,6 +130,66 @@ class HashExecutor:
                 self.torn.add((plan.number, int(plan.row_slots[row])))
 
 
+class DraftingExecutor(HashExecutor):
+    """One whose drafts are right as often as `random` says. It knows lengths, and stores tokens of
+    drafts that failed behind them."""
+
+    def __init__(self, num_pages: int, page_size: int, max_slots: int, random):
+        super().__init__(num_pages, page_size, max_slots)
+        self.length = np.zeros(max_slots, np.int64)
+        self._random = random
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        if plan.begins is not None:
+            self.length[plan.begins.slots] = plan.begins.lens
+        self.kv[plan.copy_target] = self.kv[plan.copy_source]
+        self.table[plan.write_slots] = plan.write_tokens
+        tokens = np.zeros((len(plan.sample_slots), plan.width), np.int32)
+        counts = np.ones(len(tokens), np.int32)
+        drafted = np.zeros(len(tokens), np.int32)
+        for row in range(plan.num_decodes):
+            counts[row], drafted[row] = self._verify(plan, row, tokens[row])
+        first = plan.decode_tokens
+        for row in range(plan.num_decodes, len(plan.row_slots)):
+            for at in range(first, first := first + int(plan.query_lens[row])):
+                self._store(plan, row, int(plan.positions[at]), int(plan.token_ids[at]))
+        rows = np.repeat(np.arange(len(plan.row_slots)), plan.query_lens)
+        for draw in range(plan.num_decodes, len(tokens)):
+            at = int(plan.sample_tokens[draw])
+            context = self._context(plan, rows[at], int(plan.positions[at]) + 1)
+            tokens[draw, 0] = self.table[plan.sample_slots[draw]] = next_token(context)
+        self.lost = False
+        finite = np.ones(len(tokens), np.bool_)
+        return StepResult(tokens, finite, None, None, None, counts=counts, drafted=drafted)
+
+    def _verify(self, plan: StepPlan, row: int, tokens: np.ndarray) -> tuple[int, int]:
+        slot, bound = int(plan.row_slots[row]), int(plan.context_lens[row])
+        length = int(self.length[slot])
+        assert self.lost or bound >= length, "the host took the row for shorter than it is"
+        valid = min(plan.width, max(0, bound - length))
+        if length < plan.positions[row * plan.width]:  # The step that began it was lost.
+            valid = 0
+        count = self._random.randint(1, valid) if valid else 0
+        for column in range(valid):
+            token = self.table[slot] if column <= count else self._random.randrange(VOCAB)
+            self._store(plan, row, length + column, int(token))
+            if column < count:
+                drawn = next_token(self._context(plan, row, length + column + 1))
+                tokens[column] = self.table[slot] = drawn
+        self.length[slot] += count
+        return count, max(0, valid - 1)
+
+    def _store(self, plan: StepPlan, row: int, position: int, token: int) -> None:
+        page = plan.page_table[row, position // self.page_size]
+        assert page != 0, "a token was stored on the scratch page"
+        self.kv[page, position % self.page_size] = token
+
+    def _context(self, plan: StepPlan, row: int, count: int) -> list[int]:
+        context = self.kv[plan.page_table[row]].reshape(-1)[:count]
+        assert self.lost or (context >= 0).all(), "KV was never written"
+        return context.tolist()
+
+
 class FakeLane:
     """A lane without a thread: a copy happens when the test lets it, or when it is looked for."""
 

@@ -111,6 +111,7 @@ def submit(
     first_choice: int = 0,
     extensions: Mapping[str, bytes] | None = None,
     cache_salt: bytes = b"",
+    speculates: bool = True,
     **stop,
 ) -> Run:
     request = Request(
@@ -125,6 +126,7 @@ def submit(
         prompt_logprobs=prompt_logprobs,
         extensions=extensions or {},
         cache_salt=cache_salt,
+        speculates=speculates,
     )
     run = Run(request)
     engine.submit(request, run.sink)

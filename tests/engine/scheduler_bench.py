@@ -5,7 +5,14 @@ from __future__ import annotations
 import random
 
 import numpy as np
-from engine_fakes import VOCAB, FakeLanes, HashExecutor, expected_output, next_token
+from engine_fakes import (
+    VOCAB,
+    DraftingExecutor,
+    FakeLanes,
+    HashExecutor,
+    expected_output,
+    next_token,
+)
 
 from engine.bounds import Bounds
 from engine.groups.others import other_groups
@@ -70,9 +77,11 @@ class Bench:
         self.blocks = BlockManager(num_pages, eviction)
         policy = POLICIES[options.pop("policy", "fcfs")]()
         sampler = Sampler(slots, VOCAB, "cpu", [3])
-        windows = options.pop("windows", ())
-        self.device = HashExecutor(
-            num_pages, page_size, slots, deferred=bool(windows), windows=windows
+        windows, widths = options.pop("windows", ()), options.pop("widths", None)
+        self.device = (
+            DraftingExecutor(num_pages, page_size, slots, random.Random(seed))
+            if widths
+            else HashExecutor(num_pages, page_size, slots, deferred=bool(windows), windows=windows)
         )
         managers = [
             BlockManager(len(kv), EVICTION_POLICIES[options.get("eviction", "lru")](), Wiping(kv))
@@ -85,7 +94,9 @@ class Bench:
             self.lanes = FakeLanes(self.device, host_slots, options.pop("lane_random", None))
             self.tiers = HostTiers(self.blocks, self.host, self.lanes, page_size)
         others = other_groups(config, kinds, managers)
-        self.scheduler = Scheduler(config, self.blocks, sampler, policy, self.tiers, others=others)
+        self.scheduler = Scheduler(
+            config, self.blocks, sampler, policy, self.tiers, others=others, widths=widths
+        )
         self.previous = None
         self.random = random.Random(seed)
         self.requests: dict[bytes, Request] = {}

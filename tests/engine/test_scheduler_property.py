@@ -9,6 +9,7 @@ import pytest
 import torch
 from engine_fakes import VOCAB, expected_output, next_token
 from scheduler_bench import SALT, Bench, deliver, prompt_of
+from speculation_kit import Switching
 
 from engine.groups.spec import Window
 from engine.pages.eviction import EVICTION_POLICIES
@@ -366,19 +367,27 @@ def test_aborted_reservation_is_quarantined_until_release():
 
 @pytest.mark.parametrize("lacks_memory", [False, True])
 @pytest.mark.parametrize(
-    ("host_slots", "seed"),
+    ("host_slots", "seed", "widths"),
     [
-        *((0, seed) for seed in range(10)),
-        *((slots, seed) for slots in (12, 60) for seed in range(3)),
+        *((0, seed, None) for seed in range(10)),
+        *((slots, seed, None) for slots in (12, 60) for seed in range(3)),
+        *((0, seed, Switching) for seed in range(6)),
+        (12, 3, Switching),
         *(
-            pytest.param(slots, seed, marks=pytest.mark.slow)
+            pytest.param(slots, seed, Switching, marks=pytest.mark.slow)
+            for slots in (0, 12, 60)
+            for seed in range(6, 40)
+        ),
+        *(
+            pytest.param(slots, seed, None, marks=pytest.mark.slow)
             for slots, first, last in ((0, 10, 30), (12, 3, 100), (60, 3, 100))
             for seed in range(first, last)
         ),
     ],
 )
-def test_random_operations_keep_every_promise(seed, lacks_memory, host_slots):
-    """With a host tier copies end late, out of step or not at all, and some fail."""
+def test_random_operations_keep_every_promise(seed, lacks_memory, host_slots, widths):
+    """With a host tier copies end late, out of step or not at all, and some fail. With widths each
+    row of a step yields as many tokens as its drafts are right."""
     rng = random.Random(seed)
     bench = Bench(
         num_pages=rng.choice([12, 20, 40]),
@@ -393,6 +402,7 @@ def test_random_operations_keep_every_promise(seed, lacks_memory, host_slots):
         mixed=rng.choice([8, 16]),
         host_slots=host_slots,
         lane_random=random.Random(seed),
+        widths=widths() if widths else None,
     )
     play(bench, rng, lacks_memory=lacks_memory)
 

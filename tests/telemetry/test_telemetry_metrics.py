@@ -14,8 +14,9 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.loads import TierLoad
 from engine.ranks.figures import RankLoad
-from engine.types import EngineLoad, TierLoad
+from engine.types import EngineLoad
 from kv_transfer.events import TransferCounters
 from router.workers.holdings import PagesLoad
 from telemetry.export import ExportCounts
