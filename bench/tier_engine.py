@@ -17,6 +17,7 @@ import torch
 
 from engine.config import EngineConfig, LoadFormat
 from engine.engine import Engine
+from engine.loads import TierLoad
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequences import Sequence as Preempted
 from engine.tiers.lanes import Copy
@@ -29,7 +30,6 @@ from engine.types import (
     SamplingParams,
     SequenceEnded,
     StopRules,
-    TierLoad,
 )
 
 GIB = 1 << 30
