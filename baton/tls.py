@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ssl
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import grpc
 
@@ -58,10 +58,20 @@ def holders_files(certs: str, holder: str) -> TlsFiles:
         certs: the folder.
         holder: `router`, or a pool of workers.
     """
-    if not certs:
-        return NO_FILES
-    folder = Path(certs).absolute() / holder
-    return TlsFiles(*(str(folder / f"{name}.pem") for name in ("ca", "cert", "key")))
+    return files_in(str(Path(certs).absolute() / holder)) if certs else NO_FILES
+
+
+_NAMES: Final = (("ca.pem", "cert.pem", "key.pem"), ("ca.crt", "tls.crt", "tls.key"))
+"""Of a holder's files: as `baton certs` writes them, and as a secret of Kubernetes has them."""
+
+
+def files_in(folder: str, ca: str = "", cert: str = "", key: str = "") -> TlsFiles:
+    """The files of a holder's own folder; none for "". What is named by itself comes first."""
+    usual, kubernetes = _NAMES
+    names = kubernetes if (Path(folder) / kubernetes[1]).exists() else usual
+    found = [str(Path(folder) / name) for name in names] if folder else [""] * 3
+    given = zip((ca, cert, key), found, strict=True)
+    return TlsFiles(*(own or other for own, other in given))
 
 
 def check_scheme(address: str, files: TlsFiles, *schemes: str) -> None:

@@ -340,10 +340,9 @@ async def be_router(crowd: Crowd, _: list[str]) -> None:
         internal_listen=ANY,
         http_listen=ANY,
         admin=ANY,
-        drain_grace_s=0,
         tls_door_cert=holders_files(crowd.folder, "router").cert if crowd.tls else "",
         tls_door_key=holders_files(crowd.folder, "router").key if crowd.tls else "",
-        debug=RouterDebug(stale_after_s=PATIENCE_S, attach_timeout_s=PATIENCE_S),
+        debug=RouterDebug(stale_after_s=PATIENCE_S, attach_timeout_s=PATIENCE_S, drain_grace_s=0),
     )
     server = RouterServer(settings)
     await server.start()

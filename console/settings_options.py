@@ -22,7 +22,9 @@ from serving.settings import (
     PREFIX,
     Resolved,
     Settings,
+    debug_settings,
     fields,
+    moved_to_debug,
     nearest,
     resolve,
 )
@@ -60,12 +62,18 @@ def takes_settings(
         def command(config: Path | None = None, **flags: Any) -> None:
             resolved = resolve(kind, table, {**flags, **fixed}, config)
             warn_of_unknown_variables()
+            warn_of_old_names(resolved)
             run(resolved)
 
         options = {
             name: Annotated[_option_type(field) | None, _option(field)]
             for name, field in kind.model_fields.items()
             if name not in fixed and name != DEBUG
+        }
+        rare = debug_settings(kind).model_fields
+        options |= {
+            name: Annotated[_option_type(rare[name]) | None, typer.Option(hidden=True)]
+            for name in sorted(moved_to_debug(kind))
         }
         file_option = typer.Option(
             metavar="FILE", help=escape(f"TOML file; its table is [{table}].")
@@ -101,9 +109,18 @@ def warn_of_unknown_variables() -> None:
             stderr.print(f"[yellow]warning[/] {escape(warning)}")
 
 
+def warn_of_old_names(resolved: Resolved[Any]) -> None:
+    """Warns of settings that were given under a name of the last release. Under `baton up` only
+    `baton up` itself warns."""
+    if PARENT_VARIABLE not in os.environ:
+        for warning in resolved.warnings:
+            stderr.print(f"[yellow]warning[/] {escape(warning)}")
+
+
 def unknown_variables(environment: Mapping[str, str]) -> Iterator[str]:
     """Yields a line for each `BATON_*` variable that no process reads."""
     names = [name.replace(".", "_") for kind in KINDS.values() for name in fields(kind)]
+    names += [name for kind in KINDS.values() for name in moved_to_debug(kind)]
     settings = {f"{PREFIX}{name}".upper() for name in names}
     for name in sorted(environment):
         if name.upper().startswith(PREFIX) and name.upper() not in settings | _OTHER_VARIABLES:

@@ -21,6 +21,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 from baton.addresses import is_loopback
@@ -237,7 +238,6 @@ def _router_spec(
         "--internal-listen": router.internal,
         "--http-listen": at.http,
         "--admin": router.admin,
-        "--drain-grace-s": 0,  # No load balancer stands before it.
         "--drain-s": options.drain_s,
         "--otlp-endpoint": _spans_to(options, routers),
         "--chat-template": options.chat_template,
@@ -245,9 +245,9 @@ def _router_spec(
     switches = ["--reuse-port"] if len(routers) > 1 else []
     if options.trace and not options.otlp_endpoint and router is routers[0]:
         switches.append("--trace-store")
-    ca, cert, key, _ = holders_files(options.certs, "router")
-    own = _own(options, "router")
-    if ca:
+    own = _own(options, "router") | {"BATON_DEBUG_DRAIN_GRACE_S": "0"}  # No load balancer waits.
+    if options.certs:
+        _, cert, key, _ = holders_files(options.certs, "router")
         own |= {"BATON_TLS_DOOR_CERT": cert, "BATON_TLS_DOOR_KEY": key}
     if options.api_key:
         own["BATON_API_KEY"] = options.api_key
@@ -299,8 +299,7 @@ def _spans_to(options: UpOptions, routers: Sequence[_Router]) -> str | None:
 
 def _own(options: UpOptions, holder: str) -> dict[str, str]:
     """The holder's certificate, and silence of gRPC's log on closed connections."""
-    files = holders_files(options.certs, holder)._asdict()
-    tls = {f"BATON_TLS_{name}".upper(): path for name, path in files.items() if path}
+    tls = {"BATON_TLS_DIR": str(Path(options.certs).absolute() / holder)} if options.certs else {}
     return {**tls, "GRPC_VERBOSITY": os.environ.get("GRPC_VERBOSITY", "error")}
 
 

@@ -23,6 +23,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -80,7 +81,10 @@ class LLM:
             NoSlotError: `gpu_slots_dir` has no GPU left.
         """
         flags = {"model": model and os.fspath(model), **settings, "role": Role.BOTH}
-        self.settings = resolve(WorkerSettings, "worker", flags).settings
+        resolved = resolve(WorkerSettings, "worker", flags)
+        for warning in resolved.warnings:
+            warnings.warn(warning, DeprecationWarning, stacklevel=2)
+        self.settings = resolved.settings
         with ExitStack() as stack:
             self.engine = _build(self.settings, stack)
             """The engine. `load()` returns its figures; `model` describes the model."""

@@ -220,7 +220,7 @@ class RouterServer:
         self._http.drain()
         if self.settings.reuse_port:
             self._leave_doors()
-        await asyncio.sleep(self.settings.drain_grace_s)
+        await asyncio.sleep(self.settings.debug.drain_grace_s)
         self.dispatcher.drain()
         await self.dispatcher.idle()
 
@@ -258,7 +258,7 @@ class RouterServer:
         """Stops listening and tells clients to reconnect. Their requests go on."""
         if self._members_task is not None:
             self._members_task.cancel()  # else it would open them again
-        grace_s = self.settings.drain_grace_s + self.settings.drain_s
+        grace_s = self.settings.debug.drain_grace_s + self.settings.drain_s
         self._http.leave_port(grace_s)
         self._leaving = asyncio.create_task(self._public.stop(grace_s))
 
@@ -303,14 +303,14 @@ async def serve(settings: RouterSettings) -> int:
         await server.stop()  # closes the ports that are bound already
         raise
     logger.info("draining", extra={"jobs": server.dispatcher.active_jobs})
-    await signals.bound(server.drain(), settings.drain_grace_s + settings.drain_s)
+    await signals.bound(server.drain(), settings.debug.drain_grace_s + settings.drain_s)
     return 0 if await server.stop() else 1
 
 
 def main(settings: RouterSettings) -> int:
     """Runs a router process; returns its exit code."""
     prepare_to_serve()
-    setup_logging(Service.ROUTER, settings.name, settings.log_level, settings.log_format)
+    setup_logging(Service.ROUTER, settings.name, settings.debug.log_level, settings.log_format)
     failpoints.arm(settings.debug.failpoints)
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import socket
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from baton.addresses import ROUTER_ADDRESS, ROUTER_INTERNAL_ADDRESS
-from baton.tls import TlsFiles
+from baton.tls import TlsFiles, files_in
 from faults.failpoints import check as check_failpoints
 from serving.net.internal_net import check_exposure, check_receiver
 from serving.settings import MOST_TOKENS, SETTINGS, Address, OtlpEndpoint, Words
@@ -50,6 +50,23 @@ class RouterDebug(BaseModel):
     """Limits the number of responses of one tenant that are kept."""
     responses_days: float = Field(default=30, gt=0)
     """Limits how long a response is kept after its last use, days."""
+    max_queued_tokens: int = Field(default=2_000_000, ge=1)
+    """Limits the prompt tokens of one model that wait in the router. This bounds the wait if
+    prompts are long."""
+    resume_grace_s: float = Field(default=60, ge=0)
+    """Sets how long a begun stream waits for a worker to come back if none is left, seconds. If all
+    workers left in order, the stream ends at once."""
+    drain_grace_s: float = Field(default=1, ge=0)
+    """Sets how long the router accepts requests after SIGTERM, seconds. Its health check already
+    fails, so that new clients go elsewhere."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Sets the lowest level that is logged."""
+    tls_cert: str = ""
+    """Names the PEM file of this process's certificate, in place of that in `tls_dir`."""
+    tls_key: str = ""
+    """Names the PEM file of its key, in place of that in `tls_dir`."""
+    tls_ca: str = ""
+    """Names the PEM file of the authorities to trust, in place of that in `tls_dir`."""
     failpoints: Annotated[str, AfterValidator(check_failpoints)] = ""
     """Makes this process fail on purpose, for tests alone: NAME=ACTION[:ARG][~KEY][@NTH],..."""
 
@@ -58,6 +75,18 @@ class RouterSettings(BaseModel):
     """One router process: front doors, queue, dispatcher and registry."""
 
     model_config = SETTINGS
+    moved_to_debug: ClassVar = frozenset(
+        {
+            "max_queued_tokens",
+            "resume_grace_s",
+            "drain_grace_s",
+            "log_level",
+            "tls_cert",
+            "tls_key",
+            "tls_ca",
+        }
+    )
+    """Settings that stood here until 0.2.0. Their old names are accepted until 0.4.0."""
 
     name: str = Field(default_factory=lambda: f"router-{socket.gethostname()}", min_length=1)
     """Names the router in logs, traces and the workers' lists of routers."""
@@ -78,13 +107,10 @@ class RouterSettings(BaseModel):
     operator_token: str = Field(default="", pattern=r"^[!-~]*$", repr=False)
     """Serves commands that change something at `admin` to callers that show this token. Set it as
     BATON_OPERATOR_TOKEN: others of this host can read command lines. Empty: to nobody."""
-    tls_cert: str = ""
-    """Names the PEM file of this process's certificate between routers and workers. `baton certs`
-    makes one. A new file takes effect by itself. Empty: no TLS."""
-    tls_key: str = ""
-    """Names the PEM file of its key."""
-    tls_ca: str = ""
-    """Names the PEM file of the authorities that sign certificates of routers and workers."""
+    tls_dir: str = ""
+    """Names the folder of this process's certificate between routers and workers: `ca.pem`,
+    `cert.pem` and `key.pem`, as `baton certs` makes it, or `ca.crt`, `tls.crt` and `tls.key`, as
+    cert-manager does. New files take effect by themselves. Empty: no TLS."""
     insecure: bool = False
     """Serves workers of other machines without TLS: for networks where everybody is trusted."""
     tls_door_cert: str = ""
@@ -129,14 +155,8 @@ class RouterSettings(BaseModel):
     max_queued_requests: int = Field(default=1024, ge=1)
     """Limits the requests of one model that wait in the router. Further ones are refused at
     once."""
-    max_queued_tokens: int = Field(default=2_000_000, ge=1)
-    """Limits the prompt tokens of one model that wait in the router. This bounds the wait if
-    prompts are long."""
     queue_timeout_s: float = Field(default=60, gt=0)
     """Limits the wait in the router's queue, seconds."""
-    resume_grace_s: float = Field(default=60, ge=0)
-    """Sets how long a begun stream waits for a worker to come back if none is left, seconds. If all
-    workers left in order, the stream ends at once."""
 
     max_request_duration_s: float = Field(default=600, gt=0)
     """Limits the duration of every request, and is the deadline of those that set none, seconds."""
@@ -150,13 +170,8 @@ class RouterSettings(BaseModel):
     router's internal port that has TLS. Empty: no spans."""
     trace_store: bool = False
     """Keeps the latest traces in memory. The internal port then accepts spans over OTLP."""
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Sets the lowest level that is logged."""
     log_format: Literal["text", "json"] = "text"
     """Sets the form of the log. `json` writes one object a line, for log collectors."""
-    drain_grace_s: float = Field(default=1, ge=0)
-    """Sets how long the router accepts requests after SIGTERM, seconds. Its health check already
-    fails, so that new clients go elsewhere."""
     drain_s: float = Field(default=30, ge=0)
     """Sets how long running requests may continue after that, seconds."""
     debug: RouterDebug = Field(default_factory=RouterDebug)
@@ -165,7 +180,8 @@ class RouterSettings(BaseModel):
     @property
     def tls(self) -> TlsFiles:
         """Files of TLS between routers and workers."""
-        return TlsFiles(self.tls_ca, self.tls_cert, self.tls_key)
+        debug = self.debug
+        return files_in(self.tls_dir, debug.tls_ca, debug.tls_cert, debug.tls_key)
 
     @property
     def door_tls(self) -> TlsFiles:

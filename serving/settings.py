@@ -10,7 +10,8 @@ names the file, else `BATON_CONFIG` does. Otherwise it is `baton.toml` in the wo
 that exists.
 
 Rarely needed settings have tables of their own, `[worker.debug]` and `[router.debug]`. The
-variables `BATON_DEBUG_*` set them; they have no flags.
+variables `BATON_DEBUG_*` set them; they have no flags. A setting that moved there is accepted under
+its old name for one more release, with a warning (`moved_to_debug` of a settings model).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from pydantic import (
 from baton.addresses import port_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from pydantic.fields import FieldInfo
 
@@ -114,6 +115,8 @@ class Resolved(NamedTuple, Generic[Settings]):
     sources: Mapping[str, str]
     """By field: "flag", the environment variable's name, the file's path or "default". Fields of
     the table `debug` are named `debug.FIELD`."""
+    warnings: Sequence[str] = ()
+    """A line for each setting that was given under an old name."""
 
 
 def resolve(
@@ -136,22 +139,48 @@ def resolve(
     tables = (from_file.pop(DEBUG, {}), given.pop(DEBUG, {}))
     if not all(isinstance(content, dict) for content in tables):
         raise SettingsError(f"{table}: `{DEBUG}` must be a table")
-    values, sources = _merge(kind, from_file, given, str(path), PREFIX)
+    moved = moved_to_debug(kind)
+    values, sources = _merge(kind, from_file, given, str(path), PREFIX, moved)
+    old = {name: (values.pop(name), sources.pop(name)) for name in moved & values.keys()}
     debug, debug_sources = _merge(debug_settings(kind), *tables, str(path), DEBUG_PREFIX)
+    for name, (value, source) in old.items():
+        debug.setdefault(name, value)
+        debug_sources.setdefault(name, source)
     try:
         settings = kind(**values, debug=debug)
     except ValidationError as error:
         raise SettingsError(_explain(error, table, kind)) from None
     sources |= {f"{DEBUG}.{name}": source for name, source in debug_sources.items()}
-    return Resolved(settings, dict.fromkeys(fields(kind), "default") | sources)
+    warnings = [_moved(table, name, source) for name, (_, source) in sorted(old.items())]
+    return Resolved(settings, dict.fromkeys(fields(kind), "default") | sources, warnings)
+
+
+def moved_to_debug(kind: type[BaseModel]) -> frozenset[str]:
+    """Settings of the table `debug` that stood outside of it in the last release."""
+    moved: frozenset[str] = getattr(kind, "moved_to_debug", frozenset())
+    return moved
+
+
+def _moved(table: str, name: str, source: str) -> str:
+    """Says what takes the place of an old name."""
+    old = f"--{name.replace('_', '-')}" if source == "flag" else f"{source}: {name}"
+    old = source if source == f"{PREFIX}{name}".upper() else old
+    new = f"{DEBUG_PREFIX}{name}".upper()
+    return f"{old} moved: set {new}, or `{name}` in [{table}.{DEBUG}]; the old name goes with 0.4.0"
 
 
 def _merge(
-    kind: type[BaseModel], from_file: dict[str, Any], given: dict[str, Any], path: str, prefix: str
+    kind: type[BaseModel],
+    from_file: dict[str, Any],
+    given: dict[str, Any],
+    path: str,
+    prefix: str,
+    moved: frozenset[str] = frozenset(),
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Merges the values of one table. Returns them and their sources."""
+    """Merges the values of one table, also of moved settings. Returns them and their sources."""
     environment = {name.upper(): value for name, value in os.environ.items()}
-    variables = {name: f"{prefix}{name}".upper() for name in kind.model_fields if name != DEBUG}
+    names = (kind.model_fields.keys() | moved) - {DEBUG}
+    variables = {name: f"{prefix}{name}".upper() for name in names}
     set_ones = {name: variable for name, variable in variables.items() if variable in environment}
     from_environment = {name: environment[variable] for name, variable in set_ones.items()}
     sources = dict.fromkeys(from_file, path) | set_ones | dict.fromkeys(given, "flag")

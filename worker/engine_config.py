@@ -25,7 +25,7 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
     """Makes the engine's configuration."""
     own = {
         "name": settings.served_name,
-        "page_size": settings.page_size_tokens,
+        "page_size": settings.debug.page_size_tokens,
         "kv_memory_bytes": settings.kv_memory_bytes,
         "kv_host_bytes": settings.kv_host_bytes,
         "kv_stores": settings.kv_store,
@@ -46,9 +46,10 @@ def _shared(settings: WorkerSettings | WorkerDebug) -> dict[str, Any]:
 
 def _step_tokens(settings: WorkerSettings) -> int:
     """Most new tokens in a step; 0: the engine chooses."""
-    if settings.max_step_tokens or settings.role is not Role.DECODE:
-        return settings.max_step_tokens
-    return max(DECODE_STEP_TOKENS, settings.max_sequences + settings.page_size_tokens)
+    debug = settings.debug
+    if debug.max_step_tokens or settings.role is not Role.DECODE:
+        return debug.max_step_tokens
+    return max(DECODE_STEP_TOKENS, settings.max_sequences + debug.page_size_tokens)
 
 
 def _mixed_prefill_tokens(settings: WorkerSettings) -> int:
@@ -57,4 +58,4 @@ def _mixed_prefill_tokens(settings: WorkerSettings) -> int:
         return settings.debug.mixed_prefill_tokens
     if settings.role is not Role.DECODE:
         return UNBOUNDED
-    return max(DECODE_MIXED_PREFILL_TOKENS, settings.page_size_tokens)
+    return max(DECODE_MIXED_PREFILL_TOKENS, settings.debug.page_size_tokens)

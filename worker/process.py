@@ -63,7 +63,7 @@ def main(settings: WorkerSettings) -> int:
     """Runs a worker process; returns its exit code."""
     prepare_to_serve()
     service = _SERVICES[settings.role]
-    setup_logging(service, settings.name, settings.log_level, settings.log_format)
+    setup_logging(service, settings.name, settings.debug.log_level, settings.log_format)
     failpoints.arm(settings.debug.failpoints)
     if settings.is_local:
         keep_data_plane_local()

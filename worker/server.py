@@ -241,7 +241,7 @@ class Worker:
     def _make_transport(self) -> KvTransport:
         engine = self.engine
         return group_transport(
-            self.settings.transport,
+            self.settings.debug.transport,
             self.agent_name,
             engine.pools,
             [group.units for group in self.layout.groups],
@@ -319,7 +319,7 @@ class Worker:
             return RANKS
         if len(self.layout.groups) > 1:
             return GROUPS
-        return "" if self.settings.transport in FETCHED_BY else TRANSPORT
+        return "" if self.settings.debug.transport in FETCHED_BY else TRANSPORT
 
     @property
     def _slow_gigabytes_per_s(self) -> float:
@@ -344,9 +344,9 @@ class Worker:
 
     def _write_address(self, bound: str) -> None:
         """Writes the address file for processes on this host."""
-        if self.settings.address_file:
+        if self.settings.debug.address_file:
             address = reachable(bound, "127.0.0.1")
-            Path(self.settings.address_file).write_text(f"{address}\n", encoding="utf-8")
+            Path(self.settings.debug.address_file).write_text(f"{address}\n", encoding="utf-8")
 
     def _is_ready(self) -> bool:
         return not self.servicer.draining

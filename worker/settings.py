@@ -5,12 +5,12 @@ from __future__ import annotations
 import socket
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from baton.addresses import ROUTER_INTERNAL_ADDRESS, host_of, is_loopback
-from baton.tls import TlsFiles
+from baton.tls import TlsFiles, files_in
 from engine.config import (
     Attention,
     Dtype,
@@ -92,6 +92,32 @@ class WorkerDebug(BaseModel):
     """Counts a hook as failed if its calls take longer than this in one step, seconds."""
     poison_freed_pages: bool = _ENGINE.poison_freed_pages
     """Fills free KV pages with a pattern, and counts writes to them. For debugging."""
+    page_size_tokens: int = Field(default=_ENGINE.page_size, ge=1, le=256)
+    """Sets the number of tokens in a KV page. Small pages waste less, large ones move in fewer
+    pieces. It must be the same on all workers."""
+    max_step_tokens: int = Field(default=_ENGINE.max_step_tokens, ge=0, le=MOST_TOKENS)
+    """Limits the new tokens in one step, and so the size of a prompt's chunks. 0: 512 on a CPU and
+    on a decode worker, 4,096 on a prefill worker, otherwise 2,048."""
+    prefix_cache: bool = _ENGINE.prefix_cache
+    """Keeps the KV of finished prompts, and reuses it for prompts with the same beginning."""
+    generation_config: bool = _ENGINE.generation_config
+    """Takes what a request leaves out of its sampling from the model's `generation_config.json`:
+    temperature, top_p, top_k, min_p and repetition_penalty. Off: the API's own defaults."""
+    transport: Literal["nixl", "nccl", "loopback", "null"] = "nixl"
+    """Chooses the transport of KV pages. `nccl` cannot see a dead peer and is for experiments; it
+    is refused with TLS on an address that other machines reach, since its connections have none.
+    `null` moves nothing, for benchmarks of decoding."""
+    address_file: str = ""
+    """Names a file. The worker writes its address there once it serves, for `baton health @FILE`
+    and scripts."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Sets the lowest level that is logged."""
+    tls_cert: str = ""
+    """Names the PEM file of this process's certificate, in place of that in `tls_dir`."""
+    tls_key: str = ""
+    """Names the PEM file of its key, in place of that in `tls_dir`."""
+    tls_ca: str = ""
+    """Names the PEM file of the authorities to trust, in place of that in `tls_dir`."""
     failpoints: Annotated[str, AfterValidator(check_failpoints)] = ""
     """Makes this process fail on purpose, for tests alone: NAME=ACTION[:ARG][~KEY][@NTH],..."""
 
@@ -100,6 +126,21 @@ class WorkerSettings(BaseModel):
     """One worker process: engine, KV pool, transfer agent and the services of its role."""
 
     model_config = SETTINGS
+    moved_to_debug: ClassVar = frozenset(
+        {
+            "page_size_tokens",
+            "max_step_tokens",
+            "prefix_cache",
+            "generation_config",
+            "transport",
+            "address_file",
+            "log_level",
+            "tls_cert",
+            "tls_key",
+            "tls_ca",
+        }
+    )
+    """Settings that stood here until 0.2.0. Their old names are accepted until 0.4.0."""
 
     role: Role = Role.BOTH
     """Sets the work that routers send to this worker. `both` is a whole server in one process."""
@@ -114,9 +155,6 @@ class WorkerSettings(BaseModel):
     model."""
     served_name: str = ""
     """Sets the model name that clients use. Empty: the last part of `model`."""
-    generation_config: bool = _ENGINE.generation_config
-    """Takes what a request leaves out of its sampling from the model's `generation_config.json`:
-    temperature, top_p, top_k, min_p and repetition_penalty. Off: the API's own defaults."""
     dtype: Dtype = _ENGINE.dtype
     """Sets the number format of weights and KV. `auto`: bfloat16, and on a CPU float32, which is
     fast there."""
@@ -145,9 +183,6 @@ class WorkerSettings(BaseModel):
     advertise: Advertised = ""
     """Sets the address that is announced to routers. Empty or `:0`: `listen`. Set it behind NAT or
     when listening on all interfaces. Port 0 stands for the real port."""
-    address_file: str = ""
-    """Names a file. The worker writes its address there once it serves, for `baton health @FILE`
-    and scripts."""
     routers: Addresses = (ROUTER_INTERNAL_ADDRESS,)
     """Lists the internal addresses of routers. The worker announces itself to each until it
     answers, so start order is free. A name stands for all of its addresses and is looked up again
@@ -160,19 +195,13 @@ class WorkerSettings(BaseModel):
     operator_token: str = Field(default="", pattern=r"^[!-~]*$", repr=False)
     """Serves commands that change something at `admin` to callers that show this token. Set it as
     BATON_OPERATOR_TOKEN: others of this host can read command lines. Empty: to nobody."""
-    tls_cert: str = ""
-    """Names the PEM file of this process's certificate between routers and workers. `baton certs`
-    makes one. A new file takes effect by itself. Empty: no TLS."""
-    tls_key: str = ""
-    """Names the PEM file of its key."""
-    tls_ca: str = ""
-    """Names the PEM file of the authorities that sign certificates of routers and workers."""
+    tls_dir: str = ""
+    """Names the folder of this process's certificate between routers and workers: `ca.pem`,
+    `cert.pem` and `key.pem`, as `baton certs` makes it, or `ca.crt`, `tls.crt` and `tls.key`, as
+    cert-manager does. New files take effect by themselves. Empty: no TLS."""
     insecure: bool = False
     """Serves routers of other machines without TLS: for networks where everybody is trusted."""
 
-    page_size_tokens: int = Field(default=_ENGINE.page_size, ge=1, le=256)
-    """Sets the number of tokens in a KV page. Small pages waste less, large ones move in fewer
-    pieces. It must be the same on all workers."""
     kv_memory_gib: float = Field(default=0, ge=0)
     """Sets the memory of each rank's KV pool, GiB. 0: on a GPU the rest of `gpu_memory_utilization`
     beside the largest step, on a CPU 1 GiB."""
@@ -194,27 +223,16 @@ class WorkerSettings(BaseModel):
     max_sequences: int = Field(default=_ENGINE.max_sequences, ge=1)
     """Limits the sequences that are decoded in one step. More sequences raise the throughput and
     slow down each one."""
-    max_step_tokens: int = Field(default=_ENGINE.max_step_tokens, ge=0, le=MOST_TOKENS)
-    """Limits the new tokens in one step, and so the size of a prompt's chunks. 0: 512 on a CPU and
-    on a decode worker, 4,096 on a prefill worker, otherwise 2,048."""
     max_context_tokens: int = Field(default=_ENGINE.max_context_tokens, ge=0, le=MOST_TOKENS)
     """Limits prompt and output together. 0: the model's own limit."""
     scheduling: Scheduling = _ENGINE.scheduling
     """Chooses the waiting request to admit first: `fcfs` takes the oldest, `priority` the one with
     the highest priority, `shortest` the shortest prompt, `fair` a request of the tenant with the
     fewest running ones. Age counts in `priority` and `shortest`, too."""
-    prefix_cache: bool = _ENGINE.prefix_cache
-    """Keeps the KV of finished prompts, and reuses it for prompts with the same beginning."""
-    transport: Literal["nixl", "nccl", "loopback", "null"] = "nixl"
-    """Chooses the transport of KV pages. `nccl` cannot see a dead peer and is for experiments; it
-    is refused with TLS on an address that other machines reach, since its connections have none.
-    `null` moves nothing, for benchmarks of decoding."""
 
     otlp_endpoint: OtlpEndpoint = ""
     """Sets the OTLP/gRPC address for spans, such as http://127.0.0.1:4317. grpcs://HOST:PORT is a
     router's internal port that has TLS. Empty: no spans."""
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Sets the lowest level that is logged."""
     log_format: Literal["text", "json"] = "text"
     """Sets the form of the log. `json` writes one object a line, for log collectors."""
     drain_s: float = Field(default=30, ge=0)
@@ -236,7 +254,8 @@ class WorkerSettings(BaseModel):
     @property
     def tls(self) -> TlsFiles:
         """Files of TLS between routers and workers."""
-        return TlsFiles(self.tls_ca, self.tls_cert, self.tls_key)
+        debug = self.debug
+        return files_in(self.tls_dir, debug.tls_ca, debug.tls_cert, debug.tls_key)
 
     @property
     def is_local(self) -> bool:
@@ -247,7 +266,7 @@ class WorkerSettings(BaseModel):
     def _nobody_joins_from_outside(self) -> WorkerSettings:
         check_exposure("listen", self.listen, self.tls, insecure=self.insecure)
         check_receiver(self.otlp_endpoint, self.tls)
-        if self.transport == "nccl" and any(self.tls) and not self.is_local:
+        if self.debug.transport == "nccl" and any(self.tls) and not self.is_local:
             raise ValueError(
                 "transport nccl opens connections to other machines that TLS does not protect: use"
                 " nixl, or listen on loopback"
@@ -264,7 +283,7 @@ class WorkerSettings(BaseModel):
     def _ranks_can_work_so(self) -> WorkerSettings:
         if self.tp == 1:
             return self
-        if self.transport == "nccl":
+        if self.debug.transport == "nccl":
             raise ValueError("transport nccl cannot serve several ranks; use nixl, or tp 1")
         if self.device.startswith("cuda:"):
             raise ValueError("device cuda:N names one GPU for several ranks; use cuda, or tp 1")
@@ -273,17 +292,16 @@ class WorkerSettings(BaseModel):
     @model_validator(mode="after")
     def _tiers_find_pages_by_their_keys(self) -> WorkerSettings:
         host, stores = self.kv_host_gib > 0, bool(self.kv_store)
-        obstacle = tiers_obstacle(host=host, stores=stores, prefix_cache=self.prefix_cache)
+        obstacle = tiers_obstacle(host=host, stores=stores, prefix_cache=self.debug.prefix_cache)
         if obstacle:
             raise ValueError(obstacle)
         return self
 
     @model_validator(mode="after")
     def _a_step_fits_a_page(self) -> WorkerSettings:
-        if 0 < self.max_step_tokens < self.page_size_tokens:
-            raise ValueError("max_step_tokens must be at least page_size_tokens")
-        if 0 < self.debug.mixed_prefill_tokens < self.page_size_tokens:
-            raise ValueError("debug.mixed_prefill_tokens must be at least page_size_tokens")
+        for name in ("max_step_tokens", "mixed_prefill_tokens"):
+            if 0 < getattr(self.debug, name) < self.debug.page_size_tokens:
+                raise ValueError(f"debug.{name} must be at least debug.page_size_tokens")
         return self
 
 

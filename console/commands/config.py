@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from console.settings_options import KINDS, warn_of_unknown_variables
+from console.settings_options import KINDS, warn_of_old_names, warn_of_unknown_variables
 from serving.output import stdout
 from serving.settings import DEBUG, Resolved, resolve
 
@@ -34,7 +34,9 @@ def config(
     warn_of_unknown_variables()
     for table, kind in KINDS.items():
         if process in (None, table):
-            stdout.print(to_toml(table, resolve(kind, table, {}, file)), markup=False)
+            resolved = resolve(kind, table, {}, file)
+            warn_of_old_names(resolved)
+            stdout.print(to_toml(table, resolved), markup=False)
 
 
 def to_toml(table: str, resolved: Resolved[Any]) -> str:

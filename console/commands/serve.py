@@ -17,7 +17,7 @@ from console import up
 from console.commands.trace import ROUTER_ADMIN_ADDRESS
 from console.ports import HOST
 from console.room import check_room
-from console.settings_options import takes_settings, warn_of_unknown_variables
+from console.settings_options import takes_settings, warn_of_old_names, warn_of_unknown_variables
 from console.supervisor import Supervisor, end_with_parent
 from router.settings import RouterSettings
 from serving.models import demo_model
@@ -171,6 +171,7 @@ def up_command(
     """
     warn_of_unknown_variables()
     routers_own = resolve(RouterSettings, "router", {"api_key": api_key})
+    warn_of_old_names(routers_own)
     _check_certs(routers_own.settings, certs)
     listen, http_listen = (_set_address(routers_own, name) for name in ("listen", "http_listen"))
     options = up.UpOptions(
@@ -201,14 +202,16 @@ def up_command(
 
 def _check_certs(routers_own: RouterSettings, certs: str) -> None:
     if any(routers_own.tls) and not certs:
-        raise up.UpError("each process needs a certificate of its own: use --certs, not tls_cert")
+        raise up.UpError("each process needs a certificate of its own: use --certs, not tls_dir")
 
 
 def _planned(options: up.UpOptions) -> up.UpPlan:
     """Finds the model, and plans processes that fit into memory together."""
     given = {"model": options.model, "kv_memory_gib": options.kv_memory_gib}
     with model_progress() as progress:
-        of_workers = with_model_found(resolve(WorkerSettings, "worker", given).settings, progress)
+        workers_own = resolve(WorkerSettings, "worker", given)
+        warn_of_old_names(workers_own)
+        of_workers = with_model_found(workers_own.settings, progress)
     plan = up.plan(
         replace(
             options,

@@ -59,7 +59,7 @@ class WaitingGroups:
             fail: ends a job, whose groups then wait no more.
         """
         self.queue: AdmissionQueue[ChoiceGroup] = AdmissionQueue(
-            settings.max_queued_requests, settings.max_queued_tokens
+            settings.max_queued_requests, settings.debug.max_queued_tokens
         )
         self._settings = settings
         self._refusal = refusal
@@ -161,7 +161,7 @@ class WaitingGroups:
             self._fail(run, errors.worker_lost_mid_stream(run.tokens_sent))
         elif not group.in_grace:
             group.in_grace = True
-            grace_s = self._settings.resume_grace_s if run.started else WAKES_S
+            grace_s = self._settings.debug.resume_grace_s if run.started else WAKES_S
             group.set_timer(grace_s, self._grace_over)
 
     def may_wake(self, group: ChoiceGroup) -> bool:
@@ -169,7 +169,9 @@ class WaitingGroups:
         return self._models.may_wake(group.model, now_s(), WAKES_S)
 
     def _is_expected(self, group: ChoiceGroup) -> bool:
-        return self._models.is_expected_back(group.model, now_s(), self._settings.resume_grace_s)
+        return self._models.is_expected_back(
+            group.model, now_s(), self._settings.debug.resume_grace_s
+        )
 
     def _grace_over(self, group: ChoiceGroup) -> None:
         group.in_grace = False

@@ -285,11 +285,11 @@ def check_exposure(setting: str, address: str, files: TlsFiles, *, insecure: boo
         ValueError: they would, or files are missing.
     """
     if any(files) and not all(files[:3]):
-        raise ValueError("set tls_cert, tls_key and tls_ca together")
+        raise ValueError("set tls_dir, or debug.tls_cert, tls_key and tls_ca together")
     if not (all(files[:3]) or insecure or is_loopback(host_of(address))):
         raise ValueError(
             f"{setting} {address} is open to other machines, and anybody there could join: set"
-            " tls_cert, tls_key and tls_ca (`baton certs` makes them), or insecure if everybody"
+            " tls_dir (`baton certs` makes one), or insecure if everybody"
             " there is trusted"
         )
 
@@ -297,7 +297,7 @@ def check_exposure(setting: str, address: str, files: TlsFiles, *, insecure: boo
 def check_receiver(endpoint: str, files: TlsFiles) -> None:
     """Checks that spans can be sent to a router's internal port. Raises ValueError."""
     if endpoint.startswith(ROUTERS_SCHEME) and not all(files[:3]):
-        raise ValueError(f"otlp_endpoint {endpoint} needs tls_cert, tls_key and tls_ca")
+        raise ValueError(f"otlp_endpoint {endpoint} needs tls_dir")
 
 
 def _bound(address: str, port: int) -> str:

@@ -135,7 +135,7 @@ def test_networks_are_split(found: Any) -> None:
         for name in names:
             pool = name.partition("-")[0]
             assert mounts[name] == {f"certs-{pool}"}, name
-            assert found[name]["environment"]["BATON_TLS_CERT"] == f"/certs/{pool}/cert.pem"
+            assert found[name]["environment"]["BATON_TLS_DIR"] == f"/certs/{pool}"
 
 
 def test_nobody_has_a_password_that_everybody_knows(found: Any) -> None:

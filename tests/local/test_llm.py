@@ -129,7 +129,8 @@ def test_a_models_own_sampling_holds_where_a_request_is_silent(
     folder = shutil.copytree(tiny, tmp_path / "model")
     (folder / "generation_config.json").write_text('{"do_sample": true, "top_k": 1}')
     greedy = llm.generate(TEXTS[0], max_tokens=8, temperature=0).token_ids
-    with LLM(folder, **SETTINGS, generation_config=honoured) as own:
+    rare = {**SETTINGS["debug"], "generation_config": honoured}
+    with LLM(folder, **{**SETTINGS, "debug": rare}) as own:
         found = {own.generate(TEXTS[0], max_tokens=8, seed=seed).token_ids for seed in range(3)}
         assert (found == {greedy}) is honoured
         free = own.generate(TEXTS[0], max_tokens=8, seed=0, top_k=0)

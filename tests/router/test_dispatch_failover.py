@@ -266,7 +266,9 @@ async def test_nobody_comes_back() -> None:
     error = await error_of(reader)
     assert (error.reason, error.code.name) == ("WORKER_LOST_MID_STREAM", "ABORTED")
     assert error.metadata["tokens_sent"] == "3"
-    assert asyncio.get_running_loop().time() - began < cluster.settings.resume_grace_s + BUSY_S
+    assert (
+        asyncio.get_running_loop().time() - began < cluster.settings.debug.resume_grace_s + BUSY_S
+    )
     assert tokens_of(reader.events) == [10, 11, 12]
     cluster.check_nothing_leaked()
     await cluster.close()

@@ -47,8 +47,8 @@ async def start_and_tell(self):
 
 server.RouterServer.start = start_and_tell
 drain_s, grace_s = map(float, sys.argv[1:])
-patient = dict(stale_after_s=60, attach_timeout_s=60)
-settings = RouterSettings(drain_s=drain_s, drain_grace_s=grace_s, debug=patient, **ports)
+debug = dict(stale_after_s=60, attach_timeout_s=60, drain_grace_s=grace_s)
+settings = RouterSettings(drain_s=drain_s, debug=debug, **ports)
 sys.exit(server.main(settings))
 """
 

@@ -10,10 +10,21 @@ from pydantic import ValidationError
 from settings_kit import settings_of
 
 from console.commands.config import to_toml
+from console.settings_options import unknown_variables
 from router.settings import RouterSettings
-from serving.settings import DEBUG, SettingsError, fields, resolve
+from serving.settings import (
+    DEBUG,
+    SettingsError,
+    debug_settings,
+    fields,
+    moved_to_debug,
+    resolve,
+)
 from worker.engine_config import engine_config
 from worker.settings import Role, WorkerSettings
+
+MOST_SETTINGS = 30
+"""Of a process, outside of `debug`. More than one reads nobody reads."""
 
 
 @pytest.fixture(autouse=True)
@@ -28,17 +39,17 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_each_source_beats_the_next(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     Path("baton.toml").write_text(
-        "[worker]\nthreads = 1\nmax_sequences = 2\npage_size_tokens = 32\n[router]\nname = 'r'\n"
+        "[worker]\nthreads = 1\nmax_sequences = 2\ndrain_s = 7\n[router]\nname = 'r'\n"
     )
     monkeypatch.setenv("BATON_THREADS", "3")
     monkeypatch.setenv("BATON_MAX_SEQUENCES", "4")
-    settings, sources = resolve(WorkerSettings, "worker", {"threads": 5, "dtype": None})
-    assert (settings.threads, settings.max_sequences, settings.page_size_tokens) == (5, 4, 32)
+    settings, sources, _ = resolve(WorkerSettings, "worker", {"threads": 5, "dtype": None})
+    assert (settings.threads, settings.max_sequences, settings.drain_s) == (5, 4, 7)
     assert settings.dtype == "auto"
-    assert {name: sources[name] for name in ("threads", "max_sequences", "page_size_tokens")} == {
+    assert {name: sources[name] for name in ("threads", "max_sequences", "drain_s")} == {
         "threads": "flag",
         "max_sequences": "BATON_MAX_SEQUENCES",
-        "page_size_tokens": "baton.toml",
+        "drain_s": "baton.toml",
     }
     assert sources["dtype"] == "default"
 
@@ -64,12 +75,48 @@ def test_what_few_need_has_a_table_of_its_own(monkeypatch: pytest.MonkeyPatch) -
         "[worker]\nthreads = 1\n[worker.debug]\nnum_pages = 7\neviction = 'lfu'\n"
     )
     monkeypatch.setenv("BATON_DEBUG_EVICTION", "cost")
-    settings, sources = resolve(WorkerSettings, "worker", {"debug": {"step_timeout_s": 5}})
+    settings, sources, _ = resolve(WorkerSettings, "worker", {"debug": {"step_timeout_s": 5}})
     debug = settings.debug
     assert (debug.num_pages, debug.eviction, debug.step_timeout_s) == (7, "cost", 5)
     assert sources["debug.num_pages"] == "baton.toml"
     assert sources["debug.eviction"] == "BATON_DEBUG_EVICTION"
     assert (sources["debug.step_timeout_s"], sources["debug.profile"]) == ("flag", "default")
+
+
+@pytest.mark.parametrize("kind", [WorkerSettings, RouterSettings])
+def test_a_process_has_few_settings_and_old_names_are_among_the_rare_ones(
+    kind: type[WorkerSettings | RouterSettings],
+) -> None:
+    assert len(kind.model_fields.keys() - {DEBUG}) <= MOST_SETTINGS, "a feature has two at most"
+    assert moved_to_debug(kind) <= debug_settings(kind).model_fields.keys()
+    assert not moved_to_debug(kind) & kind.model_fields.keys()
+
+
+def test_an_old_name_is_taken_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("baton.toml").write_text(
+        "[worker]\nmax_step_tokens = 64\ntransport = 'null'\nlog_level = 'error'\n"
+        "[worker.debug]\ntransport = 'loopback'\n"
+    )
+    monkeypatch.setenv("BATON_LOG_LEVEL", "debug")
+    monkeypatch.setenv("BATON_PAGE_SIZE_TOKENS", "32")
+    settings, sources, warnings = resolve(WorkerSettings, "worker", {"page_size_tokens": 64})
+    debug = settings.debug
+    assert (debug.max_step_tokens, debug.log_level, debug.page_size_tokens) == (64, "debug", 64)
+    assert debug.transport == "loopback", "the new name beats the old one"
+    assert sources["debug.page_size_tokens"] == "flag"
+    assert sources["debug.log_level"] == "BATON_LOG_LEVEL"
+    end = "the old name goes with 0.4.0"
+    assert list(warnings) == [
+        "BATON_LOG_LEVEL moved: set BATON_DEBUG_LOG_LEVEL, or `log_level` in [worker.debug];"
+        f" {end}",
+        "baton.toml: max_step_tokens moved: set BATON_DEBUG_MAX_STEP_TOKENS, or `max_step_tokens`"
+        f" in [worker.debug]; {end}",
+        "--page-size-tokens moved: set BATON_DEBUG_PAGE_SIZE_TOKENS, or `page_size_tokens` in"
+        f" [worker.debug]; {end}",
+        f"baton.toml: transport moved: set BATON_DEBUG_TRANSPORT, or `transport` in [worker.debug];"
+        f" {end}",
+    ]
+    assert list(unknown_variables({"BATON_LOG_LEVEL": "", "BATON_TLS_CERT": ""})) == []
 
 
 def test_a_variable_is_read_in_any_case_and_no_other_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,8 +148,8 @@ def test_settings_are_frozen() -> None:
         ({"advertise": "10.0.0.5"}, "`advertise`: must be HOST:PORT"),
         ({"drain_s": math.inf}, "`drain_s`: Input should be a finite number"),
         ({"threads": 99_999}, "`threads`"),
-        ({"max_step_tokens": 10**11}, "`max_step_tokens`"),
-        ({"max_step_tokens": 16, "page_size_tokens": 32}, "at least page_size_tokens"),
+        ({"debug": {"max_step_tokens": 10**11}}, "`debug.max_step_tokens`"),
+        ({"max_step_tokens": 16, "page_size_tokens": 32}, "at least debug.page_size_tokens"),
         ({"role": "cook", "seed": -1}, "`seed`"),
         ({"transport": "nccl", "tp": 2}, "nccl cannot serve several ranks"),
         ({"device": "cuda:1", "tp": 2}, "names one GPU for several ranks"),

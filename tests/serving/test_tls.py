@@ -201,19 +201,19 @@ def test_an_internal_port_is_not_open_to_others_by_mistake() -> None:
             with pytest.raises(ValueError, match=f"{setting} .* is open to other machines"):
                 kind(**{setting: address})
             assert kind(**{setting: address, "insecure": True})
-            assert kind(**{setting: address, "tls_cert": "c", "tls_key": "k", "tls_ca": "a"})
+            assert kind(**{setting: address, "tls_dir": "certs/decode"})
         for address in ("127.0.0.1:0", "[::1]:0", "localhost:1", "127.9.9.9:1"):
             assert kind(**{setting: address})
         with pytest.raises(ValueError, match="together"):
-            kind(tls_cert="c")
+            kind(debug={"tls_cert": "c"})
 
 
 def test_settings_that_tls_cannot_protect_are_refused() -> None:
-    files = {"tls_cert": "c", "tls_key": "k", "tls_ca": "a"}
+    files = {"tls_dir": "certs/decode"}
     with pytest.raises(ValueError, match="TLS does not protect"):
-        WorkerSettings(listen="0.0.0.0:0", transport="nccl", **files)
-    assert WorkerSettings(transport="nccl", **files)
-    with pytest.raises(ValueError, match="grpcs://r:1 needs tls_cert"):
+        WorkerSettings(listen="0.0.0.0:0", debug={"transport": "nccl"}, **files)
+    assert WorkerSettings(debug={"transport": "nccl"}, **files)
+    with pytest.raises(ValueError, match="grpcs://r:1 needs tls_dir"):
         WorkerSettings(otlp_endpoint="grpcs://r:1")
     with pytest.raises(ValueError, match="together"):
         RouterSettings(tls_client_ca="a")
@@ -292,3 +292,14 @@ def test_ipv6_peers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
         with socket.create_connection(("127.0.0.1", port)) as one:
             assert set(connections(port)) == {one.getsockname()}
     assert ssl.HAS_TLSv1_3
+
+
+def test_a_folder_has_the_names_of_baton_certs_or_of_kubernetes(tmp_path: Path) -> None:
+    here, debug = str(tmp_path), {"tls_ca": "/other/ca.pem"}
+    usual = [str(tmp_path / name) for name in ("ca.pem", "cert.pem", "key.pem")]
+    assert list(RouterSettings(tls_dir=here).tls[:3]) == usual
+    assert list(WorkerSettings(tls_dir=here, debug=debug).tls[:3]) == ["/other/ca.pem", *usual[1:]]
+    (tmp_path / "tls.crt").touch()
+    secret = [str(tmp_path / name) for name in ("ca.crt", "tls.crt", "tls.key")]
+    assert list(RouterSettings(tls_dir=here).tls[:3]) == secret
+    assert not any(RouterSettings().tls)
