@@ -14,6 +14,7 @@ import pytest
 from cluster import Cluster, make_cluster
 from otlp_receiver import OtlpReceiver, attributes, otlp_receiver
 from references import NOISE, references
+from tiny_families import EVERY
 from tiny_models import write_tiny_model
 from waiting import wait_until
 
@@ -28,6 +29,15 @@ SHAPES = ((1, 2), (2, 1), (2, 4), (4, 2), (8, 1), (1, 8), (8, 4))
 DEMO_SHAPES = ((3, 1), (1, 3), (3, 3))
 DEMO_TEXTS = ("The capital of France is", "Zwölf Boxkämpfer jagen", "🏃 baton 🥖" * 20)
 EIGHT_HEADS: Mapping[str, Any] = {"heads": 8, "kv_heads": 4, "hidden": 128}
+WINDOWS = {**EVERY["gemma3"], **EIGHT_HEADS, "sliding_window": 24}
+"""With two groups of pages."""
+CASES = [
+    pytest.param(
+        model, shape, marks=() if shape == QUICK and model is WINDOWS else pytest.mark.matrix
+    )
+    for model, shapes in ((EIGHT_HEADS, SHAPES), (WINDOWS, (QUICK, (1, 2), (2, 4), (8, 1))))
+    for shape in shapes
+]
 
 
 def ranks_of(cluster: Cluster, name: str) -> list[psutil.Process]:
@@ -49,15 +59,11 @@ def ranked(model: Path, logs: Path, shape: tuple[int, int], **options: Any) -> C
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "shape",
-    [
-        pytest.param(shape, marks=() if shape == QUICK else pytest.mark.matrix, id=f"{shape}")
-        for shape in SHAPES
-    ],
-)
-def test_pages_go_from_any_ranks_to_any_others(shape: tuple[int, int], tmp_path: Path) -> None:
-    model = write_tiny_model(tmp_path / "model", **EIGHT_HEADS)
+@pytest.mark.parametrize(("shapes", "shape"), CASES)
+def test_pages_go_from_any_ranks_to_any_others(
+    shapes: Mapping[str, Any], shape: tuple[int, int], tmp_path: Path
+) -> None:
+    model = write_tiny_model(tmp_path / "model", **shapes)
     cluster = ranked(model, tmp_path / "logs", shape)
     try:
         cluster.start_all()
