@@ -19,6 +19,7 @@ from baton.tls import NO_FILES, TlsFiles
 
 SERVING: Final = "SERVING"
 DEFAULT_TIMEOUT_S: Final = 2.0
+"""A probe of a container must end before the next one begins."""
 
 
 def check(

@@ -35,7 +35,9 @@ LONGEST_BACKOFF_S: Final = 30.0
 STEADY_LIFE_S: Final = 60.0
 """A life this long resets a child's back-off."""
 _LINE_LIMIT_BYTES: Final = 1 << 20
+"""Longest line of a process: a log in JSON has a stack in one line."""
 _PR_SET_PDEATHSIG: Final = 1
+"""Of Linux: the signal that a process gets when its parent's thread ends."""
 
 Write = Callable[[str, str], None]
 """Takes a child's name and a line that it wrote."""

@@ -9,6 +9,7 @@ from typing import Final
 
 _ADDRESS: Final = re.compile(r"ipv[46]:(\S+):(\d+)")
 _TIMEOUT_S: Final = 1.0
+"""It only improves an error message, so nobody should wait for it."""
 
 
 def hint(message: str) -> str:

@@ -38,6 +38,7 @@ INTERNAL_PORT: Final = 50050
 ADMIN_PORT: Final = 9090
 """Admin port of the first router. Other routers follow, then workers."""
 POLL_S: Final = 0.1
+"""So often it is asked whether processes are ready, whose start takes seconds."""
 
 Device = Literal["auto", "cpu", "cuda"]
 _Flags = Mapping[str, str | float | None]

@@ -27,6 +27,7 @@ _MOST_TENSORS: Final = 1 << 20
 _MOST_ENTRIES: Final = 1 << 22
 """Of all lists together; a vocabulary has some 250,000."""
 _MOST_DIMENSIONS: Final = 8
+"""Of a tensor; GGML itself has four. More is a damaged file."""
 
 
 class CheckpointError(Exception):

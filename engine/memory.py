@@ -24,6 +24,7 @@ _LEAST_POOL_BYTES: Final = GIB // 10
 """A smaller pool is not suggested."""
 _CGROUP: Final = Path("/sys/fs/cgroup")
 _NVIDIA_SMI_S: Final = 10.0
+"""It answers within a second, or hangs with its driver."""
 
 
 class NoRoomError(Exception):

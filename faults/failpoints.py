@@ -99,7 +99,9 @@ _ITEM: Final = re.compile(
     r"(~(?P<key>[\w-]+))?(@(?P<nth>[1-9]\d*))?"
 )
 _HANG_S: Final = 1e6
+"""For ever, for a test."""
 _HURRIED_S: Final = 0.1
+"""As long as a sleep lasts that is told to hurry: the end of a test waits for it."""
 
 
 class FailpointError(Exception):

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KEY_BYTES: Final = 32
+"""Of a whole key, SHA-256: a page is given by its whole key alone."""
 
 
 @dataclass(slots=True, eq=False)

@@ -54,6 +54,7 @@ AHEAD: Final = 2
 """Number of jobs in the engine for each of its slots: a freed slot is refilled at once. More jobs
 would only slow down the scan in each step."""
 _ID_BYTES: Final = 16
+"""As those of attempts: drawn numbers never meet."""
 
 
 class _Running:

@@ -27,6 +27,7 @@ KEEP_ALIVE_S: Final = 75
 """Seconds that idle connections stay open. Clients close theirs earlier, so none is closed just
 when a request comes."""
 _POLL_S: Final = 0.005
+"""So often it is looked whether uvicorn listens; it says so by a flag alone."""
 
 
 class EmbeddedHttpServer:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_BATCH_SPANS: Final = 512
+"""OpenTelemetry's own default."""
 
 
 class ExportCounts(NamedTuple):

@@ -37,6 +37,7 @@ Parent = Context | Span | str | None
 """Parent of a span: a context with a span, a span, a W3C traceparent, or None for a root."""
 
 SHUTDOWN_TIMEOUT_S: Final = 3.0
+"""For the last spans. A process that ends must not wait for a receiver that is away."""
 _LIMITS: Final = SpanLimits(max_events=0, max_links=8, max_attributes=48, max_attribute_length=256)
 _propagator: Final = TraceContextTextMapPropagator()
 

@@ -101,6 +101,8 @@ RUNNING = {"attention", "sampling", "model", "eager", "cuda"}
 `engine.hooks`, and only the roof knows both."""
 PROGRAMS = {"bench"}
 """Rooms whose modules are run one at a time: there may be many, and long ones."""
+UNTOLD = ("engine.cuda", "kv_transfer", "engine.speculation", "router.dispatch")
+"""Where numbers are not explained yet."""
 UPWARD = {("baton", "local"), ("baton.__main__", "console.cli")}
 """What `baton` shows on demand: `baton.LLM`, `python -m baton`."""
 
@@ -209,3 +211,43 @@ def test_files_and_functions_are_short() -> None:
                 if node.end_lineno - node.lineno >= MOST_LINES_OF_A_FUNCTION:
                     long.append(f"{path.relative_to(ROOT)}: {node.name}")
     assert long == []
+
+
+def is_number(node: ast.expr | None) -> bool:
+    match node:
+        case ast.Constant():
+            return isinstance(node.value, int | float) and not isinstance(node.value, bool)
+        case ast.UnaryOp():
+            return is_number(node.operand)
+        case ast.BinOp():
+            return is_number(node.left) and is_number(node.right)
+        case ast.Tuple():
+            return bool(node.elts) and all(map(is_number, node.elts))
+    return False
+
+
+def unexplained(text: str) -> Iterator[str]:
+    """Numeric constants of a module with neither a docstring, which a group may share, nor a
+    comment."""
+    body, lines = ast.parse(text).body, text.splitlines()
+    group: list[str] = []
+    for node in [*body, None]:
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if is_text or node is None or not lines[node.lineno - 2].strip():
+            yield from () if is_text else group
+            group = []
+        if isinstance(node, ast.Assign | ast.AnnAssign) and is_number(node.value):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            above = lines[node.lineno - 2].startswith("#")
+            if "#" not in lines[node.lineno - 1] and not above:
+                group.append(ast.unparse(target))
+
+
+def test_a_number_says_why_it_is_that_number() -> None:
+    found = {
+        f"{module}.{name}"
+        for module, path in modules().items()
+        if not module.startswith(("bench.", *UNTOLD))
+        for name in unexplained(path.read_text(encoding="utf-8"))
+    }
+    assert found == set(), "a docstring below, or a comment: a bound's reason, a measurement"

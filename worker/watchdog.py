@@ -36,8 +36,11 @@ LAST_WORDS_S: Final = 0.5
 STUCK_AFTER: Final = 2.0
 """The interpreter's timer waits for this many step timeouts."""
 STDERR: Final = 2
+"""File descriptor: a hung interpreter cannot be trusted with its own objects."""
 EXIT_HUNG: Final = 3
+"""Status of the process after a step or turn that did not end; documented."""
 EXIT_DEVICE_LOST: Final = 4
+"""Status of the process after an error of the device; documented."""
 
 StopServing = Callable[[], Awaitable[None]]
 

@@ -33,7 +33,9 @@ logger = logging.getLogger(__name__)
 DEADLINE_GRACE_S: Final = 1.0
 """The router ends a request at its deadline. The worker ends it by itself this much later."""
 MAX_REMEMBERED: Final = 1 << 16
+"""Ended legs, whose late Submit is refused: nearly two hours of them at ten a second."""
 REMEMBERED_S: Final = 3600.0
+"""No message of a leg is on its way for longer than a request may last."""
 
 # Why a leg failed, in its spans.
 CANCELLED: Final = "cancelled"

@@ -26,12 +26,14 @@ if TYPE_CHECKING:
     from console.doctor.cluster import Path
 
 WIDTH: Final = 100
+"""Columns of the output: it is read in terminals and pasted into issues."""
 _MARKS: Final = {
     Level.OK: "[green]ok   [/]",
     Level.WARNING: "[yellow]warn [/]",
     Level.ERROR: "[bold red]ERROR[/]",
 }
 _INDENT: Final = 22
+"""Columns before a finding: mark and name stand there."""
 
 
 def doctor(

@@ -25,11 +25,17 @@ from console.loadgen.workload import LoadPlan
 START_DELAY_S: Final = 0.1
 """Delay of the start, so that its message reaches every sender in time."""
 SPAWN_S: Final = 60.0
+"""Interpreters that import everything at once took up to a minute on two busy cores."""
 WRITING_S_PER_MILLION_TOKENS: Final = 20.0
+"""For writing prompts before the run; many times what it takes, since it bounds a hang."""
 END_S: Final = 5.0
+"""A sender that was told to end has nothing left to do."""
 _POLL_S: Final = 0.1
+"""So often the fleet looks whether a sender has died."""
 _CORES_PER_SENDER: Final = 4
+"""The others are for the servers, if they are of this machine."""
 _MOST_SENDERS: Final = 8
+"""More would only take cores from servers of this machine."""
 
 
 class Sending(NamedTuple):

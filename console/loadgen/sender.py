@@ -32,7 +32,9 @@ from serving.event_loop import loop_factory
 from telemetry.metrics.loop_lag import EventLoopLag
 
 PROGRESS_INTERVAL_S: Final = 0.25
+"""A progress bar is smooth enough with four steps a second."""
 LAG_INTERVAL_S: Final = 0.01
+"""So often it is measured how late the event loop wakes: a sender's lag looks like a server's."""
 
 
 class RunOrder(NamedTuple):

@@ -14,6 +14,7 @@ from console.loadgen.endpoints import Target
 from console.loadgen.errors import BenchError, WrongUseError
 
 _TIMEOUT_S: Final = 10.0
+"""For the list of models, which a server has ready."""
 
 
 class Served(NamedTuple):

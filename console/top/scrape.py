@@ -16,7 +16,9 @@ from typing import Final, NamedTuple
 from telemetry.names import Metric
 
 TIMEOUT_S: Final = 3.0
+"""A process that is slower is shown as silent, as Prometheus would."""
 _AT_ONCE: Final = 16
+"""Processes that are read side by side: a silent one holds up one thread alone."""
 
 Labels = frozenset[tuple[str, str]]
 Bucket = tuple[float, float]

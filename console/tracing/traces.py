@@ -23,10 +23,13 @@ from telemetry.names import Attr, Service, SpanName
 JAEGER_URL: Final = "JAEGER_URL"
 """Environment variable with the URL of a Jaeger query API. If it is set, traces are read there."""
 DEFAULT_PATIENCE_S: Final = 3.0
+"""Spans are sent 200 ms after their end; on a busy machine that takes longer."""
 _LEGS: Final = (SpanName.PREFILL, SpanName.DECODE)
 _SERVER_SPAN: Final = "the call's SERVER span"
 _POLL_S: Final = 0.1
+"""So often the trace is asked for meanwhile."""
 _REQUEST_TIMEOUT_S: Final = 5.0
+"""Of one question to the trace store, which answers from memory."""
 
 
 class TraceError(Exception):

@@ -19,6 +19,7 @@ from engine.pool.kv_pool import KvPool
 from engine.step.attention import Specs
 
 PAGE_MULTIPLE = 256
+"""FlashAttention-2's own demand on the tokens of a page."""
 
 
 class Fa2Backend(PagedAttention):

@@ -18,6 +18,7 @@ from engine.model.precision.choice import Precision
 from engine.model.shard import Shard
 
 MOST_RANKS: Final = 64
+"""Sizes that are tried for an error that names those which fit."""
 
 
 def check_ranks(config: ModelConfig, precision: Precision, count: int) -> None:

@@ -46,6 +46,7 @@ STOP_S: Final = 5.0
 LAST_REPORT_MS: Final = 200
 """A rank that has ended may have said why. Its report is there within this time."""
 STDERR: Final = 2
+"""File descriptor: a rank's output is no protocol, and goes to the log."""
 
 
 class RankError(Exception):

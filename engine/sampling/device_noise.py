@@ -11,10 +11,13 @@ from typing import Final
 from torch import Tensor
 
 _ROUNDS: Final = 10
+"""Philox4x32-10's own number."""
 _LOW: Final = 0xFFFF_FFFF
+"""The lower 32 bits."""
 _FIRST: Final = 0xD2511F53
 _SECOND: Final = 0xCD9E8D57
 _WEYL: Final = (0x9E3779B9, 0xBB67AE85)
+"""Philox4x32-10's multipliers, and the steps of its keys."""
 
 
 def uniform(seeds: Tensor, choices: Tensor, indices: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ _BLOCK = 256
 _FEW = 512
 """Best tokens of a row that are ranked first, before the whole row is sorted."""
 _BELOW_ONE = 1 - 2.0**-53
+"""The largest float64 below 1: a draw never lands behind the last token."""
 
 
 class Scores(NamedTuple):

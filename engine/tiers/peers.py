@@ -38,7 +38,9 @@ from engine.types import PageIds, Request
 PEER: Final = "peer"
 """Where the pages came from, as the name of a tier."""
 MOST_SHARE: Final = 8
+"""Of the pool, an eighth: pages that come from peers, and pages that are held for them."""
 FETCH_ID_BYTES: Final = 16
+"""As those of transfers: drawn numbers never meet."""
 
 
 class FetchWanted(NamedTuple):

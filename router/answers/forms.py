@@ -22,6 +22,7 @@ THINKING: Final = ("thinking", "reasoning", "reasoning_content")
 
 _JSON_HEAD: Final = ('{"name": "', '", "arguments": ', "}")
 _LONGEST_TAIL_CHARS: Final = 65_536
+"""The end of a prompt in which an opened part is looked for; templates write a few lines."""
 
 
 class Markers(NamedTuple):

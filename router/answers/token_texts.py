@@ -32,6 +32,7 @@ _PAIRS: Final = 10_000
 _PIECES: Final = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 """Decoders of vocabularies of pieces."""
 _BATCH: Final = 512
+"""Tokens of a run whose text is compared with the tokenizer's own."""
 
 
 class TokenTexts:

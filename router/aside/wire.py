@@ -17,6 +17,8 @@ FAILED: Final = 1
 BEGUN: Final = b"+"
 """What a forked process says first. If it ends after that, its work has ended it."""
 MOST_ORDER_BYTES: Final = 16_384
+"""An order is one packet with names and limits; what a client sent comes through the socket that it
+carries."""
 
 
 class Bounds(NamedTuple):

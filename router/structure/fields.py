@@ -15,11 +15,17 @@ from router.errors import Violation
 from router.structure.schema import MAX_SCHEMA_BYTES
 
 MAX_TOOLS: Final = 128
+"""OpenAI's own bound."""
 MAX_CHOICES: Final = 1024
+"""A grammar of so many texts compiles within milliseconds."""
 MAX_SALT_BYTES: Final = 256
+"""It only tells tenants' pages apart; a digest has 32."""
 MAX_ALLOWED_TOKENS: Final = 16_384
+"""A mask of its own for each row: 64 KiB of ids in the message."""
 MAX_BAD_WORDS: Final = 128
+"""Each is matched at every token of the row."""
 MAX_BAD_WORD_BYTES: Final = 256
+"""So far back a match may begin."""
 EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh")
 _GBNF_RULE: Final = re.compile(r"^[ \t]*[A-Za-z][\w-]*[ \t]*::=", re.MULTILINE)
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")

@@ -31,6 +31,7 @@ _MAX_ROUNDS: Final = 16
 _MAX_ISOLATED: Final = 64
 """Most parts of a schema that are checked alone, to find the one to blame."""
 _MAX_NAMED: Final = 16
+"""Places that an error names: one line that can be read."""
 
 _OF_NAMES: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _OF_LISTS: Final = ("allOf", "anyOf", "oneOf", "prefixItems", "items")

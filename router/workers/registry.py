@@ -47,7 +47,9 @@ ROLES: Final = PREFILLS | DECODES
 STARTS_KEPT: Final = 256
 """Most starts of workers that are remembered after their end. The oldest go."""
 _PROBE_TIMEOUT_S: Final = 2.0
+"""For an answer of this host's own kernel."""
 _PROBE_AGAIN_S: Final = 0.01
+"""A listener's port may answer for a moment after its process has ended."""
 
 Key = tuple[str, int]
 """One start of a worker: id and epoch."""

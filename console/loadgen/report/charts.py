@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
 DPI: Final = 150
+"""Sharp on screens with two pixels a point."""
 _WIDTH_IN: Final = 10.5
+"""As wide as the text of the report."""
 _INK, _FAINT = "#1f2933", "#d5dbe1"
 _BLUE, _ORANGE, _GREEN, _RED = "#2563a8", "#d9771f", "#2f8f5b", "#c2392b"
 _STYLE: Final[Any] = {
@@ -43,6 +45,7 @@ _STYLE: Final[Any] = {
     "figure.facecolor": "white",
 }
 _BINS: Final = 60
+"""Of the chart over time: a second each, of a run of a minute."""
 
 
 def figures(result: Result) -> Mapping[str, Figure]:

@@ -43,6 +43,7 @@ LOCKS: Final = 2048
 MOST_COMPILERS: Final = 32
 """At one time. Each takes 0.2 GB."""
 NO_LIMIT: Final = 1 << 30
+"""Rows of the last tile: beyond any step."""
 
 
 class Stored(NamedTuple):

@@ -52,6 +52,7 @@ _WRITTEN_S: Final = 15.0
 """A cluster may have lost a member, such as this worker before it started again, and not know it
 yet. Mooncake's master needs 10 s."""
 _AGAIN_S: Final = 0.5
+"""Until a store that did not take the first object is asked again, when it is opened."""
 
 
 class Child:

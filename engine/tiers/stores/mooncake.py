@@ -21,6 +21,7 @@ from engine.tiers.stores.protocol import Buffers, StoreError
 _BUFFER_BYTES = 1 << 24
 """The client's own memory, through which nothing here passes."""
 _REACHED_S = 5.0
+"""To the master's port: its own client waits for minutes where nobody listens."""
 _KNOWN = {"protocol", "device", "metadata", "gib", "local"}
 
 

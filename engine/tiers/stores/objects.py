@@ -22,6 +22,7 @@ _FIELDS: Final = struct.Struct("<8sIQ32s256s")
 """Magic, number of pages, bytes of them, digest, name."""
 _MAGIC: Final = {False: b"BATONKX1", True: b"BATONKB1"}
 _LEAST_SECRET_BYTES: Final = 16
+"""128 bits: shorter secrets can be tried out."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ _LEAST: Final = -9999.0
 """The value that this API writes for an impossible token. JSON has no infinity."""
 _HALF: Final = "\ufffd"
 _CACHED_TEXTS: Final = 65_536
+"""Texts of tokens: a vocabulary, nearly, at some tens of bytes each."""
 
 
 class ScoredToken(NamedTuple):

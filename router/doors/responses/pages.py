@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from router.doors.responses.store import Kept, ResponseStore
 
 MOST_LISTED: Final = 100
+"""OpenAI's own bound."""
 
 
 class ResponsePages:

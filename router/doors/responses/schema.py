@@ -18,7 +18,9 @@ from router.requests.bounds import MAX_TURNS
 from router.structure.fields import MAX_TOOLS
 
 MAX_METADATA: Final = 16
+"""OpenAI's own bound."""
 MAX_INCLUDES: Final = 32
+"""More than OpenAI has names of."""
 _LOGPROBS: Final = "message.output_text.logprobs"
 
 

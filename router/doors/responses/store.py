@@ -39,6 +39,7 @@ VERSION: Final = 1
 BUSY_S: Final = 5.0
 """Longest wait for another router that writes."""
 _DAY_S: Final = 86_400.0
+"""Seconds."""
 _SCHEMA: Final = """
 CREATE TABLE responses (
     id TEXT PRIMARY KEY, tenant TEXT NOT NULL, previous TEXT, used_s REAL NOT NULL,

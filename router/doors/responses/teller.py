@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 Keep = Callable[["JSON"], Awaitable[bool]]
 """Stores a whole response; returns whether that worked."""
 _ID_BYTES: Final = 24
+"""As long as OpenAI's ids; too long to be guessed."""
 _PREFIXES: Final = {"thinking": "rs", "text": "msg", "call": "fc"}
 
 

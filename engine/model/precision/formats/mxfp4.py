@@ -24,8 +24,10 @@ from engine.model.precision.mxfp4 import MXFP4_GROUP
 from engine.model.region import Range, Region
 
 ANY = -1
+"""Instead of a size that the file decides: how many experts it has."""
 _BYTES = MXFP4_GROUP // 2
 _NO_NUMBER = 255
+"""The exponent that stands for NaN, by the OCP specification of MX formats."""
 _MODULE = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj")
 
 
