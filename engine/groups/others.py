@@ -41,6 +41,10 @@ class OtherGroups:
         """Whether they fit beside the sequences in slots. `slots`: final pages by slot."""
         return all(group.has_room(sequences, final_pages, slots) for group in self.groups)
 
+    def free_sequences(self, most: int, slots: Int32s) -> int:
+        """How many long sequences, up to `most`, have room beside those in slots."""
+        return min([most, *(group.free_sequences(slots) for group in self.groups)])
+
     def resumable(self, keys: Sequence[bytes], most: int) -> int:
         """The most leading pages, up to `most`, behind which every group can go on."""
         settled = -1

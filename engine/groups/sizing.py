@@ -2,7 +2,8 @@
 
 The number of group 0's pages decides those of the others, so ranks and users agree on one number.
 A window's group has pages for all sequences that may run, for the chunks of two steps, and a
-quarter more for cached prefixes. All windows together take at most as many bytes as group 0.
+quarter more for cached prefixes. All windows together take at most as many bytes as group 0, or the
+share that the longest sequence has of them.
 """
 
 from __future__ import annotations
@@ -26,17 +27,39 @@ def chunk_pages(bounds: Bounds) -> int:
 def pages_of_groups(num_pages: int, specs: Sequence[GroupSpec], bounds: Bounds) -> list[int]:
     """Pages of each group, with its scratch page, if group 0 has `num_pages`."""
     first, *others = specs
-    most = num_pages * first.page_bytes // max(1, sum(spec.page_bytes for spec in others))
+    context = -(-bounds.max_context_tokens // bounds.page_size) or num_pages
+    each = [min(context, _window_of(spec).most_pages(bounds.page_size)) for spec in others]
+    wanted = [_wanted(pages, bounds) for pages in each]
+    of_sequence = sum(spec.page_bytes * pages for spec, pages in zip(others, each, strict=True))
+    share = max(1.0, of_sequence / (context * first.page_bytes))
+    most_bytes = num_pages * first.page_bytes * share
+    size = sum(spec.page_bytes * pages for spec, pages in zip(others, wanted, strict=True))
+    cut = min(1.0, most_bytes / max(1, size))
     counts = [num_pages]
-    for spec in others:
-        assert isinstance(spec.kind, Window)
-        each = spec.kind.most_pages(bounds.page_size)
-        running = bounds.max_sequences * each
-        wanted = running + running // CACHE_PARTS + chunk_pages(bounds) + 1
+    for pages, own in zip(wanted, each, strict=True):
         # A single sequence can always run. More than group 0 has is never of use.
-        least = each + chunk_pages(bounds) + 1
-        counts.append(min(num_pages, wanted, max(most, least)))
+        least = own + chunk_pages(bounds) + 1
+        counts.append(min(num_pages, max(int(cut * pages), least)))
     return counts
+
+
+def _wanted(each: int, bounds: Bounds) -> int:
+    running = bounds.max_sequences * each
+    return running + running // CACHE_PARTS + chunk_pages(bounds) + 1
+
+
+def _window_of(spec: GroupSpec) -> Window:
+    assert isinstance(spec.kind, Window), "one group alone keeps all tokens"
+    return spec.kind
+
+
+def sequence_bytes(tokens: int, specs: Sequence[GroupSpec], page_size: int) -> int:
+    """Bytes that a sequence of so many tokens holds, over all ranks once, while it decodes."""
+    pages = -(-tokens // page_size)
+    return sum(
+        spec.page_bytes * min(pages, _window_of(spec).most_pages(page_size) if at else pages)
+        for at, spec in enumerate(specs)
+    )
 
 
 def bytes_of_groups(num_pages: int, specs: Sequence[GroupSpec], bounds: Bounds) -> int:

@@ -72,14 +72,21 @@ class WindowPages:
 
     def can_ever_hold(self, sequences: int, final_pages: int) -> bool:
         """Whether so many sequences fit into an empty group."""
-        return sequences * self.needed(final_pages) + self._chunks <= self.blocks.total
+        needed = sequences * self.needed(final_pages)
+        return needed + min(self._chunks, sequences * final_pages - needed) <= self.blocks.total
 
     def has_room(self, sequences: int, final_pages: int, slots: Int32s) -> bool:
         """Whether so many sequences fit beside those in slots. `slots`: final pages by slot."""
         held, needed = self.end - self.first, np.minimum(slots, self._most)
-        chunks = max(0, self._chunks - int(np.maximum(held - needed, 0).sum()))
         wanted = sequences * self.needed(final_pages)
-        return wanted + self._promised(slots) + chunks <= self.blocks.total
+        most = sequences * final_pages - wanted + int((slots - needed).sum())
+        chunks = min(self._chunks, most) - int(np.maximum(held - needed, 0).sum())
+        return wanted + self._promised(slots) + max(0, chunks) <= self.blocks.total
+
+    def free_sequences(self, final_pages: Int32s) -> int:
+        """How many long sequences have room beside those in slots. `final_pages`: by slot."""
+        free = self.blocks.total - self._chunks - self._promised(final_pages)
+        return max(0, free) // self._most
 
     def _promised(self, final_pages: Int32s) -> int:
         held = self.end - self.first

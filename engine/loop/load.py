@@ -47,7 +47,7 @@ def load_of(
         wanted_pages=_wanted_pages(waiting, size) + blocks.available - admission.grantable_pages(),
         wanted_sequences=_wanted_sequences(waiting),
         running_sequences=batch.slots.num_used,
-        max_sequences=scheduler.config.max_sequences,
+        max_sequences=_most_sequences(scheduler),
         total_pages=blocks.total,
         free_pages=blocks.free,
         evictable_pages=blocks.evictable,
@@ -72,6 +72,13 @@ def load_of(
         hook_failures=dict(scheduler.hooks.failures) if scheduler.hooks else None,
         speculation=scheduler.drafts.load() if scheduler.drafts else None,
     )
+
+
+def _most_sequences(scheduler: Scheduler) -> int:
+    """Sequences that may run together: one a slot, if their windows have room."""
+    slots = scheduler.batch.slots
+    free = scheduler.others.free_sequences(slots.num_free, slots.final_pages)
+    return slots.num_used + free
 
 
 def _queued_tokens(waiting: Iterable[ActiveRequest]) -> int:

@@ -179,6 +179,7 @@ class StepLoop:
         if not self._flights:
             self._progress += 1
             self._scheduler.blocks.inspect()
+            self._scheduler.others.inspect()
         if self.profiler.is_over():
             self._progress += 1
             self._publish_load(PROFILE_END_S)

@@ -80,10 +80,15 @@ def test_handed_off_and_resumed(case):
 
 @pytest.mark.parametrize("case", ["gemma3", "gpt_oss"], indirect=True)
 def test_preempted(case):
-    """Windows and ropes by layer; experts, sinks."""
-    with held(case.one):
-        runs = [submit(case.one, prompt_of(30 + i), 24, ignore_eos=True) for i in range(CROWD)]
+    """Windows and ropes by layer; experts, sinks. Pages of all tokens for windows, too: see
+    `test_windows.py` for the rest."""
+    options = {"num_pages": PAGES, "max_sequences": CROWD, "free_windows": False}
+    engine = build(case.one.model.path, **options)
+    with held(engine):
+        runs = [submit(engine, prompt_of(30 + i), 24, ignore_eos=True) for i in range(CROWD)]
     finish(*runs)
-    assert case.one.load().preemptions > 0
+    assert engine.load().preemptions > 0
     for run in runs:
         check(case, run, 24)
+    check_baseline(engine)
+    engine.stop()

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from engine_kit import Run, build, check_baseline, finish, hand_off, submit
+from engine_kit import Run, build, check_baseline, finish, hand_off, held, submit
 from references import NOISE, References, references
 from test_engine_demo_model import first_difference
 from tiny_families import EVERY
@@ -27,7 +27,7 @@ TINY = {
     "gemma2": EVERY["gemma2"] | {"sliding_window": WINDOW},
     "olmo3": EVERY["olmo3"] | {"sliding_window": WINDOW},
 }
-TWO = {"max_sequences": 6, "max_step_tokens": CHUNK, "free_windows": True}
+TWO = {"max_sequences": 6, "max_step_tokens": CHUNK, "poison_freed_pages": True}
 
 
 FAMILIES = [
@@ -105,3 +105,45 @@ def test_forked_and_resumed(case, length):
     run = submit(case.other, prompt, MAX_TOKENS, generated=[given], ignore_eos=True)
     finish(run)
     check(case, run, given=17)
+
+
+def test_preempted(case):
+    engine = build(case.one.model.path, **TWO | {"num_pages": 26})
+    prompts = [prompt_of(20 + i, seed=5) for i in range(6)]
+    with held(engine):
+        runs = [submit(engine, prompt, 80, ignore_eos=True) for prompt in prompts]
+    finish(*runs)
+    assert engine.load().preemptions > 0
+    for run in runs:
+        check(case, run, 80)
+    check_baseline(engine)
+    engine.stop()
+
+
+def test_more_sequences_than_the_windows_have_room_for(case):
+    """Windows as large as group 0: the rest waits, and nobody is preempted for a window."""
+    engine = build(case.one.model.path, **TWO | {"max_sequences": 24, "num_pages": 60})
+    prompts = [prompt_of(17 + i, seed=6) for i in range(24)]
+    with held(engine):
+        runs = [submit(engine, prompt, 30, ignore_eos=True) for prompt in prompts]
+    finish(*runs)
+    for run in runs:
+        check(case, run, 30)
+    assert engine.load().damaged_pages == 0
+    check_baseline(engine)
+    engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("options", "groups"),
+    [({}, 2), ({"kv_host_bytes": 1 << 22}, 1), ({"free_windows": False}, 1)],
+)
+def test_windows_keep_all_pages_where_others_count_on_it(case, options, groups):
+    engine = build(case.one.model.path, **TWO | options)
+    assert len(engine.pools) == groups
+    assert (engine.model.fingerprint == case.one.model.fingerprint) is (groups == 2)
+    run = submit(engine, prompt_of(65), MAX_TOKENS, ignore_eos=True)
+    finish(run)
+    check(case, run)
+    check_baseline(engine)
+    engine.stop()
