@@ -17,6 +17,8 @@ from typing import Final, Protocol
 _ALPHABET: Final = string.ascii_letters + string.digits
 _SPACE: Final = " \t\r\n"
 _BETWEEN: Final = _SPACE + "[],;"
+_BEHIND: Final = _SPACE + "`"
+"""What may stand behind arguments: the end of a fence."""
 _ARGUMENTS: Final = ("arguments", "parameters")
 _HEADS: Final = ('{"name":"', '{"type":"function","name":"')
 """Beginnings of calls, up to the name, without spaces."""
@@ -264,34 +266,66 @@ class JsonCalls:
 
 
 class NamedCalls:
-    """One call as a name, a separator and the arguments."""
+    """Calls as a name, a separator and the arguments."""
 
-    def __init__(self, calls: Calls, separator: str) -> None:
+    def __init__(self, calls: Calls, head: tuple[str, str, str]) -> None:
+        """A reader. `head`: texts before the name, before the arguments, behind them. Without the
+        last one there is one call, to the end of the region."""
         self._calls = calls
-        self._separator = separator
-        self._head = ""
-        self._begun = False
-        self._spaces = ""
-        """White space that may be the end of the arguments."""
+        self._before, self._separator, self._after = (text.strip() for text in head)
+        self._raw = ""
+        self._text = ""
+        """What was not taken yet."""
+        self._begun = self._in_arguments = self._is_first = False
 
     def push(self, text: str) -> None:
         """Takes the next piece."""
         if not self._begun:
-            self._head += text
-            name, found, text = self._head.partition(self._separator)
-            if not found or not name.strip():
-                return
-            self._begun = True
-            self._calls.begin(name.strip())
-        text = self._spaces + text
-        if trimmed := text.rstrip():
-            self._calls.extend(trimmed)
-        self._spaces = text[len(trimmed) :]
+            self._raw += text
+        self._text += text
+        while self._take_arguments() if self._in_arguments else self._take_name():
+            pass
 
     def finish(self, *, is_cut: bool = False) -> str:
         """Returns what is no call."""
-        self._calls.complete += self._begun and not is_cut
-        return "" if self._begun or is_cut else self._head
+        if self._in_arguments:
+            self._calls.extend(self._text[: self._sure(self._text)])
+            self._calls.complete += not is_cut
+        return "" if self._begun or is_cut else self._raw
+
+    def _take_name(self) -> bool:
+        head, found, rest = self._text.partition(self._separator)
+        space, begins, name = head.partition(self._before) if self._before else ("", "", head)
+        if not found or space.strip() or (self._before and not begins) or not name.strip():
+            return False
+        self._calls.begin(name.strip())
+        self._begun = self._in_arguments = self._is_first = True
+        self._text = rest
+        return True
+
+    def _take_arguments(self) -> bool:
+        text = self._text.lstrip() if self._is_first else self._text
+        text, found, rest = text.partition(self._after) if self._after else (text, "", "")
+        sure = text.rstrip(_BEHIND) if found else text[: self._sure(text)]
+        if sure:
+            self._is_first = False
+            self._calls.extend(sure)
+        self._text = rest if found else text[len(sure) :]
+        self._in_arguments = not found
+        self._calls.complete += bool(found)
+        return bool(found)
+
+    def _sure(self, text: str) -> int:
+        """The length of what belongs to the arguments whatever comes."""
+        return len(text[: without_beginning(text, self._after)].rstrip(_BEHIND))
+
+
+def without_beginning(text: str, marker: str) -> int:
+    """The length of a text without what may be the beginning of a marker at its end."""
+    for length in range(min(len(marker), len(text)), 0, -1):
+        if text.endswith(marker[:length]):
+            return len(text) - length
+    return len(text)
 
 
 def _text(literal: str) -> str | None:

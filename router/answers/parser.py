@@ -20,6 +20,8 @@ from typing import Any, Final, NamedTuple
 
 from router.answers.calls import CallPart, CallReader, Calls, JsonCalls, NamedCalls
 from router.answers.forms import CALLS, THINKING, ResponseForm, Spec
+from router.answers.harmony import CALL_HEAD, HarmonyStream
+from router.answers.tagged_calls import TaggedCalls
 
 _TEXT: Final = {"strip": False}
 _BODY: Final = "body"
@@ -60,13 +62,10 @@ class AnswerParser:
     def __init__(
         self, form: ResponseForm, *, thinks: bool = False, tools: Sequence[tuple[str, str]] = ()
     ) -> None:
-        from transformers.utils.chat_parsing import ResponseParser
-
         assert form.spec is not None, "an answer of any form is all content"
         self._form, self._spec = form, form.spec
         self._tools = tools
-        prefix = form.thinking.begin if thinks and form.thinking is not None else ""
-        self._stream = ResponseParser(_raw(_Key(form.spec)), prefix=prefix)
+        self._stream = _stream_of(form, thinks=thinks)
         self.thinking = thinks
         """Whether the latest text belongs to the thinking."""
         self._calls = Calls(form.calls.id_chars if form.calls else 0)
@@ -148,13 +147,26 @@ class AnswerParser:
         one = self._spec["fields"][CALLS]
         if "transform" not in one and "content" not in one:  # A form of ours.
             assert self._form.calls is not None
+            if self._form.calls.tags is not None:
+                return TaggedCalls(self._calls, self._form.calls.tags, self._tools)
             if self._form.calls.is_json:
                 is_marked = not self._form.calls.starts_answer
                 return JsonCalls(self._calls, None if is_marked else dict(self._tools))
-            return NamedCalls(self._calls, self._form.calls.head[1])
+            head = CALL_HEAD if self._form.is_harmony else self._form.calls.head
+            return NamedCalls(self._calls, head)
         if _is_plain_json(one):
             return JsonCalls(self._calls)
         return _WholeCalls(self._calls, self._spec, self._tools)
+
+
+def _stream_of(form: ResponseForm, *, thinks: bool) -> Any:
+    """Finds regions: transformers' parser, or one with the same events."""
+    if form.is_harmony:
+        return HarmonyStream()
+    from transformers.utils.chat_parsing import ResponseParser
+
+    prefix = form.thinking.begin if thinks and form.thinking is not None else ""
+    return ResponseParser(_raw(_Key(form.spec or {})), prefix=prefix)
 
 
 class _WholeCalls:

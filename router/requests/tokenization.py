@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 from baton.inference.v1 import inference_pb2 as api
 from prefixes.keys import NO_KEYS, ShortKeys, prompt_short_keys
 from router import errors
-from router.answers.forms import ResponseForm, form_of
+from router.answers.families import form_of
+from router.answers.forms import ResponseForm
 from router.answers.parser import is_readable
 from router.answers.token_texts import TokenTexts
 from router.aside.turns import Turns
@@ -126,7 +127,7 @@ class Tokenizer:
         templates = Templates(template_sources(path, config) if sources is None else sources)
         source = templates.text
         form = form_of(config, source)
-        if form.spec is not None and not is_readable(form.spec):
+        if form.spec is not None and not form.is_harmony and not is_readable(form.spec):
             form = form_of({}, source)
         return cls(backend, templates, special, form, TokenTexts.of(backend))
 

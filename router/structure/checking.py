@@ -21,7 +21,8 @@ from llguidance import LLMatcher, LLTokenizer
 from baton.inference.v1 import inference_pb2 as api
 from router.answers.forms import ResponseForm, Thought
 from router.aside.wire import Bounds
-from router.structure.grammar import CallRules, Grammar, Tool
+from router.structure.grammar import CallRules, Grammar
+from router.structure.rules import Tool
 from router.structure.schema import LIMITS, SchemaError, read
 
 BOUNDS: Final = Bounds(cpu_s=2.0, memory_bytes=256 << 20, time_s=60.0)
@@ -39,6 +40,8 @@ class Question(NamedTuple):
     thought: Thought
     special_tokens: Mapping[str, int]
     """Ids of special tokens by their texts."""
+    lead: str = ""
+    """Before content, where the answer is read in parts."""
 
 
 class Checked(NamedTuple):
@@ -112,7 +115,7 @@ def _check(tokenizer: LLTokenizer, data: bytes) -> bytes:
 def _write_checked(tokenizer: LLTokenizer, question: Question) -> dict[str, Any]:
     """The grammar of an answer and the dropped keywords, or the reason why there is none."""
     generation = api.GenerationInput.FromString(question.generation)
-    grammar = Grammar(question.special_tokens)
+    grammar = Grammar(question.special_tokens, question.lead)
     try:
         _write(grammar, generation, question.form, question.thought)
         text = grammar.text()

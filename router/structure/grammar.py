@@ -10,32 +10,19 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from baton.inference.v1 import inference_pb2 as api
 from router.answers.forms import CallForm, Markers, Thought
-from router.structure.schema import Prepared, SchemaError, prepare, read
+from router.structure.rules import ANYTHING, Rules, Tool, literal
+from router.structure.schema import SchemaError, read
+from router.structure.tagged import arguments
 
-_WHITESPACE: Final = "[ \\n]?"
-"""Between the parts of JSON. More of it would let a model write nothing else."""
-_TEXT: Final = "/(?s:.*)/"
 _ESCAPE: Final = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
 """An escape of GBNF; the groups have the digits of a character's code."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tool:
-    """A function that a model may call."""
-
-    index: int
-    """Among the request's tools."""
-    name: str
-    schema: dict[str, Any]
-    """Of its arguments; empty for any object."""
-    strict: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +36,16 @@ class CallRules:
     several: bool
 
 
-class Grammar:
+class Grammar(Rules):
     """A grammar that is being written."""
 
-    def __init__(self, special_tokens: Mapping[str, int]) -> None:
-        """An empty grammar. `special_tokens`: their ids by their texts."""
-        self.dropped: list[str] = []
-        """JSON pointers of keywords that are not enforced."""
-        self._special_tokens = special_tokens
-        self._special_id = special_tokens.get
+    def __init__(self, special_tokens: Mapping[str, int], lead: str = "") -> None:
+        """An empty grammar. `special_tokens`: their ids by their texts; `lead`: what a model writes
+        before content."""
+        super().__init__(special_tokens)
         self._start = "body"
         self._has_form = False
-        self._rules: list[str] = []
+        self._lead = lead
         self._given = ""
         """The client's own grammar."""
 
@@ -73,14 +58,14 @@ class Grammar:
         self._has_form = True
         match structure.WhichOneof("form"):
             case "json_object":
-                self._rule("form", self._json({"type": "object"}, strict=False))
+                self._form(self.json({"type": "object"}, strict=False))
             case "json_schema":
                 given = structure.json_schema
-                self._rule("form", self._json(read(given.schema), strict=given.strict))
+                self._form(self.json(read(given.schema), strict=given.strict))
             case "regex":
-                self._rule("form", f"/{regex_to_lark(_without_anchors(structure.regex))}/")
+                self._form(f"/{regex_to_lark(_without_anchors(structure.regex))}/")
             case "choice":
-                self._rule("form", " | ".join(map(_literal, structure.choice.texts)))
+                self._form(" | ".join(map(literal, structure.choice.texts)))
             case "lark":
                 self._include(structure.lark)
             case _:
@@ -94,47 +79,61 @@ class Grammar:
         """
         options = " | ".join(f"call_{index}" for index in range(len(rules.tools)))
         for index, tool in enumerate(rules.tools):
-            head, middle, tail = form.head
-            arguments = self._arguments(tool)
-            parts = (_literal(head + tool.name + middle), arguments, _literal(tail))
-            self._rule(f"call_{index}", " ".join(filter(None, parts)))
-        self._rule("call", options)
-        end = self._text(form.end)
-        if form.between:
-            more = f"({_literal(form.between)} call)*" if rules.several else ""
-            self._rule("run", f"call {more} {end}")
+            self.rule(f"call_{index}", self._call(form, tool))
+        self.rule("call", options)
+        end, several = self.words(form.end), rules.several and not form.ends_answer
+        if form.between is not None:
+            more = f"({self.words(form.between)} call)*" if several else ""
+            self.rule("run", f"call {more} {end}")
             again = ""
         else:
-            self._rule("run", f"call {end}")
-            gap = _literal(form.gap)
-            again = f"({gap} {self._text(form.begin)} run)*" if rules.several else ""
+            self.rule("run", f"call {end}")
+            gap = self.words(form.gap)
+            again = f"({gap} {self.words(form.begin)} run)*" if several else ""
         if rules.required or self._has_form:
-            self._rule("calls", f"{self._text(form.begin)} run {again}")
+            self.rule("calls", f"{self.words(form.begin)} run {again}")
         elif form.starts_answer:
-            self._rule("calls", "run | /[^{](?s:.*)/")
+            self.rule("calls", "run | /[^{](?s:.*)/")
+        elif self._lead:
+            self.rule("calls", f"{self.words(form.begin)} run | {self.words(self._lead)} tail")
+            self.rule("tail", ANYTHING)
         else:
             trigger = form.begin.rstrip()
-            rest = _literal(form.begin[len(trigger) :])
+            rest = self.words(form.begin[len(trigger) :])
             self._lazily("opening", trigger)
             many = "*" if rules.several else "?"
-            self._rule("calls", f"(opening {rest} run){many} tail")
-            self._rule("tail", _TEXT)
-        self._rule("body", "calls" if rules.required or not self._has_form else "calls | form")
+            self.rule("calls", f"(opening {rest} run){many} tail")
+            self.rule("tail", ANYTHING)
+        self.rule("body", "calls" if rules.required or not self._has_form else "calls | form")
+
+    def _call(self, form: CallForm, tool: Tool) -> str:
+        try:
+            if (tags := form.tags) is not None:
+                head = f"{tags.name.begin}{tool.name}{tags.name.end}{tags.gap}"
+                parts = self.words(head), arguments(self, tool, tags), self.words(tags.end)
+            else:
+                head, middle, tail = form.head
+                written = self._arguments(tool)
+                parts = self.words(head + tool.name + middle), written, self.words(tail)
+        except SchemaError as error:
+            error.field = f"input.chat.tools[{tool.index}].parameters"
+            raise
+        return " ".join(filter(None, parts))
 
     def thinking(self, markers: Markers, thought: Thought) -> None:
         """Puts the thinking before the body, where the answer begins with it or may do so."""
         self._lazily("thoughts", markers.end)
-        self._rule("gap", r"/\s{0,4}/")
+        self.rule("gap", self.words(markers.then) or r"/\s{0,4}/")
         if thought.is_open:
             self._start = "thoughts gap body"
         else:
-            self._start = f"body | {self._text(markers.begin)} thoughts gap body"
+            self._start = f"body | {self.words(markers.begin)} thoughts gap body"
 
     def text(self) -> str:
         """The grammar as workers get it."""
-        if not any(rule.startswith("body:") for rule in self._rules):
-            self._rule("body", "form")
-        lark = "\n".join((self._options(), f"start: {self._start}", *self._rules))
+        if not any(rule.startswith("body:") for rule in self.lines):
+            self.rule("body", "form")
+        lark = "\n".join((self._options(), f"start: {self._start}", *self.lines))
         grammars = [{"lark_grammar": lark}]
         if self._given:
             grammars.append({"name": "given", "lark_grammar": self._given})
@@ -143,58 +142,31 @@ class Grammar:
     def _options(self) -> str:
         """llguidance takes forced text by its usual tokens. A literal that is spelled like a
         special token would become that token, which is no text: then nothing is forced."""
-        whole = "\n".join((*self._rules, self._given)).replace("\\", "")
-        has_name = any(name and name in whole for name in self._special_tokens)
+        whole = "\n".join((*self.lines, self._given)).replace("\\", "")
+        has_name = any(name and name in whole for name in self.special_tokens)
         return '%llguidance {"no_forcing": true}' if has_name else "%llguidance {}"
 
     def _arguments(self, tool: Tool) -> str:
         if not tool.schema and not tool.strict:
             return _ANY_OBJECT
-        try:
-            return self._json(tool.schema or {"type": "object"}, strict=tool.strict)
-        except SchemaError as error:
-            error.field = f"input.chat.tools[{tool.index}].parameters"
-            raise
+        return self.json(tool.schema or {"type": "object"}, strict=tool.strict)
 
     def _include(self, lark: str) -> None:
         self._given = lark
-        self._rule("form", "@given")
+        self._form("@given")
 
-    def _rule(self, name: str, body: str) -> None:
-        self._rules.append(f"{name}: {body}")
+    def _form(self, body: str) -> None:
+        self.rule("form", f"{self.words(self._lead)} ({body})" if self._lead else body)
 
     def _lazily(self, name: str, end: str) -> None:
         """A rule for any text up to a marker."""
-        if (token := self._special_id(end)) is not None:
-            self._rule(name, f"{_TEXT} <[{token}]>")
+        if (token := self.special_tokens.get(end)) is not None:
+            self.rule(name, f"{ANYTHING} <[{token}]>")
         else:
-            self._rules.append(f"{name}[lazy]: ANYTHING {_literal(end)}")
-            if "ANYTHING: " + _TEXT not in self._rules:
-                self._rules.append("ANYTHING: " + _TEXT)
-
-    def _text(self, text: str) -> str:
-        """A text of a model's own form. Special tokens at its start are tokens."""
-        for length in range(len(text), 0, -1):
-            if (token := self._special_id(text[:length])) is not None:
-                return f"<[{token}]> {self._text(text[length:])}".strip()
-        return _literal(text)
-
-    def _json(self, schema: dict[str, Any], *, strict: bool) -> str:
-        prepared = prepare(schema, strict=strict)
-        self.dropped += prepared.dropped
-        return f"%json {_with_options(prepared)}"
+            self.lazily(name, self.terminal(ANYTHING), end)
 
 
 _ANY_OBJECT: Final = '%json {"type": "object", "x-guidance": {"whitespace_pattern": "[ \\\\n]?"}}'
-
-
-def _with_options(prepared: Prepared) -> str:
-    options = {
-        "whitespace_pattern": _WHITESPACE,
-        "coerce_one_of": prepared.coerce_one_of,
-        "lenient": False,
-    }
-    return json.dumps({**prepared.schema, "x-guidance": options}, ensure_ascii=False)
 
 
 def _of_gbnf(text: str) -> str:
@@ -211,10 +183,6 @@ def _character(escape: re.Match[str]) -> str:
     if code < 0 or 0xD800 <= code < 0xE000 or code > 0x10FFFF:
         return escape[0]
     return f"\\x{code:02x}" if code < 0x80 else chr(code)
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False) if text else ""
 
 
 def _without_anchors(pattern: str) -> str:

@@ -121,7 +121,8 @@ class AnswerPlans:
             raise errors.invalid_fields(
                 [Violation("input.stop.ignore_eos", "cannot stand beside strict or required tools")]
             )
-        question = _question(generation, tokenizer, form, thought)
+        lead = form.lead if is_message else ""
+        question = _question(generation, tokenizer, form, thought, lead)
         checked = await self.grammars.grammar(question, model, caller)
         return replace(plan, grammar=checked.grammar, dropped=checked.dropped)
 
@@ -186,6 +187,7 @@ def _question(
     tokenizer: AnswerTokenizer,
     form: ResponseForm,
     thought: Thought,
+    lead: str,
 ) -> Question:
     chat, slim = generation.chat, api.GenerationInput()
     if generation.HasField("structure"):
@@ -195,4 +197,4 @@ def _question(
     if chat.HasField("parallel_tool_calls"):
         slim.chat.parallel_tool_calls = chat.parallel_tool_calls
     data = slim.SerializeToString(deterministic=True)
-    return Question(data, form, thought, tokenizer.special_token_ids)
+    return Question(data, form, thought, tokenizer.special_token_ids, lead)

@@ -11,16 +11,20 @@ import pytest
 from frontdoor_kit import write_tokenizer
 
 from router.answers.calls import joined_calls
-from router.answers.forms import (
+from router.answers.families import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    GLM_45,
+    GLM_47,
+    HARMONY,
     HERMES,
     LLAMA,
     MISTRAL,
     MISTRAL_NAMED,
-    ResponseForm,
-    Thought,
+    QWEN_CODER,
     form_of,
-    thought_of,
 )
+from router.answers.forms import ResponseForm, Thought, thought_of
 from router.answers.parser import AnswerParser
 from router.requests.tokenization import Tokenizer
 
@@ -50,6 +54,12 @@ OWN: dict[str, Any] = {
 }
 """A response template that a checkpoint brings: parameters as XML, without JSON."""
 CODER = form_of({"response_template": OWN}, "<tool_call> <function=")
+V3 = form_of({}, "</think> <｜tool▁calls▁begin｜> ```json")
+V31 = form_of({}, "</think> <｜tool▁calls▁begin｜>")
+GLM = form_of({}, "</think> <tool_call> <arg_key> </arg_key>\n<arg_value>")
+GLM_TIGHT = form_of({}, "</think> <tool_call> <arg_key> </arg_key><arg_value>")
+QWEN_3 = form_of({}, "<tool_call> <function= <parameter=")
+GPT_OSS = form_of({}, "<|start|>assistant<|channel|>final<|message|>")
 SHIPPED_JSON = form_of(
     {
         "response_template": {
@@ -160,8 +170,76 @@ CASES: dict[str, tuple[ResponseForm, str, Message]] = {
         '<tool_call>{"name": "f", "arguments": {"a":  1}}</tool_call>',
         Message("", calls=(("f", '{"a":  1}'),), complete=1),
     ),
+    "deepseek": (
+        V3,
+        "<think>so</think>Let me.\n\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function"
+        '<｜tool▁sep｜>f\n```json\n{"a": "`x` ```"}\n```<｜tool▁call▁end｜>\n'
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        Message("Let me.\n\n", "so", (("f", '{"a": "`x` ```"}'), ("g", "{}")), 2),
+    ),
+    "deepseek 3.1": (
+        V31,
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
+        'f<｜tool▁sep｜>{"a": [1, {}]}<｜tool▁call▁end｜>'
+        "<｜tool▁call▁begin｜>g<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        Message("", "", (("f", '{"a": [1, {}]}'), ("g", "{}")), 2),
+    ),
+    "deepseek, no call": (
+        V31,
+        "a <｜tool▁calls▁begin｜>b<｜tool▁calls▁end｜>",
+        Message("a <｜tool▁calls▁begin｜>b<｜tool▁calls▁end｜>"),
+    ),
+    "glm": (
+        GLM,
+        "<think>t</think>\nYes. \n<tool_call>f\n<arg_key>n</arg_key>\n<arg_value>3</arg_value>\n"
+        '<arg_key>s</arg_key>\n<arg_value>a "b"\n<c></arg_value>\n</tool_call>\n'
+        "<tool_call>g\n</tool_call>",
+        Message("Yes. \n", "t", (("f", '{"n": 3, "s": "a \\"b\\"\\n<c>"}'), ("g", "{}")), 2),
+    ),
+    "glm 4.7": (
+        GLM_TIGHT,
+        "<tool_call>f<arg_key>o</arg_key><arg_value>[1, null]</arg_value><arg_key>u</arg_key>"
+        "<arg_value>ü</arg_value></tool_call><tool_call>g</tool_call>",
+        Message("", "", (("f", '{"o": [1, null], "u": "ü"}'), ("g", "{}")), 2),
+    ),
+    "glm, no call": (
+        GLM,
+        "a <tool_call>so it is</tool_call>",
+        Message("a <tool_call>so it is</tool_call>"),
+    ),
+    "qwen 3 coder": (
+        QWEN_3,
+        "On it.\n<tool_call>\n<function=f>\n<parameter=s>\n x\n\ny\n</parameter>\n<parameter=b>\n"
+        "True\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=g>\n</function>\n"
+        "</tool_call>",
+        Message("On it.\n", "", (("f", '{"s": " x\\n\\ny", "b": true}'), ("g", "{}")), 2),
+    ),
+    "qwen 3 coder, no call": (
+        QWEN_3,
+        '<tool_call>\n{"name": "f"}</tool_call>',
+        Message('<tool_call>\n{"name": "f"}</tool_call>'),
+    ),
+    "harmony": (
+        GPT_OSS,
+        "<|channel|>analysis<|message|>hm <|<|end|><|start|>assistant<|channel|>commentary"
+        "<|message|>I look. <|end|><|start|>assistant<|channel|>commentary to=functions.f "
+        '<|constrain|>json<|message|>{"a": 1}<|call|>',
+        Message("I look. ", "hm <|", (("f", '{"a": 1}'),), 1),
+    ),
+    "harmony, the recipient first": (
+        GPT_OSS,
+        " to=functions.f<|channel|>commentary json<|message|>{}<|call|>",
+        Message("", "", (("f", "{}"),), 1),
+    ),
+    "harmony, an answer": (
+        GPT_OSS,
+        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b\n",
+        Message("b\n", "a"),
+    ),
+    "harmony, no header": (GPT_OSS, 'total: {"a": 1}', Message('total: {"a": 1}')),
 }
-TOOLS = [("f", '{"properties": {"n": {"type": "integer"}}}'), ("g", "")]
+TEXT_OR_MORE = {"n": {"type": "integer"}, "s": {"type": "string"}, "u": {"enum": ["ü"]}}
+TOOLS = [("f", json.dumps({"properties": TEXT_OR_MORE})), ("g", "")]
 
 
 def read(
@@ -191,7 +269,8 @@ def test_the_parts_do_not_depend_on_the_cuts(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     ["arguments as a text", "llama", "llama's tag", "mistral", "mistral, named", "no arguments",
-     "a checkpoint's own", "a checkpoint's own JSON"],
+     "a checkpoint's own", "a checkpoint's own JSON", "deepseek", "deepseek 3.1", "glm", "glm 4.7",
+     "qwen 3 coder", "harmony", "harmony, the recipient first"],
 )  # fmt: skip
 def test_a_call_that_is_cut_off_leaks_nowhere(name: str) -> None:
     """Wherever the tokens end: what is certain is a call, and nothing of it is content."""
@@ -256,8 +335,9 @@ def test_whose_words_decide_the_form() -> None:
     assert LLAMA_3.calls is LLAMA
     assert MISTRAL_7B.calls is MISTRAL
     assert MISTRAL_SMALL.calls is MISTRAL_NAMED
-    assert CODER.calls is None
-    assert CODER.reads_calls
+    assert CODER.calls is QWEN_3.calls is QWEN_CODER
+    assert (V3.calls, V31.calls) == (DEEPSEEK_V3, DEEPSEEK_V31)
+    assert (GLM.calls, GLM_TIGHT.calls, GPT_OSS) == (GLM_45, GLM_47, HARMONY)
     assert form_of({}, None) == form_of({}, "{{ messages }}") == ResponseForm()
     assert form_of({}, "<think></think>").without_calls().thinking is not None
     assert LLAMA_3.without_calls() == ResponseForm()

@@ -214,7 +214,34 @@ async def test_bad_forms(port: Port, fields: dict[str, Any], param: str) -> None
     assert len(error.message) < 500
 
 
-@pytest.mark.parametrize("port", [(HERMES, f"Sure. {CALL}"), (LLAMA, LLAMA_CALL)], indirect=True)
+@pytest.mark.parametrize(
+    "port",
+    [
+        (HERMES, f"Sure. {CALL}"),
+        (LLAMA, LLAMA_CALL),
+        (
+            "{# <｜tool▁calls▁begin｜> #}" + HERMES,
+            "Sure. <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
+            '{"city": "Paris"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        ),
+        (
+            "{# <arg_key> #}" + HERMES,
+            "Sure. <tool_call>get_weather\n<arg_key>city</arg_key>\n"
+            "<arg_value>Paris</arg_value>\n</tool_call>",
+        ),
+        (
+            "{# <function= #}" + HERMES,
+            "Sure. <tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
+            "</function>\n</tool_call>",
+        ),
+        (
+            "{# <|channel|> <|message|> #}" + HERMES,
+            "<|channel|>commentary<|message|>Sure. <|end|><|start|>assistant<|channel|>commentary "
+            'to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}',
+        ),
+    ],
+    indirect=True,
+)
 async def test_a_call_of_a_tool(port: Port) -> None:
     got = await create(port, tools=[WEATHER, CLOCK])
     (choice,) = got.choices
