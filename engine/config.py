@@ -72,6 +72,9 @@ class EngineConfig(Bounds):
     off."""
     draft_tokens: int = 7
     """Most tokens that it guesses at a time."""
+    synthetic_acceptance: float = -1
+    """For measuring with dummy weights on a GPU: accepts drafts with this probability, whatever was
+    drawn; -1: accepts those that are right."""
     scheduling: Scheduling = "fcfs"
     """Order of admission, one of `engine.schedule.policies.POLICIES`."""
     eviction: Eviction = "lru"

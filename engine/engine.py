@@ -30,6 +30,7 @@ from engine.parts.building import (
     load,
     open_all,
     pages_that_fit,
+    widths_of,
 )
 from engine.parts.paging import EngineError as EngineError
 from engine.parts.paging import make_pages, resolved
@@ -146,7 +147,8 @@ class Engine:
             config.kv_stores, config.kv_secret_file, info.fingerprint, heads, ranks.memories
         )
         mover = ranks.mover if config.tp > 1 else None
-        scheduler = scheduler_of(config, pools, sampler, hooks, stores, mover)
+        widths = widths_of(config, own)
+        scheduler = scheduler_of(config, pools, sampler, hooks, stores, mover, widths)
         loop = StepLoop(scheduler, executor, profiler)
         return cls(info, pools, loop, ranks=ranks, step_timeout_s=config.step_timeout_s)
 
@@ -262,7 +264,7 @@ def _resolve(config: EngineConfig) -> EngineConfig:
         raise EngineError(f"the device cannot be {device}: the PyTorch that is installed {why}")
     try:
         pool_type(config.kv_cache_dtype, config.page_size)
-        choosing.check(config)
+        choosing.check(config, device)
     except (PoolError, choosing.SpeculationError) as error:
         raise EngineError(str(error)) from error
     on_cpu = device == "cpu"

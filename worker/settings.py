@@ -118,6 +118,9 @@ class WorkerDebug(BaseModel):
     """Names the PEM file of its key, in place of that in `tls_dir`."""
     tls_ca: str = ""
     """Names the PEM file of the authorities to trust, in place of that in `tls_dir`."""
+    synthetic_acceptance: float = Field(default=_ENGINE.synthetic_acceptance, ge=-1, le=1)
+    """Accepts drafts with this probability, whatever was drawn: measures speculation with dummy
+    weights, on a GPU. What the model says has no meaning then. -1: accepts what is right."""
     failpoints: Annotated[str, AfterValidator(check_failpoints)] = ""
     """Makes this process fail on purpose, for tests alone: NAME=ACTION[:ARG][~KEY][@NTH],..."""
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from engine.attention.paged import Decode, PagedAttention, PagedStep
@@ -34,12 +35,15 @@ class GroupedAttention:
 
 
 class GroupEnds(NamedTuple):
-    """The last positions of S rows in a group."""
+    """The last positions of S rows in a group: of the first `decodes` rows `width` each, of the
+    others one."""
 
     contexts: Tensor
     """[S] int32, tokens of the row in the group's table up to its last one."""
     page_table: Tensor
     """[S, P] int32."""
+    decodes: int = 0
+    width: int = 1
 
 
 class PagedGroups:
@@ -75,7 +79,13 @@ class PagedGroups:
     def attend_ends(self, layer: int, q: Tensor, ends: Sequence[GroupEnds]) -> Tensor:
         """See `PagedAttention`. `ends`: by group."""
         group, own = self._places[layer]
-        return self._members[group].attend_ends(own, q, *ends[group])
+        contexts, table, decodes, width = ends[group]
+        attend = self._members[group].attend_ends
+        if decodes == 0 or width == 1:
+            return attend(own, q, contexts, table)
+        tokens = decodes * width
+        wide = attend(own, q[:tokens], contexts[:decodes], table[:decodes])
+        return torch.cat((wide, attend(own, q[tokens:], contexts[decodes:], table[decodes:])))
 
 
 def paged_groups(

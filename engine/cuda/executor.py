@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,23 +33,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention.grouped import GroupEnds, PagedGroups
-from engine.attention.paged import PagedStep
+from engine.attention.grouped import PagedGroups
 from engine.attention.parts import lengths_differ
 from engine.bounds import Bounds
 from engine.cuda.forward import FusedForward
 from engine.cuda.hooks.hooked import Hooked
-from engine.cuda.mixers.base import RowEnds
-from engine.cuda.ranks.drawing import Draw, drawing_of, nothing_drawn, telling
+from engine.cuda.ranks.drawing import (
+    Draw,
+    Drawing,
+    Verified,
+    drawing_of,
+    nothing_drawn,
+    telling,
+)
+from engine.cuda.speculation.drawing import Drafting, DrawingDrafts
 from engine.cuda.steps.inputs import Inputs, attention_of, ends_of, narrowed_of
 from engine.cuda.steps.packing import (
     PackedStep,
-    counts_of,
-    group_stores_of,
     pack,
     reads_of,
-    rows_of,
-    stores_of,
 )
 from engine.cuda.steps.shapes import MIXED_SPACING, PROMPT_ROWS, Shape, Shapes
 from engine.cuda.steps.staging import StepStaging
@@ -58,7 +61,7 @@ from engine.model import Model
 from engine.pool.pools import KvPools
 from engine.sampling import Sampler
 from engine.step.executor import Launched
-from engine.step.hooks import DecodeRows, Narrowed
+from engine.step.hooks import Narrowed
 from engine.step.plan import StepPlan, StepResult
 from engine.step.sampling import Masks, words_of
 from faults import failpoints
@@ -86,36 +89,49 @@ class CudaExecutor:
         sampler: Sampler | None,
         bounds: Bounds,
         hooked: Hooked = NO_HOOKS,
+        drafting: Drafting | None = None,
     ) -> None:
-        """Other ranks than the first have no sampler."""
+        """Other ranks than the first have no sampler. `drafting`: None: no drafts are verified."""
         device = pools.first.device
         self._page_size = pools.first.page_size
-        self._max_pages = max_pages = -(-bounds.max_context_tokens // self._page_size)
+        self._drafting = drafting
+        widths = (1,) if drafting is None else widths_of(drafting.tables.most)
+        longest = bounds.max_context_tokens + widths[-1] - 1
+        self._max_pages = max_pages = -(-longest // self._page_size)
         self._pools = pools
         self._attention = attention
         self._ranks = model.collective
         self._hooked = hooked
         rows = max(bounds.max_sequences, PROMPT_ROWS + 1)
         attention.reserve(bounds.scratch_tokens + PROMPT_ROWS + 1, rows)  # Padding rows have one.
-        self._forward = FusedForward(model, pools, attention, bounds.max_context_tokens)
+        self._forward = FusedForward(model, pools, attention, longest)
         self.stream = torch.cuda.Stream(device)
         self._nobody = bounds.max_sequences
         """Slot of padding rows: the last entry of the token table."""
-        self._token_table = torch.zeros(self._nobody + 1, dtype=torch.int32, device=device)
-        self._drawing = drawing_of(model, sampler, self._token_table)
+        if drafting is None or sampler is None:
+            self._token_table = torch.zeros(self._nobody + 1, dtype=torch.int32, device=device)
+            self._drawing: Drawing = drawing_of(model, sampler, self._token_table)
+        else:
+            self._token_table = drafting.tables.next
+            self._drawing = DrawingDrafts(sampler, drafting)
         self._most_chosen = min(hooked.graph_pages, max_pages)
         """Pages that a KV head of a narrowed row reads in a graph."""
         self._kv_heads = pools.first.num_kv_heads
-        self._shapes = Shapes(bounds, self._kv_heads, narrows=self._most_chosen > 0)
+        narrows = self._most_chosen > 0
+        self._shapes = Shapes(bounds, self._kv_heads, narrows=narrows, widths=widths)
         shapes = self._shapes.all
         widest = [max_pages, *self._widths(max(bounds.max_step_tokens, shapes[0].tokens))]
         self._staging = StepStaging(_most_integers(bounds, shapes[0], widest), device)
         most_rows = max(shape.rows for shape in shapes)
-        self._inputs = Inputs(shapes[0], most_rows, widest, device)
+        tables = None if drafting is None else drafting.tables
+        self._make_inputs = partial(Inputs, max_pages=widest, device=device, drafts=tables)
+        self._inputs = self._make_inputs(shapes[0], most_rows)
         self._graphs: dict[Shape, _Graph] = {}
         self._waiter = StepWaiter()
         self._waiting: tuple[Draw, Launched] | None = None
         """The draw of the step launched last, if it waits for masks."""
+        self.step_times: dict[Shape, float] = {}
+        """Seconds of a step of decode rows of no length, by shape, as captured."""
 
     def _widths(self, prompt_tokens: int) -> list[int]:
         """Pages in a row of the tables of the groups beyond group 0, in steps with so many tokens
@@ -123,7 +139,8 @@ class CudaExecutor:
         size = self._page_size
         kinds = [spec.kind for spec in self._pools.specs[1:]]
         most = [kind.most_pages(size) for kind in kinds if isinstance(kind, Window)]
-        return [min(self._max_pages, pages + -(-prompt_tokens // size)) for pages in most]
+        ahead = 0 if self._drafting is None else 1
+        return [min(self._max_pages, pages + -(-prompt_tokens // size)) + ahead for pages in most]
 
     def capture(self, progress: Progress | None = None) -> None:
         """Makes the graph of every shape. Blocks until that is done.
@@ -146,7 +163,8 @@ class CudaExecutor:
             packed = self._pack(None, shape)
             logits = self._kernels(packed)
             if shape.decodes:
-                self._drawing.best(logits[: shape.decodes], packed.slots)
+                verified = self._verified(self._inputs, shape.decodes, shape.width)
+                self._drawing.warm(logits[: shape.decode_tokens], packed.slots, verified)
             self._ranks.barrier()
             self.stream.synchronize()
             graph.capture_begin(memory, capture_error_mode="thread_local")
@@ -154,8 +172,18 @@ class CudaExecutor:
                 logits = self._kernels(packed)
             finally:
                 graph.capture_end()
+            if self._drafting is not None and shape.decodes and not shape.prompt_rows:
+                self.step_times[shape] = replay_s(graph)
         self._hooked.check_captured()
         return _Graph(graph, logits)
+
+    def seconds_by_rows_and_width(self) -> dict[tuple[int, int], float]:
+        """Of a step of decode rows of no length, whatever division of contexts it has."""
+        found: dict[tuple[int, int], float] = {}
+        for shape, seconds in self.step_times.items():
+            place = shape.decodes, shape.width
+            found[place] = max(seconds, found.get(place, 0.0))
+        return found
 
     def shaped(self, plan: StepPlan) -> StepPlan:
         """See `Executor`. Hooks may say something else on each rank, and sums need one shape."""
@@ -199,6 +227,8 @@ class CudaExecutor:
 
     def _launch(self, plan: StepPlan) -> Launched:
         self._ranks.begin_step()
+        if self._drafting is not None and plan.begins is not None:
+            self._drafting.tables.begin(plan.begins)
         if any(source.size for source, _ in plan.copies) or plan.write_slots.size:
             self._transfer(plan)
         shape, narrowed = self._hooked.begin(plan, self._shapes, self._page_size)
@@ -223,8 +253,12 @@ class CudaExecutor:
         for pool, (source, target) in zip(self._pools, copies, strict=True):
             if len(source):
                 pool.copy_pages(source.long(), target.long())
-        if plan.write_slots.size:
+        if not plan.write_slots.size:
+            return
+        if self._drafting is None:
             self._token_table[slots.long()] = tokens
+        else:
+            self._drafting.tables.write(slots.long(), tokens)
 
     def _finish(self, read: Read, future: Launched | None = None) -> Launched:
         done = torch.cuda.Event(blocking=True)
@@ -241,12 +275,23 @@ class CudaExecutor:
         else:
             ready.graph.replay()
             logits = ready.logits
-        count = len(plan.sample_slots)
-        if plan.sample is None or count == plan.num_decodes:
-            logits = logits[:count]
+        return self._draw(plan, packed, logits, self._inputs)
+
+    def _draw(self, plan: StepPlan, packed: PackedStep, logits: Tensor, inputs: Inputs) -> Draw:
+        """The draw of a padded step."""
+        if plan.sample is None or len(plan.sample_slots) == plan.num_decodes:
+            logits = logits[: plan.decode_tokens]
         else:
             logits = logits.index_select(0, packed.sampled)
-        return Draw(logits, packed.sample_slots, plan.sample, plan.whole_logits, [])
+        slots, width = packed.sample_slots, packed.shape.width
+        draw = Draw(logits, slots, plan.sample, plan.whole_logits, [])
+        verified = self._verified(inputs, plan.num_decodes, width, tells=plan.tells_drafts)
+        return draw._replace(verified=verified)
+
+    def _verified(
+        self, inputs: Inputs, decodes: int, width: int, *, tells: bool = False
+    ) -> Verified:
+        return Verified(width, inputs.ids, inputs.kept[:decodes], tells)
 
     def _pack(
         self, plan: StepPlan | None, shape: Shape, narrowed: Narrowed | None = None
@@ -275,67 +320,60 @@ class CudaExecutor:
     # -- steps with longer prompts --------------------------------------------------------------
 
     def _exact(self, plan: StepPlan, narrowed: Narrowed | None) -> Draw:
-        count, add = plan.num_decodes, self._staging.add
-        queries = plan.query_lens[count:]
-        self._staging.begin()
-        token_ids, positions = add(plan.token_ids), add(plan.positions)
-        size = self._page_size
-        stores, page_table = [add(stores_of(plan, size))], add(plan.page_table)
-        stores += [add(group_stores_of(plan, other, size)) for other in plan.others]
-        contexts, decoding = add(plan.context_lens), add(plan.row_slots[:count])
-        lens = [plan.context_lens - other.skipped * np.int32(size) for other in plan.others]
-        tables = [add(other.pages) for other in plan.others]
-        group_contexts = [add(own) for own in lens]
-        starts = add(np.concatenate([[0], queries.cumsum()]).astype(np.int32))
-        sampled, slots = add(plan.sample_tokens), add(plan.sample_slots)
-        of_rows = rows_of(plan)[plan.sample_tokens]
-        sampled_rows = add(of_rows)
-        ends = plan.positions[plan.sample_tokens] + 1
-        sampled_contexts = [add(ends)]
-        skips = [other.skipped[of_rows] * np.int32(size) for other in plan.others]
-        sampled_contexts += [add(ends - skip) for skip in skips]
-        rows = None
-        if narrowed is not None:
-            counts, most = add(counts_of(narrowed, count)), int(narrowed.counts.max())
-            rows = DecodeRows(page_table[:count], contexts[:count], counts, most, size)
-        self._staging.upload()
-        token_ids[:count] = self._token_table.index_select(0, decoding)
+        """A step without a graph: packed as for one, and not padded."""
+        decodes, size = plan.num_decodes, self._page_size
+        queries, contexts = plan.query_lens[decodes:], plan.context_lens[decodes:]
         reads = reads_of(plan, narrowed, size)
-        lengths = plan.context_lens[:count] if reads is None else reads
-        differ = lengths_differ(lengths, self._kv_heads)
+        differ = lengths_differ(
+            plan.context_lens[:decodes] if reads is None else reads, self._kv_heads
+        )
+        width = plan.width if decodes else 1
+        shape = Shape(
+            decodes, len(queries), plan.prompt_tokens, differ, narrowed is not None, width
+        )
+        own = self._make_inputs(shape, shape.rows)
+        packed = self._pack(plan, shape, narrowed)
+        inputs = own.spread(packed, self._token_table, size)
+        skips = [np.zeros_like(contexts)]
+        skips += [other.skipped[decodes:] * np.int32(size) for other in plan.others]
         longest = int(queries.max(initial=0))
-        prompts = starts if len(queries) else None
-        all_contexts, all_tables = [contexts, *group_contexts], [page_table, *tables]
         self._attention.prepare(
             [
-                PagedStep(
-                    count,
-                    own_contexts,
-                    own_table,
-                    prompts,
-                    longest,
-                    all_fresh=bool((queries == own[count:]).all()),
-                    differ=differ,
-                )
-                for own, own_contexts, own_table in zip(
-                    [plan.context_lens, *lens], all_contexts, all_tables, strict=True
-                )
+                step._replace(max_query=longest, all_fresh=bool((queries == contexts - skip).all()))
+                for step, skip in zip(attention_of(packed, inputs), skips, strict=True)
             ]
         )
+        most = 0 if narrowed is None else int(narrowed.counts.max())
+        rows = narrowed_of(packed, inputs[0], most, size)
         hooked = self._hooked.attend(self._attention.first, rows, differ=differ)
-        scores = []
+        ends, scores = ends_of(packed, inputs), []
+        given = inputs[0].token_ids, inputs[0].positions, [group.stores for group in inputs]
+        hidden = self._forward.hidden(*given, None if plan.scores else ends, hooked)
         if plan.scores:
-            hidden = self._forward.hidden(token_ids, positions, stores, hooked=hooked)
             logits_of = self._forward.logits
             scores = [self._drawing.score(hidden, wanted, logits_of) for wanted in plan.scores]
-            hidden = hidden.index_select(0, sampled)
-        else:
-            pages = [table.index_select(0, sampled_rows) for table in all_tables]
-            groups = [GroupEnds(*own) for own in zip(sampled_contexts, pages, strict=True)]
-            row_ends = RowEnds(sampled, groups)
-            hidden = self._forward.hidden(token_ids, positions, stores, row_ends, hooked)
+            assert ends is not None, "a prompt is scored"
+            hidden = hidden.index_select(0, ends.tokens)
         logits = hidden if plan.sample is None else self._forward.logits(hidden)
-        return Draw(logits, slots, plan.sample, plan.whole_logits, scores)
+        return self._draw(plan, packed, logits, own)._replace(scores=scores)
+
+
+def widths_of(most: int) -> tuple[int, ...]:
+    """Tokens of decode rows for which there are graphs, with at most so many drafts."""
+    return tuple(sorted({1, 2, most + 1}))
+
+
+def replay_s(graph: torch.cuda.CUDAGraph) -> float:
+    """Seconds of a replay, on the current stream: the median of five."""
+    times = []
+    for _ in range(5):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return float(np.median(times))
 
 
 def _most_integers(bounds: Bounds, largest: Shape, max_pages: Sequence[int]) -> int:

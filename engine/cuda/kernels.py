@@ -228,8 +228,9 @@ def _best_of_block(logits, best, best_ids, finite, vocab, num_blocks, block_size
 
 @triton.jit(do_not_specialize=["rows"])
 def _best_of_row(
-    best, best_ids, finite, slots, token_table, drawn, rows, num_blocks, block_count: tl.constexpr
-):
+    best, best_ids, finite, slots, token_table, drawn, rows, num_blocks, keeps: tl.constexpr,
+    block_count: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     at = tl.arange(0, block_count)
     inside = at < num_blocks
@@ -239,7 +240,8 @@ def _best_of_row(
     usable = tl.load(finite + row * num_blocks + at, mask=inside, other=1)
     tl.store(drawn + row, token)
     tl.store(drawn + rows + row, tl.min(usable, axis=0))
-    tl.store(token_table + tl.load(slots + row), token)
+    if keeps:
+        tl.store(token_table + tl.load(slots + row), token)
 
 
 def greedy(logits: Tensor, slots: Tensor, token_table: Tensor) -> Tensor:
@@ -253,11 +255,22 @@ def greedy(logits: Tensor, slots: Tensor, token_table: Tensor) -> Tensor:
     Returns:
         [2, S] int32: the tokens; 1 if the row held neither NaN nor infinity, else 0.
     """
+    return _best(logits, slots, token_table, keeps=True)
+
+
+def best_of_rows(logits: Tensor) -> Tensor:
+    """The tokens of `greedy`, which go nowhere else."""
+    nowhere = torch.empty(0, dtype=torch.int32, device=logits.device)
+    return _best(logits, nowhere, nowhere, keeps=False)
+
+
+def _best(logits: Tensor, slots: Tensor, token_table: Tensor, *, keeps: bool) -> Tensor:
     found = best_of_blocks(logits)
     rows, num_blocks = found.best.shape
     drawn = torch.empty(2, rows, dtype=torch.int32, device=logits.device)
     blocks = triton.next_power_of_2(num_blocks)
-    launch(_best_of_row, (rows,), *found, slots, token_table, drawn, rows, num_blocks, blocks)
+    arguments = (*found, slots, token_table, drawn, rows, num_blocks, keeps, blocks)
+    launch(_best_of_row, (rows,), *arguments)
     return drawn
 
 
@@ -296,6 +309,8 @@ class StepInputs(NamedTuple):
     stores: Tensor
     page_table: Tensor
     """[R, P]. Entries beyond a row's context are left from an earlier step."""
+    contexts: Tensor
+    """[R], tokens that a row's last token sees in the group's table, with itself."""
 
 
 @triton.jit(do_not_specialize=["decodes", "table_width"])
@@ -356,7 +371,8 @@ def unpack_step(
         packed_table: the pages of the real rows.
         token_table: int32, by slot: the input token of each decode row.
         page_size: tokens in a page.
-        into: the inputs. The table is filled in for all rows, the rest for decode rows.
+        into: the inputs. The table is filled in for all rows, ids, positions and stores for decode
+            rows.
     """
     launch(
         _unpack_step,

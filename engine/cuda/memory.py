@@ -25,7 +25,12 @@ SAMPLING_COPIES = 6
 
 @torch.inference_mode()
 def bytes_left(
-    model: Model, scratch: KvPools, attention: PagedGroups, bounds: Bounds, utilization: float
+    model: Model,
+    scratch: KvPools,
+    attention: PagedGroups,
+    bounds: Bounds,
+    utilization: float,
+    drafts: int = 0,
 ) -> int:
     """Bytes that a pool may have. They are negative if the model alone is too large.
 
@@ -36,6 +41,7 @@ def bytes_left(
         bounds: bounds of the largest step.
         utilization: share of the device's memory that this process may use, in all. What others
             use counts only where they leave less than that.
+        drafts: the most of a row; 0: none are verified.
     """
     device = scratch.first.device
     attention.reserve(bounds.scratch_tokens, bounds.max_sequences)  # For as long as it is measured.
@@ -51,8 +57,17 @@ def bytes_left(
     graphs = GRAPH_BYTES + step * min(1.0, LONGEST_GRAPH / bounds.max_step_tokens)
     if model.collective.size > 1:
         graphs += RANKS_BYTES
+    if drafts:
+        sampling += _bytes_for_drafts(bounds, model.config.vocab_size, drafts)
+        graphs += GRAPH_BYTES
     used = min(total - free, torch.cuda.memory_reserved(device) + CONTEXT_BYTES)
     return int(min(total * utilization - used, free) - step - sampling - graphs)
+
+
+def _bytes_for_drafts(bounds: Bounds, vocab_size: int, drafts: int) -> int:
+    """Of the tables by slot, and of logits of all columns, in the model's dtype and in float32."""
+    tables = 4 * (bounds.max_sequences + 1) * bounds.max_context_tokens
+    return tables + 6 * bounds.max_sequences * (1 + drafts) * vocab_size
 
 
 def _run_largest(model: Model, scratch: KvPools, attention: PagedGroups, bounds: Bounds) -> None:

@@ -325,6 +325,7 @@ class StepLoop:
             self._rates.settled(plan, flight.at_s, flight.ended_s, tokens)
             self._scheduler.tiers.note_rate(self._rates.prefill.tokens_per_s)
             self._pacer.settled(plan, self._rates.step_s)
+            self._scheduler.planner.settled(plan, result, self._rates.step_s)
             with self._slow.verb("tokens"):
                 self._scheduler.settler.settle(plan, result, self._hand_over)
             self._slow.settled(self._scheduler, plan, self._rates.step_s)

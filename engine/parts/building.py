@@ -41,7 +41,9 @@ from engine.parts.paging import (
 from engine.pool.kv_pool import KvPool
 from engine.pool.pools import KvPools
 from engine.sampling import Sampler
-from engine.speculation.choosing import verifier_of
+from engine.speculation.choosing import drafter_of, tables_of, verifier_of
+from engine.speculation.measured import MeasuredWidths
+from engine.speculation.widths import FixedWidth, Widths
 from engine.step.attention import AttentionBackend, StepAttention
 from engine.step.collective import Collective
 from engine.step.executor import Executor
@@ -50,6 +52,7 @@ from engine.step.hooks import Hook, HookError, HookSite
 if TYPE_CHECKING:
     from engine.cuda.executor import CudaExecutor
     from engine.cuda.hooks.hooked import Hooked
+    from engine.cuda.speculation.drawing import Drafting
 
 Progress = Callable[[str, int, int], None]
 """Called with a phase, the amount done and the total."""
@@ -151,7 +154,8 @@ def _memory_left(
     most_pages = int(torch.cuda.mem_get_info(device)[1] * share) // page_bytes
     context = context_of(config, loaded, most_pages)
     bounds = replace(config, max_context_tokens=max(context, config.page_size))
-    return bytes_left(loaded.model, scratch, attention, bounds, share)
+    drafts = config.draft_tokens if config.speculates else 0
+    return bytes_left(loaded.model, scratch, attention, bounds, share, drafts)
 
 
 def torch_steps(
@@ -314,7 +318,8 @@ def cuda_executor(
     from engine.cuda.executor import CudaExecutor
 
     hooked = _hooked(config, loaded, pools.first, attention.first, hooks)
-    executor = CudaExecutor(loaded.model, pools, attention, sampler, config, hooked)
+    drafting = _drafting(config, loaded, device)
+    executor = CudaExecutor(loaded.model, pools, attention, sampler, config, hooked, drafting)
     try:
         hooked.check_alike(device)
         if config.cuda_graphs:
@@ -322,3 +327,28 @@ def cuda_executor(
     except HookError as error:
         raise EngineError(str(error)) from error
     return executor
+
+
+def _drafting(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> Drafting | None:
+    """What verifies drafts on the fast path; None: there are none."""
+    drafter = drafter_of(config)
+    if drafter is None:
+        return None
+    from engine.cuda.speculation.drawing import Drafting
+
+    tables = tables_of(config, loaded.config.vocab_size, device)
+    synthetic = config.synthetic_acceptance
+    return Drafting(tables, drafter, synthetic if synthetic >= 0 else None)
+
+
+def widths_of(config: EngineConfig, executor: Executor) -> Widths | None:
+    """The widths of steps: by what they cost, where that was measured. None: no drafts are
+    verified."""
+    if not config.speculates:
+        return None
+    if config.device != "cpu":
+        from engine.cuda.executor import CudaExecutor
+
+        if isinstance(executor, CudaExecutor) and executor.step_times:
+            return MeasuredWidths(executor.seconds_by_rows_and_width())
+    return FixedWidth(1 + config.draft_tokens)

@@ -15,7 +15,7 @@ from engine.pool.pools import KvPools
 from engine.sampling import Sampler
 from engine.schedule.policies import POLICIES
 from engine.schedule.scheduler import Scheduler
-from engine.speculation.widths import FixedWidth
+from engine.speculation.widths import Widths
 from engine.step.hooks import Hook
 from engine.tiers.build import StoreConfig, build_tiers
 from engine.tiers.movers import PageMover
@@ -34,6 +34,7 @@ def scheduler_of(
     hooks: Sequence[Hook],
     stores: StoreConfig,
     mover: MakeMover | None,
+    widths: Widths | None,
 ) -> Scheduler:
     """The scheduler of rank 0.
 
@@ -53,7 +54,6 @@ def scheduler_of(
     asked = RequestHooks(hooks, config.max_sequences, config.hook_limit_s) if hooks else None
     policy = POLICIES[config.scheduling]()
     others = other_groups(config, kinds[1:], managers[1:])
-    widths = FixedWidth(1 + config.draft_tokens) if config.speculates else None
     return Scheduler(config, managers[0], sampler, policy, tiers, asked, others, widths)
 
 

@@ -69,6 +69,8 @@ class Sampler:
         self.vocab_size = vocab_size
         self._device = torch.device(device)
         self._record_margins = record_margins
+        self.noise = device_noise.uniform
+        """Makes noise on the device. A GPU has a kernel for it."""
         self._history: History | None = None
         """The device's tables. The first step that penalises a row makes them."""
 
@@ -271,7 +273,7 @@ class Sampler:
         assert indices is not None, "the device knows what the host does not"
         assert draw.noise is not None, "the plan has either"
         seeds, choices = map(self._upload, draw.noise)
-        return device_noise.uniform(seeds, choices, indices[self._upload(draw.rows)])
+        return self.noise(seeds, choices, indices[self._upload(draw.rows)])
 
     def _floor(self, scaled: Tensor, draw: Draw) -> Tensor | None:
         """The least scaled logit that min-p, top-k and top-p keep."""

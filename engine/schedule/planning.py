@@ -32,7 +32,7 @@ from engine.schedule.requests import Requests
 from engine.schedule.sequences import ChunkPlan, PrefillTask, Sequence
 from engine.schedule.slots import SlotState
 from engine.speculation.widths import Widths
-from engine.step.plan import Int32s, ScorePlan, StepPlan
+from engine.step.plan import Int32s, ScorePlan, StepPlan, StepResult
 from engine.step.sampling import SamplePlan
 from engine.tiers.protocol import PageTiers
 from engine.types import SCRATCH_PAGE, Mode, PrefillStarted
@@ -123,7 +123,12 @@ class Planner:
         if self._batch.others or self._batch.hook_terms(rows.astype(np.int32)).any():
             return 1  # Other groups have pages for one more token. Hooks are told of lengths.
         room = (self._budget.tokens - self._config.page_size) // rows.size
-        return max(1, min(self._widths.choose(rows.size), room))
+        return self._widths.choose(rows.size, room)
+
+    def settled(self, plan: StepPlan, result: StepResult, step_s: float) -> None:
+        """A step has settled, which took so many seconds."""
+        if self._widths is not None:
+            self._widths.settled(plan, result, step_s)
 
     def _bounds(self, rows: Slots, width: int) -> Int32s:
         """[R]: the first position that each decode row must not store in this step. Rows get pages

@@ -23,11 +23,11 @@ class SpeculationError(ValueError):
     """Drafts cannot be verified as configured; the message says what to change."""
 
 
-def check(config: EngineConfig) -> None:
-    """Looks whether drafts can be verified as configured.
+def check(config: EngineConfig, device: str) -> None:
+    """Looks whether drafts can be verified as configured, on this device.
 
     Raises:
-        SpeculationError: there is no such drafter, or it cannot draft so many tokens.
+        SpeculationError: there is no such drafter, or it cannot draft so many tokens, or not here.
     """
     if config.speculation not in (*DRAFTERS, OFF):
         known = ", ".join((*DRAFTERS, OFF))
@@ -36,6 +36,27 @@ def check(config: EngineConfig) -> None:
         raise SpeculationError(
             f"draft_tokens {config.draft_tokens} must be from 1 to {MOST_DRAFTS}"
         )
+    on_gpu = device != "cpu"
+    if on_gpu and config.speculates and config.tp > 1:
+        raise SpeculationError(
+            f"speculation {config.speculation} needs one rank on a GPU: tp is {config.tp}"
+        )
+    if config.synthetic_acceptance >= 0:
+        _check_synthetic(config, on_gpu=on_gpu)
+
+
+def _check_synthetic(config: EngineConfig, *, on_gpu: bool) -> None:
+    if config.synthetic_acceptance > 1:
+        raise SpeculationError(
+            f"synthetic_acceptance {config.synthetic_acceptance} must be at most 1"
+        )
+    if config.load_format != "dummy":
+        raise SpeculationError(
+            "synthetic_acceptance makes up the output: it needs load_format dummy, not"
+            f" {config.load_format}"
+        )
+    if config.speculation == OFF or not on_gpu:
+        raise SpeculationError("synthetic_acceptance needs speculation, and a GPU")
 
 
 def drafter_of(config: EngineConfig) -> Drafter | None:

@@ -149,7 +149,7 @@ def check_few_rows_of_16_bits() -> None:
         for tiles in ways:
             given = (weight, None, x, None, bias, torch.float32, tiles)
             got = few_rows(*given)
-            assert relative_error(got, want) < 1e-5
+            assert relative_error(got, want) < (1e-5 if INTERPRETED else 1e-4)
             assert torch.equal(got, few_rows(*given))
 
 

@@ -15,12 +15,14 @@ from engine.cuda.decode_attention import decode_attention
 from engine.cuda.kernels import StepInputs
 from engine.cuda.kv.fp8_decode import decode_attention_fp8
 from engine.cuda.speculation.accepting import accept, told
+from engine.cuda.speculation.columns import Columns as Known
 from engine.cuda.speculation.columns import unpack_columns
 from engine.cuda.speculation.noise import uniform
-from engine.cuda.speculation.suffix import LONGEST, SHORTEST, draft_suffix
+from engine.cuda.speculation.suffix import draft_suffix
 from engine.pool.fp8_pool import Fp8Pool
 from engine.pool.kv_pool import PlainPool
 from engine.sampling import device_noise, noise
+from engine.speculation.suffix import LONGEST, SHORTEST
 from engine.speculation.tables import Columns, SlotTables, accepted
 from engine.step.attention import AttentionSpec
 
@@ -105,11 +107,15 @@ def check_columns() -> None:
         tokens = padded * width + 70
         of_tokens = torch.full((3, tokens), -7, dtype=torch.int32, device=DEVICE)
         table = torch.full((10, columns + 3), -7, dtype=torch.int32, device=DEVICE)
-        inputs = StepInputs(*of_tokens, table)
-        contexts = torch.full((10,), -7, dtype=torch.int32, device=DEVICE)
+        contexts, kept_bounds = torch.full((2, 10), -7, dtype=torch.int32, device=DEVICE)
+        inputs = StepInputs(*of_tokens, table, contexts)
         header = ints([real, 1, columns])
-        given = (header, slots, ints(bounds), pages, tables, PAGE, width)
-        unpack_columns(*given, inputs, contexts)
+        least = ints([*lengths[:3], lengths[3] + 1, 0, 0, 0, 0])
+        known = Known(header, slots, ints(bounds), least, ints(bounds), pages)
+        unpack_columns(known, tables, PAGE, width, inputs, kept_bounds)
+        alive = [row < real and row != 3 for row in range(padded)]
+        want = [bound if own else 0 for bound, own in zip(bounds, alive, strict=False)]
+        assert kept_bounds[:padded].tolist() == want
         assert prompts == len(bounds) - padded
         for row in range(padded):
             length, own = (lengths + [0] * 3)[row], slice(row * width, (row + 1) * width)
@@ -119,19 +125,24 @@ def check_columns() -> None:
             assert inputs.token_ids[own].tolist() == want
             assert inputs.positions[own].tolist() == places
             assert contexts[row] == length + width
-            kept = [row < real and place < bounds[row] for place in places]
+            kept = [alive[row] and place < bounds[row] for place in places]
             stores = [
                 (int(pages[row, place // PAGE]) if keep else 0) * PAGE + place % PAGE
                 for place, keep in zip(places, kept, strict=True)
             ]
             assert inputs.stores[own].tolist() == stores
             count, mine = -(-(length + width) // PAGE), -(-bounds[row] // PAGE)
-            table = pages[row, : min(count, mine)].tolist() if row < real else []
+            table = pages[row, : min(count, mine)].tolist() if alive[row] else []
             assert inputs.page_table[row, :count].tolist() == table + [0] * (count - len(table))
         assert contexts[padded:].tolist() == [70, 1]
         assert inputs.page_table[padded, :5].tolist() == pages[real, :5].tolist()
         assert inputs.page_table[padded + 1, 0] == 0
         assert (inputs.token_ids[padded * width :] == -7).all(), "prompts' ids are not its own"
+        shifted = ints([bound - PAGE for bound in bounds])  # The row's first page is let go.
+        known = Known(header, slots, shifted, least * 0, ints(bounds), pages)
+        unpack_columns(known, tables, PAGE, width, inputs, kept_bounds)
+        assert contexts[0] == lengths[0] + width - PAGE == width
+        assert inputs.stores[0] == int(pages[0, 0]) * PAGE
 
 
 def check_accepting() -> None:

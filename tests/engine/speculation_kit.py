@@ -24,8 +24,11 @@ class Switching:
     def __init__(self) -> None:
         self._turns = itertools.cycle((8, 1, 3, 2, 1, 1, 5, 8, 4))
 
-    def choose(self, rows: int) -> int:
-        return next(self._turns)
+    def choose(self, rows: int, room: int) -> int:
+        return min(next(self._turns), room)
+
+    def settled(self, *_: object) -> None:
+        pass
 
 
 @contextmanager

@@ -38,11 +38,24 @@ Logits = Callable[[Tensor], Tensor]
 """[S, H] -> [S, vocab], or a rank's part of it."""
 
 
+class Verified(NamedTuple):
+    """The B decode rows of a step that verifies drafts, without padding."""
+
+    width: int
+    """W"""
+    ids: Tensor
+    """int32: first W of each row, its last token and its drafts."""
+    kept: Tensor
+    """[B] int32, the first position of each row that is not kept."""
+    tells: bool = False
+    """Whether the host wants to know the next drafts."""
+
+
 class Draw(NamedTuple):
     """The draw of a step whose logits are computed, or will be."""
 
     logits: Tensor
-    """[S, vocab], or a rank's part of it."""
+    """[S, vocab], or a rank's part of it; where drafts are verified, W rows of each decode row."""
     slots: Tensor
     """[S]"""
     plan: SamplePlan | None
@@ -51,6 +64,8 @@ class Draw(NamedTuple):
     scores: list[HostScores]
     failures: Failures | None = None
     """Tells which hooks have failed, once the data is there."""
+    verified: Verified | None = None
+    """None: no step verifies drafts."""
 
 
 class Drawing(Protocol):
@@ -58,8 +73,9 @@ class Drawing(Protocol):
 
     vocab_size: int
 
-    def best(self, logits: Tensor, slots: Tensor) -> Tensor:
-        """Puts the best token of each row into the token table; result as `greedy`."""
+    def warm(self, logits: Tensor, slots: Tensor, verified: Verified) -> None:
+        """Runs what ends a greedy step of decode rows; `logits` has `verified.width` rows of
+        each."""
         ...
 
     def draw(self, draw: Draw, masks: Masks | None = None) -> Read:
@@ -92,8 +108,12 @@ class DrawingAlone:
         self._token_table = token_table
         self.vocab_size = sampler.vocab_size
 
-    def best(self, logits: Tensor, slots: Tensor) -> Tensor:
+    def warm(self, logits: Tensor, slots: Tensor, verified: Verified) -> None:
         """See `Drawing`."""
+        self.best(logits, slots)
+
+    def best(self, logits: Tensor, slots: Tensor) -> Tensor:
+        """Puts the best token of each row into the token table; result as `greedy`."""
         return greedy(logits, slots, self._token_table)
 
     def draw(self, draw: Draw, masks: Masks | None = None) -> Read:
@@ -106,12 +126,12 @@ class DrawingAlone:
             self._end_without()
             return lambda: nothing_drawn(scores)
         if self._is_best(draw, masks):
-            drawn = _to_pinned(self.best(draw.logits, draw.slots))
+            drawn = to_pinned(self.best(draw.logits, draw.slots))
             return lambda: _read_greedy(drawn, scores)
         result = self._sampler.sample(self._whole(draw.logits).float(), plan, masks)
         self._token_table[draw.slots.long()] = self._told(result.tokens.int())
         host = result._replace(
-            **{name: _to_pinned(t) for name, t in result._asdict().items() if t is not None}
+            **{name: to_pinned(t) for name, t in result._asdict().items() if t is not None}
         )
         return lambda: _read_sampled(host, scores)
 
@@ -125,7 +145,7 @@ class DrawingAlone:
             logits = self._whole(logits_of(hidden[first : first + len(ids)])).float()
             parts.append(score(logits, ids, wanted.top_n))
         columns = (torch.cat(column) for column in zip(*parts, strict=True))
-        return HostScores(wanted.next_ids, Scores(*map(_to_pinned, columns)))
+        return HostScores(wanted.next_ids, Scores(*map(to_pinned, columns)))
 
     def _is_best(self, draw: Draw, masks: Masks | None) -> bool:
         assert draw.plan is not None
@@ -168,7 +188,7 @@ class DrawingForAll(DrawingAlone):
         read, ranks = super().draw(draw, masks), self._part.ranks
         if (waits := ranks.waits()) is None:
             return read
-        waited = _to_pinned(waits)
+        waited = to_pinned(waits)
 
         def told() -> StepResult:
             ranks.told_waits(waited)
@@ -177,7 +197,7 @@ class DrawingForAll(DrawingAlone):
         return told
 
     def best(self, logits: Tensor, slots: Tensor) -> Tensor:
-        """See `Drawing`."""
+        """See `DrawingAlone`."""
         return self._part.best(logits, slots, self._token_table)
 
     def _is_best(self, draw: Draw, masks: Masks | None) -> bool:
@@ -203,22 +223,25 @@ class DrawingAlong:
         self._part = part
         self.vocab_size = part.vocab_size
 
-    def best(self, logits: Tensor, slots: Tensor) -> Tensor:
+    def warm(self, logits: Tensor, slots: Tensor, verified: Verified) -> None:
         """See `Drawing`."""
-        return self._part.best(logits, slots, self._token_table)
+        self._best(logits, slots)
 
     def draw(self, draw: Draw, masks: Masks | None = None) -> Read:
         """See `Drawing`."""
         if draw.plan is None:
             self._part.ranks.barrier()
         elif not draw.reads_whole:
-            self.best(draw.logits, draw.slots)
+            self._best(draw.logits, draw.slots)
         else:
             self._part.whole(draw.logits)
             tokens = torch.empty_like(draw.slots)
             self._part.ranks.broadcast(tokens)
             self._token_table[draw.slots.long()] = tokens
         return telling(nothing_drawn, draw.failures)  # They are logged where they happened.
+
+    def _best(self, logits: Tensor, slots: Tensor) -> Tensor:
+        return self._part.best(logits, slots, self._token_table)
 
     def score(self, hidden: Tensor, wanted: ScorePlan, logits_of: Logits) -> HostScores:
         """See `Drawing`. Rank 0 has the logits."""
@@ -245,7 +268,7 @@ class HostScores(NamedTuple):
         return ScoreResult(self.token_ids, logprob, top_ids.astype(np.int32), top_logprobs)
 
 
-def _to_pinned(tensor: Tensor) -> Tensor:
+def to_pinned(tensor: Tensor) -> Tensor:
     """Queues a copy. The allocator does not reuse the memory before the copy is made."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)

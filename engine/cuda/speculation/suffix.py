@@ -8,9 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.cuda.kernels import launch
+from engine.speculation.suffix import LONGEST, SHORTEST
 from engine.speculation.tables import SlotTables
 
-LONGEST, SHORTEST = 32, 2
 _BLOCK = 2048
 _WARPS = 8
 
@@ -27,6 +27,7 @@ def _draft_suffix(
     padded: tl.constexpr,
     longest: tl.constexpr,
     shortest: tl.constexpr,
+    always: tl.constexpr,
     block: tl.constexpr,
 ):
     slot = tl.load(slots + tl.program_id(0)).to(tl.int64)
@@ -56,11 +57,15 @@ def _draft_suffix(
     known = (column < most) & (best >= shortest)
     found = tl.load(tokens + place + 1 + column % distance, mask=known, other=0)
     tl.store(drafts + slot * most + column, found, mask=column < most)
-    tl.store(ready + slot, tl.where(best >= shortest, tl.minimum(best, most), 0))
+    count = tl.where(best >= shortest, tl.minimum(best, most), 0)
+    if always:
+        count = count * 0 + most
+    tl.store(ready + slot, count)
 
 
-def draft_suffix(slots: Tensor, tables: SlotTables) -> None:
-    """Sets the drafts of the sequences in these slots, [S] int32."""
+def draft_suffix(slots: Tensor, tables: SlotTables, *, always: bool = False) -> None:
+    """Sets the drafts of the sequences in these slots, [S] int32. `always`: as many as there may
+    be, of anything where there is no match."""
     launch(
         _draft_suffix,
         (len(slots),),
@@ -74,6 +79,7 @@ def draft_suffix(slots: Tensor, tables: SlotTables) -> None:
         triton.next_power_of_2(tables.most),
         LONGEST,
         SHORTEST,
+        always,
         _BLOCK,
         num_warps=_WARPS,
     )

@@ -12,8 +12,10 @@ from engine.attention.grouped import GroupEnds
 from engine.attention.paged import PagedStep
 from engine.cuda.kernels import StepInputs, unpack_step
 from engine.cuda.mixers.base import RowEnds
+from engine.cuda.speculation.columns import Columns, unpack_columns
 from engine.cuda.steps.packing import PackedGroup, PackedStep
 from engine.cuda.steps.shapes import Shape
+from engine.speculation.tables import SlotTables
 from engine.step.hooks import DecodeRows
 
 
@@ -21,37 +23,63 @@ class Inputs:
     """Ids, positions, places in the pools and page tables, for the largest shape."""
 
     def __init__(
-        self, largest: Shape, max_rows: int, max_pages: Sequence[int], device: torch.device
+        self,
+        largest: Shape,
+        max_rows: int,
+        max_pages: Sequence[int],
+        device: torch.device,
+        drafts: SlotTables | None = None,
     ) -> None:
-        """`max_pages`: for each group the pages of its longest row."""
+        """`max_pages`: for each group the pages of its longest row. `drafts`: the tables by slot
+        where drafts are verified, and decode rows are as long as the device knows."""
         shape = 3, largest.tokens
         self._columns = [torch.zeros(shape, dtype=torch.int32, device=device) for _ in max_pages]
         self._tables = [
             torch.zeros(max_rows, pages, dtype=torch.int32, device=device) for pages in max_pages
         ]
+        self._contexts = [torch.ones(max_rows, dtype=torch.int32, device=device) for _ in max_pages]
+        self._drafts = drafts
+        self.kept = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        """See `unpack_columns`."""
+
+    @property
+    def ids(self) -> Tensor:
+        """int32: of each decode row its tokens, then those of prompts."""
+        return self._columns[0][0]
 
     def spread(self, packed: PackedStep, token_table: Tensor, page_size: int) -> list[StepInputs]:
         """Queues the kernels that fill in the inputs of a step; returns the parts that the step
         reads, by group. Ids and positions of other groups than the first have no meaning."""
         shape, spread = packed.shape, []
-        for columns, table, group in zip(self._columns, self._tables, _groups(packed), strict=True):
-            own = columns[:, : shape.tokens]
-            inputs = StepInputs(own[0], own[1], own[2], table[: shape.rows])
-            unpack_step(
-                group.header,
-                packed.slots,
-                group.contexts,
-                group.page_table,
-                token_table,
-                page_size,
-                inputs,
-            )
+        for index, group in enumerate(_groups(packed)):
+            own = self._columns[index][:, : shape.tokens]
+            table, contexts = self._tables[index][: shape.rows], group.contexts
+            if self._drafts is not None:
+                contexts = self._contexts[index][: shape.rows]
+            inputs = StepInputs(own[0], own[1], own[2], table, contexts)
+            self._unpack(packed, group, token_table, page_size, inputs)
             if group.stores is not None:
-                inputs.stores[shape.decodes :] = group.stores
+                inputs.stores[shape.decode_tokens :] = group.stores
             spread.append(inputs)
         if packed.prompts is not None:
-            self._columns[0][:2, shape.decodes : shape.tokens] = packed.prompts.tokens[:2]
+            first = shape.decode_tokens
+            self._columns[0][:2, first : shape.tokens] = packed.prompts.tokens[:2]
         return spread
+
+    def _unpack(
+        self,
+        packed: PackedStep,
+        group: PackedGroup,
+        token_table: Tensor,
+        page_size: int,
+        into: StepInputs,
+    ) -> None:
+        given = group.header, packed.slots, group.contexts
+        if self._drafts is None:
+            unpack_step(*given, group.page_table, token_table, page_size, into)
+            return
+        known = Columns(*given, packed.least, packed.contexts, group.page_table)
+        unpack_columns(known, self._drafts, page_size, packed.shape.width, into, self.kept)
 
 
 def _groups(packed: PackedStep) -> list[PackedGroup]:
@@ -66,23 +94,24 @@ def attention_of(packed: PackedStep, inputs: Sequence[StepInputs]) -> list[Paged
     return [
         PagedStep(
             shape.decodes,
-            group.contexts,
+            own.contexts,
             own.page_table,
             packed.prompts.starts if packed.prompts else None,
             shape.prompt_tokens,
             all_fresh=False,
             differ=shape.differ,
+            width=shape.width,
         )
-        for group, own in zip(_groups(packed), inputs, strict=True)
+        for own in inputs
     ]
 
 
 def ends_of(packed: PackedStep, inputs: Sequence[StepInputs]) -> RowEnds | None:
-    """The last tokens of all rows; None if every row has just one token."""
+    """All tokens of decode rows, and the last ones of prompts; None if there is no prompt."""
     if packed.prompts is None:
         return None
-    groups = zip(_groups(packed), inputs, strict=True)
-    ends = [GroupEnds(group.contexts, own.page_table) for group, own in groups]
+    rows = packed.shape.decodes, packed.shape.width
+    ends = [GroupEnds(own.contexts, own.page_table, *rows) for own in inputs]
     return RowEnds(packed.prompts.ends, ends)
 
 
@@ -95,5 +124,5 @@ def narrowed_of(
         return None
     count = packed.shape.decodes
     return DecodeRows(
-        inputs.page_table[:count], packed.contexts[:count], packed.counts, most, page_size
+        inputs.page_table[:count], inputs.contexts[:count], packed.counts, most, page_size
     )

@@ -44,7 +44,7 @@ class PackedPrompts(NamedTuple):
     starts: Tensor
     """[R - B + 1], the start of each prompt row among the C tokens."""
     ends: Tensor
-    """[R], the last token of each row, with decode rows, among all tokens."""
+    """All tokens of decode rows, then the last token of each prompt row, among all tokens."""
 
 
 class PackedStep(NamedTuple):
@@ -58,6 +58,8 @@ class PackedStep(NamedTuple):
     """[B]"""
     contexts: Tensor
     """[R]"""
+    least: Tensor
+    """[B] the least length that each decode row may have; read where lengths are the device's."""
     prompts: PackedPrompts | None
     """None if there is no prompt row."""
     counts: Tensor | None
@@ -66,7 +68,8 @@ class PackedStep(NamedTuple):
     page_table: Tensor
     """Pages of the real rows."""
     sampled: Tensor
-    """[S] rows whose logits are sampled."""
+    """Rows of the logits that are sampled: W of each decode row, then one for each draw of
+    prompts."""
     sample_slots: Tensor
     """[S]"""
 
@@ -96,13 +99,15 @@ def pack(
     table = np.full((1, 1), SCRATCH_PAGE, np.int32) if plan is None else plan.page_table
     slots = np.full(shape.decodes, nobody, np.int32)
     contexts = np.ones(shape.rows, np.int32)
+    least = np.zeros(shape.decodes, np.int32)
     if plan is not None:
         slots[:real] = plan.row_slots[:real]
+        least[:real] = plan.positions[: plan.decode_tokens : shape.width]
         contexts[:real] = plan.context_lens[:real]
         contexts[shape.decodes :][:prompt_rows] = plan.context_lens[real:]
     header = np.array([real, prompt_rows, table.shape[1]], np.int32)
     add, sampled = staging.add, _sampled(plan, shape)
-    fixed = add(header), add(slots), add(contexts)
+    fixed = add(header), add(slots), add(contexts), add(least)
     prompts = None
     if shape.prompt_rows:
         prompts = _pack_prompts(plan, shape, staging, page_size)
@@ -136,7 +141,8 @@ def _pack_group(
         contexts[:real] = own[:real]
         contexts[shape.decodes :][: rows - real] = own[real:]
         table[:rows, : other.pages.shape[1]] = other.pages
-        stores[: plan.num_tokens - real] = group_stores_of(plan, other, page_size)[real:]
+        first = plan.decode_tokens
+        stores[: plan.num_tokens - first] = group_stores_of(plan, other, page_size)[first:]
     added = staging.add(header), staging.add(contexts)
     prompts = staging.add(stores) if shape.prompt_rows else None
     return PackedGroup(*added, prompts, packed)
@@ -150,28 +156,31 @@ def _pack_prompts(
     columns[:2], columns[2] = 0, SCRATCH_PAGE * page_size
     lens = np.zeros(shape.prompt_rows, np.int32)
     if plan is not None:
-        first = plan.num_decodes
-        lens[: len(plan.row_slots) - first] = plan.query_lens[first:]
+        first, rows = plan.decode_tokens, plan.num_decodes
+        lens[: len(plan.row_slots) - rows] = plan.query_lens[rows:]
         for column, values in zip(
             columns, (plan.token_ids, plan.positions, stores_of(plan, page_size)), strict=True
         ):
             column[: plan.num_tokens - first] = values[first:]
-    lens[-1] = shape.prompt_tokens - lens.sum()
+    lens[-1] += shape.prompt_tokens - lens.sum()
     starts = np.concatenate([[0], lens.cumsum()]).astype(np.int32)
     # A row without tokens ends at the end of the one before it. Its result is not used.
-    last = np.maximum(shape.decodes + starts[1:] - 1, shape.decodes)
-    ends = np.concatenate([np.arange(shape.decodes), last]).astype(np.int32)
+    first = shape.decode_tokens
+    last = np.maximum(first + starts[1:] - 1, first)
+    ends = np.concatenate([np.arange(first), last]).astype(np.int32)
     return PackedPrompts(tokens, staging.add(starts), staging.add(ends))
 
 
 def _sampled(plan: StepPlan | None, shape: Shape) -> tuple[Int32s, Int32s]:
-    """Rows of the padded step that are sampled, and their slots."""
+    """Rows of the padded step's logits that are sampled, and the slots of the draws."""
     if plan is None:
         nothing = np.zeros(0, np.int32)
         return nothing, nothing
-    rows = rows_of(plan)[plan.sample_tokens]
-    padding = np.int32(shape.decodes - plan.num_decodes)
-    return np.where(rows < plan.num_decodes, rows, rows + padding), plan.sample_slots
+    rows, width = rows_of(plan)[plan.sample_tokens], shape.width
+    decoding = rows[rows < plan.num_decodes]
+    columns = decoding[:, None] * np.int32(width) + np.arange(width, dtype=np.int32)
+    prompts = rows[len(decoding) :] + np.int32(shape.decode_tokens - plan.num_decodes)
+    return np.concatenate([columns.reshape(-1), prompts]), plan.sample_slots
 
 
 def stores_of(plan: StepPlan, page_size: int) -> Int32s:

@@ -9,7 +9,9 @@ interpreter to other threads. A graph is one launch. The shapes are:
   them;
 - prompts alone, up to the longest graph or the largest step without decode rows;
 - if a hook may choose pages in graphs: decode rows of which it narrows some, alone as above, or
-  with a piece of the largest size.
+  with a piece of the largest size;
+- if drafts are verified: decode rows of several tokens, alone in wider buckets, or with a piece of
+  the largest size.
 
 Steps without a shape are longer and keep the device busy meanwhile, or score their prompts, or hold
 many short prompts.
@@ -30,6 +32,9 @@ SPACING = 8
 MIXED_SPACING = 32
 """Distance of the buckets of decode rows beside a prompt. It is wide, because these rows are few
 beside the prompt's tokens."""
+WIDE_SMALL = (1, 2, 4, 8, 16, 24)
+WIDE_SPACING = 32
+"""Buckets of decode rows of several tokens. They are few, because there are such for each width."""
 PIECES = tuple(range(64, 192 + 1, 32))
 """Prompt tokens beside decode rows. The last is the piece that a decode worker computes in one
 step. Fewer are the end of a prompt."""
@@ -44,7 +49,7 @@ class Shape(NamedTuple):
     """The size that a step is padded to."""
 
     decodes: int
-    """Decode rows. They come first and have one token each."""
+    """Decode rows. They come first and have `width` tokens each."""
     prompt_rows: int = 0
     """Rows of prompt tokens. One more row holds the padding."""
     prompt_tokens: int = 0
@@ -52,6 +57,12 @@ class Shape(NamedTuple):
     """Whether decode rows differ in what they read (`engine.attention.parts`)."""
     narrowed: bool = False
     """Whether some decode rows read only the pages that a hook chooses."""
+    width: int = 1
+
+    @property
+    def decode_tokens(self) -> int:
+        """Number of decode rows' tokens."""
+        return self.decodes * self.width
 
     @property
     def rows(self) -> int:
@@ -61,19 +72,28 @@ class Shape(NamedTuple):
     @property
     def tokens(self) -> int:
         """Number of all tokens."""
-        return self.decodes + self.prompt_tokens
+        return self.decode_tokens + self.prompt_tokens
 
 
 class Shapes:
     """The shapes of an executor, and the choice of one for a step."""
 
-    def __init__(self, bounds: Bounds, kv_heads: int, *, narrows: bool = False) -> None:
-        """`narrows`: whether a graph may have narrowed rows."""
+    def __init__(
+        self,
+        bounds: Bounds,
+        kv_heads: int,
+        *,
+        narrows: bool = False,
+        widths: tuple[int, ...] = (1,),
+    ) -> None:
+        """`narrows`: whether a graph may have narrowed rows. `widths`: tokens of decode rows."""
         self._kv_heads = kv_heads
         self._narrows = narrows
+        self._widths = widths
         most, decodes = bounds.max_sequences, bounds.decodes
         self._decodes = bucket_sizes(most) if decodes else ()
         self._beside = bucket_sizes(most, (SPACING,), MIXED_SPACING) if decodes else ()
+        self._wide = bucket_sizes(most, WIDE_SMALL, WIDE_SPACING) if decodes else ()
         self._alone = _prompt_sizes(bounds.max_step_tokens)
         self.all = self._all()
         """All shapes, largest first, because the others reuse the largest one's memory."""
@@ -87,6 +107,11 @@ class Shapes:
         if self._narrows:
             beside = [_with_prompts(rows, PIECES[-1]) for rows in self._beside]
             shapes += [each._replace(narrowed=True) for each in (*plain, *alike, *beside)]
+        for width in self._widths[1:]:
+            wide = [Shape(rows, width=width) for rows in self._wide]
+            shapes += [each._replace(differ=False) for each in wide if self._has_two(each)]
+            beside = [_with_prompts(rows, PIECES[-1], width) for rows in self._beside]
+            shapes += [*wide, *beside]
         return sorted(shapes, key=lambda shape: shape.tokens, reverse=True)
 
     def of(self, plan: StepPlan, reads: Int32s | None = None) -> Shape | None:
@@ -115,18 +140,22 @@ class Shapes:
         return not shape.prompt_rows and has_two(shape.decodes, self._kv_heads)
 
     def _smallest(self, plan: StepPlan) -> Shape | None:
+        width = plan.width if plan.num_decodes else 1
+        if width not in self._widths:
+            return None
         if plan.prompt_tokens == 0:
-            decodes = bucket_of(plan.num_decodes, self._decodes)
-            return None if decodes is None else Shape(decodes)
+            decodes = bucket_of(plan.num_decodes, self._decodes if width == 1 else self._wide)
+            return None if decodes is None else Shape(decodes, width=width)
         if plan.scores or len(plan.row_slots) - plan.num_decodes > PROMPT_ROWS:
             return None
         decodes = bucket_of(plan.num_decodes, self._beside) if plan.num_decodes else 0
-        tokens = bucket_of(plan.prompt_tokens, PIECES if decodes else self._alone)
-        return None if decodes is None or tokens is None else _with_prompts(decodes, tokens)
+        pieces = PIECES if width == 1 else PIECES[-1:]
+        tokens = bucket_of(plan.prompt_tokens, pieces if decodes else self._alone)
+        return None if decodes is None or tokens is None else _with_prompts(decodes, tokens, width)
 
 
-def _with_prompts(decodes: int, tokens: int) -> Shape:
-    return Shape(decodes, PROMPT_ROWS + 1, tokens)
+def _with_prompts(decodes: int, tokens: int, width: int = 1) -> Shape:
+    return Shape(decodes, PROMPT_ROWS + 1, tokens, width=width)
 
 
 def _prompt_sizes(most_tokens: int) -> tuple[int, ...]:

@@ -1,0 +1,177 @@
+"""The end of a step that verifies drafts: tokens are drawn, drafts accepted and the next ones made,
+before the host has read anything."""
+
+# mypy: disable-error-code="no-untyped-call"
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.cuda.kernels import best_of_rows
+from engine.cuda.ranks.drawing import (
+    Draw,
+    DrawingAlone,
+    HostScores,
+    Verified,
+    nothing_drawn,
+    to_pinned,
+)
+from engine.cuda.speculation.accepting import accept, told
+from engine.cuda.speculation.noise import uniform
+from engine.cuda.speculation.suffix import draft_suffix
+from engine.cuda.waiting import Read
+from engine.sampling import Sampler, SampleResult
+from engine.speculation.drafter import Drafter
+from engine.speculation.suffix import SuffixDrafter
+from engine.speculation.tables import SlotTables
+from engine.speculation.verifying import Draws
+from engine.step.plan import StepResult
+from engine.step.sampling import Masks, SamplePlan
+
+
+class Drafting(NamedTuple):
+    """What verifies and makes drafts on a GPU."""
+
+    tables: SlotTables
+    drafter: Drafter
+    synthetic: float | None = None
+    """Accepts drafts with this probability, whatever was drawn: `debug.synthetic_acceptance`."""
+
+    def draft(self, slots: Tensor) -> None:
+        """Makes the next drafts of the sequences in these slots, [S] int32."""
+        if isinstance(self.drafter, SuffixDrafter):
+            draft_suffix(slots, self.tables, always=self.synthetic is not None)
+            return
+        self.tables.set_drafts(slots.long(), *self.drafter.draft(self.tables, slots.long()))
+
+
+class _Host(NamedTuple):
+    """What is being copied into pinned memory."""
+
+    result: Tensor
+    sampled: SampleResult | None
+    next_drafts: Tensor | None
+    next_ready: Tensor | None
+    scores: list[HostScores]
+
+    def read(self) -> StepResult:
+        """Once it is there."""
+        found = told(self.result)
+        width = found.tokens.shape[1]
+        tokens = found.tokens.numpy()
+        drafts, ready = self.next_drafts, self.next_ready
+        result = StepResult(
+            tokens=tokens[:, 0] if width == 1 else tokens,
+            finite=found.finite.numpy().astype(np.bool_),
+            logprobs=None,
+            top_ids=None,
+            top_logprobs=None,
+            scores=tuple(entry.read() for entry in self.scores),
+            counts=found.counts.numpy(),
+            drafted=found.drafted.numpy(),
+            next_drafts=None if drafts is None else drafts.numpy(),
+            next_ready=None if ready is None else ready.numpy(),
+        )
+        if self.sampled is None or self.sampled.logprob is None:
+            return result
+        names = ("logprob", "top_ids", "top_logprobs")
+        columns = (getattr(self.sampled, name) for name in names)
+        logprobs, top_ids, top_logprobs = (
+            None if column is None else (column[:, 0] if width == 1 else column).numpy()
+            for column in columns
+        )
+        return replace(
+            result,
+            logprobs=logprobs,
+            top_ids=None if top_ids is None else top_ids.astype(np.int32),
+            top_logprobs=top_logprobs,
+        )
+
+
+class DrawingDrafts(DrawingAlone):
+    """Of the only rank. Tokens go into the tables by slot, which have the token table."""
+
+    def __init__(self, sampler: Sampler, drafting: Drafting) -> None:
+        super().__init__(sampler, drafting.tables.next)
+        self._drafting = drafting
+        sampler.noise = uniform
+
+    def warm(self, logits: Tensor, slots: Tensor, verified: Verified) -> None:
+        """Runs what ends a greedy step."""
+        self._end(best_of_rows(logits), slots, verified, None)
+
+    def _drawn(self, draw: Draw, masks: Masks | None) -> Read:
+        plan, verified, scores = draw.plan, draw.verified, draw.scores
+        if plan is None:
+            return lambda: nothing_drawn(scores)
+        assert verified is not None, "the executor verifies every step"
+        sampled = None
+        if self._is_best(draw, masks):
+            result = self._end(best_of_rows(draw.logits), draw.slots, verified, None)
+        else:
+            sampled = self._sample(draw, plan, verified, masks)
+            assert sampled.counts is not None
+            drawn = _columns(sampled.tokens, sampled.finite, verified)
+            result = self._end(drawn, draw.slots, verified, sampled.counts.int())
+            names = ("logprob", "top_ids", "top_logprobs")
+            kept = {name: getattr(sampled, name) for name in names}
+            pinned = {name: None if t is None else to_pinned(t) for name, t in kept.items()}
+            sampled = SampleResult(result, result, **pinned)
+        tables, slots = self._drafting.tables, draw.slots.long()
+        drafts = to_pinned(tables.drafts[slots]) if verified.tells else None
+        ready = to_pinned(tables.ready[slots]) if verified.tells else None
+        return _Host(to_pinned(result), sampled, drafts, ready, scores).read
+
+    def _end(
+        self, drawn: Tensor, slots: Tensor, verified: Verified, counts: Tensor | None
+    ) -> Tensor:
+        """Accepts drafts and makes the next ones. `drawn`: [2, L], tokens, and whether their logits
+        are finite. `counts`: the most that may count."""
+        drafting = self._drafting
+        result = accept(
+            verified.ids,
+            drawn[0],
+            drawn[1],
+            slots,
+            verified.kept,
+            verified.width,
+            drafting.tables,
+            allowed=None if drafting.synthetic is not None else counts,
+            synthetic=drafting.synthetic,
+        )
+        drafting.draft(slots)
+        return result
+
+    def _sample(
+        self, draw: Draw, plan: SamplePlan, verified: Verified, masks: Masks | None
+    ) -> SampleResult:
+        """Draws by the sampler, column after column."""
+        tables, width, device = self._drafting.tables, verified.width, draw.logits.device
+        decodes, draws = len(verified.kept), len(draw.slots)
+        slots = draw.slots.long()
+        lengths = tables.length[slots]
+        places = torch.arange(decodes * width, device=device).view(decodes, width)
+        first = decodes * width + torch.arange(draws - decodes, device=device)
+        ids = torch.zeros(draws, width, dtype=torch.int64, device=device)
+        ids[:decodes] = verified.ids[: decodes * width].view(decodes, width)
+        valid = torch.ones(draws, dtype=torch.int64, device=device)
+        ready = (1 + tables.ready[slots[:decodes]]).clamp(max=width)
+        valid[:decodes] = ready.minimum(verified.kept - lengths[:decodes]).clamp(min=0)
+        indices = lengths - tables.prompt_len[slots]
+        indices[:decodes] += 1
+        given = Draws(
+            torch.cat((places, first[:, None].expand(-1, width))), ids, valid, indices.long()
+        )
+        return self._sampler.verify(draw.logits.float(), plan, given, masks)
+
+
+def _columns(tokens: Tensor, finite: Tensor, verified: Verified) -> Tensor:
+    """[2, L] int32: of [S, W] tokens those that were drawn, and whether [S] rows are finite."""
+    decodes, width = len(verified.kept), verified.width
+    every = torch.cat((tokens[:decodes].reshape(-1), tokens[decodes:, 0]))
+    usable = torch.cat((finite[:decodes].repeat_interleave(width), finite[decodes:]))
+    return torch.stack((every.int(), usable.int()))

@@ -1,0 +1,150 @@
+"""Runs whole engines whose steps are those of a GPU, in Triton's interpreter: the CUDA executor
+over fused kernels, without graphs. Their tokens are those of the executor with PyTorch.
+
+A script of its own, because Triton looks at TRITON_INTERPRET when it is imported. Arguments: a
+scratch folder, then cases.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import interpreted_ptx
+import numpy as np
+import torch
+from engine_kit import GREEDY, Run, build, check_baseline, finish, submit
+from speculation_kit import Oracle, Switching, speculating
+from tiny_models import write_tiny_model
+
+from engine.attention.grouped import PagedGroups
+from engine.attention.triton import TritonBackend
+from engine.cuda import executor as executors
+from engine.cuda.decode_attention import decode_attention
+from engine.cuda.kv.prompt_attention import prompt_attention
+from engine.cuda.ranks import drawing
+from engine.cuda.speculation import drawing as verified
+from engine.engine import Engine
+from engine.parts import building
+from engine.types import SamplingParams
+
+VOCAB = 384
+
+
+def fake(*_arguments: object, **_options: object) -> Any:
+    """A stream or an event of a device that runs everything at once."""
+    nothing = lambda *_: None  # noqa: E731
+    return SimpleNamespace(record=nothing, synchronize=nothing, wait_stream=nothing)
+
+
+def on_a_device(config, loaded, pools, sampler, hooks, progress=None):
+    """`building.cuda_executor`, with attention of our own."""
+    specs = loaded.model.attention_specs
+    kernels = prompt_attention, decode_attention
+    own = [
+        TritonBackend(pool, tuple(specs[layer] for layer in spec.layers), *kernels)
+        for pool, spec in zip(pools, pools.specs, strict=True)
+    ]
+    groups = PagedGroups(own, pools.places)
+    drafting = building._drafting(config, loaded, pools.first.device)
+    return executors.CudaExecutor(loaded.model, pools, groups, sampler, config, drafting=drafting)
+
+
+def patches() -> ExitStack:
+    """Until it is closed, engines run their steps so."""
+    stack = ExitStack()
+    for name, stand_in in (
+        ("Stream", fake), ("Event", fake), ("current_stream", fake),
+        ("stream", lambda _stream: nullcontext()),
+    ):  # fmt: skip
+        stack.enter_context(patch.object(torch.cuda, name, stand_in))
+    for module in (drawing, verified):
+        stack.enter_context(patch.object(module, "to_pinned", torch.clone))
+    stack.enter_context(patch.object(building, "cuda_executor", on_a_device))
+    return stack
+
+
+OPTIONS: dict[str, Any] = {
+    "num_pages": 60, "max_sequences": 4, "max_step_tokens": 64, "max_context_tokens": 128,
+}  # fmt: skip
+PROMPTS = [np.random.default_rng(length).integers(1, VOCAB, length).tolist() for length in (5, 40)]
+PROMPTS.append([7, 8, 9] * 5 + [7])
+SEEDED = SamplingParams(
+    temperature=0.9, top_p=0.9, seed=5, top_logprobs=2, repetition_penalty=1.2
+)  # fmt: skip
+TOKENS = 9
+
+
+def run(engine: Engine, sampling: SamplingParams) -> list[Run]:
+    runs = [submit(engine, ids, TOKENS, sampling=sampling, ignore_eos=True) for ids in PROMPTS]
+    finish(*runs, timeout_s=300)
+    check_baseline(engine)
+    return runs
+
+
+def wanted_of(path: Path, sampling: SamplingParams) -> list[Run]:
+    """What the executor with PyTorch says without drafts."""
+    engine = build(path, **OPTIONS)
+    try:
+        return run(engine, sampling)
+    finally:
+        engine.stop()
+
+
+def same(got: list[Run], wanted: list[Run]) -> None:
+    for ours, theirs in zip(got, wanted, strict=True):
+        assert ours.tokens == theirs.tokens, (ours.tokens, theirs.tokens)
+        for mine, other in zip(ours.records[0], theirs.records[0], strict=True):
+            assert mine.top_ids == other.top_ids
+            if other.logprob is not None:
+                assert abs(mine.logprob - other.logprob) < 1e-3
+
+
+def check_plain(path: Path) -> None:
+    """Steps of a shape, and steps without one."""
+    wanted = wanted_of(path, GREEDY)
+    with patches():
+        engine = build(path, cuda_graphs=False, **OPTIONS)
+        same(run(engine, GREEDY), wanted)
+        engine.stop()
+
+
+def check_drafts(path: Path) -> None:
+    """Drafts that are right or half right, and widths in turns, change nothing, greedy or drawn."""
+    for sampling, scripts in ((GREEDY, ("right", "half")), (SEEDED, ("half",))):
+        wanted, oracle = wanted_of(path, sampling), Oracle(VOCAB)
+        for each in wanted:
+            oracle.learn_run(each)
+        for name in scripts:
+            with patches():
+                script, options = oracle.scripts()[name], OPTIONS | {"cuda_graphs": False}
+                with speculating(path, script, Switching(), **options) as engine:
+                    same(run(engine, sampling), wanted)
+                    told = engine._loop._scheduler.drafts.load()
+                    assert sum(told.accepted_by_position) > 3, told
+
+
+def check_suffix(path: Path) -> None:
+    """The drafter that is a kernel, of steps of all its tokens."""
+    wanted = wanted_of(path, GREEDY)
+    with patches(), speculating(path, cuda_graphs=False, draft_tokens=3, **OPTIONS) as engine:
+        same(run(engine, GREEDY), wanted)
+
+
+CASES = {"plain": check_plain, "drafts": check_drafts, "suffix": check_suffix}
+
+
+def main() -> None:
+    interpreted_ptx.teach()
+    path = write_tiny_model(Path(sys.argv[1]) / "tiny", tokenizer=False)
+    for case in sys.argv[2:]:
+        CASES[case](path)
+        print(case, "equal", flush=True)
+
+
+if __name__ == "__main__":
+    main()
