@@ -6,6 +6,7 @@ import enum
 import time
 from array import array
 from dataclasses import dataclass, field
+from typing import Final
 
 from baton.worker.v1 import worker_pb2
 from engine.types import Mode, Reserved, SequenceEnded
@@ -14,6 +15,9 @@ from kv_transfer.specs import Range
 from serving.wire import pack_ids
 from worker_base.legs import WorkerLeg
 from worker_base.outbox import Outbox
+
+GAP_PARTS: Final = ("seen", "taken", "launched", "begun", "out")
+"""Of the time between the first two tokens of a hand-off; see `DecodeLeg.gap_parts_ms`."""
 
 
 class DecodeState(enum.IntEnum):
@@ -59,6 +63,8 @@ class DecodeLeg(WorkerLeg):
     first_token_ns: int = 0
     """The first token was sampled, by the clock of the worker that computed the prompt."""
     second_token_ns: int = 0
+    second_step: tuple[int, int] = (0, 0)
+    """When the step of the second token was launched, and when it began."""
     """The first token after that was sampled."""
     ready_ns: int = 0
     joined_ns: int = 0
@@ -115,11 +121,25 @@ class DecodeLeg(WorkerLeg):
         """Takes the time at which this worker computed the prompt."""
         self.computed_ns = self.ready_ns = self.first_token_ns = at_ns
 
-    def count(self, choice: int, at_ns: int) -> None:
+    @property
+    def gap_parts_ms(self) -> dict[str, float]:
+        """The second token's gap after a hand-off in its parts: until all pages were *seen*, the
+        step loop had *taken* the request, a step with it was *launched* and *begun* on the device,
+        and its token was *out*. Empty while they are not known."""
+        if self.delivered is None or not (self.second_token_ns and all(self.second_step)):
+            return {}
+        ends_ns = (self.delivered.delivered_ns, self.joined_ns, *self.second_step)
+        parts, before_ns = {}, self.first_token_ns
+        for part, end_ns in zip(GAP_PARTS, (*ends_ns, self.second_token_ns), strict=True):
+            parts[part] = max(0, end_ns - before_ns) / 1e6
+            before_ns = end_ns
+        return parts
+
+    def count(self, choice: int, at_ns: int, step: tuple[int, int] = (0, 0)) -> None:
         """Counts one token of a choice. The tokens of a step come together, so nobody waits between
-        them."""
+        them. `step`: when it was launched, and when it began."""
         if not self.second_token_ns and at_ns != self.first_token_ns:
-            self.second_token_ns = at_ns
+            self.second_token_ns, self.second_step = at_ns, step
         self.steps += at_ns != self.last_token_ns
         self.tokens += 1
         self.last_token_ns = at_ns

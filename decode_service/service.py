@@ -6,7 +6,7 @@ The states of a leg:
    the engine, which reserves slots and pages when there is room.
 2. GRANTED: the transfer thread expects the pages, and the prefill worker may write them. It may
    have written some already (the transfer thread calls that FILLING).
-3. READY: all are written. The engine is told the first token of every choice.
+3. READY: all are written. The transfer thread tells the engine the first token of every choice.
 4. RUNNING: in the batch.
 5. ENDED: the last choice ended, or the leg failed or was cancelled in 1, 3 or 4.
 6. QUARANTINED: the router, its stream or a timeout ended it in 2. A write may still land.
@@ -30,6 +30,7 @@ end once, and nothing after it but the answer to an Abort. The tokens of RUNNING
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import secrets
@@ -220,10 +221,19 @@ class DecodeService(LegService[DecodeLeg]):
                 ranges=leg.ranges,
                 num_tokens=kv_tokens(leg.request),
                 timeout_s=self._grant_lasts_s(leg),
+                on_ready=partial(self._ready, leg.id, leg.request.choices),
             )
         )
         leg.tell_granted(event, self._epoch, self._agent_name)
         failpoints.hit("decode.after_grant")
+
+    def _ready(self, leg_id: bytes, choices: int, payload: bytes) -> None:
+        """All pages have landed. On the transfer thread: it tells the engine at once, since a step
+        is about to leave, and this loop may be busy. `_delivered` finds what is malformed. The
+        engine ignores requests that were cancelled or have been told of before."""
+        failpoints.hit("decode.ready")
+        with contextlib.suppress(MalformedMessage):
+            self._engine.deliver(leg_id, decode_first_tokens(payload, choices).records)
 
     def _grant_lasts_s(self, leg: DecodeLeg) -> float:
         """How long a grant lasts: no longer than its leg."""
@@ -274,7 +284,7 @@ class DecodeService(LegService[DecodeLeg]):
             self._end_early(leg, KV_TRANSFER)
             return
         leg.first_token_ns = first.sampled_ns
-        self._engine.deliver(leg.id, first.records)  # before all else: a step is about to leave
+        self._engine.deliver(leg.id, first.records)  # Again: `_ready` may have failed.
         self._give_share_back(leg)
         delivered = worker_pb2.Delivered(attempt_id=leg.id, delivered_unix_ns=event.delivered_ns)
         leg.tell(delivered=delivered)

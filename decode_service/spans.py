@@ -84,6 +84,8 @@ def _write_generate(leg: DecodeLeg, skew: Skew) -> None:
     }
     if leg.second_token_gap_ms is not None:
         attributes[Attr.DECODE_SECOND_TOKEN_GAP_MS] = leg.second_token_gap_ms
+    if parts_ms := leg.gap_parts_ms:
+        attributes[Attr.DECODE_GAP_PARTS_MS] = [*parts_ms.values()]
     if leg.gaps_ms:
         p50, p99 = np.percentile(np.frombuffer(leg.gaps_ms, np.float32), (50, 99))
         attributes |= {Attr.DECODE_ITL_P50_MS: float(p50), Attr.DECODE_ITL_P99_MS: float(p99)}

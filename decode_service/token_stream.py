@@ -6,7 +6,7 @@ import logging
 from collections import defaultdict
 
 from baton.worker.v1 import worker_pb2
-from decode_service.leg import DecodeLeg
+from decode_service.leg import DecodeLeg, DecodeState
 from engine.types import NewTokens, SequenceEnded
 from faults import failpoints
 from telemetry.metrics.worker import WorkerMetrics
@@ -35,13 +35,13 @@ class TokenStream:
         rows = zip(tokens.request_ids, tokens.choices.tolist(), strict=True)
         for row, (leg_id, choice) in enumerate(rows):
             leg = self._legs.get(leg_id)
-            if leg is None:
-                continue
+            if leg is None or leg.state is DecodeState.QUARANTINED:
+                continue  # It was given up when its pages landed, and the engine was told of both.
             try:
                 failpoints.hit("decode.tokens", len(leg.request.prompt_ids))
                 if leg.is_whole and not leg.computed_ns:
                     _prompt_computed(leg, tokens, row)
-                leg.count(choice, tokens.at_ns)
+                leg.count(choice, tokens.at_ns, tokens.step_ns)
             except Exception:
                 logger.exception("a token broke its handler")
                 broken.add(leg)
@@ -60,7 +60,7 @@ class TokenStream:
             failpoints.hit("decode.ended")
         leg.tell_end(event)
         if event.last and leg.second_token_gap_ms is not None:
-            self._metrics.second_token(leg.second_token_gap_ms / 1e3)
+            self._metrics.second_token(leg.second_token_gap_ms / 1e3, leg.gap_parts_ms)
 
 
 def _prompt_computed(leg: DecodeLeg, tokens: NewTokens, row: int) -> None:

@@ -244,6 +244,8 @@ class NewTokens:
     scored: Mapping[int, TokenRecord]
     """Records of the tokens whose log probabilities are wanted, by row."""
     at_ns: int
+    step_ns: tuple[int, int] = (0, 0)
+    """When their step was launched, and when the device began it; 0 if that is not known."""
 
     def record(self, row: int) -> TokenRecord:
         """The token of a row, with its log probabilities if they are wanted."""

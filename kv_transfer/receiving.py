@@ -22,6 +22,7 @@ Invariants, per transfer, in each group whose pages [first, end) were granted:
 from __future__ import annotations
 
 import enum
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -39,6 +40,9 @@ from kv_transfer.peers import Peers
 from kv_transfer.specs import Range, ReceiveSpec
 from kv_transfer.tables import BoundedMemory, Clock, Timers
 from kv_transfer.wire import Chunk, Quiesce, Quiesced
+from telemetry.trouble import describe
+
+logger = logging.getLogger(__name__)
 
 REMEMBERED_ENDS = 1 << 18
 REMEMBERED_S = 3600.0
@@ -286,6 +290,11 @@ class Receiver:
                 last.without,
             )
         )
+        if receive.spec.on_ready is not None:
+            try:
+                receive.spec.on_ready(last.payload)
+            except Exception as error:  # The owner heard of it above.
+                logger.error("nobody was told sooner: %s", describe(error))
 
     def _quarantine(self, receive: _Receive) -> None:
         receive.state = ReceiveState.QUARANTINED

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kv_transfer.types import MAX_GROUPS, PageIds
@@ -115,3 +115,6 @@ class ReceiveSpec:
     may_be_short: bool = False
     """A fetch: the peer may write fewer pages of group 0, and none of another group. Its last
     notification says so."""
+    on_ready: Callable[[bytes], None] | None = field(default=None, compare=False)
+    """Called on the transfer thread with the last notification's payload, right behind `Delivered`.
+    It must not block."""

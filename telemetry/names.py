@@ -193,6 +193,9 @@ class Attr:
     """Time between complete KV and joining the batch."""
     DECODE_SECOND_TOKEN_GAP_MS: Final = "baton.decode.second_token_gap_ms"
     """From the first token, sampled at the prefill worker, to the second."""
+    DECODE_GAP_PARTS_MS: Final = "baton.decode.gap_parts_ms"
+    """Its parts: until all pages were seen, the step loop had taken the request, a step with it was
+    launched, and begun on the device, and its token was out."""
 
 
 class Metric:
@@ -256,6 +259,7 @@ class Metric:
     RANK_SKEW: Final = "baton_rank_skew_seconds"
 
     SECOND_TOKEN_GAP: Final = "baton_second_token_gap_seconds"
+    SECOND_TOKEN_PART: Final = "baton_second_token_part_seconds"
     TRANSFERS: Final = "baton_kv_transfers"
     TRANSFER_BYTES: Final = "baton_kv_transfer_sent_bytes"
     TRANSFER_DESCRIPTORS: Final = "baton_kv_transfer_descriptors"

@@ -65,6 +65,8 @@ class _Flight:
     """Time of the launch, by `time.monotonic`."""
     launched: Launched = field(init=False)
     """Set by the launch."""
+    launched_s: float = 0.0
+    """Time at which the launch was done."""
     ended_s: float = 0.0
     """Time at which the device had finished it. The loop may hear of it later, since it launches
     another step meanwhile."""
@@ -295,6 +297,7 @@ class StepLoop:
         self._publish_load()
         self.profiler.launching()
         flight.launched = self._executor.launch(plan)
+        flight.launched_s = time.monotonic()
         flight.launched.add_done_callback(lambda _: self._end(flight))
         self._pacer.launched()
 
@@ -324,12 +327,24 @@ class StepLoop:
             tokens = None if result.counts is None else int(result.counts.sum())
             self._rates.settled(plan, flight.at_s, flight.ended_s, tokens)
             self._scheduler.tiers.note_rate(self._rates.prefill.tokens_per_s)
-            self._pacer.settled(plan, self._rates.step_s)
+            self._pacer.settled(plan, self._rates.step_s, self._idle_s(flight))
             self._scheduler.planner.settled(plan, result, self._rates.step_s)
             with self._slow.verb("tokens"):
-                self._scheduler.settler.settle(plan, result, self._hand_over)
+                times = self._step_ns(flight)
+                self._scheduler.settler.settle(plan, result, self._hand_over, times)
             self._slow.settled(self._scheduler, plan, self._rates.step_s)
             self._on_step(self._rates.step_s, plan.num_decodes)
+
+    def _step_ns(self, flight: _Flight) -> tuple[int, int]:
+        """When the last settled step was launched, and when it began, Unix nanoseconds."""
+        now_s, now_ns = time.monotonic(), time.time_ns()
+        began_s = max(flight.launched_s, flight.ended_s - self._rates.step_s)
+        since_s = now_s - flight.launched_s, now_s - began_s
+        return now_ns - int(1e9 * since_s[0]), now_ns - int(1e9 * since_s[1])
+
+    def _idle_s(self, flight: _Flight) -> float:
+        """How long the device waited behind a step for the one that was launched next, seconds."""
+        return self._flights[0].launched_s - flight.ended_s if self._flights else 0.0
 
     def _hand_over(self) -> None:
         """Sends the queued events. After the last chunk of a prompt this thread sleeps for a

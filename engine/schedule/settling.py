@@ -68,12 +68,15 @@ class Settler:
         self._masking = masking
         self._recovery = recovery
         self._drafts = drafts
+        self._step_ns = (0, 0)
+        """Of the step that is settled."""
 
     def settle(
         self,
         plan: StepPlan,
         result: StepResult,
         hand_out: Callable[[], None] = lambda: None,
+        step_ns: tuple[int, int] = (0, 0),
     ) -> None:
         """Applies the result of the oldest step in flight.
 
@@ -82,8 +85,9 @@ class Settler:
             result: the result of the step.
             hand_out: called as soon as the chunks' events are queued, and again when all others
                 are. So neither the sending of KV nor tokens wait for the rest of the work.
+            step_ns: when the step was launched and when it began, to be told with its tokens.
         """
-        now_ns = time.time_ns()
+        now_ns, self._step_ns = time.time_ns(), step_ns
         self._budget.succeeded()
         self._recovery.step_is_over(plan)
         alive = self._batch.alive(plan)
@@ -203,6 +207,7 @@ class Settler:
                 token_ids=told.tokens,
                 scored=self._scored(result, told),
                 at_ns=now_ns,
+                step_ns=self._step_ns,
             )
             self._requests.emit(sinks[0], event)
 

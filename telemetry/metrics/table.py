@@ -223,6 +223,13 @@ DECLARED: Final[Mapping[str, Declared]] = {
         (),
         _STEP_S,
     ),
+    Metric.SECOND_TOKEN_PART: Declared(
+        "histogram",
+        "Parts of that time: until all pages were seen, the step loop had taken the request, a "
+        "step with it was launched, and begun on the device, and its token was out.",
+        ("part",),
+        _STEP_S,
+    ),
     Metric.TRANSFERS: Declared("counter", "KV transfers, by outcome.", ("outcome",)),
     Metric.TRANSFER_BYTES: Declared("counter", "KV bytes written to peers."),
     Metric.TRANSFER_DESCRIPTORS: Declared("counter", "Descriptors posted, after merging."),

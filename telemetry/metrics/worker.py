@@ -44,6 +44,7 @@ class WorkerMetrics(ProcessMetrics):
         self._step = self._histogram(Metric.STEP_SECONDS)
         self._batch = self._histogram(Metric.BATCH_SIZE)
         self._second_token = self._histogram(Metric.SECOND_TOKEN_GAP)
+        self._second_token_part = self._histogram(Metric.SECOND_TOKEN_PART)
         self._transfer_s = self._histogram(Metric.TRANSFER_SECONDS)
         self._exposed_s = self._histogram(Metric.TRANSFER_EXPOSED)
         self._transfer_failures = self._counter(Metric.TRANSFER_FAILURES)
@@ -86,9 +87,12 @@ class WorkerMetrics(ProcessMetrics):
         """Shows the load of the GPU of each rank. There is one reader a rank, in their order."""
         self.registry.register(Snapshots(partial(_of_gpus, reads), _GPU_ROWS))
 
-    def second_token(self, gap_s: float) -> None:
-        """A request ended. Its second token came `gap_s` after its first."""
+    def second_token(self, gap_s: float, parts_ms: Mapping[str, float]) -> None:
+        """A request ended. Its second token came `gap_s` after its first, with these parts if it
+        came by a hand-off."""
         self._second_token.observe(gap_s)
+        for part, part_ms in parts_ms.items():
+            self._second_token_part.labels(part).observe(part_ms / 1e3)
 
     def stepped(self, seconds: float, decoded_sequences: int) -> None:
         """A step has settled. `decoded_sequences` is 0 for a step with prompts only."""

@@ -109,6 +109,7 @@ DECODE_POINTS: Final = (
     "decode.after_grant",
     "worker.wrote~granted",
     "transfer.chunk_landed",
+    "decode.ready",
     "decode.delivered",
     "decode.tokens",
     "decode.ended",

@@ -7,6 +7,7 @@ import pytest
 from worker_kit import STEP_TOKENS, WHOLE, Attempted, Pair, a_pair, until
 
 from baton.worker.v1 import worker_pb2
+from faults import failpoints
 from worker_base.messages import unpack_ids
 
 EXPIRED = worker_pb2.FAILURE_REASON_EXPIRED
@@ -215,6 +216,30 @@ async def _delivered_unheard(pair: Pair) -> Attempted:
     await until(lambda: pair.d.transfer.counters.transfers_received)
     await until(lambda: pair.d.inbox.kept)
     return attempt
+
+
+async def test_the_engine_hears_of_a_delivery_while_the_loop_is_busy() -> None:
+    async with a_pair() as pair:
+        attempt = await _delivered_unheard(pair)
+        await until(lambda: pair.d.inbox.kept > attempt.max_tokens)  # The steps' events.
+        assert not pair.from_d.all("delivered")
+        pair.d.inbox.resume()
+        await pair.from_d.heard("finished", attempt.id)
+        assert pair.from_d.kinds(attempt.id) == ["granted", "delivered", "finished"]
+        assert pair.from_d.tokens[attempt.id, 0] == attempt.expected
+        await pair.quiet()
+
+
+async def test_the_loop_tells_the_engine_if_the_transfer_thread_could_not() -> None:
+    async with a_pair() as pair:
+        failpoints.arm("decode.ready=raise")
+        attempt = Attempted(LONG)
+        try:
+            await pair.run(attempt)
+        finally:
+            failpoints.arm("")
+        assert pair.from_d.tokens[attempt.id, 0] == attempt.expected
+        await pair.quiet()
 
 
 async def test_abort_that_crosses_delivery_says_so_and_the_attempt_goes_on() -> None:

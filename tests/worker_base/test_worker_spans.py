@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 from worker_kit import STEP_TOKENS, WHOLE, Attempted, a_pair, until
 
+from decode_service.leg import GAP_PARTS
 from telemetry.names import Attr, Metric, undeclared
 from telemetry.tracing import Tracing, setup_tracing
 
@@ -94,7 +95,16 @@ async def test_a_hand_off_has_all_six(recorded: Recorded) -> None:
     assert generate[Attr.DECODE_ITL_P99_MS] <= generate[Attr.DECODE_LONGEST_GAP_MS] <= took_ms
     assert 0 < generate[Attr.DECODE_LONGEST_GAP_AT_MS] <= took_ms
     check_second_token(spans)
+    check_parts(generate)
     assert gaps_counted(pair.d) == 1
+
+
+def check_parts(generate: Mapping[str, Any]) -> None:
+    """They add up to the gap."""
+    parts = generate[Attr.DECODE_GAP_PARTS_MS]
+    assert len(parts) == len(GAP_PARTS)
+    assert sum(parts) == pytest.approx(generate[Attr.DECODE_SECOND_TOKEN_GAP_MS], abs=0.5)
+    assert all(part >= 0 for part in parts)
 
 
 def check_second_token(spans: dict[str, ReadableSpan]) -> None:
