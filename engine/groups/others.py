@@ -88,12 +88,16 @@ class OtherGroups:
         """Gives decode rows pages for the tokens that they store next. Returns the rows that have
         them; the others wait for the step in flight. Arguments are by row."""
         waiting = [group.grow(rows, kv_len, seniority) for group in self.groups]
-        return np.setdiff1d(rows, np.concatenate(waiting)) if waiting else rows
+        if not any(one.size for one in waiting):  # The usual case.
+            return rows
+        return np.setdiff1d(rows, np.concatenate(waiting))
 
     def tables(
         self, slots: Int32s, starts: Int32s, contexts: Int32s, step: int
     ) -> tuple[GroupTable, ...]:
         """The pages of a step's rows. See `WindowPages.table_of`."""
+        if not self.groups:
+            return ()
         return tuple(group.table_of(slots, starts, contexts, step) for group in self.groups)
 
     def settle(self, step: int) -> None:

@@ -23,7 +23,6 @@ preempted for a window.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +33,7 @@ from engine.groups.sizing import chunk_pages
 from engine.groups.spec import Window
 from engine.pages.blocks import BlockManager
 from engine.step.plan import GroupTable, Int32s
-from engine.types import SCRATCH_PAGE
+from engine.types import SCRATCH_PAGE, PageIds
 
 Slots = NDArray[np.intp]
 
@@ -165,22 +164,33 @@ class WindowPages:
     def table_of(self, slots: Int32s, starts: Int32s, contexts: Int32s, step: int) -> GroupTable:
         """The pages of a step's rows, whose new tokens are at positions [start, context). Makes
         this step their last writer."""
-        size = self._size
-        skipped = np.maximum(starts - self._window.tokens + 1, 0) // size
+        size, width = self._size, self.table.shape[1]
+        skipped = np.maximum(starts - (self._window.tokens - 1), 0) // size
         used = -(-contexts // size) - skipped
-        columns = np.arange(max(1, int(used.max(initial=1))), dtype=np.int32)
-        inside = columns < used[:, None]
-        at = np.where(inside, skipped[:, None] + columns, 0)
-        pages = np.where(inside, self.table[slots[:, None], at], SCRATCH_PAGE)
-        written = inside & (at >= starts[:, None] // size)
-        self.blocks.mark_written(pages[written], step)
+        columns = np.arange(max(1, int(used.max(initial=1))))
+        # Behind the context of a row this reads those of others, and makes them the scratch page.
+        places = (slots.astype(np.intp) * width + skipped)[:, None] + columns
+        pages = self.table.reshape(-1).take(places, mode="clip")
+        np.copyto(pages, SCRATCH_PAGE, where=columns >= used[:, None])
+        self._mark_written(slots, starts, contexts, step)
         copies, self._copies = self._copies, {}
         return GroupTable(
-            pages.astype(np.int32, copy=False),
+            pages,
             skipped.astype(np.int32, copy=False),
             np.fromiter(copies.values(), np.int32, len(copies)),
             np.fromiter(copies.keys(), np.int32, len(copies)),
         )
+
+    def _mark_written(self, slots: Int32s, starts: Int32s, contexts: Int32s, step: int) -> None:
+        size = self._size
+        firsts, lasts = starts // size, (contexts - 1) // size
+        single = firsts == lasts
+        pages = [self.table[slots[single], firsts[single]]]
+        pages += [
+            self.table[slots[row], firsts[row] : lasts[row] + 1]
+            for row in np.flatnonzero(~single).tolist()
+        ]
+        self.blocks.mark_written(np.concatenate(pages), step)
 
     def kept_from(self, num_tokens: int) -> int:
         """Index of the first page that a sequence of so many tokens keeps."""
@@ -193,18 +203,25 @@ class WindowPages:
         moved = first > self.first[slots]
         if not moved.any():
             return
-        slots, first = slots[moved], first[moved]
-        for slot, end in zip(slots.tolist(), first.tolist(), strict=True):
-            self._let_go(slot, int(self.first[slot]), end)
-        self.first[slots] = first
+        slots, end = slots[moved], first[moved]
+        counts = end - self.first[slots]
+        rows = np.repeat(slots, counts)
+        at = np.arange(len(rows)) + np.repeat(end - counts.cumsum(), counts)
+        pages, known = self.table[rows, at], self._known[rows]
+        warm = (at >= known - self._before) & (at < known)
+        self.first[slots] = end
+        for part in self._apart(pages, counts):
+            self.blocks.release(pages[part & warm])
+            self.blocks.unpin(pages[part & ~warm])
 
-    def _let_go(self, slot: int, first: int, end: int) -> None:
-        known = int(self._known[slot])
-        warm = [min(max(at, first), end) for at in (known - self._before, known)]
-        borders = [first, *warm, end]
-        cold, kept, more = (self.table[slot, a:b] for a, b in pairwise(borders))
-        self.blocks.release(kept)
-        self.blocks.unpin(np.concatenate([cold, more]))
+    @staticmethod
+    def _apart(pages: PageIds, counts: Int32s) -> list[NDArray[np.bool_]]:
+        """Which of the pages to let go at once: choices of a request may share some, and no page
+        may be let go twice at once. `counts` are pages by sequence."""
+        if len(np.unique(pages)) == len(pages):
+            return [np.ones(len(pages), np.bool_)]
+        owner = np.repeat(np.arange(len(counts)), counts)
+        return [owner == one for one in range(len(counts))]
 
     # -- sequences --------------------------------------------------------------------------------
 
