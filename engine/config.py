@@ -59,9 +59,6 @@ class EngineConfig(Bounds):
     kv_memory_bytes: int = 0
     """Memory of each rank's pool if `num_pages` is 0, bytes. 0 means the memory that
     `gpu_memory_utilization` leaves on a GPU with the fast path, and 1 GiB elsewhere."""
-    free_windows: bool = True
-    """Whether layers with a window keep the pages of the window alone. Off: they keep those of all
-    tokens, in one kind of page for all layers. See `engine.parts.paging.why_one_group`."""
     gpu_memory_utilization: float = 0.9
     """Share of the GPU's memory that this process may use, in all."""
     cuda_graphs: bool = True

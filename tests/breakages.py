@@ -69,18 +69,34 @@ BREAKAGES = (
         "page-keyed-early",
         "a page gets its key before the KV of its last token is there",
         "engine/schedule/requests.py",
-        "self._ended.append((active, outputs[:-1], self._batch.slots.pages(slot)))",
-        "self._ended.append((active, outputs, self._batch.slots.pages(slot)))",
+        "self._ended.append((active, outputs[:-1], pages, others))",
+        "self._ended.append((active, outputs, pages, others))",
         ("engine/test_scheduler_property.py",),
     ),
     Breakage(
         "slot-leaked",
         "a cancelled request keeps its slot",
         "engine/schedule/requests.py",
-        "                self._blocks.release(self._batch.slots.pages(sequence.slot))\n"
+        "                self._batch.others.release(self._batch.others.take(sequence.slot))\n"
         "                self._batch.leave(sequence)\n",
-        "                self._blocks.release(self._batch.slots.pages(sequence.slot))\n",
+        "                self._batch.others.release(self._batch.others.take(sequence.slot))\n",
         ("engine/test_scheduler_property.py",),
+    ),
+    Breakage(
+        "window-let-go-early",
+        "a page behind a window goes while the step in flight reads it",
+        "engine/groups/window.py",
+        "first = np.maximum((num_tokens - 1) // self._size - self._before, 0)",
+        "first = np.maximum((num_tokens - 1) // self._size - self._before + 2, 0)",
+        ("engine/test_scheduler_property.py",),
+    ),
+    Breakage(
+        "hit-without-window",
+        "a prompt goes on from pages of which a window lacks its own",
+        "engine/groups/window.py",
+        "            if run >= self._before:\n",
+        "            if run >= self._before - 1:\n",
+        ("engine/test_groups.py",),
     ),
     Breakage(
         "preempted-loses-a-token",

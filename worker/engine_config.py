@@ -33,7 +33,6 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
         "max_step_tokens": _step_tokens(settings),
         "decodes": settings.role is not Role.PREFILL,
         "mixed_prefill_tokens": _mixed_prefill_tokens(settings),
-        "free_windows": True,
         "full_step_tokens": UNBOUNDED if settings.role is Role.BOTH else FULL_STEP_TOKENS,
     }
     return EngineConfig(**_shared(settings) | _shared(settings.debug) | own)

@@ -48,7 +48,7 @@ def why_one_group(config: EngineConfig) -> str:
         return "kv_host_gib is set: tiers below the pool have pages of one kind"
     if config.hooks:
         return "hooks are set: they see the pages of all layers"
-    return "" if config.free_windows else "pages go to other workers, in one kind"
+    return ""
 
 
 def groups_of(config: EngineConfig, loaded: LoadedModel) -> tuple[GroupSpec, ...]:

@@ -80,9 +80,9 @@ def test_handed_off_and_resumed(case):
 
 @pytest.mark.parametrize("case", ["gemma3", "gpt_oss"], indirect=True)
 def test_preempted(case):
-    """Windows and ropes by layer; experts, sinks. Pages of all tokens for windows, too: see
-    `test_windows.py` for the rest."""
-    options = {"num_pages": PAGES, "max_sequences": CROWD, "free_windows": False}
+    """Windows and ropes by layer; experts, sinks. A host tier lets windows keep all pages, and
+    `test_windows.py` lets them go."""
+    options = {"num_pages": PAGES, "max_sequences": CROWD, "kv_host_bytes": 1 << 20}
     engine = build(case.one.model.path, **options)
     with held(engine):
         runs = [submit(engine, prompt_of(30 + i), 24, ignore_eos=True) for i in range(CROWD)]

@@ -136,7 +136,7 @@ def test_more_sequences_than_the_windows_have_room_for(case):
 
 @pytest.mark.parametrize(
     ("options", "groups"),
-    [({}, 2), ({"kv_host_bytes": 1 << 22}, 1), ({"free_windows": False}, 1)],
+    [({}, 2), ({"kv_host_bytes": 1 << 22}, 1)],
 )
 def test_windows_keep_all_pages_where_others_count_on_it(case, options, groups):
     engine = build(case.one.model.path, **TWO | options)
