@@ -180,6 +180,21 @@ async def test_a_cut_response_is_incomplete(port: Port) -> None:
 
 
 @pytest.mark.parametrize(
+    ("port", "ignored", "read"),
+    [((HERMES, "a"), "text.verbosity", ""), (("{{ verbosity }}" + HERMES, "a"), None, "low")],
+    indirect=["port"],
+)
+async def test_verbosity_reaches_a_template_that_reads_it(
+    port: Port, ignored: str | None, read: str
+) -> None:
+    got = await port.client.responses.with_raw_response.create(
+        model=MODEL, input="Hello", text={"verbosity": "low"}
+    )
+    assert got.headers.get("x-baton-ignored") == ignored
+    assert port.tokenizer.decode(prompt_of(port.job)).startswith(f"{read}user")
+
+
+@pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"store": True}, "store"),
@@ -193,7 +208,7 @@ async def test_a_cut_response_is_incomplete(port: Port) -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "mcp"}}, "tool_choice.type"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"verbosity": "SECRET"}}, "text.verbosity"),
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"metadata": {"SECRET" * 99: "a"}}, "metadata"),
         ({"input": []}, "input"),

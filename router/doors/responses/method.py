@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _NAMES: Final = (
     ("input.chat.messages", "input"),
+    ("input.chat.template_variables.verbosity", "text.verbosity"),
     ("input.chat.template_variables", "chat_template_kwargs"),
     ("input.chat.reasoning_effort", "reasoning.effort"),
     ("input.chat.tool_choice.mode", "tool_choice"),

@@ -46,7 +46,8 @@ class TextOptions(ApiObject):
     """What the text must be."""
 
     format: Format | None = None
-    verbosity: Annotated[bool, Unless("medium")] = False
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """A variable of the chat template, if that reads it."""
 
 
 class Reasoning(ApiObject):
@@ -163,6 +164,8 @@ class ResponseRequest(GenerationRequest):
                 [Tool(type="function", function=tool) for tool in self.tools or ()], self._choice()
             ),
         )
+        if self.text is not None and self.text.verbosity is not None:
+            chat.template_variables["verbosity"] = self.text.verbosity
         generation = self.input(self.max_output_tokens, None, chat=chat)
         generation.output.message = True
         return generation
