@@ -45,6 +45,10 @@ _REFERENCES: Final = frozenset(("$ref", "$id"))
 _URI: Final = "!#$%&'()*+,/:;=?@[]~"
 """Characters that a URI may have, beside letters, digits and `-._`."""
 _LOOSE_PERCENT: Final = re.compile("%(?![0-9A-Fa-f]{2})")
+_NAME: Final = r"(?:[\w \-:/@#,]|\\[^\w\s|])+"
+_NAMES: Final = re.compile(rf"\^(?:({_NAME})|\((?:\?:)?({_NAME}(?:\|{_NAME})*)\))\$")
+"""A pattern of one name, or of some; the groups have them."""
+_ESCAPED: Final = re.compile(r"\\(.)")
 _KEYS: Final = re.compile(r"Unimplemented keys: (\[.*\])")
 _FORMAT: Final = re.compile(r"Unknown format: (.*)")
 
@@ -120,6 +124,7 @@ def prepare(schema: dict[str, Any], *, strict: bool) -> Prepared:
     schema.pop("x-guidance", None)  # It would change how llguidance reads the schema.
     for part in _parts(schema):
         _quote_references(part.schema)
+        _take_in_patterns(part.schema)
     if strict and (pointers := close(schema)):
         rule = "must be false, as strict asks"
         raise SchemaError(f"{_listed(pointers)} {rule}", pointers)
@@ -217,6 +222,25 @@ def _problem(schema: dict[str, Any], *, coerce_one_of: bool) -> str:
     except ValueError:  # Its parser is stricter than ours.
         return "unreadable"
     return messages[0] if is_error else ""
+
+
+def _take_in_patterns(schema: dict[str, Any]) -> None:
+    """Joins a pattern that names nothing but properties with these. llguidance takes it for names
+    beside them: it lets a model begin one, and there is none."""
+    patterns, properties = schema.get("patternProperties"), schema.get("properties")
+    if not isinstance(patterns, dict) or not isinstance(properties, dict):
+        return
+    for pattern, one in list(patterns.items()):
+        found = _NAMES.fullmatch(pattern)
+        names = _ESCAPED.sub(r"\1", found[1] or found[2]).split("|") if found else []
+        if not names or not all(name in properties for name in names):
+            continue
+        del patterns[pattern]
+        for name in names:
+            if properties[name] != one:
+                properties[name] = {"allOf": [properties[name], one]}
+    if not patterns:
+        del schema["patternProperties"]
 
 
 def _parts(schema: dict[str, Any]) -> Iterator[Part]:

@@ -118,6 +118,37 @@ def test_the_clients_own_options_for_llguidance_do_not_count() -> None:
     assert "x-guidance" not in prepare({**schema}, strict=False).schema
 
 
+@pytest.mark.parametrize(
+    "pattern", ["^a$", "^(a)$", "^(?:a|b c)$", r"^x\.y$", "^(a|z)$", "^a", "a"]
+)
+def test_a_pattern_that_names_properties_alone_leads_into_no_dead_end(pattern: str) -> None:
+    """Behind the property a comma was allowed, and no name behind it."""
+    names = ["a", "b c", "x.y"]
+    schema = {
+        "type": "object",
+        "properties": {key: {"type": "integer"} for key in names},
+        "patternProperties": {pattern: {"maximum": 5, "minimum": 1}},
+        "additionalProperties": False,
+    }
+    grammar = Grammar({})
+    grammar.structure(api.Structure(json_schema=api.JsonSchema(schema=json.dumps(schema))))
+    tokenizer = Tokenizer.from_str(file_of("bytes"))
+    matcher = LLMatcher(LLTokenizer(file_of("bytes")), grammar.text(), log_level=0)
+    for text in ("{", *(f'"{name}": 3, ' for name in names)):
+        ids = tokenizer.encode(text.rstrip(", "), add_special_tokens=False).ids
+        assert matcher.try_consume_tokens(ids) == len(ids)
+        mask = np.frombuffer(matcher.deep_copy().compute_bitmask(), np.uint8)
+        comma = tokenizer.token_to_id(",")
+        may_go_on = bool(np.unpackbits(mask, bitorder="little")[comma]) if text != "{" else False
+        if may_go_on:
+            assert matcher.try_consume_tokens([comma]) == 1
+            for space in (" ", ""):
+                rest = matcher.deep_copy()
+                rest.try_consume_tokens(tokenizer.encode(space, add_special_tokens=False).ids)
+                rest.compute_bitmask()
+                assert not rest.is_error(), "after a comma comes a name"
+
+
 def test_the_order_of_properties_is_kept() -> None:
     text = '{"properties": {"z": {}, "a": {}, "m": {"not": {}}}}'
     assert list(prepare(read(text), strict=False).schema["properties"]) == ["z", "a", "m"]
