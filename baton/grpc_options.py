@@ -29,15 +29,15 @@ KEEPALIVE_INTERVAL_MS: Final = 500
 PING_TIMEOUT_MS: Final = 2_000
 """Longest wait for a ping's answer before the connection is closed."""
 CLIENT_PING_TIMEOUT_MS: Final = 10_000
-"""The same for clients. It is longer, since clients hold no pages and a busy machine must not break
-their streams."""
+"""Longest time for a client's ping. It is longer, since clients hold no pages and a busy machine
+must not break their streams."""
 DETECTION_MS: Final = KEEPALIVE_INTERVAL_MS + PING_TIMEOUT_MS
 """Longest time until a silent peer is noticed; kept below 3 s."""
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
 """Room for the longest prompts as packed ids, and for log probabilities of all their tokens."""
 PUBLIC_MESSAGE_BYTES: Final = 8 * 1024 * 1024
-"""Of a client's request. Routers refuse smaller ones, too, where no context has room for them
-(`router.requests.bounds`); this much is read before anybody can look at it."""
+"""Most bytes of a client's request. Routers refuse smaller ones, too, where no context has room for
+them (`router.requests.bounds`); this much is read before anybody can look at it."""
 PUBLIC_HANDSHAKE_MS: Final = 10_000
 """For a client's first words: as long as for the headers of HTTP/1."""
 PUBLIC_IDLE_MS: Final = 75_000

@@ -37,7 +37,7 @@ class TlsFiles(NamedTuple):
         return grpc.ssl_channel_credentials(ca, key, cert)
 
     def client_context(self) -> ssl.SSLContext:
-        """The same for HTTP. Raises as `channel_credentials` does."""
+        """A context for HTTP. Raises as `channel_credentials` does."""
         if self.ca:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             trust(context, self.ca)
@@ -62,7 +62,8 @@ def holders_files(certs: str, holder: str) -> TlsFiles:
 
 
 _NAMES: Final = (("ca.pem", "cert.pem", "key.pem"), ("ca.crt", "tls.crt", "tls.key"))
-"""Of a holder's files: as `baton certs` writes them, and as a secret of Kubernetes has them."""
+"""Names of a holder's files: as `baton certs` writes them, and as a secret of Kubernetes has
+them."""
 
 
 def files_in(folder: str, ca: str = "", cert: str = "", key: str = "") -> TlsFiles:

@@ -57,7 +57,7 @@ class Crowd(NamedTuple):
 
     door: str
     streams: int
-    """Of each router."""
+    """Streams of each router."""
     step_s: float
     folder: str
     """Holds the tokenizer, and certificates."""

@@ -37,7 +37,7 @@ STEADY_LIFE_S: Final = 60.0
 _LINE_LIMIT_BYTES: Final = 1 << 20
 """Longest line of a process: a log in JSON has a stack in one line."""
 _PR_SET_PDEATHSIG: Final = 1
-"""Of Linux: the signal that a process gets when its parent's thread ends."""
+"""Number of Linux: sets the signal that a process gets when its parent's thread ends."""
 
 Write = Callable[[str, str], None]
 """Takes a child's name and a line that it wrote."""

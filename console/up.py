@@ -72,7 +72,7 @@ class UpOptions:
     host: str = HOST
     """The address of this machine at which clients are served over gRPC."""
     http_host: str = ""
-    """And over HTTP; "": the same."""
+    """HTTP address for clients; "": that of `host`."""
     api_key: str = ""
     """What clients must show; "": nothing, or what `has_tokens` tells."""
     has_tokens: bool = False

@@ -17,7 +17,7 @@ from worker_base.legs import WorkerLeg
 from worker_base.outbox import Outbox
 
 GAP_PARTS: Final = ("seen", "taken", "launched", "begun", "out")
-"""Of the time between the first two tokens of a hand-off; see `DecodeLeg.gap_parts_ms`."""
+"""Parts of the time between the first two tokens of a hand-off; see `DecodeLeg.gap_parts_ms`."""
 
 
 class DecodeState(enum.IntEnum):
@@ -46,7 +46,8 @@ class DecodeLeg(WorkerLeg):
     state: DecodeState = DecodeState.WAITING
     transfer_id: bytes = b""
     share_bytes: int = 0
-    """Of its peer's share: bytes of all pages that a hand-off of the prompt may write."""
+    """What it takes of its peer's share: bytes of all pages that a hand-off of the prompt may
+    write."""
     ranges: tuple[Range, ...] = ()
     """Pages of the prompt that the prefill worker is to write, by group."""
     held_pages: int = 0

@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from gguf import GGUFReader
 
 MOST_HEADER_BYTES: Final = 100_000_000
-"""Of a checkpoint's file, as the safetensors library has it. A file may be sparse, and of any
-size."""
+"""Most bytes of the header of a checkpoint's file, as the safetensors library has it. A file may be
+sparse, and of any size."""
 _MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)
 _BYTES: Final = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-"""Of a value by its type."""
+"""Bytes of a value by its type."""
 _TEXT: Final = 8
 _LIST: Final = 9
 _MOST_KEYS: Final = 4096
 _MOST_TENSORS: Final = 1 << 20
 _MOST_ENTRIES: Final = 1 << 22
-"""Of all lists together; a vocabulary has some 250,000."""
+"""Most entries of all lists together; a vocabulary has some 250,000."""
 _MOST_DIMENSIONS: Final = 8
-"""Of a tensor; GGML itself has four. More is a damaged file."""
+"""Most dimensions of a tensor; GGML itself has four. More is a damaged file."""
 
 
 class CheckpointError(Exception):

@@ -44,5 +44,5 @@ class SpeculationLoad:
 
     @property
     def accepted_tokens(self) -> int:
-        """Those of them that were the tokens drawn."""
+        """Draft tokens that were the tokens drawn."""
         return sum(self.accepted_by_position)

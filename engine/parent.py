@@ -8,7 +8,7 @@ import signal
 from typing import Final
 
 _PR_SET_PDEATHSIG: Final = 1
-"""Of Linux: the signal that a process gets when its parent's thread ends."""
+"""Number of Linux: sets the signal that a process gets when its parent's thread ends."""
 
 
 def end_with_parent(parent: int) -> None:

@@ -193,7 +193,7 @@ class PrefillStarted:
     """Prompt tokens whose KV came from the prefix cache."""
     at_ns: int
     loaded_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Those of them that were loaded from lower tiers for this request, by tier."""
+    """Cached tokens that were loaded from lower tiers for this request, by tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +206,7 @@ class ChunkComputed:
     """All pages of the prompt."""
     at_ns: int
     others: tuple[GroupPages, ...] = ()
-    """Those of the other groups: of the end of the prompt that they keep, at the least."""
+    """Pages of the other groups: of the end of the prompt that they keep, at the least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +276,7 @@ class SequenceEnded:
     drafted_tokens: int = 0
     """Drafts that were verified for it."""
     accepted_tokens: int = 0
-    """Those of them that are in its output."""
+    """Accepted drafts that are in its output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +354,7 @@ class EngineLoad:
     prompt_tokens_computed: int = 0
     prompt_tokens_cached: int = 0
     prompt_tokens_loaded: Mapping[str, int] = field(default_factory=dict)
-    """Those of them that came from beyond the pool, by source: a tier, or peers."""
+    """Prompt tokens that came from beyond the pool, by source: a tier, or peers."""
     tokens_sampled: int = 0
     tiers: TierLoad | None = None
     """The tiers below the pool; None: there are none."""
@@ -379,7 +379,7 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     page_size_tokens: int
     num_kv_heads: int = 1
-    """Of a whole page, which the ranks of a worker divide."""
+    """KV heads of a whole page, which the ranks of a worker divide."""
     kv_precision: str = ""
     """Precision of the KV, which keys of pages name."""
     prefix_cache: bool = False

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KEY_BYTES: Final = 32
-"""Of a whole key, SHA-256: a page is given by its whole key alone."""
+"""Bytes of a whole key, SHA-256: a page is given by its whole key alone."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +61,7 @@ class _Hold:
     held_ns: int = 0
     """The engine held the pages."""
     loaded_pages: int = 0
-    """Those that were in host memory before."""
+    """Pages that were in host memory before."""
 
 
 class HoldService:

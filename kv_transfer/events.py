@@ -19,7 +19,7 @@ class PeerOpened:
     gigabytes_per_s: float
     """0 where it is not measured, or not yet."""
     latency_us: float = 0.0
-    """Of one page, posted to done; 0 likewise."""
+    """Time of one page, posted to done; 0 likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Delivered:
     num_pages: int = 0
     """Pages of group 0 from the first one on that are there, those held before included."""
     without: int = 0
-    """Of a fetch, bit g: nothing of group g came, for the peer had not all of it."""
+    """Bits of a fetch; bit g: nothing of group g came, for the peer had not all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +99,9 @@ class ReceiveAborted:
     transfer_id: bytes
     already_ready: bool
     landed_pages: int = 0
-    """Of a fetch: leading pages of group 0 that have landed. The peer writes a page once, so
-    nothing lands in these any more, even while the others are in quarantine."""
+    """Pages of a fetch that have arrived: leading pages of group 0 that have landed. The peer
+    writes a page once, so nothing lands in these any more, even while the others are in
+    quarantine."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ class PageRange(NamedTuple):
     is_last: bool
     """Whether it also carries the payload."""
     source: PageIds
-    """Those pages in this pool."""
+    """The pages in this pool."""
 
 
 @dataclass(slots=True, eq=False)

@@ -87,7 +87,7 @@ class Peers:
         self._clock = clock
         self._peers: dict[str, _Peer] = {}
         self._dead: BoundedMemory[str, bool] = BoundedMemory(MAX_DEAD_PEERS, DEAD_PEER_AGE_S, clock)
-        """And whether nothing of them is under way any more."""
+        """Dead peers, and whether nothing of theirs is under way any more."""
         self.on_open: Callable[[str], None] = lambda agent_name: None
         """Set by the owner: told the name of a peer to which sends may start."""
         self.on_lost: Callable[[str], None] = lambda agent_name: None

@@ -29,7 +29,7 @@ class Target(NamedTuple):
     """Pages of one group that a transfer may fill: a range of the prompt's pages, in order."""
 
     pages: PageIds
-    """Of the peer's pool."""
+    """Pages of the peer's pool."""
     held_pages: int = 0
     """Leading pages not to be sent."""
     first_page: int = 0

@@ -60,7 +60,7 @@ class PrefixIndex:
     def __init__(self, most_keys: int = MOST_KEYS) -> None:
         self._shards: list[dict[int, int]] = [{} for _ in range(SHARDS)]
         self._get = [shard.get for shard in self._shards]
-        """Of each shard, to spare a look-up."""
+        """Look-up of each shard, to spare one."""
         self._most = max(DROPPED_SHARE, most_keys // SHARDS)
         self._places: dict[str, int] = {}
         """The lower bit of each holder."""
@@ -77,7 +77,7 @@ class PrefixIndex:
 
     @property
     def holders(self) -> Sequence[str]:
-        """Those that have joined."""
+        """Workers that have joined."""
         return tuple(self._places)
 
     def counts(self, holder: str) -> tuple[int, int]:

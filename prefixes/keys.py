@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 ShortKeys = NDArray[np.uint64]
 """Shape (pages,): short keys of a prompt's leading pages, in order."""
 SHORT_BYTES: Final = 8
-"""Of a key that says who may hold a page: two of a million pages meet once in 37 million tries."""
+"""Bytes of a key that says who may hold a page: two of a million pages meet once in 37 million
+tries."""
 NO_KEYS: Final[ShortKeys] = np.empty(0, np.uint64)
 
 

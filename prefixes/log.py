@@ -74,7 +74,7 @@ class PageLog:
                 del shard[key]
 
     def events(self, first: int) -> Events:
-        """Those from number `first` on, which is in the ring, as many as a message has."""
+        """The events from number `first` on, which is in the ring, as many as a message has."""
         places = np.arange(first, min(self.end, first + self._most_events)) % self._size
         return Events(first, self._keys[places].tobytes(), self._kinds[places].tobytes())
 

@@ -48,7 +48,8 @@ class Peer(NamedTuple):
     """The other end of a call's connection."""
 
     address: str = ""
-    """Of its machine; of IPv6 the network of 64 bits, which one machine may have for itself."""
+    """Address of its machine; of IPv6 the network of 64 bits, which one machine may have for
+    itself."""
     connection: str = ""
     is_local: bool = True
     """Whether it is this machine, so that its address tells no callers apart."""

@@ -121,7 +121,7 @@ class Job:
     """The tenant's."""
     cache_salt: bytes = b""
     keys: ShortKeys = field(default_factory=lambda: NO_KEYS)
-    """Of the pages of the prompt that a worker may find; none where it may find none."""
+    """Keys of the prompt's pages that a worker may find; none where it may find none."""
     extensions: Mapping[str, bytes] = field(default_factory=dict)
     """Bytes for hooks of workers, by their names."""
     workers: list[str] = field(default_factory=list)
@@ -241,7 +241,7 @@ class JobFinished:
     timings: JobTimings = JobTimings()
     cached_prompt_tokens: int = 0
     loaded_prompt_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Of the cached tokens, those that were loaded from below the pool, by where from."""
+    """Cached tokens that were loaded from below the pool, by where from."""
 
 
 JobEvent = JobStarted | JobTokens | ChoiceEnded | JobFinished

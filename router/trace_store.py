@@ -38,7 +38,7 @@ DEFAULT_MAX_SPANS: Final = 512
 DEFAULT_MAX_BYTES: Final = 512 * 1024
 """Serialized spans of one trace, bytes. The whole store holds at most 128 MiB."""
 TRACE_ID_BYTES: Final = 16
-"""Of the W3C's trace context."""
+"""As the W3C's trace context has them."""
 
 _STATUS_WORDS: Final = {Status.STATUS_CODE_OK: "ok", Status.STATUS_CODE_ERROR: "error"}
 

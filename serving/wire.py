@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 PACKED_ID: Final = np.dtype("<u4")
-"""Of ids of tokens and pages: little-endian uint32."""
+"""Form of ids of tokens and pages: little-endian uint32."""
 MAX_EXTENSIONS: Final = 16
 """Most extensions of a request."""
 MAX_EXTENSION_BYTES: Final = 4096
-"""Of all of a request's extensions together, with their names."""
+"""Most bytes of all of a request's extensions together, with their names."""
 
 
 def pack_ids(ids: Sequence[int] | NDArray[np.integer[Any]]) -> bytes:

@@ -140,7 +140,7 @@ class Attr:
     """Prompt tokens computed here."""
     PREFILL_CACHED_TOKENS: Final = "baton.prefill.cached_tokens"
     PREFILL_LOADED_TOKENS: Final = "baton.prefill.loaded_tokens"
-    """Those of the cached tokens whose pages came from a tier below the pool for this request."""
+    """Cached tokens whose pages came from a tier below the pool for this request."""
     PREFILL_LOADED_FROM: Final = "baton.prefill.loaded_from"
     """The tiers that they came from, with commas between."""
     PREFILL_CHUNKS: Final = "baton.prefill.chunks"

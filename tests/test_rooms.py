@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -251,3 +252,16 @@ def test_a_number_says_why_it_is_that_number() -> None:
         for name in unexplained(path.read_text(encoding="utf-8"))
     }
     assert found == set(), "a docstring below, or a comment: a bound's reason, a measurement"
+
+
+def test_a_docstring_names_its_subject() -> None:
+    """It is read where a name is looked up, without the line above it."""
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for module, path in modules().items()
+        if not module.startswith("bench.")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if re.match(r"\s*(Of|The same|That of|Those|And|That)\b", str(node.value.value))
+    ]
+    assert found == [], "say what it is: `Pages of ...`, not `Of ...` or `The same ...`"

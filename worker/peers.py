@@ -134,7 +134,7 @@ class PeerPaths:
         ]
 
     def paths(self) -> list[PeerPath]:
-        """The same for metrics, by the workers' names, which outlive a restart."""
+        """Paths for metrics, by the workers' names, which outlive a restart."""
         return [
             PeerPath(
                 health.agent_name.rpartition("-")[0] or health.agent_name,

@@ -63,7 +63,7 @@ class WorkerLeg:
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
     loaded_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Those of them that came from tiers below the pool for this leg, by tier."""
+    """Cached tokens that came from tiers below the pool for this leg, by tier."""
     over_ns: int = 0
     """The outcome became known."""
     error: str = ""

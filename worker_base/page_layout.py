@@ -15,7 +15,7 @@ class PageLayout:
     """Sizes of whole pages, of which a rank has a part."""
 
     page_size_tokens: int
-    """Of each page of any group."""
+    """Tokens of each page of any group."""
     groups: tuple[PageGroup, ...]
     windows: tuple[int | None, ...] = (None,)
     """By group, tokens that a position sees; None: all. Group 0 sees all."""

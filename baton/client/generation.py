@@ -65,9 +65,9 @@ class Usage:
     cached_prompt_tokens: int = 0
     output_tokens: int = 0
     reasoning_tokens: int = 0
-    """Of those, spent on thinking, if the answer is parsed."""
+    """Output tokens spent on thinking, if the answer is parsed."""
     loaded_prompt_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Of the cached ones, those that were loaded from below the GPU's memory for this request, by
+    """Cached tokens that were loaded from below the GPU's memory for this request, by
     where from: `host` or the name of a store."""
 
 

@@ -38,7 +38,7 @@ def grpc_files(ca: str, cert: str, key: str, address: str) -> TlsFiles:
 
 
 def checked_files(ca: str, cert: str, key: str, address: str, *schemes: str) -> TlsFiles:
-    """The same for addresses with one of these schemes."""
+    """Checks files for addresses with one of these schemes."""
     files = TlsFiles(ca, cert, key)
     try:
         check_scheme(address, files, *schemes)

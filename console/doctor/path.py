@@ -14,7 +14,7 @@ from console.doctor.finding import Finding, error, ok, warning
 PAGE_BYTES: Final = 1 << 20
 """Large enough that the rate is that of the bytes, not of the descriptors."""
 NUM_PAGES: Final = 4
-"""Of each pool: 4 MiB, so that the test takes no time where the path works."""
+"""Pages of each pool: 4 MiB, so that the test takes no time where the path works."""
 TIMEOUT_S: Final = 10.0
 """Long enough for a busy machine: a push of 4 MiB takes milliseconds."""
 SLOW_GIGABYTES_PER_S: Final = 0.2

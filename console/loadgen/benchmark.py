@@ -73,7 +73,7 @@ class BenchOptions:
     """"": the only model served."""
     api_key: str = ""
     files: TlsFiles = NO_FILES
-    """Of TLS, for targets with grpcs:// and https:// alone."""
+    """Files of TLS, for targets with grpcs:// and https:// alone."""
     vocabulary: int = 32_000
     force_length: bool = True
     senders: int = 1
@@ -105,7 +105,7 @@ class Run(NamedTuple):
     summary: Summary
     outcomes: Sequence[Outcome]
     turns: tuple[TurnFigures, ...] = ()
-    """Of conversations."""
+    """Figures of conversations, by turn."""
 
 
 @dataclass(frozen=True, slots=True)

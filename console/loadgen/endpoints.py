@@ -51,7 +51,7 @@ class Reading(NamedTuple):
     cached_tokens: int = 0
     """Prompt tokens that the server found cached."""
     loaded_tokens: Mapping[str, int] = MappingProxyType({})
-    """Those of them that came from beyond the pool, by source."""
+    """Cached tokens that came from beyond the pool, by source."""
 
 
 class Asked(NamedTuple):
@@ -64,7 +64,7 @@ class Asked(NamedTuple):
     timeout_s: float
     api_key: str = ""
     files: TlsFiles = NO_FILES
-    """Of TLS, for grpcs:// and https:// alone."""
+    """Files of TLS, for grpcs:// and https:// alone."""
     ids: bool = False
     """Whether the answers' token ids are needed."""
 

@@ -22,7 +22,8 @@ from console.loadgen.outcome import UNREACHABLE
 _READ_BUFFER_BYTES: Final = 1 << 20
 """A line of a stream with log probabilities may be long; aiohttp refuses lines beyond it."""
 _MESSAGE_CHARACTERS: Final = 300
-"""Of a server's error that is shown: enough to name the cause, too few to repeat a prompt."""
+"""Characters of a server's error that are shown: enough to name the cause, too few to repeat a
+prompt."""
 _DATA: Final = b"data:"
 _DONE: Final = b"[DONE]"
 

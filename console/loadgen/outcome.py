@@ -41,7 +41,7 @@ class Outcome:
     cached_tokens: int = 0
     """Prompt tokens that the server found cached, as its usage says."""
     loaded_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Those of them that came from beyond the pool, by source."""
+    """Cached tokens that came from beyond the pool, by source."""
     turn: int = -1
     """Index of its turn in a conversation; -1: it is in none."""
 

@@ -29,7 +29,7 @@ _SERVER_SPAN: Final = "the call's SERVER span"
 _POLL_S: Final = 0.1
 """So often the trace is asked for meanwhile."""
 _REQUEST_TIMEOUT_S: Final = 5.0
-"""Of one question to the trace store, which answers from memory."""
+"""Longest time of one question to the trace store, which answers from memory."""
 
 
 class TraceError(Exception):

@@ -56,7 +56,7 @@ class PagedGroups:
 
     @property
     def first(self) -> PagedAttention:
-        """That of group 0."""
+        """Attention of group 0."""
         return self._members[0]
 
     def reserve(self, tokens: int, rows: int) -> None:

@@ -18,7 +18,7 @@ class OwnKernels(Protocol):
         ...
 
     def decode_fp8(self) -> DecodeKernel:
-        """The same over pages in FP8."""
+        """Decode attention over pages in FP8."""
         ...
 
     def gather(self, pool: KvPool) -> Gather:

@@ -16,14 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 PROCESSORS = 132
-"""Of a Hopper. As many items or fewer are cut even if they are alike, to keep the device busy."""
+"""Processors of a Hopper GPU. As many items or fewer are cut even if they are alike, to keep the
+device busy."""
 PROGRAMS_OF_FEW = 512
 """Programs for few items alike: about four for each processor."""
 MOST_PROGRAMS = 4096
 """Most programs for rows that differ, unless `LEAST_PARTS` make more. A program without a part of
 its row returns at once."""
 LEAST_PARTS, MOST_PARTS = 8, 16
-"""Of rows that differ."""
+"""Parts of a context where rows differ in length."""
 LEAST_TOKENS_OF_FEW = 64
 MOST_LEAST_TOKENS = 512
 LONGER = 1.4
@@ -106,6 +107,6 @@ def lengths_differ(contexts: NDArray[np.int32], kv_heads: int) -> bool:
 
 
 def _least_tokens(items: int) -> int:
-    """Of a part of many items. The cost to begin a part pays off less if many keep the device
-    busy."""
+    """Minimum tokens of a part, given how many items there are. The cost to begin a part pays off
+    less if many keep the device busy."""
     return min(items, MOST_LEAST_TOKENS)

@@ -29,7 +29,7 @@ class _DecodeView(NamedTuple):
     """The pages that B decode rows read, padded to the longest row."""
 
     places: Tensor
-    """Of pages [B, P], by `KvPool.places`."""
+    """Places of pages [B, P], by `KvPool.places`."""
     hidden: Tensor
     """[B, 1, 1, P * page_size], True at positions that a row must not see."""
 
@@ -40,7 +40,7 @@ class _PromptView(NamedTuple):
     new: slice
     """The row's tokens among the step's."""
     places: Tensor | None
-    """Of pages [P], by `KvPool.places`; None: only the row's own new tokens."""
+    """Places of pages [P], by `KvPool.places`; None: only the row's own new tokens."""
     seen: slice
     """The L positions within the gathered pages."""
     mask: Tensor | None

@@ -22,7 +22,7 @@ log = logging.getLogger("baton.engine")
 BACKENDS = ("auto", "fa3", "fa2", "triton", "sdpa")
 """Names of the backends, best first after "auto"."""
 FA3_HEAD_DIMS = (64, 128, 256)
-"""Those for which its wheel has kernels."""
+"""Head dimensions for which its wheel has kernels."""
 FA2_MOST_HEAD_DIM = 256
 """FlashAttention-2's own bound."""
 TRITON_MOST_HEAD_DIM = 256

@@ -178,7 +178,8 @@ class CudaExecutor:
         return _Graph(graph, logits)
 
     def seconds_by_rows_and_width(self) -> dict[tuple[int, int], float]:
-        """Of a step of decode rows of no length, whatever division of contexts it has."""
+        """Seconds of a step of decode rows without context, whatever division of contexts it
+        has."""
         found: dict[tuple[int, int], float] = {}
         for shape, seconds in self.step_times.items():
             place = shape.decodes, shape.width

@@ -27,9 +27,9 @@ class Join(NamedTuple):
     and the second one reads the sum."""
 
     after: RmsNorm | None
-    """Of the output."""
+    """Norm of the output."""
     before: RmsNorm | None
-    """Of the sum."""
+    """Norm of the sum."""
     reader: Rounding | None
     """How the next product rounds its input."""
     factor: float

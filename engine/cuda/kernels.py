@@ -286,7 +286,7 @@ class BlocksBest(NamedTuple):
 
 
 def best_of_blocks(logits: Tensor) -> BlocksBest:
-    """Of [S, V], contiguous."""
+    """Finds the best of each block of logits [S, V], contiguous."""
     rows, vocab = logits.shape
     num_blocks = triton.cdiv(vocab, _LOGITS_BLOCK)
     best = torch.empty(rows, num_blocks, dtype=torch.float32, device=logits.device)

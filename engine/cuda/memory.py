@@ -65,7 +65,8 @@ def bytes_left(
 
 
 def _bytes_for_drafts(bounds: Bounds, vocab_size: int, drafts: int) -> int:
-    """Of the tables by slot, and of logits of all columns, in the model's dtype and in float32."""
+    """Bytes of the tables by slot, and of logits of all columns, in the model's dtype and in
+    float32."""
     tables = 4 * (bounds.max_sequences + 1) * bounds.max_context_tokens
     return tables + 6 * bounds.max_sequences * (1 + drafts) * vocab_size
 

@@ -117,7 +117,7 @@ def _nothing(*_: Float64s) -> None:
 
 
 def at_once(options: Any) -> Any:
-    """Of work that the caller's own thread, or stream, waits for at once."""
+    """Options of work that the caller's own thread, or stream, waits for at once."""
     options.asyncOp = False
     return options
 

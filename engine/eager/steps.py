@@ -47,7 +47,7 @@ class TorchSteps:
         self.hooks = hooks
         self._verifier = verifier
         self.verification: Verification | None = None
-        """Of the step that runs, where drafts are verified."""
+        """Verification of the step that runs, where drafts are verified."""
         self._token_table = torch.zeros(max_slots, dtype=torch.int64, device=device)
 
     def prepare(self, plan: StepPlan) -> StepPlan:
@@ -99,7 +99,7 @@ class TorchSteps:
         return self.model.best(hidden[self._upload(plan.sample_tokens)])
 
     def judge(self, tokens: Tensor, finite: Tensor) -> SampleResult:
-        """Of the best tokens of all positions that a draw may read, those that count."""
+        """Keeps the tokens that count, of the best ones of all positions that a draw may read."""
         if self.verification is None:
             return SampleResult(tokens, finite)
         draws = self.verification.draws

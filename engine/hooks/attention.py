@@ -46,7 +46,7 @@ class _Split(NamedTuple):
     rest: Tensor
     """The other tokens."""
     batch: AttentionBatch
-    """Of the other rows."""
+    """Batch of the other rows."""
     heads: AttentionBatch
     """A row for each head of each narrowed row. The pages are others in each layer."""
 

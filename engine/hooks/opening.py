@@ -37,7 +37,7 @@ def open_hooks(wanted: Sequence[str]) -> list[Hook]:
 
 
 def attention_hooks(hooks: Sequence[Hook]) -> list[AttentionHook]:
-    """Those that are called in each layer."""
+    """Hooks that are called in each layer."""
     return [hook for hook in hooks if isinstance(hook, AttentionHook)]
 
 

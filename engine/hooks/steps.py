@@ -76,12 +76,12 @@ class StepHooks:
         self._hearing = [each for each in attending if _hears_layers(each[1])]
         self._captured = [each for each in self._hearing if each[1].capturable]
         self._called: list[tuple[Caller, AttentionHook]] = []
-        """Those that are called around attention in this step."""
+        """Hooks that are called around attention in this step."""
         self.narrowed: Narrowed | None = None
         """The rows that read some of their pages only in this step. Set by `narrow`."""
         self._beyond: list[Tensor] = []
         self.failures: tuple[HookFailure, ...] = ()
-        """Of the last step. Set by `end`."""
+        """Failures of the last step. Set by `end`."""
 
     @property
     def attends(self) -> bool:

@@ -82,7 +82,7 @@ class _PieceDelay:
 
     def __init__(self) -> None:
         self.tokens = 0.0
-        """Of such a piece, on average."""
+        """Tokens of such a piece, on average."""
         self._without_s = self._with_s = 0.0
 
     def add(self, prompt_tokens: int, seconds: float) -> None:

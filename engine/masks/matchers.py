@@ -36,8 +36,8 @@ KEPT_COMPILATIONS: Final = 128
 MASK_THREADS: Final = max(1, min(16, os.cpu_count() or 1))
 """Threads that fill the masks of a step."""
 STACK_BYTES: Final = 64 << 20
-"""Of the thread that compiles. llguidance recurses along chains of rules, by some 3 KB a rule. A
-router has checked each grammar with a 64th of it (`router.structure.checking`)."""
+"""Stack of the thread that compiles. llguidance recurses along chains of rules, by some 3 KB a
+rule. A router has checked each grammar with a 64th of it (`router.structure.checking`)."""
 _ALL: Final = np.int32(-1)
 _THREADS_START: Final = threading.Lock()
 

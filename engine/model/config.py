@@ -63,7 +63,7 @@ class ExpertsConfig:
     """Gated feed-forwards, a few of which each token takes."""
 
     width: int
-    """Of an expert."""
+    """Width of an expert."""
     routing: Routing
     gate: Gate = SILU
     router_bias: bool = False
@@ -85,7 +85,7 @@ class Unread(NamedTuple):
     """Tensors of a checkpoint that are not read."""
 
     prefix: str
-    """Of their names."""
+    """Prefix of their names."""
     what: str
     """As the log calls them."""
 
@@ -131,7 +131,7 @@ class ModelConfig:
 
     @property
     def mixers(self) -> list[MixerConfig]:
-        """Of the layers that have one."""
+        """Mixers of the layers that have one."""
         return [layer.mixer for layer in self.layers if layer.mixer is not None]
 
     @property
@@ -154,7 +154,7 @@ _NAMES = (
 
 
 def named_as(config: ModelConfig, there: Collection[str]) -> ModelConfig:
-    """The same model with the names of a checkpoint.
+    """Returns the same model with the names of a checkpoint.
 
     Args:
         config: of the model.

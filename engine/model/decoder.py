@@ -33,7 +33,7 @@ from engine.step.collective import Alone, Collective
 ALL = Shard()
 """The whole model."""
 NO_ATTENTION = AttentionSpec(1.0)
-"""Of a layer without a mixer. Nobody attends there."""
+"""Attention of a layer without a mixer. Nobody attends there."""
 
 
 class Layer(nn.Module):
@@ -120,7 +120,7 @@ class Model(nn.Module):
         super().__init__()
         precision = precision or Precision(device, dtype)
         self.config = config
-        """Of the whole model."""
+        """Config of the whole model, not of a rank's part."""
         self.shard = shard
         self.collective = collective or Alone()
         hidden = config.hidden_size
@@ -197,7 +197,7 @@ class Model(nn.Module):
         return best_of_parts(self._own_logits(hidden), first_id, self.collective)
 
     def _own_logits(self, hidden: Tensor) -> Tensor:
-        """Those of this rank's part of the vocabulary."""
+        """Logits of this rank's part of the vocabulary."""
         return self.shaped(product(hidden, self.head).float())
 
     def shaped(self, logits: Tensor) -> Tensor:

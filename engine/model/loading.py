@@ -256,7 +256,7 @@ def _check(places: list[Place], source: Source, form: Format | None, config: Mod
 
 
 def _beside(names: set[str], config: ModelConfig) -> set[str]:
-    """Those of the names that the model does not say to leave unread. The log has the others."""
+    """Names that the model does not say to leave unread. The log has the others."""
     for unread in config.unread:
         found = {name for name in names if name.startswith(unread.prefix)}
         if found:

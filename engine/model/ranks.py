@@ -55,7 +55,7 @@ def _obstacle(config: ModelConfig, precision: Precision, count: int) -> str:
 
 
 def _widths(config: ModelConfig) -> Iterator[int]:
-    """Of all feed-forwards."""
+    """Widths of all feed-forwards."""
     for own in dict.fromkeys(layer.feed_forward for layer in config.layers):
         if own is not None:
             yield own.width

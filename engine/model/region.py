@@ -23,7 +23,7 @@ class Range(NamedTuple):
 
     @property
     def slice(self) -> slice:
-        """The same for an index."""
+        """The range as an index."""
         return slice(self.start, self.end)
 
     def over(self, unit: int) -> Range:
@@ -35,7 +35,7 @@ class Region(NamedTuple):
     """Some rows and columns of a weight [N, K]."""
 
     shape: tuple[int, int]
-    """Of the whole weight."""
+    """Shape of the whole weight."""
     rows: Range
     columns: Range
 

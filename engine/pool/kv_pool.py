@@ -48,7 +48,7 @@ class KvPool(ABC):
         self.head_dim = head_dim
         self.page_size = page_size
         self.dtype = dtype
-        """Of K and V before they are written and after they are read."""
+        """Dtype of K and V before they are written and after they are read."""
         self.device = device
         self.page_bytes = num_kv_heads * self.head_bytes
         """Bytes of a page, and the distance from one page to the next."""
@@ -123,8 +123,8 @@ class KvPool(ABC):
         """K and V of a layer in P pages, [..., Hkv, P * page_size, D] each, of `dtype`."""
 
     def by_head(self) -> Self:
-        """The same bytes as pages of one KV head each: `num_pages * num_kv_heads` pages, those of a
-        page's heads side by side."""
+        """A view of the same bytes as pages of one KV head each: `num_pages * num_kv_heads` pages,
+        those of a page's heads side by side."""
         view = copy.copy(self)
         view.num_pages, view.num_kv_heads = self.num_pages * self.num_kv_heads, 1
         view.page_bytes = self.head_bytes

@@ -61,7 +61,7 @@ class KvPools:
 
     @property
     def page_runs(self) -> list[tuple[int, int, int]]:
-        """Of each group: bytes of a page, pages, and where its run begins in `data`."""
+        """Runs of each group: bytes of a page, pages, and where its run begins in `data`."""
         return [
             (pool.page_bytes, pool.num_pages, offset)
             for pool, offset in zip(self._pools, self.offsets, strict=True)

@@ -51,7 +51,7 @@ START_S: Final = 300.0
 """The start of the ranks may stand still for this long, seconds: while a large tensor is read from
 a slow disk, or while kernels are compiled."""
 STOPPED_S: Final = 10.0
-"""And for this long while one of them is stopped."""
+"""A start may stand still for this long while a rank is stopped."""
 T = TypeVar("T")
 
 
@@ -180,7 +180,7 @@ class RankFigures:
 
 
 def _why(pids: Mapping[int, int], behind: Sequence[int]) -> str:
-    """Those that were stopped are the reason, or else those that are behind."""
+    """Names the ranks that were stopped, or else those that are behind."""
     if stopped := _stopped(pids):
         return f"{_named(stopped)} stopped"
     return f"{_named(behind)} not going on" if behind else "no rank is behind the others"
@@ -191,7 +191,7 @@ def _stopped(pids: Mapping[int, int]) -> list[int]:
 
 
 def _named(ranks: Sequence[int]) -> str:
-    """Those ranks, and the verb."""
+    """The ranks as words, and the verb."""
     names = ", ".join(map(str, ranks))
     return f"rank {names} is" if len(ranks) == 1 else f"ranks {names} are"
 

@@ -77,7 +77,7 @@ class Follower:
         self._figures = RankFigures(folder, size)
         self._collective = watched(self._group, self._figures)
         self._errors: SimpleQueue[BaseException] = SimpleQueue()
-        """Of steps that were queued."""
+        """Errors of steps that were queued."""
         self._context = zmq.Context()
         self._reports = self._context.socket(zmq.PUSH)
         self._reports.connect(address(folder, REPORTS))

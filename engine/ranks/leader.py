@@ -133,7 +133,7 @@ class Ranks(Protocol):
         ...
 
     def skew_between(self, start_ns: int, end_ns: int) -> float:
-        """The same of the last steps alone; see `SkewHistory.between`."""
+        """Skew of the last steps alone; see `SkewHistory.between`."""
         ...
 
     def close(self) -> None:

@@ -92,7 +92,7 @@ class Columns:
         self._early = [_NO_ADJUSTMENT] * max_slots
         """Biases, and ids that must not be drawn while the output is shorter than `min_tokens`."""
         self._ends = [_NO_ADJUSTMENT] * max_slots
-        """Those ids alone."""
+        """Ids that end a sequence, alone."""
         self._late = [_NO_ADJUSTMENT] * max_slots
         self._pending: dict[int, _History] = {}
         """Slots with penalties that got a new sequence since the last plan with penalties."""

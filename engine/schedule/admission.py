@@ -66,7 +66,7 @@ class Admission:
         self.cached_tokens = 0
         """Prompt tokens that were found in the pool, since the start."""
         self.loaded_tokens: Counter[str] = Counter()
-        """Those of them that came from beyond the pool, by source."""
+        """Cached tokens that came from beyond the pool, by source."""
         self._config = config
         self._blocks = blocks
         self._batch = batch
@@ -353,7 +353,7 @@ class Admission:
         )
 
     def _loaded_tokens(self, leader: Sequence, cached: int) -> dict[str, int]:
-        """Those of the cached tokens that came from lower tiers, by tier."""
+        """Cached tokens that came from lower tiers, by tier."""
         wait, size = leader.wait or leader.active.wait, self._config.page_size
         pages = wait.loaded_pages if wait else {}
         return {tier: min(count * size, cached) for tier, count in pages.items()}

@@ -50,11 +50,11 @@ class ActiveRequest:
     spare_pages: PageIds = field(default_factory=lambda: NO_IDS)
     """Pages for copies of the partial page at which the choices diverge."""
     other_spares: Spares = ()
-    """The same of the other groups."""
+    """Such pages of the other groups."""
     held_pages: PageIds = field(default_factory=lambda: NO_IDS)
     """State HELD: pages that must not be reused yet."""
     other_held: AllKept = ()
-    """The same of the other groups."""
+    """Such pages of the other groups."""
     wait: Wait | None = None
     """What it waited or waits for in state LOADING; None: the tiers were not asked yet."""
     started: bool = False
@@ -144,7 +144,7 @@ class PrefillTask:
     cached_tokens: int
     """Tokens found in the prefix cache. It is the cursor's first value."""
     loaded_tokens: Mapping[str, int]
-    """Those of them that came from lower tiers, by tier."""
+    """Cached tokens that came from lower tiers, by tier."""
     published_pages: int
     """Leading pages that are keyed, or need no key."""
     slot: int = 0

@@ -69,7 +69,7 @@ class Settler:
         self._recovery = recovery
         self._drafts = drafts
         self._step_ns = (0, 0)
-        """Of the step that is settled."""
+        """Begin and end of the step that is settled."""
 
     def settle(
         self,

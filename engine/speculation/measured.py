@@ -42,7 +42,7 @@ class MeasuredWidths:
         self._tokens = 0.0
         """In KV, of all rows of the newest step."""
         self._shares = np.ones(self.most)
-        """Of rows whose column j counts, j from 0."""
+        """Shares of rows whose column j counts, j from 0."""
         self._seen = np.zeros(self.most)
         """Rows that have told the share."""
         self._width = self.most
@@ -82,8 +82,8 @@ class MeasuredWidths:
             self._shares[column] += weight * (share - self._shares[column])
 
     def expected_tokens(self, width: int) -> float:
-        """Of a row, in a step of this width. A position that was never seen is as its predecessor:
-        where nothing is known, every draft is accepted."""
+        """Tokens of a row that a step of this width is expected to give. A position that was never
+        seen is as its predecessor: where nothing is known, every draft is accepted."""
         total, share, ratio = 1.0, 1.0, 1.0
         for column in range(1, width):
             before = share
@@ -102,7 +102,7 @@ class MeasuredWidths:
         return self.expected_tokens(width) / self.step_s(rows, width)
 
     def _cost(self, width: int) -> float:
-        """Of the width itself, or of that which is nearest to it."""
+        """Cost of a step of this width, or of the nearest width that was measured."""
         if not self._costs:
             return 0.0
         return self._costs[min(self._costs, key=lambda other: abs(other - width))]

@@ -46,8 +46,8 @@ class AttentionBatch:
     token_offsets: Tensor
     """[T] int64: the place of each new token in its page."""
     others: tuple[AttentionBatch, ...] = ()
-    """The same step in the groups beyond group 0. Their tables begin at the first page that a row
-    reads, and their contexts count from there."""
+    """Batches of the same step in the groups beyond group 0. Their tables begin at the first page
+    that a row reads, and their contexts count from there."""
 
 
 class StepAttention(Protocol):

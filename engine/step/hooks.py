@@ -92,7 +92,7 @@ class StepRows:
     """The rows of one step, as one hook sees them: R rows, decode rows first. All on the host."""
 
     number: int
-    """Of the step."""
+    """Number of the step."""
     terms: Int32s
     """[R], the hook's own (`Term.value`); 0: it leaves the row alone."""
     query_lens: Int32s
@@ -117,7 +117,7 @@ class StepRows:
 
     @property
     def completed(self) -> PageIds:
-        """Those of them that are full after it."""
+        """Pages that are full after it."""
         return self._pages(self.context_lens // self.page_size)
 
     def _pages(self, ends: Int32s) -> PageIds:
@@ -217,8 +217,8 @@ class AttentionHook(Hook):
     chooses_pages: bool = False
     """Whether it narrows rows. Only one hook of a worker may."""
     graph_pages: int = 0
-    """Of a capturable hook that chooses pages: the most that a KV head of a row reads in a graph. A
-    step with a row that reads more runs its kernels one by one. `attach` may set it."""
+    """Most pages of a capturable hook that chooses some: the most that a KV head of a row reads in
+    a graph. A step with a row that reads more runs its kernels one by one. `attach` may set it."""
 
     def rows_narrowed(self, step: StepRows) -> Narrowed | None:
         """Decode rows for which it will choose pages in this step. Called before `step_began`, with

@@ -45,7 +45,7 @@ class Seek:
     """A prompt's objects that may be in a store."""
 
     keys: Sequence[bytes]
-    """Of the prompt's pages."""
+    """Keys of the prompt's pages."""
     first: int
     """Index of the first object in the prompt."""
     objects: list[bytes]

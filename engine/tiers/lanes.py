@@ -30,7 +30,7 @@ LEAST_DEADLINE_S: Final = 0.1
 STOP_S: Final = 5.0
 """Longest wait for the copies under way at the end, seconds."""
 _MEASURED_PAGES: Final = 64
-"""Of the first copy, which measures the rate: enough that starting it is no part of it."""
+"""Pages of the first copy, which measures the rate: enough that starting it is no part of it."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

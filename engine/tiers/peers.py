@@ -38,7 +38,7 @@ from engine.types import PageIds, Request
 PEER: Final = "peer"
 """Where the pages came from, as the name of a tier."""
 MOST_SHARE: Final = 8
-"""Of the pool, an eighth: pages that come from peers, and pages that are held for them."""
+"""Part of the pool, an eighth: pages that come from peers, and pages that are held for them."""
 FETCH_ID_BYTES: Final = 16
 """As those of transfers: drawn numbers never meet."""
 
@@ -66,7 +66,7 @@ class _Fetch:
     first: int
     """Index of the first key in the prompt."""
     pages: PageIds
-    """Those that a write may still land in."""
+    """Pages that a write may still land in."""
     waits: list[Wait] = field(default_factory=list)
     coming: bool = True
 

@@ -144,13 +144,13 @@ class NoTiers:
         """Nothing to save."""
 
     def published(self, keys: Sequence[bytes], first: int) -> None:
-        """Of no use."""
+        """Does nothing."""
 
     def tell_pages(self, tell: TellPages) -> None:
         """Nothing to tell."""
 
     def note_rate(self, tokens_per_s: float) -> None:
-        """Of no use."""
+        """Does nothing."""
 
     def wait_s(self, most_s: float) -> float:
         """No deadline."""

@@ -95,7 +95,7 @@ class HostTiers:
         self._close = close
         self._stores = stores
         self._waits: set[Wait] = set()
-        """Those that hold pages."""
+        """Waits that hold pages."""
         self._tokens_per_s = 0.0
         self._open: set[Load] = set()
         self._loading: dict[bytes, Load] = {}

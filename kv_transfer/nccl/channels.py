@@ -43,7 +43,8 @@ logger = logging.getLogger(__name__)
 FORM_S: Final = timedelta(seconds=20)
 """Within this time both ends must have found each other."""
 CONNECT_S: Final = timedelta(seconds=60)
-"""And within this time be connected, which takes NCCL seconds where its code is not loaded yet."""
+"""Time in which a channel must be connected, which takes NCCL seconds where its code is not loaded
+yet."""
 
 _WIRE: Final = "wire"
 """Under this key of the rendezvous: where the sender accepts, and the key to show there."""

@@ -38,7 +38,7 @@ class Push(NamedTuple):
     payload: bytes
     """What to show when all of them are there."""
     group: int = 0
-    """Of the pages."""
+    """Group of the pages."""
 
     def packed(self) -> bytes:
         """As it is told."""

@@ -25,8 +25,8 @@ class Pool(Protocol):
 
     @property
     def page_runs(self) -> Sequence[tuple[int, int, int]]:
-        """Of each group: bytes of this rank's part of a page, pages, and bytes from the beginning
-        of `data` to page 0."""
+        """Runs of each group: bytes of this rank's part of a page, pages, and bytes from the
+        beginning of `data` to page 0."""
         ...
 
 

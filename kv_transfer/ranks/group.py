@@ -60,7 +60,7 @@ class _Peer:
     opened: list[Pair]
     """Pairs (own rank, the peer's rank) that are wired up."""
     writes: tuple[list[Pair], ...]
-    """Those of them that write pages of a group, by group, (0, 0) first."""
+    """Pairs that write pages of a group, by group, (0, 0) first."""
 
     def agent(self, rank: int) -> str:
         return self.parts[rank].agent_name

@@ -66,7 +66,7 @@ class _Peer:
     """Handles of the prepared lists of the peer's pages, by group; None: nothing is written
     there."""
     own: Sequence[int | None]
-    """The same of this process's."""
+    """Handles of this process's own pools."""
     pushes: int = 0
     """In progress."""
     is_closing: bool = False

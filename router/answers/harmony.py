@@ -34,7 +34,7 @@ class HarmonyStream:
     def __init__(self) -> None:
         self._text = ""
         self._field = ""
-        """Of the message that is being read; "" in a header."""
+        """Field of the message that is being read; "" in a header."""
         self._is_first = True
 
     def feed(self, text: str) -> list[dict[str, Any]]:

@@ -222,7 +222,7 @@ class _Trimmed:
         self._dropped = ""
         """White space before the latest call."""
         self._has_text = self._has_calls = False
-        """Of text: since the latest call."""
+        """Whether text came since the latest call; whether a call came."""
 
     def push(self, text: str) -> str:
         """Takes more; returns what is certain."""

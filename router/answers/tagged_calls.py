@@ -40,7 +40,7 @@ class TaggedCalls:
         """What was not taken yet."""
         self._take: Callable[[], bool] = self._before_name
         self._schema: Mapping[str, Any] = {}
-        """Of the call's arguments."""
+        """Schema of the call's arguments."""
         self._key = ""
         self._begun = self._is_broken = False
         self._arguments = 0

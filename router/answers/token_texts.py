@@ -66,8 +66,8 @@ class TokenTexts:
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> TokenTexts | None:
-        """Those of a tokenizer; None if its tokens have no text by themselves. Takes a second for
-        256,000 tokens."""
+        """Reads a tokenizer's texts; None if its tokens have no text by themselves. Takes a second
+        for 256,000 tokens."""
         if backend.decoder is None:
             return None
         decoder = json.loads(backend.decoder.__getstate__())

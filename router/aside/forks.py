@@ -255,7 +255,7 @@ class Forked:
 
 
 def _environment() -> dict[str, str]:
-    """Of a server: it may have one thread alone, and finds our modules."""
+    """Environment of a server: it may have one thread alone, and finds our modules."""
     own = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, (own, os.environ.get("PYTHONPATH"))))
     one_thread = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -10,7 +10,7 @@ import struct
 from typing import BinaryIO, Final, NamedTuple
 
 HEAD: Final = struct.Struct("<BI")
-"""Of a message: whether the work was done (`DONE` or `FAILED`), and its bytes."""
+"""Head of a message: whether the work was done (`DONE` or `FAILED`), and its bytes."""
 DONE: Final = 0
 FAILED: Final = 1
 """The work raised; the message says what and where, and nothing of its content."""

@@ -94,7 +94,7 @@ class Attempt:
 
     @property
     def workers(self) -> list[WorkerLink]:
-        """Those of its legs."""
+        """Workers of its legs."""
         return [leg.worker for leg in self.legs]
 
     @property

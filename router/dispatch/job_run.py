@@ -48,7 +48,7 @@ class RunningAttempt(Protocol):
 
     @property
     def workers(self) -> list[WorkerLink]:
-        """Those of its legs."""
+        """Workers of its legs."""
         ...
 
     @property
@@ -77,7 +77,7 @@ class JobRun:
     ) -> None:
         self.job = job
         self.pace = pace or Pace()
-        """Of its model: hears of the work that is done."""
+        """Pace of its model: hears of the work that is done."""
         # Counted on a steady clock: the other one may jump.
         self._began_s = job.began_s or time.monotonic()
         self._ends_s = self._began_s + (job.deadline_ns - job.arrived_ns) / 1e9

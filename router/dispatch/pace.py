@@ -160,7 +160,7 @@ class Pace:
         return self._first_s.at(beside) + self.output_tokens(demand) * self._token_s.at(beside)
 
     def surely_s(self, demand: Demand, beside: int) -> float:
-        """The same, with what such estimates were off."""
+        """An upper estimate: with what such estimates were off."""
         return self.service_s(demand, beside) * (1 + 2 * self._off.value)
 
     def is_late_by_load(self, demand: Demand, left_s: float) -> bool:

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 MIN_RETRY_AFTER_S: Final = 0.5
 MAX_RETRY_AFTER_S: Final = 60.0
 UNMEASURED_RETRY_AFTER_S: Final = 1.0
-"""Of a router that has not measured its pace yet: it is likely to have started just now."""
+"""Wait that a router names which has not measured its pace yet: it is likely to have started just
+now."""
 MOST_REMEMBERED: Final = 1024
 """Tenants and addresses whose count is kept while nothing of theirs waits."""
 AGEING: Final = 64
@@ -101,9 +102,9 @@ class _Line(Generic[Entry]):
         """By call: the jobs behind its first."""
         self._tickets = 0
         self.work = 0
-        """Of all that waits here, tokens."""
+        """Tokens of all that waits here."""
         self._first_work = 0
-        """Of the jobs that have a place, tokens."""
+        """Tokens of the jobs that have a place."""
 
     def __bool__(self) -> bool:
         return bool(self._places)
@@ -163,7 +164,7 @@ class _Tenants(Generic[Entry]):
 
     def __init__(self) -> None:
         self.lines: dict[str, _Line[Entry]] = {}
-        """Of tenants with something waiting."""
+        """Lines of tenants with something waiting."""
         self._given: dict[str, int] = {}
         """By tenant, tokens."""
         self._floor = 0
@@ -229,7 +230,7 @@ class ModelQueue(Generic[Entry]):
     def __init__(self) -> None:
         self.pace = Pace()
         self.tokens = 0
-        """Of the prompts that wait."""
+        """Tokens of the prompts that wait."""
         self._entered: dict[Entry, _Entered] = {}
         self._resumed: deque[Entry] = deque()
         self._tenants: _Tenants[Entry] = _Tenants()

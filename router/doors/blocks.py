@@ -24,7 +24,7 @@ class Block:
     """Its place in the answer."""
     kind: Kind
     id: str = ""
-    """Of a call, as `name`."""
+    """Id of a call; `name` is the call's, too."""
     name: str = ""
     parts: list[str] = field(default_factory=list)
 

@@ -85,7 +85,7 @@ class Cost:
         self._demand: Demand | None = None
         self._held: Mapping[str, Held] = {}
         self._holders: Sequence[WorkerLink] | None = None
-        """Those that hold pages of the prompt, with the most first; None: not looked for yet."""
+        """Workers that hold pages of the prompt, with the most first; None: not looked for yet."""
         self._measured: tuple[Set[str], Set[str]] | None = None
         """Agent names of the holders, and of all to which one of them has measured its path; None:
         not needed yet."""
@@ -229,7 +229,7 @@ class Cost:
     def _source(
         self, worker: WorkerLink, own: Held, everyone: Sequence[WorkerLink]
     ) -> WorkerLink | None:
-        """Of the workers from which this one may fetch, the one with the most pages; None: nobody
+        """The worker with the most pages, of those from which this one may fetch; None: nobody
         has more than it."""
         if self._holders is None:
             holders = [one for one in everyone if self._reported(one).host_pages and fetches(one)]
@@ -310,8 +310,7 @@ def _usual(workers: Sequence[WorkerLink], everyone: Sequence[WorkerLink]) -> Usu
 
 
 def _usual_beside(worker: WorkerLink, everyone: Sequence[WorkerLink]) -> Usual:
-    """The same of a worker that was chosen. Its rate, if it was not measured, is that of the
-    fastest worker that computes prompts."""
+    """Fallback rates for one worker: those of the fastest worker that computes prompts."""
     prefills = [one for one in everyone if one.identity.role in PREFILLS]
     return _usual([worker, *prefills], everyone)
 

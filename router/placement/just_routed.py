@@ -48,7 +48,7 @@ class JustRouted:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._claims: dict[tuple[str, int], _Claim] = {}
-        """Those that count, by worker and the demand's identity: siblings' demands are equal."""
+        """Claims that count, by worker and the demand's identity: siblings' demands are equal."""
         self._counts: dict[str, Counter[int]] = {}
         """For each worker the keys of its pages, and how many claims cover them."""
         self._order: deque[_Claim] = deque()

@@ -25,9 +25,9 @@ from router.folders.tokenizer import read_tokenizer
 from router.requests.chat_template import ChatTemplateError, render
 
 BOUNDS: Final = Bounds(cpu_s=4.0, memory_bytes=256 << 20, time_s=60.0)
-"""Of a conversation."""
+"""Bounds of rendering one conversation."""
 READ: Final = Bounds(cpu_s=60.0, memory_bytes=4 << 30, time_s=240.0)
-"""Of a tokenizer; one of 256,000 tokens takes some seconds and some 100 MB."""
+"""Bounds of reading a tokenizer; one of 256,000 tokens takes some seconds and some 100 MB."""
 AT_ONCE: Final = 4
 """Conversations that are rendered at the same time."""
 _MOST_IDLE: Final = 2

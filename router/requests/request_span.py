@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from router.jobs import Job
 
 _MAX_NAME_CHARS: Final = 128
-"""Of a name that a client sent: spans are stored, and longer ones would be a way to fill them."""
+"""Characters of a name that a client sent: spans are stored, and longer ones would be a way to fill
+them."""
 _PROVIDER: Final = "baton"
 
 

@@ -56,7 +56,7 @@ _IDS_A_CHAR: Final = 8
 _LONG_CHARS: Final = 65_536
 """Longer texts take some hundredths of a second. They share one thread."""
 _LONG_IDS: Final = 16_384
-"""The same bound for ids that are decoded, or whose keys are made. Keys of fewer are made directly:
+"""Bound of ids that are decoded, or whose keys are made. Keys of fewer are made directly:
 those of 8,000 take 0.4 ms. A thread would hold the interpreter as long, and took 1.1 ms (medians
 on two busy cores; 18 and 0.44 ms were the ninetieth percentiles)."""
 

@@ -26,7 +26,7 @@ from router.structure.rules import Tool
 from router.structure.schema import LIMITS, SchemaError, read
 
 BOUNDS: Final = Bounds(cpu_s=2.0, memory_bytes=256 << 20, time_s=60.0)
-"""Of one check. A schema of 250 KiB takes 0.2 s and some 10 MB."""
+"""Bounds of one check. A schema of 250 KiB takes 0.2 s and some 10 MB."""
 STACK_BYTES: Final = 1 << 20
 """Workers have 64 times as much behind a grammar."""
 

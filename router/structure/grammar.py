@@ -30,7 +30,7 @@ class CallRules:
     """Which calls an answer must have."""
 
     tools: Sequence[Tool]
-    """Those that may be called, at least one."""
+    """Tools that may be called, at least one."""
     required: bool
     """Whether there is a call, and no text before it."""
     several: bool

@@ -23,7 +23,7 @@ class Tool:
     """Among the request's tools."""
     name: str
     schema: dict[str, Any]
-    """Of its arguments; empty for any object."""
+    """Schema of its arguments; empty for any object."""
     strict: bool
 
 

@@ -182,7 +182,7 @@ class WorkerLink:
         self.complained_of: Set[str] = frozenset()
         """Agent names of the peers of which, or of whose path, the worker complains."""
         self.gave_up_on: Set[str] = frozenset()
-        """Those of them of which it complains for more than a slow path, so that a transfer would
+        """Peers of which it complains for more than a slow path, so that a transfer would
         fail."""
         self._paths: dict[str, float] = {}
         """Measured gigabytes per second to or from peers, by agent name."""

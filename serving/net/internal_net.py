@@ -37,7 +37,7 @@ from serving.net.tls import (
 ROUTER_URI: Final = "baton://router"
 ROUTER_NAME: Final = "baton-router"
 ROUTERS_SCHEME: Final = "grpcs://"
-"""Of an address for spans that is a router's internal port."""
+"""Scheme of an address for spans that is a router's internal port."""
 Options = Sequence[tuple[str, Any]]
 
 
@@ -74,7 +74,7 @@ class InternalNet(Protocol):
         ...
 
     def open(self, address: str, server_name: str, options: Options = ()) -> grpc.Channel:
-        """The same for threads."""
+        """Opens a channel for threads."""
         ...
 
     def admit(self, context: Any, name: str) -> Admission:

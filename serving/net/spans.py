@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 TIMEOUT_S: Final = 5.0
-"""Of one batch: spans wait in a bounded queue meanwhile, and the oldest are dropped."""
+"""Longest time for one batch: spans wait in a bounded queue meanwhile, and the oldest are
+dropped."""
 
 
 def exporter_to_router(net: InternalNet, endpoint: str) -> SpanExporter | None:

@@ -29,7 +29,7 @@ _BATCH: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Sequences of a step: batch buckets of CUDA graphs, roughly."""
 
 _RATIO: Final = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 5, 10, 30)
-"""Of forecast and truth: finer around 1."""
+"""Ratios of forecast and truth: finer around 1."""
 
 _MODEL: Final = "gen_ai_request_model"
 _ERROR: Final = "error_type"

@@ -45,7 +45,7 @@ _STYLE: Final[Any] = {
     "figure.facecolor": "white",
 }
 _BINS: Final = 60
-"""Of the chart over time: a second each, of a run of a minute."""
+"""Bins of the chart over time: a second each, of a run of a minute."""
 
 
 def figures(result: Result) -> Mapping[str, Figure]:

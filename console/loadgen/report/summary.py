@@ -22,9 +22,9 @@ IDLE_SHARE: Final = 0.5
 """A sender that used less has waited for its core if it was late."""
 LEAST_ALLOWED_LAG_MS: Final = 5.0
 ALLOWED_LAG_SHARE: Final = 0.2
-"""Of the median time between tokens. A delay that is smaller hardly changes the figures."""
+"""Share of the median time between tokens. A delay that is smaller hardly changes the figures."""
 QUANTILES: Final = (50, 90, 95, 99)
-"""Those of the report and of its JSON."""
+"""Percentiles of the report and of its JSON."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ class Tiles(NamedTuple):
     """How a product is cut."""
 
     outputs: int
-    """Of a program."""
+    """Outputs of a program."""
     inputs: int
-    """Of a step; of INT4 and MXFP4, bytes."""
+    """Inputs of a step of the loop; of INT4 and MXFP4, bytes."""
     rows: int
     """At a time."""
     warps: int = 4

@@ -33,7 +33,7 @@ from engine.model.experts.stacked import Stacked
 from engine.model.precision.base import Kind
 
 _WORDS: Final = {2: torch.int32, 4: torch.int64}
-"""Of two inputs, by the bytes of one."""
+"""Words of two inputs, by the bytes of one."""
 _MANY_ROWS: Final = 32
 """At a time, from which on a program takes more outputs."""
 

@@ -39,13 +39,14 @@ UNIT: Final = 32
 """Inputs. Their weights are 16 bytes, which a thread reads at once."""
 _UNIT: Final = tl.constexpr(UNIT)
 _WORDS: Final = tl.constexpr(UNIT // 8)
-"""Of four bytes."""
+"""Words of a unit, of four bytes each."""
 _BYTES: Final = 512
-"""Of a channel in a step: 16 for each thread of a warp."""
+"""Bytes of a channel in a step: 16 for each thread of a warp."""
 _MAGIC: Final = tl.constexpr(12582912.0)
 """1.5 * 2 ** 23. In the sum of it and a smaller number, the lowest bits are an integer."""
 _LEAST_EXPONENT: Final = tl.constexpr(64)
-"""Of a unit, with its bias. What is smaller counts as so large, so no scale is subnormal."""
+"""Least exponent of a unit, with its bias. What is smaller counts as so large, so no scale is
+subnormal."""
 
 
 def takes(weights: Stacked) -> bool:
@@ -166,8 +167,8 @@ def _size(eight):
 
 @triton.jit
 def _scale(eights, top: tl.constexpr):
-    """Of integers up to 2 ** (top + 1), [bu, 1], and the inverse of it. A unit with an element that
-    is no number or infinite has a scale that is no number."""
+    """Scale of integers up to 2 ** (top + 1), [bu, 1], and the inverse of it. A unit with an
+    element that is no number or infinite has a scale that is no number."""
     a, b, c, d = eights
     size = tl.maximum(tl.maximum(_size(a), _size(b)), tl.maximum(_size(c), _size(d)))
     exponent = size >> 23

@@ -46,7 +46,7 @@ from engine.model.experts.config import Gate
 from engine.model.experts.stacked import Stacked
 
 _BYTES: Final = 8192
-"""Of a weight that a program asks for."""
+"""Bytes of a weight that a program asks for at once."""
 _MOST_INPUTS: Final = 4096
 
 

@@ -123,14 +123,14 @@ class Hooked(NamedTuple):
     def _shape(
         self, hooks: StepHooks, plan: StepPlan, shapes: Shapes, page_size: int
     ) -> Shape | None:
-        """That in which the hooks of this rank let the step run."""
+        """The shape in which this rank's hooks let the step run."""
         narrowed = hooks.narrow(plan)
         if plan.num_tokens == 0 or hooks.is_eager(plan):
             return None
         return shapes.of(plan, reads_of(plan, narrowed, page_size))
 
     def _told(self, hooks: StepHooks, plan: StepPlan, shapes: Shapes) -> Shape | None:
-        """That which rank 0 has told."""
+        """The shape that rank 0 has sent."""
         shape = None if plan.shape == NO_SHAPE else shapes.all[plan.shape]
         if self.ranks is not None and self.ranks.rank:  # Rank 0 has asked its hooks.
             hooks.narrow(plan)

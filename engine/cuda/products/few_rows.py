@@ -40,11 +40,11 @@ class Tiles(NamedTuple):
     """How a product is cut."""
 
     outputs: int
-    """Of a program: 64 or a multiple of 128."""
+    """Outputs of a program: 64 or a multiple of 128."""
     inputs: int
-    """Of a step."""
+    """Inputs of a step of the loop."""
     parts: int
-    """Of the input, a program for each."""
+    """Parts of the input, a program for each."""
     stages: int
     """Steps whose loads are on their way."""
     warps: int

@@ -26,9 +26,9 @@ _SINGLE_TILE_ROWS: Final = 64
 """Rows up to which cuBLAS is slower with every weight."""
 _PROCESSORS: Final = 132
 _OUTPUTS: Final = 64
-"""Of a program."""
+"""Outputs of a program."""
 _CUBLAS_OUTPUTS: Final = 128
-"""Of a tile of cuBLAS."""
+"""Outputs of a tile of cuBLAS."""
 _AHEAD: Final = 512
 
 

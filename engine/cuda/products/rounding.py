@@ -255,5 +255,5 @@ def _part(whole: int, rows: int) -> int:
 
 
 def warps_of(block: int) -> int:
-    """Of a program with so many values."""
+    """Warps of a program with so many values."""
     return max(1, min(_MOST_WARPS, block // _VALUES_OF_A_WARP))

@@ -20,9 +20,9 @@ FEW_ROWS: Final = 32
 _LEAST_OUTPUTS: Final = 1024
 _PROCESSORS: Final = 132
 _OUTPUTS: Final = 64
-"""Of a program."""
+"""Outputs of a program."""
 _INPUTS: Final = 256
-"""Of a step."""
+"""Inputs of a step of the loop."""
 _AHEAD: Final = 256
 
 

@@ -35,7 +35,7 @@ _PROGRAMS: Final = 264
 """The most of a product: about two for each processor. Not measured."""
 _MOST_INPUTS: Final = 4096
 _BYTES: Final = 32768
-"""Of a weight, the most that a program asks for."""
+"""Most bytes of a weight that a program asks for at once."""
 _BYTES_OF_A_WARP: Final = 4096
 _MOST_WARPS: Final = 8
 
@@ -44,9 +44,9 @@ class Cut(NamedTuple):
     """How a product is cut."""
 
     outputs: int
-    """Of a program."""
+    """Outputs of a program."""
     inputs: int
-    """Of a row, up to a power of two: they are loaded at once."""
+    """Inputs of a row, up to a power of two: they are loaded at once."""
 
 
 @triton.jit

@@ -89,7 +89,7 @@ class Drawing(Protocol):
 
 
 def drawing_of(model: Model, sampler: Sampler | None, token_table: Tensor) -> Drawing:
-    """That of a rank. Only the first has a sampler."""
+    """The drawing of a rank. Only the first has a sampler."""
     ranks = model.collective
     if sampler is not None and ranks.size == 1:
         return DrawingAlone(sampler, token_table)
@@ -101,7 +101,7 @@ def drawing_of(model: Model, sampler: Sampler | None, token_table: Tensor) -> Dr
 
 
 class DrawingAlone:
-    """Of the only rank."""
+    """Draws the tokens of a worker of one rank."""
 
     def __init__(self, sampler: Sampler, token_table: Tensor) -> None:
         self._sampler = sampler
@@ -177,7 +177,7 @@ class _Part(NamedTuple):
 
 
 class DrawingForAll(DrawingAlone):
-    """Of the first of several ranks."""
+    """Draws the tokens for all ranks, on the first of them."""
 
     def __init__(self, sampler: Sampler, token_table: Tensor, part: _Part) -> None:
         super().__init__(sampler, token_table)
@@ -216,7 +216,8 @@ class DrawingForAll(DrawingAlone):
 
 
 class DrawingAlong:
-    """Of the other ranks: the same collectives in the same order. The host reads nothing."""
+    """Follows the drawing on the other ranks: the same collectives in the same order. The host
+    reads nothing."""
 
     def __init__(self, token_table: Tensor, part: _Part) -> None:
         self._token_table = token_table

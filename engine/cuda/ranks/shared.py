@@ -39,7 +39,7 @@ class Shared(NamedTuple):
     calls: Tensor
     """[G] int64, calls that each program has made."""
     half_bytes: int
-    """Of each half of a buffer, a multiple of 16."""
+    """Bytes of each half of a buffer, a multiple of 16."""
 
     def fits(self, x: Tensor) -> bool:
         """Whether a call can take `x`."""

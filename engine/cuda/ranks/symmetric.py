@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("baton.engine")
 
 HALF_BYTES: Final = 64 << 20
-"""Of each of the two halves of a buffer. Larger sums go by NCCL."""
+"""Bytes of each of the two halves of a buffer. Larger sums go by NCCL."""
 MEET_S: Final = 60.0
 """Ranks wait so long for each other's addresses, seconds."""
 _LET_GO: Final = 1 << 62
@@ -36,7 +36,7 @@ _LET_GO: Final = 1 << 62
 _dist: Any = dist
 """torch's stubs lack most of what is used here."""
 _meetings = 0
-"""Those that this process has had."""
+"""Meetings that this process has had."""
 
 
 class SymmetricMemory:

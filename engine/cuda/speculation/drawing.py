@@ -93,7 +93,8 @@ class _Host(NamedTuple):
 
 
 class DrawingDrafts(DrawingAlone):
-    """Of the only rank. Tokens go into the tables by slot, which have the token table."""
+    """Drawing with drafts, on a worker of one rank. Tokens go into the tables by slot, which have
+    the token table."""
 
     def __init__(self, sampler: Sampler, drafting: Drafting) -> None:
         super().__init__(sampler, drafting.tables.next)

@@ -78,7 +78,7 @@ class ExpertNames:
     up: str = "up_proj"
     down: str = "down_proj"
     bias: str = "mlp.gate.e_score_correction_bias"
-    """Of the choice."""
+    """Name of the bias of the choice."""
     stacked: bool = False
     """Tensors hold all experts, those of weights transposed, and gate and up lie in turns in one
     (gpt-oss). A module such as `mlp.experts.3.gate_proj` is then a part of such tensors."""

@@ -158,7 +158,7 @@ def _fill_quantised(
 
 
 def _bias_places(weights: ExpertWeights, shard: Shard) -> Iterator[Place]:
-    """Of a sum over ranks, rank 0 adds the bias."""
+    """Places of biases. Of a sum over ranks, rank 0 adds the bias."""
     if weights.bias is None:
         return
     for expert, parts in enumerate(weights.parts):

@@ -24,7 +24,7 @@ from engine.model.precision.fp8 import quantised_by_block, quantised_by_channel
 from engine.model.precision.rounding import Rounding, restored
 
 GROUPED_CAPABILITY: Final = (9, 0)
-"""Of GPUs on which PyTorch multiplies groups of rows in one kernel."""
+"""Compute capability of GPUs on which PyTorch multiplies groups of rows in one kernel."""
 
 
 class Stacked(ExpertWeights):

@@ -102,7 +102,7 @@ def _of_layer(index: int, feature: Any) -> Any:
 
 
 def biases(config: Any) -> dict[str, Any]:
-    """Those of attention, where a family has them on all products or on none."""
+    """Biases of attention, where a family has them on all products or on none."""
     bias = bool(config.attention_bias)
     return {"qkv_bias": bias, "output_bias": bias}
 

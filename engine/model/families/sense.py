@@ -23,10 +23,10 @@ from engine.model.mixers.config import AttentionConfig
 
 MOST_LAYERS: Final = 1024
 MOST_EXPERTS: Final = 1 << 16
-"""Of all layers. The largest models that we know have some 25,000."""
+"""Experts of all layers. The largest models that we know have some 25,000."""
 MOST_HEAD_DIM: Final = 1024
 MOST_SIZE: Final = 1 << 24
-"""Of a dimension of a weight."""
+"""Largest dimension of a weight."""
 MOST_POSITIONS: Final = 1 << 24
 """Rope counts them in float32, which is exact up to here. No sequence is longer, whatever a config
 allows."""

@@ -59,7 +59,7 @@ class Attention(nn.Module):
         shard = build.shard
         heads, kv_heads = shard.even(own.heads).size, shard.shared(own.kv_heads).size
         self.heads = (heads, kv_heads, kv_heads)
-        """Of this rank: q, k and v."""
+        """Heads of this rank: q, k and v."""
         self._name = config.layer_name(index, own.module)
         self._collective = build.collective
         self.qk_norm: HeadNorm | WholeNorm | None = None

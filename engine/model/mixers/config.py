@@ -13,7 +13,7 @@ class Kept(NamedTuple):
     """What a layer keeps of each token: K and V. Groups are made of it (`engine.groups`)."""
 
     kv_heads: int
-    """Of all ranks."""
+    """KV heads of all ranks together."""
     head_dim: int
     """Numbers of K of one head, and as many of V."""
     window: int | None = None
@@ -48,7 +48,7 @@ class AttentionConfig:
     """Each head has a learned logit beside those of the tokens, which takes part of the weight."""
     qk_norm: QkNorm | None = None
     module: str = "self_attn"
-    """Of the checkpoint's layer, which has all that follows."""
+    """Name of the checkpoint's module, which has all that follows."""
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     """Modules that are q, k and v together, in this order."""
     output: str = "o_proj"

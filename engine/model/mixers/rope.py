@@ -38,11 +38,11 @@ class Rope:
     neighbours: bool = False
     """Numbers 2 i and 2 i + 1 of a head are turned together; else i and R / 2 + i."""
     growth: Growth | None = None
-    """Of the queries that are rotated; None: they stay as they are."""
+    """Growth of the queries that are rotated; None: they stay as they are."""
 
 
 class Rotation(NamedTuple):
-    """Of the T tokens of a step."""
+    """Cosines and sines of the T tokens of a step."""
 
     cos: Tensor
     """[T, 1, R]"""

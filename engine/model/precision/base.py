@@ -77,7 +77,7 @@ class TensorSpec(NamedTuple):
     """Another shape that is as good."""
 
     def sized(self, size: int) -> TensorSpec:
-        """The same with this size where any is."""
+        """Returns the spec with this size where any is."""
         return self._replace(shape=tuple(size if one == -1 else one for one in self.shape))
 
     def fits(self, shape: Sequence[int]) -> bool:

@@ -23,7 +23,7 @@ from engine.model.precision.rounding import (
 )
 
 LEAST_CAPABILITY = (8, 9)
-"""Of GPUs whose matrix units take FP8."""
+"""Compute capability of GPUs whose matrix units take FP8."""
 
 
 def quantised_by_channel(weight: Tensor) -> Quantised:

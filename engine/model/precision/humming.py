@@ -33,7 +33,7 @@ INSTALL: Final = "pip install 'humming-kernels[cu13]', the extra int4"
 LEAST_TORCH: Final = (2, 11)
 """For older ones the library compiles its launcher with the host's C++ compiler."""
 LEAST_CAPABILITY: Final = (8, 0)
-"""Of GPUs that multiply bf16."""
+"""Compute capability of GPUs that multiply bf16."""
 HEADERS: Final = ["cuda_runtime.h", "crt/host_defines.h", "cuda/std/cstdint"]
 """One of each package of headers: of the runtime, which the library looks for, of crt, of CCCL."""
 COLUMNS: Final = 128

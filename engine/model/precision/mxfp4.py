@@ -18,7 +18,7 @@ MXFP4_GROUP: Final = 32
 """Inputs that share a power of two."""
 EXPONENT_BIAS: Final = 127
 LARGEST_POWER: Final = 2
-"""Of two, in e2m1."""
+"""Largest power of two in e2m1."""
 NUMBERS: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """By the lower three bits of a value. The fourth is the sign."""
 

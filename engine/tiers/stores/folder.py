@@ -173,7 +173,7 @@ class FolderStore:
 
 
 def _status(name: str, shelf: int | None) -> os.stat_result | None:
-    """Of a regular file; None where there is none."""
+    """Status of a regular file; None where there is none."""
     try:
         status = os.stat(name, dir_fd=shelf, follow_symlinks=False)
     except FileNotFoundError:

@@ -92,9 +92,9 @@ class StoreProcess:
         self._done = done
         part_bytes = HEADER_BYTES + opening.pages * opening.slot_bytes
         self.object_bytes = len(opening.memory_fds) * part_bytes
-        """Of all ranks' parts together."""
+        """Bytes of an object, all ranks' parts together."""
         self.bytes_per_s = 1.0
-        """Of loads: measured at the start, then a moving average."""
+        """Rate of loads: measured at the start, then a moving average."""
         self.loading_objects = 0
         """Objects in loads without an answer."""
         self._stuck_s = stuck_s

@@ -28,7 +28,7 @@ class Said:
         return self._content
 
     async def chunks(self) -> AsyncGenerator[JSON, None]:
-        """The same."""
+        """Yields the answer in chunks."""
         yield self._content
 
     def failure(self, error: JSON) -> JSON:

@@ -76,7 +76,7 @@ class Told:
         self._outputs = generations.stream(request, call, self if self.stream else None)
         self._blocks = Blocks()
         self._template: tuple[Block, Template] | None = None
-        """Of events that add to a block."""
+        """Template of events that add to a block, with the block."""
         self._teller = teller
         self._name_of = name_of
 

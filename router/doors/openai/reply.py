@@ -149,7 +149,7 @@ class Reply:
         short_way = self if order.may_go_straight else None
         self._streams = [generations.stream(one, call, short_way) for one in order.requests]
         self._templates: dict[tuple[int, str], Template] = {}
-        """Of a choice's events with text of a kind."""
+        """Templates of a choice's events with text of a kind."""
         self._choices: dict[int, _Choice] = {}
         """Choices by index in the reply. They are added when their prompt's generation starts."""
         self._usage = _Usage()
@@ -346,7 +346,7 @@ class _Usage:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     loaded_tokens: Counter[str] = field(default_factory=Counter)
-    """Of the cached ones, by where from. Clients that do not know the field skip it."""
+    """Cached tokens by where they were loaded from. Clients that do not know the field skip it."""
     output_tokens: int = 0
     reasoning_tokens: int = 0
 

@@ -86,7 +86,7 @@ class ChatTurn(ApiObject):
     name: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    """The same as `reasoning`."""
+    """Another name of `reasoning`."""
     tool_call_id: str | None = None
     tool_calls: Annotated[list[Call], Field(max_length=MAX_TOOLS)] | None = None
 

@@ -61,13 +61,13 @@ class Item(ApiObject):
     status: str | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: Content = None
-    """Of a message and of thinking."""
+    """Content of a message or of thinking."""
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
     output: Content = None
     summary: Content = None
-    """Of thinking, where the thinking itself is not given."""
+    """Summary of thinking, where the thinking itself is not given."""
 
     def refused(self, path: str) -> Iterator[Violation]:
         """Violations: a kind that is not supported, missing fields, parts without text."""

@@ -142,7 +142,7 @@ class ResponseStore:
         return await self._run(self._chain, tenant, last, most_bytes)
 
     async def items(self, tenant: str, ids: Sequence[str], most_bytes: int) -> dict[str, JSON]:
-        """Those of these items that are in responses of the tenant's, by id.
+        """Returns the items with these ids that are in responses of the tenant's, by id.
 
         Raises:
             TooLongError: the responses have more than `most_bytes`.

@@ -19,7 +19,7 @@ import regex
 from engine.model.config import UnsupportedModelError
 
 MOST_CHARACTERS: Final = 1000
-"""Of an expression."""
+"""Most characters of an expression."""
 ALLOWED_S: Final = 60.0
 """For all matches of one description. A usual one takes 2 us."""
 _SHOWN: Final = 100
