@@ -46,7 +46,7 @@ class MeasuredWidths:
         self._seen = np.zeros(self.most)
         """Rows that have told the share."""
         self._width = self.most
-        self._since = self._turn = 0
+        self._since, self._turn = STEPS, 0
 
     def choose(self, rows: int, room: int) -> int:
         """See `Widths`."""

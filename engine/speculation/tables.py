@@ -112,7 +112,10 @@ class SlotTables:
         self.ready[slots] = ready.int()
 
     def _upload(self, array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+        tensor = torch.from_numpy(array)
+        if self.device.type == "cuda":
+            tensor = tensor.pin_memory()  # A copy of more than 64 KiB would wait for the device.
+        return tensor.to(self.device, non_blocking=True)
 
 
 def accepted(ids: Tensor, tokens: Tensor, valid: Tensor) -> Tensor:

@@ -166,7 +166,7 @@ def check_accepting() -> None:
         if allowed is not None:
             valid = valid.minimum(allowed[:decodes])
         valid, ready = valid.clamp(min=0).long(), tables.ready[own].clamp(max=width - 1)
-        given = (ids.flatten(), every, finite, slots, bounds, width, tables)
+        given = (ids.flatten(), torch.stack((every, finite)), slots, bounds, width, tables)
         result = told(accept(*given, allowed=allowed))
         counts = accepted(ids.long(), drawn.long(), valid)
         columns = Columns(own, want.length[own].long(), ids.long(), valid)
@@ -192,7 +192,8 @@ def check_synthetic_acceptance() -> None:
         slots = ints(range(SLOTS))
         ids = torch.cat((tables.next[:SLOTS, None], tables.drafts[:SLOTS, :3]), 1)
         drawn = torch.full((SLOTS * 4,), VOCAB, dtype=torch.int32, device=DEVICE)
-        given = (ids.flatten(), drawn, torch.ones_like(drawn), slots, tables.length[:SLOTS] + 4, 4)
+        both = torch.stack((drawn, torch.ones_like(drawn)))
+        given = (ids.flatten(), both, slots, tables.length[:SLOTS] + 4, 4)
         again = tables_of(seed)
         again.ready.fill_(3)
         result = accept(*given, tables, synthetic=0.8)

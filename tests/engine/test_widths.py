@@ -77,6 +77,10 @@ def test_the_choice_follows_acceptance_and_is_steady_meanwhile():
     assert device.run(64, 64 * 60)[-1] == 4, "probes tell when drafts are worth it again"
 
 
+def test_the_first_steps_are_few_where_drafts_do_not_pay():
+    assert Device(20e-6, 0.5).run(256, 40).count(4) <= 3
+
+
 def test_reading_long_contexts_makes_drafts_cheap():
     """At 256 rows the products cost more than drafts bring, unless KV costs far more than they."""
     assert Device(20e-6, 0.8, context=100).run(256, 300)[-2] == 1

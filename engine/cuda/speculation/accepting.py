@@ -31,11 +31,10 @@ class Told(NamedTuple):
     finite: Tensor
 
 
-@triton.jit(do_not_specialize=["decodes", "context", "likely"])
+@triton.jit(do_not_specialize=["total", "decodes", "context", "likely"])
 def _accept(
     ids,
     drawn,
-    finite,
     slots,
     bounds,
     allowed,
@@ -46,6 +45,7 @@ def _accept(
     seeds,
     history,
     out,
+    total,
     decodes,
     context,
     likely,
@@ -62,7 +62,7 @@ def _accept(
     first = tl.where(verifies, row * width, decodes * width + row - decodes)
     here = (column < width) & (verifies | (column == 0))
     token = tl.load(drawn + first + column, mask=here, other=0)
-    usable = tl.load(finite + first + column, mask=here, other=1)
+    usable = tl.load(drawn + total + first + column, mask=here, other=1)
     follows = here & (column < width - 1) & verifies
     draft = tl.load(ids + first + column + 1, mask=follows, other=-1)
     agrees = follows & (token == draft)
@@ -98,7 +98,6 @@ def _accept(
 def accept(
     ids: Tensor,
     drawn: Tensor,
-    finite: Tensor,
     slots: Tensor,
     bounds: Tensor,
     width: int,
@@ -112,8 +111,8 @@ def accept(
 
     Args:
         ids: int32, what was computed: W of each decode row, its last token and its drafts.
-        drawn: [B * W + prompts] int32, the token drawn behind each.
-        finite: the same shape, int32: 1 if the logits held neither NaN nor infinity.
+        drawn: [2, B * W + prompts] int32: the token drawn behind each; 1 if its logits held neither
+            NaN nor infinity, else 0.
         slots: [S] int32, of all draws.
         bounds: [B] int32, the first position of each decode row that is not kept.
         width: W.
@@ -130,7 +129,6 @@ def accept(
         (len(slots),),
         ids,
         drawn,
-        finite,
         slots,
         bounds,
         slots if allowed is None else allowed,
@@ -141,6 +139,7 @@ def accept(
         tables.seed,
         tables.history,
         out,
+        drawn.shape[1],
         len(bounds),
         tables.history.shape[1],
         0.0 if synthetic is None else synthetic,

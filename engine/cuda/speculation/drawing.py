@@ -102,8 +102,11 @@ class DrawingDrafts(DrawingAlone):
         sampler.noise = uniform
 
     def warm(self, logits: Tensor, slots: Tensor, verified: Verified) -> None:
-        """Runs what ends a greedy step."""
-        self._end(best_of_rows(logits), slots, verified, None)
+        """Runs what ends a step, greedy or drawn."""
+        drawn = best_of_rows(logits)
+        self._end(drawn, slots, verified, None)
+        self._end(drawn, slots, verified, torch.ones_like(slots))
+        self._sampler.noise(slots.long(), slots.long(), slots.long())
 
     def _drawn(self, draw: Draw, masks: Masks | None) -> Read:
         plan, verified, scores = draw.plan, draw.verified, draw.scores
@@ -135,8 +138,7 @@ class DrawingDrafts(DrawingAlone):
         drafting = self._drafting
         result = accept(
             verified.ids,
-            drawn[0],
-            drawn[1],
+            drawn,
             slots,
             verified.kept,
             verified.width,
