@@ -164,7 +164,7 @@ def _null_loop(kind: str, folder: str) -> StepLoop:
     pool = torch.zeros((pages, page_bytes), dtype=torch.uint8)
     stores = StoreConfig((f"disk:{folder}?gib=0.5",) if kind.startswith("disk") else (), "", "f")
     host = 0 if kind == "off" else 600 * page_bytes
-    tiers = build_tiers(host, pool, blocks, "lru", bounds.page_size, stores)
+    tiers = build_tiers(host, [pool], [blocks], "lru", bounds.page_size, stores)
     sampler = Sampler(bounds.max_sequences, 1000, "cpu", [])
     return StepLoop(Scheduler(bounds, blocks, sampler, tiers=tiers), NullExecutor())
 

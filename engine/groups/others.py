@@ -45,6 +45,10 @@ class OtherGroups:
         """How many long sequences, up to `most`, have room beside those in slots."""
         return min([most, *(group.free_sequences(slots) for group in self.groups)])
 
+    def room(self, slots: Int32s) -> list[int]:
+        """By group, pages that are promised to nobody. `slots`: final pages by slot."""
+        return [group.room(slots) for group in self.groups]
+
     def resumable(self, keys: Sequence[bytes], most: int) -> int:
         """The most leading pages, up to `most`, behind which every group can go on."""
         settled = -1

@@ -22,7 +22,7 @@ preempted for a window.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,6 +61,8 @@ class WindowPages:
         """Pages that transfers may use, of sequences without a slot."""
         self._copies: dict[int, int] = {}
         """Target page -> source page, for the next step."""
+        self.lent: Callable[[], int] = int
+        """Pages that tiers below the pool hold."""
 
     # -- how many pages ---------------------------------------------------------------------------
 
@@ -87,9 +89,20 @@ class WindowPages:
         free = self.blocks.total - self._chunks - self._promised(final_pages)
         return max(0, free) // self._most
 
+    def room(self, slots: Int32s) -> int:
+        """Pages that are promised to nobody. `slots`: final pages by slot."""
+        held, needed = self.end - self.first, np.minimum(slots, self._most)
+        chunks = min(self._chunks, int((slots - needed).sum()))
+        chunks -= int(np.maximum(held - needed, 0).sum())
+        return self.blocks.total - self._promised(slots) - max(0, chunks)
+
     def _promised(self, final_pages: Int32s) -> int:
         held = self.end - self.first
-        return int(np.maximum(held, np.minimum(final_pages, self._most)).sum()) + self._kept
+        return (
+            int(np.maximum(held, np.minimum(final_pages, self._most)).sum())
+            + self._kept
+            + self.lent()
+        )
 
     def most_end(self, slot: int, final_pages: Int32s) -> int:
         """The tokens up to which the prompt in `slot` may have pages now."""
@@ -100,14 +113,16 @@ class WindowPages:
 
     # -- the prefix cache -------------------------------------------------------------------------
 
-    def resumable(self, keys: Sequence[bytes], most: int) -> int:
+    def resumable(
+        self, keys: Sequence[bytes], most: int, has: Callable[[bytes], bool] | None = None
+    ) -> int:
         """The most leading pages, up to `most`, behind which a sequence can go on: the window
-        before their end is in the cache."""
-        run, end = 0, most
+        before their end is in the cache, or where `has` says."""
+        has, run, end = has or self._is_cached, 0, most
         if not self._before:
             return most
         for index in range(most - 1, -1, -1):
-            if self.blocks.page_of(keys[index]) is None:
+            if not has(keys[index]):
                 run, end = 0, index
                 continue
             run += 1
@@ -115,10 +130,17 @@ class WindowPages:
                 return end
         return end  # What is left reaches back to the first token.
 
+    def _is_cached(self, key: bytes) -> bool:
+        return self.blocks.page_of(key) is not None
+
+    def begins(self, cached: int) -> int:
+        """Index of the first page that a sequence needs which goes on behind `cached` pages."""
+        return max(0, cached - self._before)
+
     def begin(self, slot: int, keys: Sequence[bytes], cached: int, known: int) -> None:
         """A sequence goes on behind `cached` pages, which `resumable` allowed. Group 0 knew so many
         pages of its prompt."""
-        first = max(0, cached - self._before)
+        first = self.begins(cached)
         pages = self.blocks.acquire(keys[first:cached])
         assert len(pages) == cached - first, "the window before a cached prefix is cached"
         self._set(slot, GroupPages(first, pages))

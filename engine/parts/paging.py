@@ -44,8 +44,10 @@ def dtype_of(name: str) -> torch.dtype:
 
 def why_one_group(config: EngineConfig) -> str:
     """Why layers with a window keep the pages of all tokens here; empty: they do not."""
-    if config.kv_host_bytes:
-        return "kv_host_gib is set: tiers below the pool have pages of one kind"
+    if config.kv_stores:
+        return "kv_store is set: stores have pages of one kind"
+    if config.kv_host_bytes and config.tp > 1:
+        return "kv_host_gib is set: ranks copy pages of one kind"
     if config.hooks:
         return "hooks are set: they see the pages of all layers"
     return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from engine.config import EngineConfig, tiers_obstacle
-from engine.groups.others import other_groups
+from engine.groups.others import OtherGroups, other_groups
 from engine.hooks.requests import RequestHooks
 from engine.pages.blocks import BlockManager
 from engine.pages.eviction import EVICTION_POLICIES
@@ -50,17 +50,18 @@ def scheduler_of(
         for pool in pools
     ]
     kinds = [spec.kind for spec in pools.specs]
-    tiers = _build_tiers(config, pools, managers[0], stores, mover)
+    others = other_groups(config, kinds[1:], managers[1:])
+    tiers = _build_tiers(config, pools, managers, others, stores, mover)
     asked = RequestHooks(hooks, config.max_sequences, config.hook_limit_s) if hooks else None
     policy = POLICIES[config.scheduling]()
-    others = other_groups(config, kinds[1:], managers[1:])
     return Scheduler(config, managers[0], sampler, policy, tiers, asked, others, widths)
 
 
 def _build_tiers(
     config: EngineConfig,
     pools: KvPools,
-    blocks: BlockManager,
+    managers: Sequence[BlockManager],
+    others: OtherGroups,
     stores: StoreConfig,
     mover: MakeMover | None,
 ) -> PageTiers:
@@ -71,12 +72,13 @@ def _build_tiers(
     try:
         return build_tiers(
             config.rank_host_bytes,
-            pools.first.data,
-            blocks,
+            [pool.data for pool in pools],
+            managers,
             config.eviction,
             config.page_size,
             stores,
             mover,
+            others.groups,
         )
     except (HostMemoryError, StoreError, ValueError) as error:
         raise EngineError(str(error)) from error

@@ -281,7 +281,8 @@ class Admission:
     def _begin_load(self, keys: list[bytes], kept_back: int) -> Wait | None:
         room = self._blocks.available - kept_back
         queued = self._batch.queued_tokens
-        return self._tiers.begin(keys, room, queued)
+        others = self._batch.others.room(self._batch.slots.final_pages)
+        return self._tiers.begin(keys, room, queued, others)
 
     def _kept_back(self, wanted: int) -> int:
         """Pages that a new request must leave, if it takes `wanted` pages."""

@@ -355,6 +355,7 @@ class Requests:
         for index, group in enumerate(self._batch.others.groups):
             group.blocks.check_invariants()
             holders = np.zeros(group.blocks.num_pages, np.int32)
+            self._tiers.add_holders(holders, index + 1)
             for active in self.by_id.values():
                 for kept in active.other_held[index : index + 1]:
                     np.add.at(holders, kept.pages, 1)

@@ -14,6 +14,7 @@ from engine.pages.blocks import BlockManager
 from engine.pages.eviction import EVICTION_POLICIES
 from engine.tiers.arena import HostArena
 from engine.tiers.fetching import StoreTiers
+from engine.tiers.grouped import GroupedTiers, WindowGroup
 from engine.tiers.lanes import Lanes, measure
 from engine.tiers.movers import PageMover, mover_for
 from engine.tiers.protocol import NoTiers, PageTiers
@@ -46,31 +47,55 @@ Shared = Callable[[PageMover], PageMover]
 
 def build_tiers(
     host_bytes: int,
-    pages: Tensor,
-    blocks: BlockManager,
+    pages: Sequence[Tensor],
+    books: Sequence[BlockManager],
     eviction: str,
     page_tokens: int,
     stores: StoreConfig = NO_STORES,
     shared: Shared | None = None,
+    windows: Sequence[WindowGroup] = (),
 ) -> PageTiers:
     """The tiers below a pool that nothing uses yet.
 
     Args:
-        host_bytes: memory of the host tier; 0: there are no tiers.
-        pages: [num_pages, page_bytes] uint8, the pool.
-        blocks: the pool's pages.
+        host_bytes: memory of the host tier, which groups divide as they do the pool; 0: there are
+            no tiers.
+        pages: by group, [num_pages, page_bytes] uint8, the pool.
+        books: by group, the pool's pages.
         eviction: policy of the slots, of `EVICTION_POLICIES`.
         page_tokens: tokens in a page.
-        stores: what is below the host tier.
-        shared: makes this rank's mover one of all ranks; None: there is one.
+        stores: what is below the host tier, if there is one group.
+        shared: makes this rank's mover one of all ranks; None: there is one rank. Only for one
+            group.
+        windows: groups 1, 2, ...
 
     Raises:
         HostMemoryError: less memory can be touched.
         StoreError: a store cannot be opened.
-        ValueError: it holds no two pages.
+        ValueError: it holds no two pages of a group.
     """
     if not host_bytes:
         return NoTiers()
+    sizes = [own.nbytes for own in pages]
+    tiers = [
+        _host_tier(
+            host_bytes * size // sum(sizes), own, blocks, eviction, page_tokens, shared, stores
+        )
+        for size, own, blocks in zip(sizes, pages, books, strict=True)
+    ]
+    return GroupedTiers(tiers[0], tiers[1:], windows) if windows else tiers[0]
+
+
+def _host_tier(
+    host_bytes: int,
+    pages: Tensor,
+    blocks: BlockManager,
+    eviction: str,
+    page_tokens: int,
+    shared: Shared | None,
+    stores: StoreConfig,
+) -> HostTiers:
+    """The tiers of one group."""
     arena = HostArena(host_bytes, pages.shape[1], pages.device)
     mover = mover_for(pages, arena.slots)
     if shared is not None:

@@ -49,13 +49,20 @@ class PageTiers(Protocol):
         """Reads which copies have ended and begins others."""
         ...
 
-    def begin(self, keys: Sequence[bytes], room: int, queued_tokens: int) -> Wait | None:
+    def begin(
+        self,
+        keys: Sequence[bytes],
+        room: int,
+        queued_tokens: int,
+        others_room: Sequence[int] = (),
+    ) -> Wait | None:
         """Begins to load what the pool lacks of a prompt, if that is sooner than computing it.
 
         Args:
             keys: the keys of the prompt's pages.
             room: pages that may be taken.
             queued_tokens: tokens that are computed before the prompt's.
+            others_room: pages that may be taken of groups 1, 2, ...
 
         Returns:
             What the request waits for; None: there is no room now.
@@ -93,8 +100,8 @@ class PageTiers(Protocol):
         """The figures; None without tiers."""
         ...
 
-    def add_holders(self, holders: NDArray[np.int32]) -> None:
-        """Adds the pages that the tiers hold to `holders` ([num_pages])."""
+    def add_holders(self, holders: NDArray[np.int32], group: int = 0) -> None:
+        """Adds the pages of a group that the tiers hold to `holders` ([num_pages])."""
         ...
 
     def stop(self) -> None:
@@ -136,7 +143,13 @@ class NoTiers:
     def turn(self) -> None:
         """Nothing to read."""
 
-    def begin(self, keys: Sequence[bytes], room: int, queued_tokens: int) -> Wait | None:
+    def begin(
+        self,
+        keys: Sequence[bytes],
+        room: int,
+        queued_tokens: int,
+        others_room: Sequence[int] = (),
+    ) -> Wait | None:
         """Nothing to wait for."""
         return Wait()
 
@@ -160,7 +173,7 @@ class NoTiers:
         """None."""
         return None
 
-    def add_holders(self, holders: NDArray[np.int32]) -> None:
+    def add_holders(self, holders: NDArray[np.int32], group: int = 0) -> None:
         """None held."""
 
     def stop(self) -> None:

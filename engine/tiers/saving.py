@@ -70,7 +70,9 @@ class Saves:
         """Keeps pages ready for eviction."""
         blocks = self._blocks
         on_way = self._lane.ahead_pages
-        missing = blocks.total // READY_SHARE - blocks.ready - on_way
+        # More than there are slots would be saved in turns, for ever.
+        wanted = min(blocks.total // READY_SHARE, self._host.total)
+        missing = wanted - blocks.ready - on_way
         unsaved = blocks.free + blocks.evictable - blocks.ready - on_way
         if min(missing, unsaved) <= 0 or on_way >= MOST_SAVES_AHEAD:
             return

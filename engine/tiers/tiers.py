@@ -22,7 +22,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -33,7 +32,8 @@ from engine.pages.blocks import BlockManager
 from engine.pages.prefix import TellPages, tell_pages
 from engine.pages.watch import CacheEventKind, CacheEvents
 from engine.tiers.fetching import Seek, StoreTiers
-from engine.tiers.lanes import Copy, Lanes
+from engine.tiers.lanes import Lanes
+from engine.tiers.loading import HostKeys, Load, Looked
 from engine.tiers.protocol import Wait
 from engine.tiers.saving import Save, Saves
 from engine.types import PageIds
@@ -42,27 +42,6 @@ from prefixes import index as prefixes
 HOST: Final = "host"
 MOST_LOADING_SHARE: Final = 4
 """At most this part of the pool, a quarter, is held by loads."""
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class Load(Copy):
-    """Pages on their way into the pool."""
-
-    keys: list[bytes]
-    depths: list[int]
-    tiers: Counter[str]
-    """Pages by the tier that they come from."""
-    waits: list[Wait] = field(default_factory=list)
-
-
-class _Keys:
-    """The keys that the host tier holds."""
-
-    def __init__(self, host: BlockManager) -> None:
-        self._host = host
-
-    def __contains__(self, key: object) -> bool:
-        return isinstance(key, bytes) and self._host.page_of(key) is not None
 
 
 class HostTiers:
@@ -91,7 +70,7 @@ class HostTiers:
         self._blocks = blocks
         self._host = host
         self._lanes = lanes
-        self._page_tokens = page_tokens
+        self.page_tokens = page_tokens
         self._close = close
         self._stores = stores
         self._waits: set[Wait] = set()
@@ -106,7 +85,7 @@ class HostTiers:
             host.start_lending()
         self._version: tuple[int, ...] = ()
         self._figures = TierLoad()
-        blocks.start_lending(_Keys(host))
+        blocks.start_lending(HostKeys(host))
         host.subscribe(self._evicted, (CacheEventKind.EVICTED,))
 
     def _evicted(self, events: CacheEvents) -> None:
@@ -195,8 +174,8 @@ class HostTiers:
             held_slots=self._host.total - self._host.available,
         )
 
-    def add_holders(self, holders: NDArray[np.int32]) -> None:
-        """See `PageTiers`."""
+    def add_holders(self, holders: NDArray[np.int32], group: int = 0) -> None:
+        """See `PageTiers`. There is one group."""
         self._saves.add_holders(holders)
         for load in self._open:
             np.add.at(holders, load.pages, 1)
@@ -222,32 +201,35 @@ class HostTiers:
 
     def bring(self, keys: Sequence[bytes], room: int) -> Wait:
         """See `PageTiers`."""
-        found, missing, joined = self._walk(keys)
-        wait = Wait()
-        if not (missing or joined) or self._lanes.loads.late:
-            return wait
-        if self._has_room(found, len(missing), room):
-            self._waits.add(wait)
-            self._load_for(wait, found, missing, joined)
+        looked, wait = self.look(keys), Wait()
+        if not (looked.is_here or self.is_late) and self.has_room(looked, room):
+            self.start(wait, looked)
         return wait
 
     # -- loads ----------------------------------------------------------------------------------
 
-    def begin(self, keys: Sequence[bytes], room: int, queued_tokens: int) -> Wait | None:
-        """See `PageTiers`."""
-        found, missing, joined = self._walk(keys)
-        known = len(found) + len(missing) + len(joined)
-        objects = self._stores.seek(keys, known) if self._stores else []
-        if not missing and not joined and not objects:
+    def begin(
+        self,
+        keys: Sequence[bytes],
+        room: int,
+        queued_tokens: int,
+        others_room: Sequence[int] = (),
+    ) -> Wait | None:
+        """See `PageTiers`. There is one group."""
+        looked = self.look(keys)
+        objects = self._stores.seek(keys, looked.total) if self._stores else []
+        if looked.is_here and not objects:
             return Wait()
-        gained = (known - self._blocks.count_cached(keys)) * self._page_tokens
-        if gained and not self._is_worth_it(len(missing), queued_tokens + gained):
+        gained = (looked.total - self.count_cached(keys)) * self.page_tokens
+        expected_s = self.expected_s(len(looked.missing))
+        if gained and not self.is_worth_it(
+            expected_s, queued_tokens + gained, is_late=self.is_late
+        ):
             return Wait()
-        if not self._has_room(found, len(missing), room):
+        if not self.has_room(looked, room):
             return None
         wait = Wait()
-        self._waits.add(wait)
-        self._load_for(wait, found, missing, joined)
+        self.start(wait, looked)
         if self._stores and objects:
             kept_back = self._blocks.available - room
             first = len(keys) // self._stores.pages - len(objects)
@@ -255,14 +237,10 @@ class HostTiers:
         self._end_if_over(wait)
         return wait
 
-    def _load_for(
-        self,
-        wait: Wait,
-        found: list[int],
-        missing: list[tuple[bytes, int, int]],
-        joined: list[Load],
-    ) -> None:
+    def start(self, wait: Wait, looked: Looked) -> None:
         """Holds what is in the pool, and lets the rest come."""
+        self._waits.add(wait)
+        found, missing, joined = looked
         held = set(wait.pinned.tolist())  # A prompt is looked up again after a fetch.
         pages = np.array([page for page in found if page not in held], np.int32)
         self._blocks.pin(pages)
@@ -278,18 +256,16 @@ class HostTiers:
 
     def is_fetched_sooner(self, seek: Seek, seconds: float, pages: int) -> bool:
         """See `Seeker`."""
-        tokens = seek.queued_tokens + pages * self._page_tokens
+        tokens = seek.queued_tokens + pages * self.page_tokens
         load_s = seconds + self._lanes.loads.expected_s(pages)
         return self._is_sooner(load_s, tokens)
 
     def sought(self, seek: Seek) -> None:
         """See `Seeker`."""
         seek.wait.under_way.discard(seek)
-        found, missing, joined = self._walk(seek.keys)
-        room = self._blocks.available - seek.kept_back
-        wanted = (missing or joined) and not self._lanes.loads.late
-        if wanted and self._has_room(found, len(missing), room):
-            self._load_for(seek.wait, found, missing, joined)
+        looked, room = self.look(seek.keys), self._blocks.available - seek.kept_back
+        if not (looked.is_here or self.is_late) and self.has_room(looked, room):
+            self.start(seek.wait, looked)
         self._end_if_over(seek.wait)
 
     def _end_if_over(self, wait: Wait) -> None:
@@ -297,21 +273,20 @@ class HostTiers:
             self._waits.remove(wait)
             self._blocks.release(wait.pinned)
 
-    def _has_room(self, found: list[int], missing: int, room: int) -> bool:
-        ahead = self._lanes.loads.ahead_pages
+    def has_room(self, looked: Looked, room: int) -> bool:
+        """Whether at most `room` pages are taken, and loads hold no more than their share."""
+        ahead, missing = self._lanes.loads.ahead_pages, len(looked.missing)
         if ahead and ahead + missing > self._blocks.total // MOST_LOADING_SHARE:
             return False
-        return missing + self._blocks.count_idle(found) <= min(room, self._blocks.available)
+        return missing + self._blocks.count_idle(looked.found) <= min(room, self._blocks.available)
 
-    def _walk(
-        self, keys: Sequence[bytes]
-    ) -> tuple[list[int], list[tuple[bytes, int, int]], list[Load]]:
-        """The leading keys that are here or can be: pages in the pool; (key, slot, depth) of those
-        that the host tier has; for each key under way its load."""
+    def look(self, keys: Sequence[bytes], first: int = 0) -> Looked:
+        """The leading ones of these pages that are here or can be. The first is page `first` of its
+        sequence."""
         found: list[int] = []
         missing: list[tuple[bytes, int, int]] = []
         joined: list[Load] = []
-        for depth, key in enumerate(keys):
+        for depth, key in enumerate(keys, first):
             page = self._blocks.page_of(key)
             if page is not None:
                 found.append(page)
@@ -321,13 +296,42 @@ class HostTiers:
                 missing.append((key, slot, depth))
             else:
                 break
-        return found, missing, joined
+        return Looked(found, missing, joined)
 
-    def _is_worth_it(self, pages: int, tokens: int) -> bool:
-        if self._lanes.loads.late:
+    def has(self, key: bytes) -> bool:
+        """Whether a page is here or can be."""
+        books = self._blocks, self._host
+        return key in self._loading or any(one.page_of(key) is not None for one in books)
+
+    def count_leading(self, keys: Sequence[bytes]) -> int:
+        """Leading pages that are here or can be."""
+        return next((at for at, key in enumerate(keys) if not self.has(key)), len(keys))
+
+    def count_cached(self, keys: Sequence[bytes]) -> int:
+        """Leading pages that are in the pool."""
+        return self._blocks.count_cached(keys)
+
+    def count_held(self) -> int:
+        """Pages of the pool that are held for loads and for who waits for them."""
+        loads = sum(len(load.pages) for load in self._open)
+        return loads + sum(len(wait.pinned) for wait in self._waits)
+
+    def expected_s(self, pages: int) -> float:
+        """Seconds until a load of so many pages would end."""
+        return self._lanes.loads.expected_s(pages)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a load is late, so that others may be."""
+        return bool(self._lanes.loads.late)
+
+    def is_worth_it(self, seconds: float, tokens: int, *, is_late: bool) -> bool:
+        """Whether a load of so many seconds saves time to a prompt that ends behind `tokens`
+        tokens. It is counted."""
+        if is_late:
             self._decisions["stuck"] += 1
             return False
-        return self._is_sooner(self._lanes.loads.expected_s(pages), tokens)
+        return self._is_sooner(seconds, tokens)
 
     def _is_sooner(self, seconds: float, tokens: int) -> bool:
         """Whether so many seconds pass before `tokens` tokens are computed."""
@@ -362,7 +366,7 @@ class HostTiers:
             self._blocks.arrivals.note(load.pages)
             self._blocks.adopt(load.pages.tolist(), load.keys, load.depths)
             for tier, count in load.tiers.items():
-                self._loaded_tokens[tier] += count * self._page_tokens
+                self._loaded_tokens[tier] += count * self.page_tokens
         if not load.late:
             self._host.forget(load.slots)
         self._host.release(load.slots)

@@ -230,14 +230,14 @@ class FakeLanes:
     """Both directions between a fake device's KV and slots of token ids. Each look ends as many
     copies as `random` says; None: all."""
 
-    def __init__(self, device: HashExecutor, num_slots: int, random=None):
-        slots = self.slots = np.full((num_slots, device.page_size), -1, np.int64)
+    def __init__(self, kv, num_slots: int, random=None):
+        slots = self.slots = np.full((num_slots, kv.shape[1]), -1, np.int64)
 
         def save(copy):
-            slots[copy.slots] = device.kv[copy.pages]
+            slots[copy.slots] = kv[copy.pages]
 
         def load(copy):
-            device.kv[copy.pages] = slots[copy.slots]
+            kv[copy.pages] = slots[copy.slots]
 
         self.saves, self.loads = FakeLane("save", save), FakeLane("load", load)
         self._random = random

@@ -24,6 +24,7 @@ from engine.pages.watch import Unwatched
 from engine.sampling import Sampler
 from engine.schedule.policies import POLICIES
 from engine.schedule.scheduler import Scheduler
+from engine.tiers.grouped import GroupedTiers
 from engine.tiers.tiers import HostTiers
 from engine.types import (
     ChunkComputed,
@@ -88,12 +89,19 @@ class Bench:
             for kv in self.device.others
         ]
         kinds = [Window(window) for window, _ in windows]
+        others = other_groups(config, kinds, managers)
         self.tiers = self.lanes = self.host = None
         if host_slots := options.pop("host_slots", 0):
-            self.host = BlockManager(host_slots, EVICTION_POLICIES["lru"]())
-            self.lanes = FakeLanes(self.device, host_slots, options.pop("lane_random", None))
-            self.tiers = HostTiers(self.blocks, self.host, self.lanes, page_size)
-        others = other_groups(config, kinds, managers)
+            lanes = [
+                FakeLanes(kv, host_slots, options.get("lane_random"))
+                for kv in (self.device.kv, *self.device.others)
+            ]
+            hosts = [BlockManager(host_slots, EVICTION_POLICIES["lru"]()) for _ in lanes]
+            books = zip((self.blocks, *managers), hosts, lanes, strict=True)
+            tiers = [HostTiers(*own, page_size) for own in books]
+            self.host, self.lanes, self.tiers = hosts[0], lanes[0], tiers[0]
+            if windows:
+                self.tiers = GroupedTiers(tiers[0], tiers[1:], others.groups)
         self.scheduler = Scheduler(
             config, self.blocks, sampler, policy, self.tiers, others=others, widths=widths
         )

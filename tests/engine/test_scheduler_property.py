@@ -409,9 +409,18 @@ def test_random_operations_keep_every_promise(seed, lacks_memory, host_slots, wi
 
 @pytest.mark.parametrize("lacks_memory", [False, True])
 @pytest.mark.parametrize(
-    "seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 150))]
+    ("host_slots", "seed"),
+    [
+        *((0, seed) for seed in range(8)),
+        *((slots, seed) for slots in (12, 60) for seed in range(3)),
+        *(
+            pytest.param(slots, seed, marks=pytest.mark.slow)
+            for slots, first, last in ((0, 8, 150), (12, 3, 60), (60, 3, 60))
+            for seed in range(first, last)
+        ),
+    ],
 )
-def test_random_operations_over_three_groups(seed, lacks_memory):
+def test_random_operations_over_three_groups(seed, lacks_memory, host_slots):
     """Steps run when the next one is launched, and a page that is free holds nothing."""
     rng = random.Random(seed)
     size, slots, step_tokens = rng.choice([1, 4, 16]), rng.choice([2, 6]), rng.choice([16, 64])
@@ -429,6 +438,8 @@ def test_random_operations_over_three_groups(seed, lacks_memory):
         prefix_cache=rng.random() < 0.8,
         mixed=rng.choice([16, 32]),
         windows=windows,
+        host_slots=host_slots,
+        lane_random=random.Random(seed),
     )
     play(bench, rng, lacks_memory=lacks_memory)
 

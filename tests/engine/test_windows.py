@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -13,8 +14,10 @@ from test_engine_demo_model import first_difference
 from tiny_families import EVERY
 from tiny_models import write_tiny_model
 
+from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.groups.spec import Window
+from engine.parts.paging import why_one_group
 
 WINDOW, CHUNK, PAGE = 24, 64, 16
 MAX_TOKENS = 40
@@ -134,16 +137,36 @@ def test_more_sequences_than_the_windows_have_room_for(case):
     engine.stop()
 
 
-@pytest.mark.parametrize(
-    ("options", "groups"),
-    [({}, 2), ({"kv_host_bytes": 1 << 22}, 1)],
-)
-def test_windows_keep_all_pages_where_others_count_on_it(case, options, groups):
-    engine = build(case.one.model.path, **TWO | options)
-    assert len(engine.pools) == groups
-    assert (engine.model.fingerprint == case.one.model.fingerprint) is (groups == 2)
-    run = submit(engine, prompt_of(65), MAX_TOKENS, ignore_eos=True)
-    finish(run)
-    check(case, run)
-    check_baseline(engine)
-    engine.stop()
+@pytest.mark.parametrize("count", [10, pytest.param(80, marks=pytest.mark.slow)])
+def test_a_small_pool_over_host_memory_speaks_as_a_large_one(tmp_path, count):
+    """Prompts go on behind pages of both groups that came back from host memory."""
+    path = write_tiny_model(tmp_path, **TINY["gpt_oss"])
+    prompts = [prompt_of(30 + 5 * (at % 9), seed=at) for at in range(count)]
+    answers = []
+    for options in ({}, {"num_pages": 31, "kv_host_bytes": 24 << 20}):
+        engine = build(path, **TWO | options)
+        assert len(engine.pools) == 2
+        said = [list(prompt) for prompt in prompts]
+        for _ in range(2):
+            for at, prompt in enumerate(said):
+                run = submit(engine, prompt, 6, ignore_eos=True)
+                finish(run)
+                said[at] = [*prompt, *run.tokens[0], 7, at % 300 + 1]
+        answers.append(said)
+        load = engine.load()
+        check_baseline(engine)
+        engine.stop()
+    assert answers[0] == answers[1]
+    assert load.tiers.loaded_tokens["host"] >= 3 * count
+    assert load.tiers.late == {}
+
+
+def test_where_one_group_is_left():
+    config = EngineConfig(model="m", kv_host_bytes=1 << 30)
+    assert why_one_group(config) == ""
+    for more, word in (
+        ({"tp": 2}, "ranks"),
+        ({"kv_stores": ("disk:kv",)}, "kv_store"),
+        ({"hooks": ("a:b",)}, "hooks"),
+    ):
+        assert word in why_one_group(replace(config, **more))

@@ -1,0 +1,222 @@
+"""Host tiers of a model with several groups of layers: a resume point comes whole, or not at all.
+
+Each group has slots, lanes and saves of its own, and saves what it would evict. A prompt goes on
+behind a page only if group 0 has all pages before it and each window the last of them. So a load
+looks for the deepest such place in pool and host memory together, and brings what is missing up to
+there, of all groups. Its request waits until the last of it is there. If a part fails, the rest is
+in the cache all the same, and the rule for hits says where the prompt goes on.
+
+Pages that wait for others are held. Those of a window are counted among what its sequences were
+promised, so a load begins only where that leaves room.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.loads import TierLoad
+from engine.pages.blocks import BlockManager
+from engine.pages.prefix import TellPages
+from engine.tiers.loading import Looked
+from engine.tiers.protocol import Wait
+from engine.tiers.tiers import HostTiers
+from engine.types import PageIds
+
+
+class WindowGroup(Protocol):
+    """What is asked of `engine.groups.window.WindowPages`."""
+
+    blocks: BlockManager
+    lent: Callable[[], int]
+    """Set by the tiers: pages that they hold."""
+
+    def resumable(
+        self, keys: Sequence[bytes], most: int, has: Callable[[bytes], bool] | None = None
+    ) -> int:
+        """The most leading pages, up to `most`, behind which a sequence can go on."""
+        ...
+
+    def begins(self, cached: int) -> int:
+        """Index of the first page that a sequence needs which goes on behind so many."""
+        ...
+
+
+class _Part(NamedTuple):
+    """What a request waits for in a window's group."""
+
+    tiers: HostTiers
+    wait: Wait
+
+
+_GATE = object()
+"""Keeps a part's pages held until all parts of the request are there."""
+
+
+class GroupedTiers:
+    """See the module. It belongs to the step loop's thread.
+
+    Args:
+        first: the tiers of group 0.
+        others: those of the other groups.
+        groups: the other groups, in the same order.
+    """
+
+    on = True
+
+    def __init__(
+        self, first: HostTiers, others: Sequence[HostTiers], groups: Sequence[WindowGroup]
+    ) -> None:
+        self._first = first
+        self._others = tuple(others)
+        self._groups = tuple(groups)
+        self._all = (first, *others)
+        self._parts: dict[Wait, list[_Part]] = {}
+        for tiers, group in zip(others, groups, strict=True):
+            group.lent = tiers.count_held
+
+    def wakes(self, wake: Callable[[], None]) -> None:
+        """See `PageTiers`."""
+        for tiers in self._all:
+            tiers.wakes(wake)
+
+    def turn(self) -> None:
+        """See `PageTiers`."""
+        for tiers in self._all:
+            tiers.turn()
+        for wait in list(self._parts):
+            self._settle(wait)
+
+    def begin(
+        self,
+        keys: Sequence[bytes],
+        room: int,
+        queued_tokens: int,
+        others_room: Sequence[int] = (),
+    ) -> Wait | None:
+        """See `PageTiers`."""
+        end = self._reachable(keys)
+        looked = self._look(keys, end)
+        if all(one.is_here for one in looked):
+            return Wait()
+        gained = (end - self._resumable(keys)) * self._first.page_tokens
+        missing = [len(one.missing) for one in looked]
+        if gained <= 0 or not self._is_worth_it(missing, queued_tokens + gained):
+            return Wait()
+        for tiers, one, own in zip(self._all, looked, (room, *others_room), strict=True):
+            if not tiers.has_room(one, own):
+                return None
+        wait = Wait()
+        self._parts[wait] = [_Part(tiers, Wait({_GATE})) for tiers in self._others]
+        for part, one in zip(self._parts[wait], looked[1:], strict=True):
+            part.tiers.start(part.wait, one)
+            wait.under_way.add(part)
+        self._first.start(wait, looked[0])
+        self._settle(wait)
+        return wait
+
+    def preempted(self, pages: PageIds) -> None:
+        """See `PageTiers`. Those of windows stay in the cache, and are saved before others get
+        them, or not."""
+        self._first.preempted(pages)
+
+    def published(self, keys: Sequence[bytes], first: int) -> None:
+        """See `PageTiers`. There are no stores."""
+
+    def tell_pages(self, tell: TellPages) -> None:
+        """See `PageTiers`. Those of group 0."""
+        self._first.tell_pages(tell)
+
+    def note_rate(self, tokens_per_s: float) -> None:
+        """See `PageTiers`."""
+        self._first.note_rate(tokens_per_s)
+
+    @property
+    def leaving_pages(self) -> int:
+        """See `PageTiers`."""
+        return self._first.leaving_pages
+
+    def wait_s(self, most_s: float) -> float:
+        """See `PageTiers`."""
+        return min(tiers.wait_s(most_s) for tiers in self._all)
+
+    def load(self) -> TierLoad:
+        """See `PageTiers`. Slots and rates are those of group 0, bytes and failures of all."""
+        first, *others = (tiers.load() for tiers in self._all)
+        late, moved = Counter(first.late), Counter(first.bytes_moved)
+        for load in others:
+            late.update(load.late)
+            moved.update(load.bytes_moved)
+        return replace(first, late=late, bytes_moved=dict(moved))
+
+    def add_holders(self, holders: NDArray[np.int32], group: int = 0) -> None:
+        """See `PageTiers`."""
+        self._all[group].add_holders(holders)
+
+    def stop(self) -> None:
+        """See `PageTiers`."""
+        for tiers in self._all:
+            tiers.stop()
+
+    def is_coming(self, key: bytes) -> bool:
+        """See `PageTiers`."""
+        return self._first.is_coming(key)
+
+    def fetched(self, wait: Wait) -> None:
+        """See `PageTiers`."""
+        self._settle(wait)
+
+    def bring(self, keys: Sequence[bytes], room: int) -> Wait:
+        """See `PageTiers`. Workers with such a model give each other no pages."""
+        return Wait()
+
+    def _reachable(self, keys: Sequence[bytes]) -> int:
+        """The most leading pages behind which a prompt could go on, if all came that can."""
+        end, settled = self._first.count_leading(keys), -1
+        while settled != end:
+            settled = end
+            for tiers, group in zip(self._others, self._groups, strict=True):
+                end = group.resumable(keys, end, tiers.has)
+        return end
+
+    def _resumable(self, keys: Sequence[bytes]) -> int:
+        """The most leading pages behind which it could go on with what is in the pool."""
+        end, settled = self._first.count_cached(keys), -1
+        while settled != end:
+            settled = end
+            for group in self._groups:
+                end = group.resumable(keys, end)
+        return end
+
+    def _look(self, keys: Sequence[bytes], end: int) -> list[Looked]:
+        looked = [self._first.look(keys[:end])]
+        for tiers, group in zip(self._others, self._groups, strict=True):
+            begin = group.begins(end)
+            looked.append(tiers.look(keys[begin:end], begin))
+        return looked
+
+    def _is_worth_it(self, missing: Sequence[int], tokens: int) -> bool:
+        """Copies of groups share one way to the pool, so they take as long as one behind the
+        other."""
+        seconds = [tiers.expected_s(pages) for tiers, pages in zip(self._all, missing, strict=True)]
+        is_late = any(tiers.is_late for tiers in self._all)
+        return self._first.is_worth_it(sum(seconds), tokens, is_late=is_late)
+
+    def _settle(self, wait: Wait) -> None:
+        """Ends what has ended, and lets the pages of all parts go once the request may go on."""
+        parts = self._parts.get(wait)
+        if parts is not None:
+            for part in parts:
+                if part.wait.under_way == {_GATE}:
+                    wait.under_way.discard(part)
+            if wait.is_over:
+                del self._parts[wait]
+                for part in parts:
+                    part.wait.under_way.clear()
+                    part.tiers.fetched(part.wait)
+        self._first.fetched(wait)
