@@ -74,6 +74,9 @@ class DecodeLeg(WorkerLeg):
     """Tokens sampled here, over all choices."""
     steps: int = 0
     preemptions: int = 0
+    drafted_tokens: int = 0
+    """Drafts verified here, over the choices that have ended."""
+    accepted_tokens: int = 0
     gaps_ms: array[float] = field(default_factory=lambda: array("f"))
     """Times between two messages with tokens of one choice."""
     longest_gap_ms: float = 0.0
@@ -186,7 +189,10 @@ class DecodeLeg(WorkerLeg):
     def tell_end(self, event: SequenceEnded) -> None:
         """Tells the router that a choice ended."""
         timings = self._timings(event) if event.last else None
-        self.tell_finished(event.choice, event.reason, event.output_tokens, timings)
+        drafts = event.drafted_tokens, event.accepted_tokens
+        self.drafted_tokens += drafts[0]
+        self.accepted_tokens += drafts[1]
+        self.tell_finished(event.choice, event.reason, event.output_tokens, timings, drafts)
 
     def _timings(self, event: SequenceEnded) -> worker_pb2.WorkTimings:
         return worker_pb2.WorkTimings(

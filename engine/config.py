@@ -14,7 +14,10 @@ KvCacheDtype = Literal["auto", "fp8"]
 Attention = Literal["auto", "fa3", "fa2", "triton", "sdpa"]
 Scheduling = Literal["fcfs", "priority", "shortest", "fair"]
 Eviction = Literal["lru", "lfu", "cost"]
+Speculation = Literal["off", "suffix"]
 OFF: Final = "off"
+MOST_DRAFTS: Final = 7
+"""Most drafts of a row: with its last token they are a width of 8."""
 
 
 def tiers_obstacle(*, host: bool, stores: bool, prefix_cache: bool) -> str:
@@ -64,7 +67,7 @@ class EngineConfig(Bounds):
     cuda_graphs: bool = True
     """Whether steps on a GPU replay graphs, which are made at the start. See
     `engine.cuda.steps.shapes`."""
-    speculation: str = OFF
+    speculation: Speculation = "off"
     """What guesses tokens that steps verify, one of `engine.speculation.choosing.DRAFTERS`, or
     off."""
     draft_tokens: int = 7

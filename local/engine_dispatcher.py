@@ -80,6 +80,7 @@ class _Running:
             priority=job.priority,
             prompt_logprobs=job.prompt_logprobs,
             extensions=job.extensions,
+            no_speculation=not job.speculates,
         )
 
     def drew(self, tokens: jobs.JobTokens, at_ns: int) -> None:
@@ -102,7 +103,9 @@ class _Running:
                 self.run.scored(merge.prompt_logprobs(scores_message(self.id, event.records)))
             case SequenceEnded():
                 reason = end_reason_message(event.reason)
-                self.run.end_choice(jobs.ChoiceEnded(event.choice, reason, event.output_tokens))
+                drafts = event.drafted_tokens, event.accepted_tokens
+                ended = jobs.ChoiceEnded(event.choice, reason, event.output_tokens, *drafts)
+                self.run.end_choice(ended)
                 self.finish()
             case RequestFailed():
                 self.run.fail(self._error(event))

@@ -124,6 +124,8 @@ class Job:
     """Keys of the prompt's pages that a worker may find; none where it may find none."""
     extensions: Mapping[str, bytes] = field(default_factory=dict)
     """Bytes for hooks of workers, by their names."""
+    speculates: bool = True
+    """Whether workers may verify drafts of its output."""
     workers: list[str] = field(default_factory=list)
     """Ids of the workers that got a part of the job, in order. The dispatcher adds them."""
 
@@ -209,6 +211,9 @@ class ChoiceEnded:
     reason: worker_pb2.EndReason.ValueType
     output_tokens: int
     """Tokens in the choice's whole output."""
+    drafted_tokens: int = 0
+    """Drafts that the last worker verified for it."""
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

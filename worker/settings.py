@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, Field, model_validator
 from baton.addresses import ROUTER_INTERNAL_ADDRESS, host_of, is_loopback
 from baton.tls import TlsFiles, files_in
 from engine.config import (
+    MOST_DRAFTS,
     Attention,
     Dtype,
     EngineConfig,
@@ -20,6 +21,7 @@ from engine.config import (
     LoadFormat,
     Quantization,
     Scheduling,
+    Speculation,
     tiers_obstacle,
 )
 from faults.failpoints import check as check_failpoints
@@ -88,6 +90,9 @@ class WorkerDebug(BaseModel):
     step_timeout_s: float = Field(default=_ENGINE.step_timeout_s, gt=0)
     """Ends the worker if a step, or a turn of the thread that moves KV pages, takes longer than
     this, seconds. The log then has every thread's stack. A supervisor must start it again."""
+    synthetic_acceptance: float = Field(default=_ENGINE.synthetic_acceptance, ge=-1, le=1)
+    """Accepts this share of the drafts, whatever they are, to measure speed with random weights on
+    a GPU. It is refused elsewhere. -1: accepts those that are right."""
     hook_limit_s: float = Field(default=_ENGINE.hook_limit_s, gt=0)
     """Counts a hook as failed if its calls take longer than this in one step, seconds."""
     poison_freed_pages: bool = _ENGINE.poison_freed_pages
@@ -228,6 +233,12 @@ class WorkerSettings(BaseModel):
     slow down each one."""
     max_context_tokens: int = Field(default=_ENGINE.max_context_tokens, ge=0, le=MOST_TOKENS)
     """Limits prompt and output together. 0: the model's own limit."""
+    speculation: Speculation = _ENGINE.speculation
+    """Chooses what guesses tokens, several of which one step then verifies: `suffix` looks for the
+    newest tokens earlier in the same sequence, and needs no weights. The tokens stay the same. A
+    prefill worker has none."""
+    draft_tokens: int = Field(default=_ENGINE.draft_tokens, ge=1, le=MOST_DRAFTS)
+    """Limits the tokens that are guessed at a time."""
     scheduling: Scheduling = _ENGINE.scheduling
     """Chooses the waiting request to admit first: `fcfs` takes the oldest, `priority` the one with
     the highest priority, `shortest` the shortest prompt, `fair` a request of the tenant with the

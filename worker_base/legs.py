@@ -117,14 +117,18 @@ class WorkerLeg:
         reason: EndReason,
         output_tokens: int,
         timings: worker_pb2.WorkTimings | None,
+        drafts: tuple[int, int] = (0, 0),
     ) -> None:
-        """Tells the router that a choice ended; the last choice's message carries the timings."""
+        """Tells the router that a choice ended; the last choice's message carries the timings.
+        `drafts`: how many were verified, and accepted."""
         finished = worker_pb2.Finished(
             attempt_id=self.id,
             choice_index=choice,
             reason=end_reason_message(reason),
             output_tokens=output_tokens,
             timings=timings,
+            drafted_tokens=drafts[0],
+            accepted_tokens=drafts[1],
         )
         self.tell(finished=finished)
 

@@ -116,6 +116,7 @@ def request_of(submit: worker_pb2.Submit) -> Request:
         prompt_logprobs=submit.prompt_logprobs,
         takeover_tokens=submit.takeover_tokens,
         extensions=extensions,
+        speculates=not submit.no_speculation,
         fetch=_fetch_of(submit),
     )
 

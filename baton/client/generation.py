@@ -69,6 +69,10 @@ class Usage:
     loaded_prompt_tokens: Mapping[str, int] = field(default_factory=dict)
     """Cached tokens that were loaded from below the GPU's memory for this request, by
     where from: `host` or the name of a store."""
+    accepted_draft_tokens: int = 0
+    """Of the output, tokens that were drafts first (speculative decoding)."""
+    rejected_draft_tokens: int = 0
+    """Drafts that were not the tokens drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +294,8 @@ class Gathering:
             usage.output_tokens,
             usage.reasoning_tokens,
             dict(usage.loaded_prompt_tokens),
+            usage.accepted_draft_tokens,
+            usage.rejected_draft_tokens,
         )
         self._timings = Timings(
             queue_s=timings.queue.ToNanoseconds() / 1e9,

@@ -97,6 +97,9 @@ class Options(TypedDict, total=False):
     """Keeps only the prompt's last tokens."""
     cache_salt: str
     """Cached pages of prompts are shared only among requests with the same salt."""
+    speculation: bool
+    """Whether drafts of the output may be verified, where the server's workers do that. It changes
+    no token."""
     extensions: Mapping[str, str | bytes]
     """Bytes for hooks of the server's workers, by the hooks' names; a text travels as UTF-8."""
     template_variables: Mapping[str, Any]

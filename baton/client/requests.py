@@ -146,7 +146,14 @@ def _one_text(prompt: object) -> str:
     return prompt
 
 
-_INPUT = ("choices", "priority", "add_special_tokens", "cache_salt", "truncate_prompt_tokens")
+_INPUT = (
+    "choices",
+    "priority",
+    "add_special_tokens",
+    "cache_salt",
+    "truncate_prompt_tokens",
+    "speculation",
+)
 _CHAT_SCALARS = ("parallel_tool_calls", "reasoning_effort", "thinking_token_budget")
 _CHAT = (
     "template_variables",

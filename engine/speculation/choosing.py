@@ -7,14 +7,12 @@ from typing import Final
 
 import torch
 
-from engine.config import OFF, EngineConfig
+from engine.config import MOST_DRAFTS, OFF, EngineConfig
 from engine.speculation.drafter import Drafter
 from engine.speculation.suffix import SuffixDrafter
 from engine.speculation.tables import SlotTables
 from engine.speculation.verifying import Verifier
 
-MOST_DRAFTS: Final = 7
-"""Most drafts of a row: with its last token they are a width of 8."""
 DRAFTERS: Final[dict[str, Callable[[int], Drafter]]] = {"suffix": SuffixDrafter}
 """Made with the most drafts of a row."""
 

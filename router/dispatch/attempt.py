@@ -293,7 +293,10 @@ class Attempt:
             self._clocks.work = finished.timings
         if finished.choice_index < len(self.group.choices):
             choice = self.group.choices[finished.choice_index]
-            self.run.end_choice(ChoiceEnded(choice, finished.reason, finished.output_tokens))
+            drafts = finished.drafted_tokens, finished.accepted_tokens
+            self.run.end_choice(
+                ChoiceEnded(choice, finished.reason, finished.output_tokens, *drafts)
+            )
             leg.finished.add(finished.choice_index)
         if leg is self.decode and len(leg.finished) == len(self.group.choices):
             leg.close()

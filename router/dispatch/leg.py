@@ -117,6 +117,7 @@ class Leg:
             tenant=job.tenant,
             takeover_tokens=self._route.takeover_tokens if decodes else 0,
             extensions=job.extensions,
+            no_speculation=not job.speculates,
             fetch=None if decodes else _fetch_message(self._route.way),
         )
 

@@ -257,6 +257,7 @@ class Generations:
             quota=call.quota,
             cache_salt=salted(call.tenant, generation.cache_salt),
             extensions=dict(generation.extensions),
+            speculates=generation.speculation or not generation.HasField("speculation"),
             workers=call.record.workers,
         )
 
@@ -295,11 +296,7 @@ class _Generation:
     """A job on its way through the dispatcher."""
 
     def __init__(
-        self,
-        dispatcher: Dispatcher,
-        job: Job,
-        outbox: OutputBuffer,
-        plan: AnswerPlan,
+        self, dispatcher: Dispatcher, job: Job, outbox: OutputBuffer, plan: AnswerPlan
     ) -> None:
         self._dispatcher = dispatcher
         self._job = job
@@ -309,6 +306,7 @@ class _Generation:
         self._started: Started | None = None
         self._last: Finished | None = None
         self._finished = False
+        self._drafted = self._accepted = 0
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -366,6 +364,8 @@ class _Generation:
             return
         if choice.num_tokens != event.output_tokens:
             raise RuntimeError("a choice ended before all its tokens came")
+        self._drafted += event.drafted_tokens
+        self._accepted += event.accepted_tokens
         self._end(choice, FINISH_REASONS[event.reason])
 
     def _end(
@@ -390,9 +390,9 @@ class _Generation:
             output_tokens=sum(choice.num_tokens for choice in self.choices),
             reasoning_tokens=sum(choice.reasoning_tokens for choice in self.choices),
             loaded_prompt_tokens=event.loaded_prompt_tokens,
+            accepted_draft_tokens=self._accepted,
+            rejected_draft_tokens=self._drafted - self._accepted,
         )
-        self._outbox.put(
-            Finished(
-                self._last.choice, self._last.reason, self._last.stop_text, usage, event.timings
-            )
-        )
+        last = self._last
+        finished = Finished(last.choice, last.reason, last.stop_text, usage, event.timings)
+        self._outbox.put(finished)

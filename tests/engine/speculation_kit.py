@@ -10,8 +10,9 @@ from pathlib import Path
 
 from engine_kit import Run, build, check_baseline
 
+from engine.config import MOST_DRAFTS
 from engine.engine import Engine
-from engine.speculation.choosing import DRAFTERS, MOST_DRAFTS
+from engine.speculation.choosing import DRAFTERS
 from engine.speculation.scripted import Script, ScriptedDrafter
 from engine.speculation.widths import Widths
 

@@ -153,6 +153,7 @@ class GenerationInput(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     EXTENSIONS_FIELD_NUMBER: _builtins.int
+    SPECULATION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name, as ListModels reports it. Empty selects the only model, where
     exactly one is served.
@@ -177,6 +178,10 @@ class GenerationInput(_message.Message):
     truncate_prompt_tokens: _builtins.int
     """Keep only this many tokens of the prompt, its last, and no more than the
     context holds beside max_tokens; at least 1.
+    """
+    speculation: _builtins.bool
+    """Whether drafts of the output may be verified, where the model's workers do
+    that (speculative decoding). It changes the speed, and no token. Unset: true.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
@@ -231,10 +236,11 @@ class GenerationInput(_message.Message):
         cache_salt: _builtins.str = ...,
         truncate_prompt_tokens: _builtins.int | None = ...,
         extensions: _abc.Mapping[_builtins.str, _builtins.bytes] | None = ...,
+        speculation: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_choices", b"_choices", "_priority", b"_priority", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "choices", b"choices", "output", b"output", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "structure", b"structure", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_choices", b"_choices", "_priority", b"_priority", "_speculation", b"_speculation", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "choices", b"choices", "output", b"output", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "structure", b"structure", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_choices", b"_choices", "_priority", b"_priority", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "cache_salt", b"cache_salt", "chat", b"chat", "choices", b"choices", "extensions", b"extensions", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "structure", b"structure", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_choices", b"_choices", "_priority", b"_priority", "_speculation", b"_speculation", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "cache_salt", b"cache_salt", "chat", b"chat", "choices", b"choices", "extensions", b"extensions", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "structure", b"structure", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
@@ -242,6 +248,8 @@ class GenerationInput(_message.Message):
     _WhichOneofArgType__choices: _TypeAlias = _typing.Literal["_choices", b"_choices"]  # noqa: Y015
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
+    _WhichOneofReturnType__speculation: _TypeAlias = _typing.Literal["speculation"]  # noqa: Y015
+    _WhichOneofArgType__speculation: _TypeAlias = _typing.Literal["_speculation", b"_speculation"]  # noqa: Y015
     _WhichOneofReturnType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["truncate_prompt_tokens"]  # noqa: Y015
     _WhichOneofArgType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
@@ -252,6 +260,8 @@ class GenerationInput(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__choices) -> _WhichOneofReturnType__choices | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__speculation) -> _WhichOneofReturnType__speculation | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
     @_typing.overload
@@ -1360,6 +1370,8 @@ class Usage(_message.Message):
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     LOADED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    REJECTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt, counted once."""
     cached_prompt_tokens: _builtins.int
@@ -1368,6 +1380,12 @@ class Usage(_message.Message):
     """Tokens generated, over all choices."""
     reasoning_tokens: _builtins.int
     """Of those, spent on thinking, where the answer is parsed."""
+    accepted_draft_tokens: _builtins.int
+    """Of the output, tokens that were drafts first (speculative decoding), as far as
+    workers told: of a choice that the router ended, they are not known.
+    """
+    rejected_draft_tokens: _builtins.int
+    """Drafts that were not the tokens drawn. They are in no other count."""
     @_builtins.property
     def loaded_prompt_tokens(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Of the cached ones, those that were loaded from below the GPU's memory for this
@@ -1383,10 +1401,12 @@ class Usage(_message.Message):
         output_tokens: _builtins.int = ...,
         reasoning_tokens: _builtins.int = ...,
         loaded_prompt_tokens: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        accepted_draft_tokens: _builtins.int = ...,
+        rejected_draft_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "loaded_prompt_tokens", b"loaded_prompt_tokens", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "cached_prompt_tokens", b"cached_prompt_tokens", "loaded_prompt_tokens", b"loaded_prompt_tokens", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens", "rejected_draft_tokens", b"rejected_draft_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -922,6 +922,7 @@ class Submit(_message.Message):
     TIME_LEFT_MS_FIELD_NUMBER: _builtins.int
     FETCH_FIELD_NUMBER: _builtins.int
     EXTENSIONS_FIELD_NUMBER: _builtins.int
+    NO_SPECULATION_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.bytes
     """Names the attempt everywhere; random, 16 bytes."""
     mode: Global___WorkMode.ValueType
@@ -963,6 +964,8 @@ class Submit(_message.Message):
     """How long the request may take from its receipt on, milliseconds; unset for
     no limit.
     """
+    no_speculation: _builtins.bool
+    """Drafts of the output are not verified; the tokens are the same."""
     @_builtins.property
     def generated(self) -> _containers.RepeatedCompositeFieldContainer[Global___GeneratedTokens]:
         """Tokens already sent to the client, per choice: forced, never sampled again."""
@@ -1008,10 +1011,11 @@ class Submit(_message.Message):
         time_left_ms: _builtins.int | None = ...,
         fetch: Global___PeerFetch | None = ...,
         extensions: _abc.Mapping[_builtins.str, _builtins.bytes] | None = ...,
+        no_speculation: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms", "fetch", b"fetch", "sampling", b"sampling", "stopping", b"stopping", "time_left_ms", b"time_left_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms", "attempt_id", b"attempt_id", "cache_salt", b"cache_salt", "choices", b"choices", "deadline_unix_ns", b"deadline_unix_ns", "extensions", b"extensions", "fetch", b"fetch", "first_choice", b"first_choice", "generated", b"generated", "mode", b"mode", "peer_agent_name", b"peer_agent_name", "priority", b"priority", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stopping", b"stopping", "takeover_tokens", b"takeover_tokens", "tenant", b"tenant", "time_left_ms", b"time_left_ms", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms", "attempt_id", b"attempt_id", "cache_salt", b"cache_salt", "choices", b"choices", "deadline_unix_ns", b"deadline_unix_ns", "extensions", b"extensions", "fetch", b"fetch", "first_choice", b"first_choice", "generated", b"generated", "mode", b"mode", "no_speculation", b"no_speculation", "peer_agent_name", b"peer_agent_name", "priority", b"priority", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stopping", b"stopping", "takeover_tokens", b"takeover_tokens", "tenant", b"tenant", "time_left_ms", b"time_left_ms", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__time_left_ms: _TypeAlias = _typing.Literal["time_left_ms"]  # noqa: Y015
     _WhichOneofArgType__time_left_ms: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms"]  # noqa: Y015
@@ -2044,6 +2048,8 @@ class Finished(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
+    DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.bytes
     """The attempt."""
     choice_index: _builtins.int
@@ -2052,6 +2058,10 @@ class Finished(_message.Message):
     """Why."""
     output_tokens: _builtins.int
     """Tokens of its whole output."""
+    drafted_tokens: _builtins.int
+    """Drafts that were verified for the choice by this worker."""
+    accepted_tokens: _builtins.int
+    """Those of them that are in its output."""
     @_builtins.property
     def timings(self) -> Global___WorkTimings:
         """Of the worker, for timings; set on the attempt's last choice."""
@@ -2064,10 +2074,12 @@ class Finished(_message.Message):
         reason: Global___EndReason.ValueType = ...,
         output_tokens: _builtins.int = ...,
         timings: Global___WorkTimings | None = ...,
+        drafted_tokens: _builtins.int = ...,
+        accepted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "choice_index", b"choice_index", "output_tokens", b"output_tokens", "reason", b"reason", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "attempt_id", b"attempt_id", "choice_index", b"choice_index", "drafted_tokens", b"drafted_tokens", "output_tokens", b"output_tokens", "reason", b"reason", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

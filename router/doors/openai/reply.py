@@ -249,6 +249,8 @@ class Reply:
                 if output.usage is not None:
                     self._usage.cached_tokens += output.usage.cached_prompt_tokens
                     self._usage.loaded_tokens.update(output.usage.loaded_prompt_tokens)
+                    self._usage.accepted_drafts += output.usage.accepted_draft_tokens
+                    self._usage.rejected_drafts += output.usage.rejected_draft_tokens
                 return [self._choices[first + output.choice].finish(output)]
 
     def _start(self, prompt: int, started: Started) -> list[ReplyPart]:
@@ -349,6 +351,8 @@ class _Usage:
     """Cached tokens by where they were loaded from. Clients that do not know the field skip it."""
     output_tokens: int = 0
     reasoning_tokens: int = 0
+    accepted_drafts: int = 0
+    rejected_drafts: int = 0
 
     def json(self) -> JSON:
         return {
@@ -356,7 +360,11 @@ class _Usage:
             "completion_tokens": self.output_tokens,
             "total_tokens": self.prompt_tokens + self.output_tokens,
             "prompt_tokens_details": self._details(),
-            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+            "completion_tokens_details": {
+                "reasoning_tokens": self.reasoning_tokens,
+                "accepted_prediction_tokens": self.accepted_drafts,
+                "rejected_prediction_tokens": self.rejected_drafts,
+            },
         }
 
     def _details(self) -> JSON:

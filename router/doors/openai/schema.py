@@ -110,6 +110,8 @@ class GenerationRequest(FormFields, ModelRequest):
     """Texts for hooks of the workers, by the hooks' names. They travel as UTF-8."""
     return_token_ids: bool | None = None
     """Adds the ids of the prompt and of the output."""
+    speculation: bool | None = None
+    """False: no drafts of the output are verified. The answer is the same."""
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     """Stands for a priority, unless `priority` is set."""
     skip_special_tokens: bool | None = None
@@ -173,6 +175,7 @@ class GenerationRequest(FormFields, ModelRequest):
             cache_salt=self.cache_salt or "",
             truncate_prompt_tokens=_ALL if kept == -1 else kept,
             extensions={name: text.encode() for name, text in (self.extensions or {}).items()},
+            speculation=self.speculation,
             **prompt,
         )
 
