@@ -90,9 +90,6 @@ class WorkerDebug(BaseModel):
     step_timeout_s: float = Field(default=_ENGINE.step_timeout_s, gt=0)
     """Ends the worker if a step, or a turn of the thread that moves KV pages, takes longer than
     this, seconds. The log then has every thread's stack. A supervisor must start it again."""
-    synthetic_acceptance: float = Field(default=_ENGINE.synthetic_acceptance, ge=-1, le=1)
-    """Accepts this share of the drafts, whatever they are, to measure speed with random weights on
-    a GPU. It is refused elsewhere. -1: accepts those that are right."""
     hook_limit_s: float = Field(default=_ENGINE.hook_limit_s, gt=0)
     """Counts a hook as failed if its calls take longer than this in one step, seconds."""
     poison_freed_pages: bool = _ENGINE.poison_freed_pages

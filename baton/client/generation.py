@@ -70,7 +70,7 @@ class Usage:
     """Cached tokens that were loaded from below the GPU's memory for this request, by
     where from: `host` or the name of a store."""
     accepted_draft_tokens: int = 0
-    """Of the output, tokens that were drafts first (speculative decoding)."""
+    """Output tokens that were drafts first (speculative decoding)."""
     rejected_draft_tokens: int = 0
     """Drafts that were not the tokens drawn."""
 

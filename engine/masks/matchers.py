@@ -228,10 +228,12 @@ class MaskFiller:
             if one.matcher.grammar is not None and not one.matcher.is_broken
         ]
         at = masks.ctypes.data, 4 * masks.shape[1], len(masks)
-        if any(drafts for _, _, drafts in grammars):
-            self._pool.unsafe_compute_mask_ptr_with_draft_token(grammars, *at)
-        elif grammars:
-            self._pool.unsafe_compute_mask_ptr([(g, row) for g, row, _ in grammars], *at)
+        behind = [asked for asked in grammars if asked[2]]
+        alone = [(grammar, row) for grammar, row, drafts in grammars if not drafts]
+        if behind:
+            self._pool.unsafe_compute_mask_ptr_with_draft_token(behind, *at)
+        if alone:
+            self._pool.unsafe_compute_mask_ptr(alone, *at)
         return [
             one.matcher.narrow(masks[first : first + one.masks], one.place, one.drafts)
             for one, first in zip(wanted, firsts, strict=False)

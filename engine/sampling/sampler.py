@@ -282,7 +282,7 @@ class Sampler:
         floor = (
             scaled.new_full((len(scaled),), float("-inf"))
             if draw.floor is None
-            else self._upload(draw.floor)
+            else self._upload(draw.floor).clone()  # Later columns begin with the plan's, too.
         )
         for nucleus in draw.nuclei:
             rows = self._upload(nucleus.rows)

@@ -101,7 +101,7 @@ def test_a_request_may_do_without(told: Told) -> None:
 def test_a_short_pool_narrows_rows_and_preempts_as_without_drafts(told: Told) -> None:
     prompts = told.prompts[:4]
     options = {"num_pages": 10, "max_sequences": 6, "max_step_tokens": 64}
-    with speculating(told.path, told.oracle.half, **options) as engine:
+    with speculating(told.path, told.oracle.wrong, **options) as engine:
         with held(engine):
             runs = [submit(engine, prompt, TOKENS, ignore_eos=True) for prompt in prompts]
         finish(*runs)
