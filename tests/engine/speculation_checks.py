@@ -163,9 +163,10 @@ def check_accepting() -> None:
         finite[[0, width - 1 + width]] = 0
         allowed = ints([width, 1, width, 2, 1, 1, 1][: len(slots)]) if limited else None
         valid = (1 + tables.ready[own]).clamp(max=width).minimum(bounds - tables.length[own])
+        drafted = (valid - 1).clamp(min=0)
         if allowed is not None:
             valid = valid.minimum(allowed[:decodes])
-        valid, ready = valid.clamp(min=0).long(), tables.ready[own].clamp(max=width - 1)
+        valid = valid.clamp(min=0).long()
         given = (ids.flatten(), torch.stack((every, finite)), slots, bounds, width, tables)
         result = told(accept(*given, allowed=allowed))
         counts = accepted(ids.long(), drawn.long(), valid)
@@ -175,7 +176,7 @@ def check_accepting() -> None:
         for name in ("length", "next", "ready", "history"):
             assert torch.equal(getattr(tables, name), getattr(want, name)), name
         assert result.counts.tolist() == counts.tolist() + [1] * prompts
-        assert result.drafted.tolist() == ready.tolist() + [0] * prompts
+        assert result.drafted.tolist() == drafted.tolist() + [0] * prompts
         assert torch.equal(result.tokens[:decodes], drawn)
         assert torch.equal(result.tokens[decodes:, 0], first)
         bad = [int(counts[0]) == 0, int(counts[1]) < width]

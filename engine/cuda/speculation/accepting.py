@@ -72,14 +72,12 @@ def _accept(
         agrees = follows & (noise.to(tl.float32) * 2.220446049250313e-16 < likely)
         token = tl.where(agrees, draft, token)
     count = tl.min(tl.where(agrees, columns, column), axis=0) + 1
-    count = tl.minimum(count, drafts + 1)
+    room = tl.load(bounds + row, mask=verifies, other=0) - length
+    valid = tl.maximum(tl.minimum(tl.minimum(drafts + 1, width), room), 0)
+    valid = tl.where(verifies, valid, 1)
+    count = tl.minimum(count, valid)
     if limits:
         count = tl.minimum(count, tl.load(allowed + row))
-    if verifies:
-        count = tl.maximum(tl.minimum(count, tl.load(bounds + row) - length), 0)
-    else:
-        count = 1
-        drafts = 0
     counted = column < count
     last = tl.sum(tl.where(column == count - 1, token, 0), axis=0)
     tl.store(next_tokens + slot, last, mask=count > 0)
@@ -91,7 +89,7 @@ def _accept(
     tl.store(out + column, token, mask=here)
     tl.store(out + column, 0, mask=(column < width) & (column > 0) & (row >= decodes))
     tl.store(out + width, count)
-    tl.store(out + width + 1, tl.minimum(drafts, width - 1))
+    tl.store(out + width + 1, tl.maximum(valid - 1, 0))
     tl.store(out + width + 2, tl.min(tl.where(counted, usable, 1), axis=0))
 
 
