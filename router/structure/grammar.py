@@ -17,7 +17,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from baton.inference.v1 import inference_pb2 as api
 from router.answers.forms import CallForm, Markers, Thought
-from router.structure.rules import ANYTHING, Rules, Tool, literal
+from router.structure.rules import ANYTHING, Rules, Tool, literal, of_object
 from router.structure.schema import SchemaError, read
 from router.structure.tagged import arguments
 
@@ -149,7 +149,7 @@ class Grammar(Rules):
     def _arguments(self, tool: Tool) -> str:
         if not tool.schema and not tool.strict:
             return _ANY_OBJECT
-        return self.json(tool.schema or {"type": "object"}, strict=tool.strict)
+        return self.json(of_object(tool), strict=tool.strict)
 
     def _include(self, lark: str) -> None:
         self._given = lark

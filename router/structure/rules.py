@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from router.structure.schema import Prepared, prepare
+from router.structure.schema import Prepared, SchemaError, prepare
 
 ANYTHING: Final = "/(?s:.*)/"
 """Any text."""
 _WHITESPACE: Final = "[ \\n]?"
 """Between the parts of JSON. More of it would let a model write nothing else."""
+_OTHERS: Final = ("$ref", "anyOf", "oneOf", "allOf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,21 @@ class Tool:
     schema: dict[str, Any]
     """Schema of its arguments; empty for any object."""
     strict: bool
+
+
+def of_object(tool: Tool) -> dict[str, Any]:
+    """The schema of a tool's arguments, which are an object, also where it does not say so.
+
+    Raises:
+        SchemaError: it says that they are something else.
+    """
+    schema = tool.schema
+    kinds = schema.get("type", "object")
+    if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+        raise SchemaError("/type must be object, which arguments are", ["/type"])
+    if tool.strict and "type" not in schema and any(name in schema for name in _OTHERS):
+        return schema  # What they refer to says it, and is closed by itself.
+    return {**schema, "type": "object"}
 
 
 class Rules:

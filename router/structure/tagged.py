@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from router.answers.tagged_calls import referred, types_of
 from router.structure.closing import escaped
-from router.structure.rules import ANYTHING, Rules, Tool, literal
+from router.structure.rules import ANYTHING, Rules, Tool, literal, of_object
 from router.structure.schema import SchemaError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def arguments(grammar: Rules, tool: Tool, tags: Tags) -> str:
     Raises:
         SchemaError: a strict tool's schema cannot be enforced.
     """
-    root: Any = tool.schema
+    root: Any = of_object(tool)
     for _ in range(16):
         if isinstance(root, dict) and isinstance(pointer := root.get("$ref"), str):
             root = referred(pointer, tool.schema)

@@ -40,6 +40,14 @@ WEATHER: dict[str, Any] = {
     },
 }
 CLOCK: dict[str, Any] = {"type": "function", "function": {"name": "clock"}}
+
+
+def called_with(parameters: dict[str, Any], strict: bool = False) -> dict[str, Any]:
+    """A tool whose arguments have that schema."""
+    function = {"name": "f", "parameters": parameters, "strict": strict}
+    return {"type": "function", "function": function}
+
+
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 LLAMA_CALL = '{"name": "get_weather", "parameters": {"city": "Paris"}}'
 
@@ -329,8 +337,14 @@ async def test_one_call_only(port: Port) -> None:
             {"tools": [CLOCK], "tool_choice": {"function": {"name": "SECRET"}}},
             "tool_choice.function.name",
         ),
-        ({"tool_choice": "required"}, "tool_choice.mode"),
+        ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [CLOCK], "tool_choice": "SECRET"}, "tool_choice"),
+        ({"tools": [CLOCK], "tool_choice": {"type": "function", "name": "SECRET"}}, "tool_choice"),
+        ({"logit_bias": {"SECRET": 1}}, "logit_bias"),
+        (
+            {"tools": [called_with({"type": "string"})], "tool_choice": "required"},
+            "tools[0].function.parameters",
+        ),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": "[SECRET]"}}]},
             "tools[0].function.parameters",
@@ -342,8 +356,23 @@ async def test_one_call_only(port: Port) -> None:
 )
 async def test_bad_tools(port: Port, fields: dict[str, Any], param: str) -> None:
     error = await refusal(port, extra_body=fields)
-    assert (error.param or "").startswith(param)
+    assert error.param == param
     assert "SECRET" not in error.message
+
+
+@pytest.mark.parametrize("strict", [False, True])
+async def test_arguments_are_an_object_though_their_schema_does_not_say_so(
+    port: Port, strict: bool
+) -> None:
+    await create(
+        port,
+        tools=[called_with({"properties": {"a": {"type": "integer"}}, "required": ["a"]}, strict)],
+        tool_choice="required",
+    )
+    call = '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'
+    assert accepts(port, call % '{"a": 1}')
+    assert not accepts(port, call % "[1]")
+    assert not accepts(port, call % '"a"')
 
 
 async def test_a_strict_tool_whose_schema_cannot_be_enforced(port: Port) -> None:

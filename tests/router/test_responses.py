@@ -221,6 +221,10 @@ async def test_verbosity_reaches_a_template_that_reads_it(
             "input[0].content[0].type",
         ),
         ({"input": [{"type": "function_call_output", "call_id": "a"}]}, "input[0].output"),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "SECRET", "output": "a"}]},
+            "input[0].call_id",
+        ),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"extra_body": {"n": 2}}, "n"),
         ({"extra_body": {"response_format": {"type": "json_object"}}}, "response_format"),

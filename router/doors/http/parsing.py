@@ -6,7 +6,7 @@ result and are not supported. They are refused by name, unless their value asks 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import BeforeValidator, ValidationError
 
@@ -14,6 +14,9 @@ from router import errors
 from router.doors.http.values import ApiObject, name_of
 from router.errors import Violation
 from router.requests.bounds import LEAST_ELEMENTS
+
+_WRONG_KEY: Final = "[key]"
+"""What pydantic adds to the place of a key that is wrong."""
 
 
 class ModelRequest(ApiObject):
@@ -67,8 +70,14 @@ def _refusal(error: ValidationError) -> errors.RouterError:
 
 def _path(location: tuple[int | str, ...]) -> str:
     """The path of a location, such as `messages[0].content`. An empty location is the body
-    itself."""
+    itself. Names of kinds among which a value may choose, and keys that are wrong, are no part of
+    it."""
+    if location[-1:] == (_WRONG_KEY,):
+        location = location[:-2]
     path = ""
     for part in location:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}"
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif not part.startswith("literal[") and not part[:1].isupper():
+            path += f".{part}"
     return path.lstrip(".") or "body"

@@ -50,6 +50,7 @@ _PARAMS: Final = (
     ("input.token_ids.ids", "prompt"),
     ("input.chat.messages", "messages"),
     ("input.chat.template_variables", "chat_template_kwargs"),
+    ("input.chat.tool_choice.mode", "tool_choice"),
     ("input.chat.continue_last", "continue_final_message"),
     ("input.chat.", ""),
     ("input.chat", "messages"),

@@ -44,7 +44,8 @@ def _content(value: object) -> str | list[str] | None:
         raise PydanticCustomError("content", rule, {"most": MAX_CONTENT_PARTS})
     texts: list[str] = []
     for part in value:
-        text = part.get("text") if isinstance(part, dict) else None
+        kind = "refusal" if isinstance(part, dict) and part.get("type") == "refusal" else "text"
+        text = part.get(kind) if isinstance(part, dict) else None
         if not isinstance(text, str):
             raise PydanticCustomError("content", "only parts of type 'text' are supported")
         texts.append(text)

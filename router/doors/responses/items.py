@@ -18,6 +18,8 @@ from router.doors.http.values import ApiObject
 from router.errors import Violation
 from router.requests.bounds import MAX_CONTENT_PARTS
 
+_OWN: Final = {".tool_call_id": ".call_id", ".id": ".call_id"}
+"""Fields of turns that have another name in items."""
 TEXTS: Final = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 """Types of parts that hold text."""
 _ROLES: Final = {
@@ -134,7 +136,7 @@ class Turns:
             return None
         turn, call = int(found[1]), found[2]
         where = self._paths[turn] if call is None else self._call_paths[turn, int(call)]
-        return f"{where}{found[3]}" if "[" in where else where
+        return f"{where}{_OWN.get(found[3], found[3])}" if "[" in where else where
 
     def _begin(self, role: api.Role.ValueType, path: str, **content: Any) -> api.ChatMessage:
         self.messages.append(api.ChatMessage(role=role, **content))

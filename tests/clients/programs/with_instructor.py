@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Anything(BaseModel):
-    """An object. The demo model is too small to keep to a form that it is only told."""
+    """An object."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -26,5 +26,7 @@ got = client.chat.completions.create(
     temperature=0,
     max_tokens=256,
     max_retries=0,
+    # The demo model is too small to keep to a form that it is only told.
+    extra_body={"guided_regex": r'Sure:\n```json\n\{"name": "[A-Z][a-z]{2,12}"\}\n```'},
 )
 print(json.dumps({"fields": sorted(got.model_extra)}))
