@@ -1,10 +1,13 @@
 """What structured output costs a worker: compiling grammars, masks, and the steps of a GPU.
 
-    python -m bench.structure [--tokenizer FOLDER]
+    python -m bench.structure [--tokenizer FOLDER] [--fuel 5000 10000 ...]
     python -m bench.structure --tokenizer FOLDER --on-gpu CASE ... [--repeats 3] [--profile]
 
 Each row of a batch is at another place of its text. What it costs the router's event loop is
 measured by `tests/router/test_structure_lag.py`.
+
+`--fuel`: bounds on the items of a mask, instead of `ITEMS_A_MASK`. For each the share of random
+texts of a wide schema that it ends, and the longest mask of a grammar made to be ambiguous.
 
 On a GPU the cases of `bench.engine` run with every row sampled at one temperature, and with every
 row under a schema at the same temperature, in turns: lists of objects that never end.
@@ -23,7 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from baton.inference.v1 import inference_pb2 as api
 from bench import engine as gpu
@@ -46,6 +49,9 @@ PERSON: Final[dict[str, Any]] = {
     "additionalProperties": False,
 }
 ROWS: Final = (1, 16, 64, 256)
+TEXTS: Final = 24
+END: Final = 2
+"""The demo model's end of a sequence."""
 
 
 def wide(count: int) -> dict[str, Any]:
@@ -119,6 +125,39 @@ def masks(tokenizer: LLTokenizer, vocab: int) -> None:
         print(f"masks of {rows} rows: p50 {p50:.2f} ms, p99 {p99:.2f} ms a step")
 
 
+def fuel(tokenizer: LLTokenizer, bounds: Sequence[int]) -> None:
+    """What bounds on the items of a mask end: texts of a schema that people write, and a grammar
+    that is hostile."""
+    names = [f"p{i}" for i in range(150)]
+    properties = {name: {"type": ["string", "null"]} for name in names}
+    grammar = grammar_of({"type": "object", "properties": properties})
+    hostile = "start: e\ne: e e | e e e | /[a-z]/"
+    for bound in bounds:
+        limits = LLParserLimits(step_max_items=bound, verbose_errors=False)
+        walks = [
+            walk(LLMatcher(tokenizer, one, log_level=0, limits=limits), seed)
+            for one, seeds in ((grammar, TEXTS), (hostile, 1))
+            for seed in range(seeds)
+        ]
+        ended = sum(is_ended for is_ended, _ in walks[:-1]) / TEXTS
+        print(f"{bound} items: {ended:.0%} of wide texts, a mask of {1e3 * walks[-1][1]:.0f} ms")
+
+
+def walk(matcher: LLMatcher, seed: int) -> tuple[bool, float]:
+    """80 random tokens; whether the fuel did not do, and the longest mask, seconds of CPU."""
+    rng, longest_s = np.random.default_rng(seed), 0.0
+    for _ in range(80):
+        began_s = time.thread_time()
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        longest_s = max(longest_s, time.thread_time() - began_s)
+        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+        allowed = allowed[allowed != END]
+        if matcher.is_error() or not len(allowed):
+            break
+        matcher.consume_token(int(rng.choice(allowed)))
+    return matcher.is_error(), longest_s
+
+
 class TimedFiller(MaskFiller):
     """Notes how long the masks of each step took."""
 
@@ -165,6 +204,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     gpu.add_engine_options(parser)
     parser.add_argument("--tokenizer", default="")
+    parser.add_argument("--fuel", nargs="+", type=int, default=[])
     parser.add_argument("--on-gpu", nargs="+", default=[], choices=list(gpu.CASES))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--profile", action="store_true")
@@ -180,8 +220,11 @@ def main() -> None:
             engine.stop()
         return
     vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
-    tokenizer = LLTokenizer((folder / "tokenizer.json").read_text(), vocab, [2])
-    masks(tokenizer, vocab)
+    tokenizer = LLTokenizer((folder / "tokenizer.json").read_text(), vocab, [END])
+    if arguments.fuel:
+        fuel(tokenizer, arguments.fuel)
+    else:
+        masks(tokenizer, vocab)
 
 
 if __name__ == "__main__":
