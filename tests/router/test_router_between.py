@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from baton.worker.v1 import worker_pb2
 from router.placement import routing
 from router.placement.routing import Route
 from router.placement.ways import Way
+from router.workers.between import fetches
 
 
 @pytest.fixture
@@ -77,6 +79,15 @@ async def test_the_router_refuses_what_it_cannot_pass_on(cluster: Cluster) -> No
         refused = await fetcher.heard("fetch_refused")
         assert (refused.cause, refused.holder_agent_name) == ("holder_gone", holder.agent_name)
     assert not foreign.count("fetch")
+
+
+@pytest.mark.parametrize(("groups", "fetching"), [(0, True), (1, True), (2, False)])
+async def test_workers_of_one_group_alone_fetch(groups: int, fetching: bool) -> None:
+    """A worker of the release before tells of no group, and has one."""
+    identity = ScriptedWorker("d0", DECODE, transport="nixl").identity
+    identity.endpoint.groups.extend([worker_pb2.KvGroup(page_bytes=4096)] * groups)
+    link: Any = SimpleNamespace(identity=identity, agent_name=identity.endpoint.agent_name)
+    assert fetches(link) is fetching
 
 
 async def test_nobody_fetches_or_refuses_for_somebody_else(cluster: Cluster) -> None:
