@@ -28,6 +28,16 @@ class TierLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupLoad:
+    """Pages of a group of layers, of a model that has several."""
+
+    name: str
+    total_pages: int
+    free_pages: int
+    evictable_pages: int
+
+
+@dataclass(frozen=True, slots=True)
 class SpeculationLoad:
     """Drafts since the start."""
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from engine.checkpoints import SamplingDefaults
 from engine.group_pages import GroupGrant, GroupPages
-from engine.loads import SpeculationLoad, TierLoad
+from engine.loads import GroupLoad, SpeculationLoad, TierLoad
 
 TokenIds = NDArray[np.int32]
 PageIds = NDArray[np.int32]
@@ -358,6 +358,10 @@ class EngineLoad:
     tokens_sampled: int = 0
     tiers: TierLoad | None = None
     """The tiers below the pool; None: there are none."""
+    groups: tuple[GroupLoad, ...] = ()
+    """The pages of each group of layers; empty where there is one."""
+    prompt_tokens_unresumable: int = 0
+    """Prompt tokens that group 0 knew and that were computed, for a window before them was gone."""
     hook_failures: Mapping[tuple[str, str], int] | None = None
     """Failures of hooks, by hook and point; None: there are no hooks."""
     speculation: SpeculationLoad | None = None

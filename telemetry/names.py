@@ -246,6 +246,8 @@ class Metric:
     PREEMPTIONS: Final = "baton_preemptions"
     KV_PAGES: Final = "baton_kv_pages"
     KV_PAGES_TOTAL: Final = "baton_kv_pages_capacity"
+    KV_GROUP_PAGES: Final = "baton_kv_group_pages"
+    UNRESUMABLE_TOKENS: Final = "baton_prefix_unresumable_tokens"
     KV_DAMAGED_PAGES: Final = "baton_kv_damaged_pages"
     TIER_LOADED_TOKENS: Final = "baton_kv_tier_loaded_tokens"
     TIER_DECISIONS: Final = "baton_kv_tier_decisions"

@@ -113,6 +113,8 @@ class Worker:
         self._watch_gpus()
         if engine.load().tiers is not None:
             self.metrics.watch_tiers(engine.load)
+        if len(self.layout.groups) > 1:
+            self.metrics.watch_groups(engine.load)
         if engine.load().hook_failures is not None:
             self.metrics.watch_hooks(engine.load)
         if settings.tp > 1:

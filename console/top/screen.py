@@ -130,15 +130,16 @@ def _row(worker: WorkerView) -> list[RenderableType]:
         rate(worker.output_token_rate),
         milliseconds(worker.step.p50_ms),
         milliseconds(worker.step.p99_ms),
-        _pages(worker.pages),
+        _pages(worker.pages, worker.groups),
         _bytes_a_second(worker.sent_byte_rate),
         milliseconds(worker.exposed.p50_ms),
         _UNKNOWN if worker.gpu_share is None else f"{worker.gpu_share:.0%}",
     ]
 
 
-def _pages(pages: dict[str, int]) -> Text:
-    """A bar of the pool's pages by state, and the share that cannot be granted."""
+def _pages(pages: dict[str, int], groups: dict[str, float]) -> Text:
+    """A bar of the pool's pages by state, and the share that cannot be granted. Below it each group
+    of layers, where there are several, and the share of its pages that is in use."""
     total = max(1, sum(pages.values()))
     bar = Text()
     for state, (glyph, colour) in _PAGE_LOOKS.items():
@@ -147,7 +148,11 @@ def _pages(pages: dict[str, int]) -> Text:
     bar.truncate(_BAR_CELLS)
     bar.append("░" * (_BAR_CELLS - len(bar)), "bright_black")
     held = total - pages["free"] - pages["cached"]
-    return bar.append(f"{held / total:5.0%}")
+    bar.append(f"{held / total:5.0%}")
+    for group, share in sorted(groups.items()):
+        name = group.replace("window-", "win-")[:_BAR_CELLS]
+        bar.append(f"\n{name:<{_BAR_CELLS}}{share:5.0%}", "bright_black")
+    return bar
 
 
 def _prompts(view: View) -> list[Text]:

@@ -62,6 +62,8 @@ class WorkerView:
     step: Quantiles = field(default_factory=lambda: Quantiles(0))
     pages: dict[str, int] = field(default_factory=dict)
     """Number of KV pages by state."""
+    groups: dict[str, float] = field(default_factory=dict)
+    """By group of layers, where there are several, the share of its pages that is in use."""
     sent_byte_rate: float | None = None
     found: dict[str, float] = field(default_factory=dict)
     """Prompt tokens that were not computed, by source, since the earlier scrape."""
@@ -193,6 +195,7 @@ def _worker(known: Known, now: Scrape, before: Scrape, since: Scrape) -> WorkerV
         output_token_rate=_rate(found, then, f"{Metric.SAMPLED_TOKENS}_total"),
         step=_quantiles([(found, old)], Metric.STEP_SECONDS),
         pages={state: int(pages.get(state, 0)) for state in PAGE_STATES},
+        groups=_shares_in_use(found),
         sent_byte_rate=_rate(found, then, f"{Metric.TRANSFER_BYTES}_total"),
         found=_grown(found, old, f"{Metric.FOUND_TOKENS}_total"),
         computed=_grown(found, old, f"{Metric.PREFILL_TOKENS}_total").get("computed", 0.0),
@@ -210,6 +213,14 @@ def _worker(known: Known, now: Scrape, before: Scrape, since: Scrape) -> WorkerV
         gpu_share=fmean(gpus) if gpus else None,
         rank_skew_ms=_rank_skew_ms(found, old),
     )
+
+
+def _shares_in_use(found: Scraped) -> dict[str, float]:
+    pages = found.by_label(Metric.KV_GROUP_PAGES, "group")
+    return {
+        group: found.total(Metric.KV_GROUP_PAGES, group=group, state="used") / max(1.0, total)
+        for group, total in pages.items()
+    }
 
 
 def _rank_skew_ms(now: Scraped, earlier: Scraped) -> float | None:

@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 
 from engine.bounds import Bounds
 from engine.group_pages import GroupGrant, GroupPages
-from engine.groups.spec import Kind, Window
+from engine.groups.spec import Full, Kind, Window, name_of
 from engine.groups.window import Slots, WindowPages
+from engine.loads import GroupLoad
 from engine.pages.blocks import BlockManager
 from engine.step.plan import GroupTable, Int32s
 from engine.types import PageIds
@@ -29,6 +30,15 @@ class OtherGroups:
 
     def __bool__(self) -> bool:
         return bool(self.groups)
+
+    def load(self, first: BlockManager) -> tuple[GroupLoad, ...]:
+        """The pages of all groups, of which `first` is group 0; none where it is the only one."""
+        if not self.groups:
+            return ()
+        books = [(name_of(Full()), first), *((one.name, one.blocks) for one in self.groups)]
+        return tuple(
+            GroupLoad(name, blocks.total, blocks.free, blocks.evictable) for name, blocks in books
+        )
 
     # -- admission --------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from engine.bounds import Bounds
 from engine.group_pages import GroupGrant, GroupPages
 from engine.groups.sizing import chunk_pages
-from engine.groups.spec import Window
+from engine.groups.spec import Window, name_of
 from engine.pages.blocks import BlockManager
 from engine.step.plan import GroupTable, Int32s
 from engine.types import SCRATCH_PAGE, PageIds
@@ -44,6 +44,7 @@ class WindowPages:
     def __init__(self, config: Bounds, window: Window, blocks: BlockManager) -> None:
         """`blocks` are the group's pages."""
         slots, size = config.max_sequences, config.page_size
+        self.name = name_of(window)
         self.blocks = blocks
         self.table = np.zeros((slots, -(-config.max_context_tokens // size)), np.int32)
         self.first = np.zeros(slots, np.int32)

@@ -69,6 +69,8 @@ def load_of(
         prompt_tokens_loaded=dict(admission.loaded_tokens),
         tokens_sampled=rates.tokens_sampled,
         tiers=scheduler.tiers.load(),
+        groups=scheduler.others.load(blocks),
+        prompt_tokens_unresumable=admission.unresumable_tokens,
         hook_failures=dict(scheduler.hooks.failures) if scheduler.hooks else None,
         speculation=scheduler.drafts.load() if scheduler.drafts else None,
     )

@@ -65,6 +65,8 @@ class Admission:
     ) -> None:
         self.cached_tokens = 0
         """Prompt tokens that were found in the pool, since the start."""
+        self.unresumable_tokens = 0
+        """Prompt tokens that group 0 had, and behind which a prompt could not go on."""
         self.loaded_tokens: Counter[str] = Counter()
         """Cached tokens that came from beyond the pool, by source."""
         self._config = config
@@ -331,6 +333,7 @@ class Admission:
         leader = sequences[0]
         known = self._blocks.count_cached(keys)
         used = self._batch.others.resumable(keys, known)
+        self.unresumable_tokens += (known - used) * self._config.page_size
         held = self._allocate_prompt(leader.slot, len(tokens), keys[:used])
         self._batch.others.begin(leader.slot, keys, held, known)
         cached = held * self._config.page_size

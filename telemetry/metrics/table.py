@@ -176,6 +176,14 @@ DECLARED: Final[Mapping[str, Declared]] = {
     Metric.PREEMPTIONS: Declared("counter", "Sequences preempted."),
     Metric.KV_PAGES: Declared("gauge", "Pages of the KV pool, by state.", ("state",)),
     Metric.KV_PAGES_TOTAL: Declared("gauge", "Pages of the KV pool that can be granted."),
+    Metric.KV_GROUP_PAGES: Declared(
+        "gauge", "Pages by group of layers and state, of models with several.", ("group", "state")
+    ),
+    Metric.UNRESUMABLE_TOKENS: Declared(
+        "counter",
+        "Prompt tokens whose KV was cached and that were computed again, for the window before them"
+        " was gone.",
+    ),
     Metric.KV_DAMAGED_PAGES: Declared(
         "counter", "Free pages that were written to; counted only with poison_freed_pages."
     ),

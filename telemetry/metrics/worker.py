@@ -68,6 +68,13 @@ class WorkerMetrics(ProcessMetrics):
         for metric, read in _TIER_SAMPLES:
             self.registry.register(Samples(metric, partial(_of_tiers, load, read)))
 
+    def watch_groups(self, load: Callable[[], Any]) -> None:
+        """Shows the pages of each group of layers; `load` is as for the constructor."""
+        self.registry.register(Samples(Metric.KV_GROUP_PAGES, partial(_of_groups, load)))
+        self._watch(
+            load, (Row(Metric.UNRESUMABLE_TOKENS, attrgetter("prompt_tokens_unresumable")),)
+        )
+
     def watch_hooks(self, load: Callable[[], Any]) -> None:
         """Shows failures of hooks; `load` is as for the constructor."""
         self.registry.register(Samples(Metric.HOOK_FAILURES, lambda: load().hook_failures))
@@ -158,6 +165,15 @@ def _skew_of(ranks: Any) -> dict[tuple[str, ...], float]:
 def _of_gpus(reads: Sequence[Callable[[], GpuLoad | None]]) -> dict[tuple[str, ...], GpuLoad]:
     loads = ((rank, read()) for rank, read in enumerate(reads))
     return {(str(rank),): load for rank, load in loads if load is not None}
+
+
+def _of_groups(load: Callable[[], Any]) -> dict[tuple[str, ...], float]:
+    found: dict[tuple[str, ...], float] = {}
+    for group in load().groups:
+        free, cached = group.free_pages, group.evictable_pages
+        states = {"free": free, "cached": cached, "used": group.total_pages - free - cached}
+        found |= {(group.name, state): float(pages) for state, pages in states.items()}
+    return found
 
 
 def _tier_slots(tiers: Any) -> dict[str, float]:

@@ -306,3 +306,21 @@ def test_the_screen_says_where_prompts_came_from() -> None:
     assert line.split("prompt tokens  ")[1].strip() == (
         "pool 40%, peer 10%, the rest computed  fetched 3.0 GB/s"
     )
+
+
+def test_pages_of_several_groups_are_shown(pages: Pages) -> None:
+    up = Gauge(Metric.WORKER_UP, "", ("worker", "role"), registry=pages.registry)
+    up.labels("decode-0", "decode").set(1)
+    pages.discovery = f'[{{"targets": ["{pages.address}"], "labels": {{"worker": "decode-0"}}}}]'
+    assert view(scrape(pages.address)).workers[0].groups == {}
+    counted = Gauge(Metric.KV_GROUP_PAGES, "", ("group", "state"), registry=pages.registry)
+    for group, used, free in (("full", 30, 70), ("window-128", 9, 1)):
+        counted.labels(group, "used").set(used)
+        counted.labels(group, "free").set(free)
+    found = view(scrape(pages.address))
+    assert found.workers[0].groups == pytest.approx({"full": 0.3, "window-128": 0.9})
+    console = Console(width=WIDTH, record=True, file=io.StringIO())
+    console.print(draw(found, pages.address))
+    shown = " ".join(console.export_text().split())
+    assert "full 30%" in shown
+    assert "win-128 90%" in shown

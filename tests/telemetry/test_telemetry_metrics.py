@@ -14,7 +14,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.loads import TierLoad
+from engine.loads import GroupLoad, TierLoad
 from engine.ranks.figures import RankLoad
 from engine.types import EngineLoad
 from kv_transfer.events import TransferCounters
@@ -303,6 +303,7 @@ def test_the_table_declares_every_name_and_nothing_else() -> None:
     used[1].watch_gpus([lambda: GpuLoad(0.5, 1, 2, 3.0)])
     used[1].watch_overdue(lambda: Overdue(1, 7.0, 0, 0.0))
     used[1].watch_tiers(lambda: EngineLoad(tiers=TierLoad()))
+    used[1].watch_groups(EngineLoad)
     used[1].watch_hooks(lambda: EngineLoad(hook_failures={("quest", "step_began"): 1}))
     used[1].watch_ranks(SimpleNamespace(loads=lambda: [RankLoad(0, 3, 0.5, 0.1)], skew_s=0.25))
     used[1].watch_peers(lambda: [PeerPath("decode-0", "nixl/tcp", 0.5, 90.0, "slow_tcp_only")])
@@ -343,3 +344,21 @@ async def test_a_loop_that_is_held_up_is_noticed() -> None:
     count: Any = len(seen)
     await asyncio.sleep(0.03)
     assert len(seen) == count
+
+
+def test_pages_by_group_and_what_windows_lost() -> None:
+    groups = GroupLoad("full", 100, 40, 20), GroupLoad("window-128", 30, 10, 5)
+    load = EngineLoad(groups=groups, prompt_tokens_unresumable=64)
+    metrics = WorkerMetrics(lambda: load, TransferCounters)
+    metrics.watch_groups(lambda: load)
+    samples = scrape(metrics)
+    pages = {
+        tuple(value for _, value in labels): count
+        for (name, labels), count in samples.items()
+        if name == Metric.KV_GROUP_PAGES
+    }
+    assert pages == {
+        ("full", "free"): 40, ("full", "cached"): 20, ("full", "used"): 40,
+        ("window-128", "free"): 10, ("window-128", "cached"): 5, ("window-128", "used"): 15,
+    }  # fmt: skip
+    assert samples[Metric.UNRESUMABLE_TOKENS + "_total", ()] == 64
