@@ -189,14 +189,14 @@ class RouterSettings(BaseModel):
         return TlsFiles(self.tls_client_ca, self.tls_door_cert, self.tls_door_key)
 
     @model_validator(mode="after")
-    def _nobody_joins_from_outside(self) -> RouterSettings:
+    def _check_exposure(self) -> RouterSettings:
         files = self.tls
         check_exposure("internal_listen", self.internal_listen, files, insecure=self.insecure)
         check_receiver(self.otlp_endpoint, files)
         return self
 
     @model_validator(mode="after")
-    def _a_door_has_a_pair(self) -> RouterSettings:
+    def _check_door_certificate(self) -> RouterSettings:
         ca, cert, key, _ = self.door_tls
         if bool(cert) != bool(key) or (ca and not cert):
             raise ValueError(
@@ -205,7 +205,7 @@ class RouterSettings(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _one_place_names_the_callers(self) -> RouterSettings:
+    def _check_callers(self) -> RouterSettings:
         if self.api_key and self.auth_tokens_file:
             raise ValueError("set api_key or auth_tokens_file, not both")
         return self

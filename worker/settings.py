@@ -274,7 +274,7 @@ class WorkerSettings(BaseModel):
         return is_loopback(host_of(self.listen))
 
     @model_validator(mode="after")
-    def _nobody_joins_from_outside(self) -> WorkerSettings:
+    def _check_exposure(self) -> WorkerSettings:
         check_exposure("listen", self.listen, self.tls, insecure=self.insecure)
         check_receiver(self.otlp_endpoint, self.tls)
         if self.debug.transport == "nccl" and any(self.tls) and not self.is_local:
@@ -285,13 +285,13 @@ class WorkerSettings(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _one_place_names_the_gpu(self) -> WorkerSettings:
+    def _check_gpu_choice(self) -> WorkerSettings:
         if self.gpu_slots_dir and self.device.startswith("cuda:"):
             raise ValueError("device must leave the choice of the GPU to gpu_slots_dir")
         return self
 
     @model_validator(mode="after")
-    def _ranks_can_work_so(self) -> WorkerSettings:
+    def _check_ranks(self) -> WorkerSettings:
         if self.tp == 1:
             return self
         if self.debug.transport == "nccl":
@@ -301,7 +301,7 @@ class WorkerSettings(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _tiers_find_pages_by_their_keys(self) -> WorkerSettings:
+    def _check_tiers(self) -> WorkerSettings:
         host, stores = self.kv_host_gib > 0, bool(self.kv_store)
         obstacle = tiers_obstacle(host=host, stores=stores, prefix_cache=self.debug.prefix_cache)
         if obstacle:
@@ -309,7 +309,7 @@ class WorkerSettings(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _a_step_fits_a_page(self) -> WorkerSettings:
+    def _check_step_sizes(self) -> WorkerSettings:
         for name in ("max_step_tokens", "mixed_prefill_tokens"):
             if 0 < getattr(self.debug, name) < self.debug.page_size_tokens:
                 raise ValueError(f"debug.{name} must be at least debug.page_size_tokens")

@@ -28,7 +28,7 @@ LEAST_PARTS, MOST_PARTS = 8, 16
 LEAST_TOKENS_OF_FEW = 64
 MOST_LEAST_TOKENS = 512
 LONGER = 1.4
-"""Rows differ if the longest has as many times the tokens of the mean."""
+"""Rows are uneven if the longest has more than this many times the mean length."""
 
 
 class Tiles(NamedTuple):

@@ -257,8 +257,8 @@ class StepHooks:
         return caller.call(hook.pages_wanted, layer, q, check=check)
 
     def note_beyond(self, beyond: Tensor) -> None:
-        """Whether places that a hook wants are none of the row's: not 0. It is read at the end of
-        the step, since no layer waits for the device."""
+        """Adds a flag on the device, not 0 if a hook chose a page outside of its row. It is read at
+        the end of the step, since no layer waits for the device."""
         self._beyond.append(beyond)
 
     def attention_ended(self, layer: int, q: Tensor, out: Tensor) -> None:

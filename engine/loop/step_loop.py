@@ -1,8 +1,9 @@
 """The step loop repeats `receive -> admit -> plan -> launch -> settle(previous)`.
 
 One step is always in flight while the host settles the one before it. The next is launched shortly
-before the one in flight ends (`engine.loop.pacing`). The loop waits in one place, for its queue.
-Others post commands there, and a step that has ended posts its end. Requests that arrive while the
+before the one in flight ends (`engine.loop.pacing`). The loop waits for its queue alone, but for
+a short sleep that lets other threads run. Others post commands there, and a step that has ended
+posts its end. Requests that arrive while the
 loop waits get slots and pages at once. Between a launch and the end of a decode step before it,
 commands are kept, so that tokens do not wait for them. Only the loop touches the scheduler. Others
 use `post` and read `load`.
@@ -215,8 +216,8 @@ class StepLoop:
         self._scheduler.requests.publish_delivered()
 
     def _hold_until_end(self, flight: _Flight) -> None:
-        """Keeps commands for HOLD_S at most, until a step has ended that is about to. All its
-        streams would wait for the one that runs when it ends."""
+        """Defers commands, for HOLD_S at most, while a decode step is about to end, so that its
+        tokens leave first."""
         until_s = time.monotonic() + HOLD_S
         while not (flight.ended or self._stopping) and (left_s := until_s - time.monotonic()) > 0:
             try:

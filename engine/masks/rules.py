@@ -131,7 +131,7 @@ class ThinkingEnds:
         bits[:] = bits_of((end[count],), self._vocab_size)
 
     def copy(self) -> ThinkingEnds:
-        """One with tokens of its own."""
+        """Copies the state, for a sequence that forks."""
         other = ThinkingEnds(self._budget, self._vocab_size)
         other._tokens, other._is_over = self._tokens, self._is_over
         return other

@@ -79,7 +79,7 @@ class Ranks(Protocol):
         ...
 
     def check(self) -> None:
-        """This rank's start goes on. Raises RankError if they are lost."""
+        """Reports that this rank's start goes on. Raises RankError if a rank is lost."""
         ...
 
     def agree(self, revision: str, num_pages: int) -> int:

@@ -50,7 +50,7 @@ class OnFailure(enum.Enum):
 
 
 class Term(NamedTuple):
-    """What a hook has to do with a request."""
+    """A tag that a hook attaches to a request, and gets back with each of its rows."""
 
     value: int
     """A number of at least 1 with a meaning for the hook alone. It comes with each of the request's

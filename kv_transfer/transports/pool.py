@@ -163,8 +163,8 @@ def whole_pages(endpoint: Endpoint) -> tuple[Piece, ...]:
 
 
 def check_pages(source: PageIds, own_pages: int, target: PageIds, peer_pages: int) -> None:
-    """Raises TransportError where a push names pages that its two pools have not, or none, or does
-    not name one for the other."""
+    """Raises TransportError unless source and target are nonempty, equally long and inside their
+    pools."""
     for pages, num_pages in ((source, own_pages), (target, peer_pages)):
         # One look at a push's pages, on its way: what is negative is the largest without a sign.
         if not len(pages) or pages.view(np.uint32).max() >= num_pages:

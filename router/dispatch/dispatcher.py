@@ -263,8 +263,8 @@ class JobDispatcher:
                 pass
 
     def _next(self, queue: ModelQueue[ChoiceGroup]) -> Iterator[ChoiceGroup]:
-        """Who is to be tried: whose turn it is; and if there is no room for that one, whoever holds
-        no slot yet, for whom the last ones are kept free."""
+        """Yields the group whose turn it is, then the first of a holder without a slot: the last
+        slots are reserved for those."""
         if (group := queue.first()) is not None:
             yield group
             if self._holds_slots(group):

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 _NOTHING: Final = Held(0, 0)
 TRIED: Final = 4
-"""After so many holders that cannot be reached it is asked whether any can. Mostly the first can.
-To try every pair of workers and holders takes milliseconds."""
+"""Unreachable sources that are tried before it is checked that any path was measured. Mostly the
+first one is reachable. To try every pair of workers and sources takes milliseconds."""
 SLACK: Final = 0.0625
 """A decode worker that holds the whole prompt is taken up to this much more pressure."""
 FETCHED_SHARE: Final = 8
@@ -213,7 +213,7 @@ class Cost:
     def _way(
         self, demand: Demand, worker: WorkerLink, usual: Usual, pages: int, moved_s: float
     ) -> Way:
-        """The way on which the worker has so many leading pages after `moved_s`."""
+        """Estimates the time to first token if `pages` leading pages are ready after `moved_s`."""
         capacity, tokens = worker.capacity(), demand.prompt_tokens
         cached = min(pages * demand.model.page_size_tokens, tokens - 1)
         seconds = finish_s(capacity, 0, usual.rate) + moved_s
