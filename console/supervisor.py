@@ -68,7 +68,7 @@ class Supervisor:
         self._write = write
         self._is_unread = False
         """A line could not be written, as into a closed pipe."""
-        self._children = [_Child(spec, self, self._tell) for spec in specs]
+        self._children = [_Child(spec, self, self._write_line) for spec in specs]
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -98,7 +98,7 @@ class Supervisor:
         self.failed = self.failed or why
         self.ended.set()
 
-    def _tell(self, name: str, line: str) -> None:
+    def _write_line(self, name: str, line: str) -> None:
         """Passes a line on, as long as somebody reads them."""
         if self._is_unread:
             return

@@ -158,7 +158,7 @@ class DecodeLeg(WorkerLeg):
         if gap_ms > self.longest_gap_ms:
             self.longest_gap_ms, self.longest_gap_end_ns = gap_ms, at_ns
 
-    def tell_granted(self, event: Reserved, epoch: int, agent_name: str) -> None:
+    def send_granted(self, event: Reserved, epoch: int, agent_name: str) -> None:
         """Tells the router which pages of this worker's pool the prefill worker may write."""
         others = [
             worker_pb2.GroupGrant(
@@ -192,7 +192,7 @@ class DecodeLeg(WorkerLeg):
         drafts = event.drafted_tokens, event.accepted_tokens
         self.drafted_tokens += drafts[0]
         self.accepted_tokens += drafts[1]
-        self.tell_finished(event.choice, event.reason, event.output_tokens, timings, drafts)
+        self.send_finished(event.choice, event.reason, event.output_tokens, timings, drafts)
 
     def _timings(self, event: SequenceEnded) -> worker_pb2.WorkTimings:
         return worker_pb2.WorkTimings(

@@ -224,7 +224,7 @@ class DecodeService(LegService[DecodeLeg]):
                 on_ready=partial(self._ready, leg.id, leg.request.choices),
             )
         )
-        leg.tell_granted(event, self._epoch, self._agent_name)
+        leg.send_granted(event, self._epoch, self._agent_name)
         failpoints.hit("decode.after_grant")
 
     def _ready(self, leg_id: bytes, choices: int, payload: bytes) -> None:

@@ -72,5 +72,5 @@ def _prompt_computed(leg: DecodeLeg, tokens: NewTokens, row: int) -> None:
     rows = range(row, min(row + leg.request.choices, len(tokens.request_ids)))
     firsts = [i for i in rows if tokens.request_ids[i] == leg.id and tokens.indices[i] == 0]
     if len(firsts) == leg.request.choices:
-        leg.tell_first_tokens([tokens.record(i) for i in firsts])
+        leg.send_first_tokens([tokens.record(i) for i in firsts])
     leg.compute(tokens.at_ns)

@@ -21,7 +21,7 @@ from engine.loop.step_loop import OnLost, OnStep, StepLoop
 from engine.masks.matchers import Matchers
 from engine.model import LoadedModel, ModelError
 from engine.model.shard import Shard
-from engine.pages.prefix import TellPages, tell_pages
+from engine.pages.prefix import ReportPages, report_pages
 from engine.pages.watch import CacheEvent, CacheEvents
 from engine.parts.building import (
     Progress,
@@ -227,12 +227,12 @@ class Engine:
 
         self._loop.post(lambda scheduler: scheduler.blocks.subscribe(told))
 
-    def tell_pages(self, tell: TellPages) -> None:
+    def report_pages(self, tell: ReportPages) -> None:
         """Tells of all pages that can be found by their keys, and then of each change."""
 
         def begin(scheduler: Scheduler) -> None:
-            tell_pages(scheduler.blocks, POOL, tell)
-            scheduler.tiers.tell_pages(tell)
+            report_pages(scheduler.blocks, POOL, tell)
+            scheduler.tiers.report_pages(tell)
 
         self._loop.post(begin)
 

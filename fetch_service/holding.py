@@ -117,7 +117,7 @@ class HoldService:
             return
         packed = fetch.keys
         keys = [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
-        self._engine.hold(fetch.transfer_id, keys, partial(self._tell_held, hold))
+        self._engine.hold(fetch.transfer_id, keys, partial(self._send_held, hold))
 
     def on_transfer(self, event: TransferEvent) -> None:
         """Takes an event of the transfer thread, and ignores those of other owners."""
@@ -137,7 +137,7 @@ class HoldService:
         del self._holds[event.transfer_id]
         self._engine.let_go(event.transfer_id)
         if hold.refused:
-            self._tell_refused(hold)
+            self._send_refused(hold)
 
     def _why_not_now(self, hold: _Hold) -> str:
         count, rest = divmod(len(hold.fetch.keys), KEY_BYTES)
@@ -157,7 +157,7 @@ class HoldService:
             transport=self._paths.path_to(hold.fetch.fetcher_agent_name),
         )
 
-    def _tell_held(self, hold: _Hold, sources: PageIds, loaded_pages: int) -> None:
+    def _send_held(self, hold: _Hold, sources: PageIds, loaded_pages: int) -> None:
         """On the step thread."""
         hold.held_ns, hold.loaded_pages = time.time_ns(), loaded_pages
         self._call_on_loop(partial(self._held, hold, sources))
@@ -190,7 +190,7 @@ class HoldService:
         self._transfer.abort_send(hold.fetch.transfer_id)
 
     @staticmethod
-    def _tell_refused(hold: _Hold) -> None:
+    def _send_refused(hold: _Hold) -> None:
         fetch = hold.fetch
         refused = worker_pb2.FetchRefused(
             transfer_id=fetch.transfer_id,

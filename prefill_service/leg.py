@@ -48,7 +48,7 @@ class PrefillLeg(WorkerLeg):
             self.choices_left -= 1
             tokens = resumed_tokens(self.request, choice) + 1
             timings = None if self.choices_left else self._timings(event)
-            self.tell_finished(choice, reason, tokens, timings)
+            self.send_finished(choice, reason, tokens, timings)
 
     def tell_done(self) -> None:
         """Tells the router that nothing more comes of the leg."""

@@ -218,7 +218,7 @@ class PrefillService(LegService[PrefillLeg]):
         """COMPUTING -> SENDING, and on to QUIESCING if there is nothing to send."""
         leg.computed_ns = event.at_ns
         failpoints.hit("prefill.first_token", len(leg.request.prompt_ids))
-        leg.tell_first_tokens(event.records)
+        leg.send_first_tokens(event.records)
         leg.tell_ends(event)
         leg.state = PrefillState.SENDING
         if all(event.ends) or not leg.peer:

@@ -103,7 +103,7 @@ class _CountingExporter(SpanExporter):
             self.exported += len(spans)
         else:
             self.failed += len(spans)
-        self._tell(failing=result is not SpanExportResult.SUCCESS)
+        self._log_change(failing=result is not SpanExportResult.SUCCESS)
         return result
 
     def shutdown(self) -> None:
@@ -119,7 +119,7 @@ class _CountingExporter(SpanExporter):
         except Exception:
             return SpanExportResult.FAILURE
 
-    def _tell(self, *, failing: bool) -> None:
+    def _log_change(self, *, failing: bool) -> None:
         if failing is self._failing:
             return
         self._failing = failing

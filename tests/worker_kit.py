@@ -193,10 +193,10 @@ class Node:
             max_bytes_per_peer=max_bytes_per_peer,
             grant_timeout_s=grant_timeout_s,
         )
-        self.tell_routers: Callable[[worker_pb2.WorkResponse], None] = lambda said: None
+        self.send_to_routers: Callable[[worker_pb2.WorkResponse], None] = lambda said: None
         """Set by whoever puts the node behind a server."""
         self.relay = QuiesceRelay(
-            self.transfer, self.name, self.epoch, lambda said: self.tell_routers(said)
+            self.transfer, self.name, self.epoch, lambda said: self.send_to_routers(said)
         )
         self.pages = PageReports(lambda _tell: None)
         self.fetching = FetchService(

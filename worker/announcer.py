@@ -90,14 +90,14 @@ async def announce_forever(
             telling = {address: task for address, task in telling.items() if not task.done()}
             for address in routers.listed():
                 if address not in telling:
-                    telling[address] = asyncio.create_task(_tell(address, worker, routers, net))
+                    telling[address] = asyncio.create_task(_announce(address, worker, routers, net))
             await asyncio.sleep(UNATTACHED_INTERVAL_S)
     finally:
         for task in telling.values():
             task.cancel()
 
 
-async def _tell(
+async def _announce(
     address: str, worker: worker_pb2.WorkerIdentity, routers: RouterAddresses, net: InternalNet
 ) -> None:
     """Announces a worker to the router at one address until the address is let go."""

@@ -33,12 +33,12 @@ class QuiesceRelay:
         transfer: TransferThread,
         agent_name: str,
         epoch: int,
-        tell_routers: Callable[[worker_pb2.WorkResponse], None],
+        send_to_routers: Callable[[worker_pb2.WorkResponse], None],
     ) -> None:
         self._transfer = transfer
         self._agent_name = agent_name
         self._epoch = epoch
-        self._tell_routers = tell_routers
+        self._send_to_routers = send_to_routers
 
     def on_transfer(self, event: TransferEvent) -> None:
         """Takes an event of the transfer thread, and ignores those of other owners."""
@@ -46,11 +46,11 @@ class QuiesceRelay:
             case QuiesceUnanswered():
                 question = self._message(event.transfer_id, self._epoch, self._agent_name)
                 question.prefill_agent_name = event.peer
-                self._tell_routers(worker_pb2.WorkResponse(quiesce_wanted=question))
+                self._send_to_routers(worker_pb2.WorkResponse(quiesce_wanted=question))
             case QuiesceAnswered():
                 answer = self._message(event.transfer_id, event.decode_epoch, event.peer)
                 answer.prefill_agent_name = self._agent_name
-                self._tell_routers(worker_pb2.WorkResponse(quiesced=answer))
+                self._send_to_routers(worker_pb2.WorkResponse(quiesced=answer))
             case _:
                 pass
 

@@ -277,12 +277,12 @@ class Worker:
             self.transfer,
             self.agent_name,
             self.epoch,
-            lambda said: self.servicer.tell_routers(said),
+            lambda said: self.servicer.send_to_routers(said),
         )
         fetching, holding = self._make_fetch_services(
             peers, lambda attempt_id: prefill.leg(attempt_id) or decode.leg(attempt_id)
         )
-        pages = PageReports(self.engine.tell_pages)
+        pages = PageReports(self.engine.report_pages)
         return Services(prefill, decode, peers, relay, fetching, holding, pages)
 
     def _make_fetch_services(

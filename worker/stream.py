@@ -173,7 +173,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         for outbox in self._outboxes:
             outbox.report(made.load, lambda one: one in made.requests or not is_held(one))
 
-    def tell_routers(self, message: worker_pb2.WorkResponse) -> None:
+    def send_to_routers(self, message: worker_pb2.WorkResponse) -> None:
         """Sends every router a message that belongs to no leg."""
         for outbox in self._outboxes:
             outbox.send(message)

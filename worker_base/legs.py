@@ -101,7 +101,7 @@ class WorkerLeg:
         if not self.silent:
             self.stream.send(worker_pb2.WorkResponse(**message))
 
-    def tell_first_tokens(self, records: Sequence[TokenRecord]) -> None:
+    def send_first_tokens(self, records: Sequence[TokenRecord]) -> None:
         """Tells the router the first new token of every choice."""
         first_token = worker_pb2.FirstToken(
             attempt_id=self.id,
@@ -111,7 +111,7 @@ class WorkerLeg:
         )
         self.tell(first_token=first_token)
 
-    def tell_finished(
+    def send_finished(
         self,
         choice: int,
         reason: EndReason,

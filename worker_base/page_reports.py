@@ -18,7 +18,7 @@ from prefixes.log import PageLog
 from prefixes.teller import Teller
 
 if TYPE_CHECKING:
-    from engine.pages.prefix import TellPages
+    from engine.pages.prefix import ReportPages
     from worker_base.outbox import Outbox
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class PageReports:
         begin: makes the engine tell of its pages.
     """
 
-    def __init__(self, begin: Callable[[TellPages], None]) -> None:
+    def __init__(self, begin: Callable[[ReportPages], None]) -> None:
         self._begin = begin
         self._has_begun = False
         self._queue: deque[tuple[int, Sequence[bytes]]] = deque()

@@ -188,7 +188,7 @@ class _Load:
         report = SenderReport()
         await asyncio.sleep(max(0.0, start_s - time.perf_counter()))
         begun_s, cpu_s = time.perf_counter(), time.process_time()
-        telling = asyncio.create_task(self._tell(connection))
+        telling = asyncio.create_task(self._report_progress(connection))
         async with EventLoopLag(report.loop_lags_s.append, LAG_INTERVAL_S):
             await self._send_all(start_s)
         report.cpu_s = time.process_time() - cpu_s
@@ -258,7 +258,7 @@ class _Load:
         self._sent.append(sent)
         return sent
 
-    async def _tell(self, connection: Connection) -> None:
+    async def _report_progress(self, connection: Connection) -> None:
         while True:
             await asyncio.sleep(PROGRESS_INTERVAL_S)
             connection.send(Progress(self._begun, len(self._sent)))

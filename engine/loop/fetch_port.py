@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from engine.loop.step_loop import StepLoop
 from engine.schedule.scheduler import Scheduler
-from engine.tiers.peers import AskPeer, TellHeld
+from engine.tiers.peers import AskPeer, ReportHeld
 
 
 class FetchPort:
@@ -27,7 +27,7 @@ class FetchPort:
         """After `fetched`: nothing can land any more in the pages that did not come."""
         self._loop.post(lambda scheduler: scheduler.fetches.freed(fetch_id))
 
-    def hold(self, hold_id: bytes, keys: Sequence[bytes], tell: TellHeld) -> None:
+    def hold(self, hold_id: bytes, keys: Sequence[bytes], tell: ReportHeld) -> None:
         """Holds the leading keys that are here, once they are in the pool, and tells their
         pages."""
 

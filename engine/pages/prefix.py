@@ -11,12 +11,12 @@ from engine.types import Request, TokenIds
 from prefixes.index import GONE
 from prefixes.keys import page_keys, salt_of
 
-TellPages = Callable[[int, Sequence[bytes]], None]
+ReportPages = Callable[[int, Sequence[bytes]], None]
 """Hears that the pages of some keys came to a tier (`prefixes.index`: POOL, HOST), or left it (with
 GONE added). Called on the step loop's thread; must return at once."""
 
 
-def tell_pages(blocks: BlockManager, tier: int, tell: TellPages) -> None:
+def report_pages(blocks: BlockManager, tier: int, tell: ReportPages) -> None:
     """Tells of all pages that have keys, and then of each change."""
     gone = tier | GONE
 

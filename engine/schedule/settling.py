@@ -162,7 +162,7 @@ class Settler:
             drawn = drawn.until(ends)
         slots.outputs[drawn.slots, drawn.indices] = drawn.tokens
         slots.output_len[drawn.slots] = drawn.indices + 1  # The last of a draw's tokens stays.
-        self._tell_tokens(result, drawn, now_ns)
+        self._report_tokens(result, drawn, now_ns)
         for draw, (_, reason) in ends.items():
             self._requests.end(self._batch.owner(int(plan.sample_slots[draw])), reason)
         goes_on = ~np.isin(drawn.draws, np.fromiter(ends, np.intp)) if ends else slice(None)
@@ -193,7 +193,7 @@ class Settler:
         """The reason for which a sequence ends with a token that may end it."""
         return end_reason(token, index, owner.active.request.stop, self._config.eos_token_ids)
 
-    def _tell_tokens(self, result: StepResult, drawn: _Drawn, now_ns: int) -> None:
+    def _report_tokens(self, result: StepResult, drawn: _Drawn, now_ns: int) -> None:
         """Emits one event for each sink that has sequences among those that have drawn."""
         slots = self._batch.slots
         while drawn.draws.size:
@@ -237,7 +237,7 @@ class Settler:
         event = ChunkComputed(active.request.id, chunk.end, pages, now_ns, others)
         self._requests.emit(active.sink, event)
         if chunk.is_last:
-            self._tell_prefilled(chunk, result, now_ns)
+            self._report_prefilled(chunk, result, now_ns)
 
     def _keep_chunk(self, chunk: ChunkPlan) -> None:
         """Keys the pages of a chunk. The pages of a whole PREFILL prompt are held for the
@@ -275,7 +275,7 @@ class Settler:
         self._tiers.published(task.keys[:complete], first)
         task.published_pages = complete
 
-    def _tell_prefilled(self, chunk: ChunkPlan, result: StepResult, now_ns: int) -> None:
+    def _report_prefilled(self, chunk: ChunkPlan, result: StepResult, now_ns: int) -> None:
         """PREFILL: emits the first tokens."""
         leader = chunk.task.leader
         active = leader.active

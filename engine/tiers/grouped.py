@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from engine.loads import TierLoad
 from engine.pages.blocks import BlockManager
-from engine.pages.prefix import TellPages
+from engine.pages.prefix import ReportPages
 from engine.tiers.loading import Looked
 from engine.tiers.protocol import Wait
 from engine.tiers.tiers import HostTiers
@@ -128,9 +128,9 @@ class GroupedTiers:
     def published(self, keys: Sequence[bytes], first: int) -> None:
         """See `PageTiers`. There are no stores."""
 
-    def tell_pages(self, tell: TellPages) -> None:
+    def report_pages(self, tell: ReportPages) -> None:
         """See `PageTiers`. Those of group 0."""
-        self._first.tell_pages(tell)
+        self._first.report_pages(tell)
 
     def note_rate(self, tokens_per_s: float) -> None:
         """See `PageTiers`."""

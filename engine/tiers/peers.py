@@ -71,7 +71,7 @@ class _Fetch:
     coming: bool = True
 
 
-TellHeld = Callable[[PageIds, int], None]
+ReportHeld = Callable[[PageIds, int], None]
 """Told which pages are held, and how many of them had to come into the pool for that. Called on the
 step loop's thread; must return at once."""
 
@@ -81,7 +81,7 @@ class _Brought(NamedTuple):
 
     keys: Sequence[bytes]
     wait: Wait
-    tell: TellHeld
+    tell: ReportHeld
 
 
 class Fetches:
@@ -182,7 +182,7 @@ class Fetches:
             del self._fetches[fetch_id]
             self._blocks.release(fetch.pages)
 
-    def hold(self, hold_id: bytes, keys: Sequence[bytes], room: int, tell: TellHeld) -> None:
+    def hold(self, hold_id: bytes, keys: Sequence[bytes], room: int, tell: ReportHeld) -> None:
         """Holds the leading keys that are here, for a peer, once they are in the pool.
 
         Args:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.loads import TierLoad
-from engine.pages.prefix import TellPages
+from engine.pages.prefix import ReportPages
 from engine.types import PageIds
 
 
@@ -79,8 +79,8 @@ class PageTiers(Protocol):
         all its pages."""
         ...
 
-    def tell_pages(self, tell: TellPages) -> None:
-        """Tells of the pages in host memory from now on; see `engine.pages.prefix.tell_pages`."""
+    def report_pages(self, tell: ReportPages) -> None:
+        """Tells of the pages in host memory from now on; see `engine.pages.prefix.report_pages`."""
         ...
 
     def note_rate(self, tokens_per_s: float) -> None:
@@ -159,7 +159,7 @@ class NoTiers:
     def published(self, keys: Sequence[bytes], first: int) -> None:
         """Does nothing."""
 
-    def tell_pages(self, tell: TellPages) -> None:
+    def report_pages(self, tell: ReportPages) -> None:
         """Nothing to tell."""
 
     def note_rate(self, tokens_per_s: float) -> None:

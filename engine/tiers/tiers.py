@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from engine.loads import TierLoad
 from engine.pages.blocks import BlockManager
-from engine.pages.prefix import TellPages, tell_pages
+from engine.pages.prefix import ReportPages, report_pages
 from engine.pages.watch import CacheEventKind, CacheEvents
 from engine.tiers.fetching import Seek, StoreTiers
 from engine.tiers.lanes import Lanes
@@ -118,9 +118,9 @@ class HostTiers:
         if self._stores:
             self._stores.published(keys, first)
 
-    def tell_pages(self, tell: TellPages) -> None:
+    def report_pages(self, tell: ReportPages) -> None:
         """See `PageTiers`."""
-        tell_pages(self._host, prefixes.HOST, tell)
+        report_pages(self._host, prefixes.HOST, tell)
 
     def note_rate(self, tokens_per_s: float) -> None:
         """See `PageTiers`."""

@@ -187,7 +187,7 @@ class Attempt:
         for leg in self.legs:
             leg.cancel(fault)
 
-    def tell_pace(self) -> None:
+    def report_rates(self) -> None:
         """The group is over: how long it took helps to foretell others. It counts, too, if its
         reader left: of those that are late, none ends by itself. Those that were begun before say
         nothing of a whole request."""

@@ -387,7 +387,7 @@ class JobDispatcher:
         """Frees everything that the group holds, at any worker. A second call does nothing."""
         self._waiting.end(group, fault)
         if (attempt := group.attempt) is not None:
-            attempt.tell_pace()
+            attempt.report_rates()
             attempt.end(fault)
             if not (attempt.is_computed or attempt.is_delivered):
                 self._policy.failed(group.demand, attempt.workers)

@@ -60,7 +60,7 @@ class RunningAttempt(Protocol):
         """Where the time went."""
         ...
 
-    def tell_pace(self) -> None:
+    def report_rates(self) -> None:
         """It ended by itself."""
         ...
 

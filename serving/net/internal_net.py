@@ -181,14 +181,14 @@ class TlsNet:
 
     def admit(self, context: Any, name: str) -> Admission:
         """See `InternalNet`."""
-        server_name = server_name_of(_told(context, "peer_dns"), name)
+        server_name = server_name_of(_auth_values(context, "peer_dns"), name)
         if not server_name:
             return Admission(f"its certificate is not of that name, but of {_shown(context)}")
         return Admission("", server_name)
 
     def not_a_router(self, context: Any) -> str:
         """See `InternalNet`."""
-        if ROUTER_URI in _told(context, "peer_uri"):
+        if ROUTER_URI in _auth_values(context, "peer_uri"):
             return ""
         return f"its certificate lacks {ROUTER_URI}: it is of {_shown(context)}"
 
@@ -304,10 +304,10 @@ def _bound(address: str, port: int) -> str:
     return f"{address.rpartition(':')[0]}:{port}"
 
 
-def _told(context: Any, key: str) -> frozenset[str]:
+def _auth_values(context: Any, key: str) -> frozenset[str]:
     """Names in the caller's certificate, which gRPC has checked."""
     return frozenset(name.decode() for name in context.auth_context().get(key, ()))
 
 
 def _shown(context: Any) -> str:
-    return ", ".join(sorted(_told(context, "x509_subject_alternative_name"))) or "nobody"
+    return ", ".join(sorted(_auth_values(context, "x509_subject_alternative_name"))) or "nobody"

@@ -68,7 +68,7 @@ class Refusals:
         self._silent: OrderedDict[Peer, float] = OrderedDict()
         """Peers that have not called, and the times at which they were seen first."""
         self._look_at_s = 0.0
-        self._told: OrderedDict[tuple[str, ...], None] = OrderedDict()
+        self._reported: OrderedDict[tuple[str, ...], None] = OrderedDict()
         self.port = 0
         """The port whose handshakes are counted; set by the owner once it is bound."""
 
@@ -81,7 +81,7 @@ class Refusals:
             details: who it is.
         """
         self.counts[cause] += 1
-        if _is_new(self._told, (cause, why, *details.values())):
+        if _is_new(self._reported, (cause, why, *details.values())):
             logger.warning("peer refused", extra={**details, "cause": why})
 
     def began(self) -> None:

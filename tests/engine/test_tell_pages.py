@@ -32,7 +32,9 @@ class Followed:
         self.follower = Follower(self.index, "w", wanted.append, Counter(), Counter())
         self.follower.start(0.0)
         self.teller = Teller(self.log, wanted[0])
-        engine.tell_pages(lambda kind, keys: self.log.write(list(keys), bytes((kind,)) * len(keys)))
+        engine.report_pages(
+            lambda kind, keys: self.log.write(list(keys), bytes((kind,)) * len(keys))
+        )
 
     def truth(self) -> dict[int, int]:
         """Tiers by key, read where they are kept; and what was told until then is heard."""

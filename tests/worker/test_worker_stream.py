@@ -64,7 +64,7 @@ class Served:
     def __init__(self, node: Node) -> None:
         self.node = node
         self.servicer = WorkerServicer(node.identity, node.services, self.report)
-        node.tell_routers = self.servicer.tell_routers
+        node.send_to_routers = self.servicer.send_to_routers
         self.address = ""
 
     def report(self) -> Report:
