@@ -140,6 +140,26 @@ IMAGES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-EVERY = {**DENSE, **EXPERTS, **IMAGES}
-SLOW = ("minimax_m2", "hy_v3", "dots1", *IMAGES.keys() - {"mistral3"})
+GEMMA_4 = {
+    "family": "gemma4_text", "layers": 4, "head_dim": 16, "global_head_dim": 32, "heads": 4,
+    "kv_heads": 2, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0, "tie_word_embeddings": True, "sliding_window": 12,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "final_logit_softcapping": 4.0,
+}  # fmt: skip
+BY_LAYER: dict[str, dict[str, Any]] = {
+    "gemma4": GEMMA_4,
+    "gemma4_shared": GEMMA_4 | {
+        "layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "num_kv_shared_layers": 3, "use_double_wide_mlp": True, "attention_k_eq_v": False,
+        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 384,
+    },
+    "gemma4_experts": GEMMA_4 | {
+        "enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 48,
+    },
+}  # fmt: skip
+"""Layers keep K and V of several shapes, or none. They have no fused kernels yet."""
+
+FUSED = {**DENSE, **EXPERTS, **IMAGES}
+EVERY = {**FUSED, **BY_LAYER}
+SLOW = ("minimax_m2", "hy_v3", "dots1", "gemma4", "gemma4_experts", *IMAGES.keys() - {"mistral3"})
 """Families whose mechanisms others have, too: `make test` runs their logits, and no more."""

@@ -69,6 +69,8 @@ def write_tiny_model(
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.2)
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.7, 1.2)
     path.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(path)
     if family == "qwen3_vl_moe":

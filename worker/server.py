@@ -367,9 +367,9 @@ class Worker:
 
 def _layout_of(engine: Engine) -> PageLayout:
     """The whole pages of a worker, of which a rank has a part."""
-    units = engine.model.num_kv_heads
     groups = tuple(
-        PageGroup(pool.head_bytes * units, pool.num_pages, units) for pool in engine.pools
+        PageGroup(pool.head_bytes * spec.units, pool.num_pages, spec.units)
+        for spec, pool in zip(engine.pools.specs, engine.pools, strict=True)
     )
     kinds = [spec.kind for spec in engine.pools.specs]
     windows = tuple(kind.tokens if isinstance(kind, Window) else None for kind in kinds)

@@ -20,18 +20,18 @@ class GroupedAttention:
     def __init__(self, backends: Sequence[StepAttention], places: Sequence[Place]) -> None:
         """`places`: by layer of the model."""
         self.name = backends[0].name
-        self._backends = backends
+        self.backends = backends
         self._places = places
 
     def begin(self, batch: AttentionBatch) -> None:
         """See `StepAttention`."""
-        for backend, own in zip(self._backends, (batch, *batch.others), strict=True):
+        for backend, own in zip(self.backends, (batch, *batch.others), strict=True):
             backend.begin(own)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `StepAttention`."""
         group, own = self._places[layer]
-        return self._backends[group](own, q, k, v)
+        return self.backends[group](own, q, k, v)
 
 
 class GroupEnds(NamedTuple):

@@ -23,6 +23,7 @@ from engine.cuda.products import CudaProducts
 from engine.hooks.attention import Attend
 from engine.model import Model
 from engine.model.decoder import Layer
+from engine.model.experts.beside import Beside
 from engine.model.experts.layer import Experts
 from engine.model.feed_forward import Gated
 from engine.model.linear import RmsNorm
@@ -112,5 +113,6 @@ def _parts_of(layer: Layer, fuse: Callable[[Mixer], FusedMixer]) -> Iterator[_Pa
         mixer = fuse(layer.mixer)
         yield _Part(layer.before_mixer, mixer.reader, mixer, layer.after_mixer)
     if (own := layer.feed_forward) is not None:
+        assert not isinstance(own, Beside), "see `engine.cuda.features`"
         reader = feed_forward.reader_of(own)
         yield _Part(layer.before_feed_forward, reader, own, layer.after_feed_forward)

@@ -77,8 +77,34 @@ class ExpertsConfig:
     names: ExpertNames = USUAL_NAMES
 
 
-FeedForwardConfig = GatedConfig | ExpertsConfig
+@dataclass(frozen=True, slots=True)
+class BesideConfig:
+    """A gated feed-forward and experts beside it, whose outputs are added up (Gemma 4). Each has
+    norms of its own, by their names in a checkpoint."""
+
+    gated: GatedConfig
+    experts: ExpertsConfig
+    before_gated: str
+    after_gated: str
+    before_experts: str
+    after_experts: str
+    router_scale: str
+    """Tensor of factors on what the router reads, which is normed."""
+    expert_scale: str
+    """Tensor of a factor for each expert."""
+
+
+FeedForwardConfig = GatedConfig | ExpertsConfig | BesideConfig
 """What stands behind the mixer in a layer. See `engine.model.feed_forward`."""
+
+
+class LayerInputs(NamedTuple):
+    """Each token has an embedding of its own for each layer (Gemma 3n)."""
+
+    width: int
+    """Numbers of one."""
+    vocab_size: int
+    activation: Activation
 
 
 class Unread(NamedTuple):
@@ -97,6 +123,8 @@ class LayerConfig:
     mixer: MixerConfig | None
     feed_forward: FeedForwardConfig | None
     norms: Norms = Norms()
+    scalar: str | None = None
+    """Tensor of one number, the factor on all that leaves the layer; None: 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +139,7 @@ class ModelConfig:
     layers: tuple[LayerConfig, ...]
     norm_plus_one: bool = False
     """A norm multiplies by 1 + its weight."""
+    layer_inputs: LayerInputs | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     """Factor on what a layer adds to the residual."""
@@ -135,10 +164,24 @@ class ModelConfig:
         return [layer.mixer for layer in self.layers if layer.mixer is not None]
 
     @property
+    def keepers(self) -> dict[int, Kept]:
+        """What layers keep of each token, by their indices, but those that keep nothing."""
+        mixers = ((index, layer.mixer) for index, layer in enumerate(self.layers))
+        found = ((index, None if mixer is None else mixer.kept) for index, mixer in mixers)
+        return {index: kept for index, kept in found if kept is not None}
+
+    @property
     def kept(self) -> Kept:
-        """What a layer keeps of each token. It has one shape in all layers, and windows differ."""
-        (found,) = {mixer.kept._replace(window=None) for mixer in self.mixers}
-        return found
+        """What is kept in group 0: in the first layer that sees all tokens, if there is one. Layers
+        that see as many tokens keep the same."""
+        every = list(self.keepers.values())
+        found = next((kept for kept in every if kept.window is None), every[0])
+        return found._replace(window=None)
+
+    @property
+    def shapes_differ(self) -> bool:
+        """Whether layers keep K and V of several shapes."""
+        return len({(kept.kv_heads, kept.head_dim) for kept in self.keepers.values()}) > 1
 
     def layer_name(self, index: int, name: str) -> str:
         """The full name of a module of a layer."""

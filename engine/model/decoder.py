@@ -16,16 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.model.best import best_of_parts
-from engine.model.config import ModelConfig
+from engine.model.config import LayerInputs, ModelConfig
 from engine.model.experts.weights import ExpertWeights
-from engine.model.feed_forward import feed_forward
+from engine.model.feed_forward import ACTIVATIONS, feed_forward
 from engine.model.linear import Build, Linear, RmsNorm
+from engine.model.mixers.base import Step
 from engine.model.mixers.kinds import mixer
-from engine.model.mixers.rope import Ropes, Rotations
-from engine.model.places import Place, of_norm
-from engine.model.precision.base import Format, Kernels, parameter
+from engine.model.mixers.rope import Ropes
+from engine.model.places import Place, of_linear, of_norm, plain
+from engine.model.precision.base import Format, Kernels, Part, parameter
 from engine.model.precision.choice import Precision
 from engine.model.precision.packing import pack, product
+from engine.model.region import Region
 from engine.model.shard import Shard
 from engine.step.attention import AttentionSpec, Specs, StepAttention
 from engine.step.collective import Alone, Collective
@@ -34,6 +36,67 @@ ALL = Shard()
 """The whole model."""
 NO_ATTENTION = AttentionSpec(1.0)
 """Attention of a layer without a mixer. Nobody attends there."""
+
+
+class Inputs(nn.Module):
+    """What the layers read of the tokens themselves: an embedding of each token for each layer, and
+    what a product makes of the usual one.
+
+    Shapes: L layers, P numbers of each.
+    """
+
+    def __init__(self, config: ModelConfig, own: LayerInputs, build: Build) -> None:
+        super().__init__()
+        self._own, self._body, layers = own, config.body, config.num_layers
+        outputs, hidden = layers * own.width, config.hidden_size
+        self.embedding = parameter((own.vocab_size, outputs), build.dtype, build.device)
+        part = Part(f"{config.body}.per_layer_model_projection", Region.whole(outputs, hidden))
+        self.product = Linear([part], False, build)
+        self.norm = RmsNorm(own.width, config.norm_eps, build)
+        self._scale = torch.tensor(own.width**0.5, dtype=build.dtype).item()
+        self._factor = hidden**-0.5
+
+    def forward(self, token_ids: Tensor, x: Tensor) -> Tensor:
+        """[T] ids and their embeddings [T, H] -> [T, L, P]."""
+        made = (self.product(x) * self._factor).view(len(x), -1, self._own.width)
+        of_token = F.embedding(token_ids, self.embedding) * self._scale
+        both: Tensor = (self.norm(made) + of_token.view_as(made)) * 2.0**-0.5
+        return both
+
+    def places(self, form: Format | None, shard: Shard) -> Iterator[Place]:
+        """The parts of its weights, in a fixed order."""
+        yield plain(f"{self._body}.embed_tokens_per_layer.weight", self.embedding)
+        yield of_norm(f"{self._body}.per_layer_projection_norm", self.norm)
+        yield from of_linear(self.product, form, shard)
+
+
+class Input(nn.Module):
+    """How a layer reads its part of `Inputs`, behind its feed-forward."""
+
+    def __init__(self, config: ModelConfig, index: int, own: LayerInputs, build: Build) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+
+        def linear(name: str, outputs: int, inputs: int) -> Linear:
+            region = Region.whole(outputs, inputs)
+            return Linear([Part(config.layer_name(index, name), region)], False, build)
+
+        self.gate = linear("per_layer_input_gate", own.width, hidden)
+        self.product = linear("per_layer_projection", hidden, own.width)
+        self.norm = RmsNorm(hidden, config.norm_eps, build)
+        self._activate = ACTIVATIONS[own.activation]
+        self._norm_name = config.layer_name(index, "post_per_layer_input_norm")
+
+    def forward(self, x: Tensor, own: Tensor) -> Tensor:
+        """[T, H] and [T, P] -> [T, H]."""
+        out: Tensor = x + self.norm(self.product(self._activate(self.gate(x)) * own))
+        return out
+
+    def places(self, form: Format | None, shard: Shard) -> Iterator[Place]:
+        """The parts of its weights, in a fixed order."""
+        yield of_norm(self._norm_name, self.norm)
+        yield from of_linear(self.gate, form, shard)
+        yield from of_linear(self.product, form, shard)
 
 
 class Layer(nn.Module):
@@ -56,20 +119,28 @@ class Layer(nn.Module):
         self.before_mixer, self.after_mixer = norm(norms.before_mixer), norm(norms.after_mixer)
         self.before_feed_forward = norm(norms.before_feed_forward)
         self.after_feed_forward = norm(norms.after_feed_forward)
+        self.scalar = None
+        if own.scalar is not None:
+            self.scalar = parameter((1,), build.dtype, build.device)
+        self.input = None
+        if config.layer_inputs is not None:
+            self.input = Input(config, index, config.layer_inputs, build)
         self.mixer = None if own.mixer is None else mixer(config, index, own.mixer, build)
         self.feed_forward = None
         if own.feed_forward is not None:
             self.feed_forward = feed_forward(config, index, own.feed_forward, build)
 
-    def forward(self, x: Tensor, rotations: Rotations, attention: StepAttention) -> Tensor:
+    def forward(self, x: Tensor, step: Step) -> Tensor:
         """[T, H] -> [T, H]."""
         if self.mixer is not None:
-            out = self.mixer(_normed(x, self.before_mixer), rotations, attention)
+            out = self.mixer(_normed(x, self.before_mixer), step)
             x = self._added(x, _normed(out, self.after_mixer))
         if self.feed_forward is not None:
             out = self.feed_forward(_normed(x, self.before_feed_forward))
             x = self._added(x, _normed(out, self.after_feed_forward))
-        return x
+        if self.input is not None and step.inputs is not None:
+            x = self.input(x, step.inputs[:, self.index])
+        return x if self.scalar is None else x * self.scalar
 
     def _added(self, residual: Tensor, x: Tensor) -> Tensor:
         scale = self.config.residual_scale
@@ -92,6 +163,11 @@ class Layer(nn.Module):
         for name, norm in norms.items():
             if name is not None and norm is not None:
                 yield of_norm(self.config.layer_name(self.index, name), norm)
+        if self.scalar is not None:
+            name = self.config.layers[self.index].scalar
+            yield plain(self.config.layer_name(self.index, str(name)), self.scalar)
+        if self.input is not None:
+            yield from self.input.places(form, shard)
         if self.mixer is not None:
             yield from self.mixer.places(form, shard)
         if self.feed_forward is not None:
@@ -128,6 +204,9 @@ class Model(nn.Module):
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self.ropes = Ropes((each.rope for each in config.mixers), device)
         build = Build(dtype, device, precision, shard, self.collective)
+        self.inputs = None
+        if config.layer_inputs is not None:
+            self.inputs = Inputs(config, config.layer_inputs, build)
         layers = [Layer(config, index, build) for index in range(config.num_layers)]
         self.layers = nn.ModuleList(layers)
         self.norm = RmsNorm(hidden, config.norm_eps, build, plus_one=config.norm_plus_one)
@@ -176,9 +255,10 @@ class Model(nn.Module):
         `attention.begin` must have been called for this step.
         """
         x = self.embed(token_ids)
-        rotations = self.ropes(positions, x.dtype)
+        inputs = None if self.inputs is None else self.inputs(token_ids, x)
+        step = Step(self.ropes(positions, x.dtype), attention, {}, inputs)
         for layer in self.layers:
-            x = layer(x, rotations, attention)
+            x = layer(x, step)
         normed: Tensor = self.norm(x)
         return normed
 

@@ -15,7 +15,15 @@ from typing import Final, Protocol
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.model.config import Activation, FeedForwardConfig, GatedConfig, ModelConfig
+from engine.model.config import (
+    Activation,
+    BesideConfig,
+    ExpertsConfig,
+    FeedForwardConfig,
+    GatedConfig,
+    ModelConfig,
+)
+from engine.model.experts.beside import Beside
 from engine.model.experts.layer import Experts
 from engine.model.linear import Build, Linear
 from engine.model.places import Place, of_linear
@@ -67,10 +75,17 @@ class Gated(nn.Module):
 
 def feed_forward(
     config: ModelConfig, index: int, own: FeedForwardConfig, build: Build
-) -> Gated | Experts:
+) -> Gated | Experts | Beside:
     """The feed-forward of layer `index`."""
     if isinstance(own, GatedConfig):
         return Gated(config, index, own, build)
+    if isinstance(own, BesideConfig):
+        gated = Gated(config, index, own.gated, build)
+        return Beside(config, index, own, build, gated, _experts(config, index, own.experts, build))
+    return _experts(config, index, own, build)
+
+
+def _experts(config: ModelConfig, index: int, own: ExpertsConfig, build: Build) -> Experts:
     shared = None
     if own.shared is not None:
         shared = Gated(config, index, own.shared, build._replace(collective=Alone()))

@@ -185,6 +185,8 @@ def _places(model: Model, form: Format | None, there: Collection[str]) -> Iterat
     if not config.tie_embeddings:
         rows = shard.vocab(config)
         yield plain(head, model.head, rows, whole=config.vocab_size)
+    if model.inputs is not None:
+        yield from model.inputs.places(form, shard)
     for layer in model.layers:
         assert isinstance(layer, Layer)
         yield from layer.places(form, shard)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from engine.model.config import (
+    BesideConfig,
     ExpertsConfig,
     FeedForwardConfig,
     GatedConfig,
@@ -57,10 +58,8 @@ def _obstacle(config: ModelConfig, precision: Precision, count: int) -> str:
 def _widths(config: ModelConfig) -> Iterator[int]:
     """Widths of all feed-forwards."""
     for own in dict.fromkeys(layer.feed_forward for layer in config.layers):
-        if own is not None:
-            yield own.width
-        if isinstance(own, ExpertsConfig) and own.shared is not None:
-            yield own.shared.width
+        for part in _parts_of(own):
+            yield part.width
 
 
 def _cut(part: Part, precision: Precision) -> str:
@@ -85,11 +84,22 @@ def _parts(config: ModelConfig, shard: Shard) -> Iterator[Part]:
 def _feed_forward_parts(
     config: ModelConfig, shard: Shard, index: int, own: FeedForwardConfig
 ) -> Iterator[Part]:
-    if isinstance(own, ExpertsConfig):
-        of_experts = shard.expert_parts(config, index, own)
-        for parts in (*of_experts.gate_up, *of_experts.down):
-            yield from parts
-    gated = own if isinstance(own, GatedConfig) else own.shared
-    if gated is not None:
-        for parts in shard.gated_parts(config, index, gated):
-            yield from parts
+    for each in _parts_of(own):
+        if isinstance(each, GatedConfig):
+            for parts in shard.gated_parts(config, index, each):
+                yield from parts
+        else:
+            of_experts = shard.expert_parts(config, index, each)
+            for parts in (*of_experts.gate_up, *of_experts.down):
+                yield from parts
+
+
+def _parts_of(own: FeedForwardConfig | None) -> Iterator[GatedConfig | ExpertsConfig]:
+    """The feed-forwards that it is made of."""
+    if isinstance(own, BesideConfig):
+        yield own.gated
+        yield own.experts
+    elif own is not None:
+        yield own
+        if isinstance(own, ExpertsConfig) and own.shared is not None:
+            yield own.shared

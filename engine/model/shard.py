@@ -102,7 +102,9 @@ class Shard:
         stack = None
         if names.stacked:
             tensor = config.layer_name(index, tensor)
-            stack = Stack(tensor, own.routing.experts, expert, turn, turns, names.behind)
+            stack = Stack(
+                tensor, own.routing.experts, expert, turn, turns, names.behind, names.straight
+            )
         return Part(config.layer_name(index, names.module(expert, name)), region, stack)
 
 

@@ -3,6 +3,7 @@ attention over them. And what runs the steps of rank 0."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,10 +13,11 @@ import torch
 
 from engine import memory
 from engine.attention import AttentionError, choose_backend
-from engine.attention.grouped import GroupedAttention, paged_groups
+from engine.attention.grouped import GroupedAttention, PagedGroups, paged_groups
 from engine.attention.paged import PagedAttention
 from engine.checkpoints import Weights
 from engine.config import EngineConfig
+from engine.cuda import features
 from engine.cuda.attention_kernels import CudaKernels
 from engine.eager.executor import TorchExecutor
 from engine.eager.steps import TorchSteps
@@ -53,6 +55,8 @@ if TYPE_CHECKING:
     from engine.cuda.executor import CudaExecutor
     from engine.cuda.hooks.hooked import Hooked
     from engine.cuda.speculation.drawing import Drafting
+
+log = logging.getLogger("baton.engine")
 
 Progress = Callable[[str, int, int], None]
 """Called with a phase, the amount done and the total."""
@@ -145,7 +149,7 @@ def _memory_left(
     if device.type == "cpu":
         return memory.CPU_POOL_BYTES
     scratch = scratch_pages(config, loaded, device)
-    attention = paged_groups(backends_of(config, loaded, scratch), scratch.places)
+    attention = _paged(config, loaded, scratch)
     if attention is None:
         return memory.CPU_POOL_BYTES
     from engine.cuda.memory import bytes_left
@@ -247,6 +251,18 @@ def backends_of(
         raise EngineError(str(error)) from error
 
 
+def _paged(config: EngineConfig, loaded: LoadedModel, pools: KvPools) -> PagedGroups | None:
+    """Attention of the fast path; None: the model, or attention, has none.
+
+    Raises:
+        EngineError: there is no attention as configured.
+    """
+    if obstacle := features.obstacle(loaded.config):
+        log.info("steps run without fused kernels: %s has none yet", obstacle)
+        return None
+    return paged_groups(backends_of(config, loaded, pools), pools.places)
+
+
 def _hooked(
     config: EngineConfig,
     loaded: LoadedModel,
@@ -312,7 +328,7 @@ def cuda_executor(
     device = pools.first.device
     if device.type != "cuda":
         return None
-    attention = paged_groups(backends_of(config, loaded, pools), pools.places)
+    attention = _paged(config, loaded, pools)
     if attention is None:
         return None
     from engine.cuda.executor import CudaExecutor

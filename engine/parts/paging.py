@@ -12,6 +12,7 @@ from engine.config import EngineConfig
 from engine.groups.sizing import pages_of_groups
 from engine.groups.spec import Full, GroupSpec, Kind, Plane, name_of, split_layers
 from engine.model import LoadedModel
+from engine.model.mixers.config import Kept
 from engine.pool.kinds import pool_type
 from engine.pool.kv_pool import KvPool
 from engine.pool.pools import KvPools, make_pools
@@ -55,32 +56,49 @@ def why_one_group(config: EngineConfig) -> str:
 
 def groups_of(config: EngineConfig, loaded: LoadedModel) -> tuple[GroupSpec, ...]:
     """The groups of the whole model, group 0 first."""
-    windows = windows_of(loaded)
+    windows, keepers = windows_of(loaded), loaded.config.keepers
     split: tuple[tuple[Kind, tuple[int, ...]], ...] = ((Full(), tuple(range(len(windows)))),)
-    if any(windows) and not why_one_group(config):
+    if any(windows) and (loaded.config.shapes_differ or not why_one_group(config)):
         split = split_layers(windows)
     specs = []
     for kind, own in split:
-        page = _page(config, loaded, len(own))
+        kept = keepers[own[0]]
+        page = _page(config, loaded, len(own), kept)
         plane = Plane(own, page.head_bytes, page.precision)
-        specs.append(GroupSpec(name_of(kind), kind, (plane,), loaded.config.kept.kv_heads))
+        specs.append(GroupSpec(name_of(kind), kind, (plane,), kept.kv_heads))
     return tuple(specs)
 
 
+def check_groups(config: EngineConfig, loaded: LoadedModel) -> None:
+    """Refuses what needs one kind of page, if the model's layers differ.
+
+    Raises:
+        EngineError: it names it.
+    """
+    if not loaded.config.shapes_differ:
+        return
+    for what, used in (("kv_host_gib", config.kv_host_bytes), ("hooks", config.hooks)):
+        if used:
+            raise EngineError(
+                f"{what} cannot be set: K and V of this model's layers differ in shape, and {what}"
+                " needs pages of one kind"
+            )
+
+
 def windows_of(loaded: LoadedModel) -> list[int | None]:
-    """For each layer the tokens that are read later; None: all."""
-    return [mixer.kept.window for mixer in loaded.config.mixers]
+    """For each layer that keeps K and V the tokens that are read later; None: all. Layers that keep
+    none are behind the others."""
+    return [kept.window for kept in loaded.config.keepers.values()]
 
 
 def share_of(specs: tuple[GroupSpec, ...], loaded: LoadedModel) -> tuple[GroupSpec, ...]:
     """The part of the groups that a rank holds."""
-    units = loaded.model.shard.shared(loaded.config.kept.kv_heads).size
-    return tuple(replace(spec, units=units) for spec in specs)
+    shard = loaded.model.shard
+    return tuple(replace(spec, units=shard.shared(spec.units).size) for spec in specs)
 
 
-def _page(config: EngineConfig, loaded: LoadedModel, num_layers: int) -> KvPool:
+def _page(config: EngineConfig, loaded: LoadedModel, num_layers: int, kept: Kept) -> KvPool:
     """A page of a rank, without memory."""
-    kept = loaded.config.kept
     return pool_type(config.kv_cache_dtype, config.page_size)(
         num_pages=1,
         num_layers=num_layers,
@@ -94,7 +112,8 @@ def _page(config: EngineConfig, loaded: LoadedModel, num_layers: int) -> KvPool:
 
 def page_of(config: EngineConfig, loaded: LoadedModel) -> KvPool:
     """A rank's part of a page of group 0, without memory."""
-    return _page(config, loaded, len(groups_of(config, loaded)[0].layers))
+    layers = groups_of(config, loaded)[0].layers
+    return _page(config, loaded, len(layers), loaded.config.keepers[layers[0]])
 
 
 def scratch_pages(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> KvPools:
@@ -119,6 +138,7 @@ def make_pages(
     Raises:
         EngineError: there is no memory for them.
     """
+    check_groups(config, loaded)
     specs = groups_of(config, loaded)
     page_bytes = share_of(specs, loaded)[0].page_bytes
     if num_pages < 2:
@@ -163,13 +183,13 @@ def _allocate(
     loaded: LoadedModel,
     device: torch.device,
 ) -> KvPools:
-    kept = loaded.config.kept
+    keepers, shard = loaded.config.keepers, loaded.model.shard
+    shapes = [(shard.shared(spec.units).size, keepers[spec.layers[0]].head_dim) for spec in specs]
     return make_pools(
         pool_type(config.kv_cache_dtype, config.page_size),
         specs,
         counts,
-        num_kv_heads=loaded.model.shard.shared(kept.kv_heads).size,
-        head_dim=kept.head_dim,
+        shapes,
         page_size=config.page_size,
         dtype=dtype_of(config.dtype),
         device=device,

@@ -94,27 +94,34 @@ def make_pools(
     kind: type[KvPool],
     specs: Sequence[GroupSpec],
     counts: Sequence[int],
+    shapes: Sequence[tuple[int, int]],
     *,
-    num_kv_heads: int,
-    head_dim: int,
     page_size: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> KvPools:
-    """Allocates `counts` pages of each group, with the heads that this rank holds."""
-    make = partial(
-        kind, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size, dtype=dtype
-    )
+    """Allocates `counts` pages of each group. `shapes`: the KV heads of each that this rank holds,
+    and their numbers."""
+    makers = [
+        partial(
+            kind,
+            num_layers=len(spec.layers),
+            num_kv_heads=heads,
+            head_dim=dim,
+            page_size=page_size,
+            dtype=dtype,
+        )
+        for spec, (heads, dim) in zip(specs, shapes, strict=True)
+    ]
     nowhere, sizes = torch.device("meta"), []
-    for spec, count in zip(specs, counts, strict=True):
-        page = make(num_pages=1, num_layers=len(spec.layers), device=nowhere)
-        sizes.append(count * page.page_bytes)
+    for make, count in zip(makers, counts, strict=True):
+        sizes.append(count * make(num_pages=1, device=nowhere).page_bytes)
     starts = starts_of(sizes)
     data = torch.empty(starts[-1], dtype=torch.uint8, device=device).zero_()
     pools = []
-    for spec, count, start, size in zip(specs, counts, starts, sizes, strict=False):
-        own, layers = data[start : start + size], len(spec.layers)
-        pools.append(make(num_pages=count, num_layers=layers, device=device, data=own))
+    for make, count, start, size in zip(makers, counts, starts, sizes, strict=False):
+        own = data[start : start + size]
+        pools.append(make(num_pages=count, device=device, data=own))
     return KvPools(specs, pools, data)
 
 

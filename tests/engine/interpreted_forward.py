@@ -24,7 +24,7 @@ from quantised_experts import write_mxfp4
 from test_attention import FEATURES, MIXES, SEVERAL, Row
 from test_attention import check as check_rows
 from test_model_logits import Runner, load
-from tiny_families import EVERY
+from tiny_families import EVERY, FUSED
 from tiny_models import write_tiny_model
 from torch import Tensor
 from triton.runtime import interpreter
@@ -57,7 +57,7 @@ CASES: dict[str, dict[str, Any]] = {
     "odd": {"head_dim": 24},
     "mistral": {"family": "mistral", "sliding_window": 24},
     "qwen3": {"family": "qwen3", "head_dim": 32},
-    **EVERY,
+    **FUSED,
 }
 KERNELS = {
     "_rms_norm": 1, "_rope_store": 2, "_add_rms_norm": 4, "_silu_mul": 2, "_attend_prompt": 2,

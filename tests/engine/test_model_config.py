@@ -180,7 +180,7 @@ def test_a_folder_of_something_else_is_no_model(tmp_path):
 def test_kv_shapes_that_differ_by_layer_are_refused(changes, words, read):
     """Before anything else, since such models have no file either."""
     named = {"architectures": ["SomeForCausalLM"], "model_type": "some"}
-    with pytest.raises(UnsupportedModelError, match=f"SomeForCausalLM: KV shapes.*{words}.*page"):
+    with pytest.raises(UnsupportedModelError, match=f"SomeForCausalLM: KV shapes.*family.*{words}"):
         read(LLAMA, **named, **changes)
 
 

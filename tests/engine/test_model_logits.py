@@ -10,9 +10,11 @@ from tiny_families import EVERY, LONGROPE
 from tiny_models import reference_model, write_tiny_model
 
 from engine.attention import choose_backend
+from engine.attention.grouped import GroupedAttention
 from engine.cuda.attention_kernels import CudaKernels
 from engine.model import LoadedModel, UnsupportedModelError, load_model
 from engine.pool.kv_pool import PlainPool
+from engine.pool.pools import Place
 from engine.step.attention import AttentionBatch
 
 CPU = torch.device("cpu")
@@ -47,16 +49,31 @@ class Runner:
         self.model = loaded.model
         self.model.finish()  # as the engine does
         dtype = loaded.model.embedding.dtype
-        self.pool = PlainPool(
-            num_pages=num_pages, num_layers=config.num_layers, num_kv_heads=config.kept.kv_heads,
-            head_dim=config.kept.head_dim, page_size=page_size, dtype=dtype, device=CPU,
-        )  # fmt: skip
-        self.attention = choose_backend(
-            "auto", self.pool, loaded.model.attention_specs, CudaKernels()
+        groups: dict[tuple[int, int], list[int]] = {}
+        for layer, kept in config.keepers.items():
+            groups.setdefault((kept.kv_heads, kept.head_dim), []).append(layer)
+        places: dict[int, Place] = {}
+        backends, specs = [], loaded.model.attention_specs
+        for (heads, dim), layers in groups.items():
+            self.pool = PlainPool(
+                num_pages=num_pages, num_layers=len(layers), num_kv_heads=heads, head_dim=dim,
+                page_size=page_size, dtype=dtype, device=CPU,
+            )  # fmt: skip
+            own = tuple(specs[layer] for layer in layers)
+            places |= {layer: Place(len(backends), at) for at, layer in enumerate(layers)}
+            backends.append(choose_backend("auto", self.pool, own, CudaKernels()))
+        nowhere = Place(0, 0)  # Of a layer without attention, and of one that reads another's.
+        self.attention = GroupedAttention(
+            backends, [places.get(at, nowhere) for at in range(config.num_layers)]
         )
         self.free = np.random.default_rng(seed).permutation(np.arange(1, num_pages)).tolist()
         self.pages: dict[int, list[int]] = {}
         self.length: dict[int, int] = {}
+
+    def begin(self, batch: AttentionBatch) -> None:
+        """All groups have the same pages here."""
+        for backend in self.attention.backends:
+            backend.begin(batch)
 
     @torch.inference_mode()
     def step(self, rows: list[tuple[int, list[int]]]) -> list[torch.Tensor]:
@@ -73,7 +90,7 @@ class Runner:
         table = torch.tensor([(self.pages[s] + [0] * width)[:width] for s, _ in rows])
         row_of = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lens))
         positions = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, lens, strict=True)])
-        self.attention.begin(
+        self.begin(
             AttentionBatch(
                 query_lens=np.array(lens, np.int32),
                 context_lens=np.array([s + n for s, n in zip(starts, lens, strict=True)], np.int32),

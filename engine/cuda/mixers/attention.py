@@ -73,6 +73,7 @@ class FusedAttention:
         self._store = _STORES.get(self._pool.precision, rope_store)
         self._head_norms = None
         if isinstance(norms := module.qk_norm, HeadNorm):
+            assert norms.k is not None, "see `engine.cuda.features`"
             self._head_norms = HeadNorms(norms.q.weight, norms.k.weight, norms.q.eps)
 
     @property

@@ -62,6 +62,8 @@ class Gate:
     shift: float = 0.0
     limit: float | None = None
     """Gate is at most this, and up at most this in magnitude."""
+    gelu: bool = False
+    """It is gelu(gate) * up instead, by tanh."""
 
 
 SILU: Final = Gate()
@@ -84,6 +86,8 @@ class ExpertNames:
     (gpt-oss). A module such as `mlp.experts.3.gate_proj` is then a part of such tensors."""
     behind: bool = False
     """In such a tensor up lies behind gate instead (Qwen3-VL)."""
+    straight: bool = False
+    """So it does, and weights are not transposed (Gemma 4)."""
 
     def module(self, expert: int, part: str) -> str:
         """A part of an expert."""

@@ -82,9 +82,9 @@ class Experts(nn.Module):
         self._bias_name = config.layer_name(index, own.names.bias)
         self._collective = build.collective
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, H] -> [T, H], with the ranks' sum."""
-        out = mixed(x, self.choose(x), self.gate_up, self.down, self.own.gate)
+    def forward(self, x: Tensor, chosen: Chosen | None = None) -> Tensor:
+        """[T, H] -> [T, H], with the ranks' sum. `chosen`: the experts; None: those of `x`."""
+        out = mixed(x, chosen or self.choose(x), self.gate_up, self.down, self.own.gate)
         if self.shared is not None:
             out = out + self.common(x, self.shared(x))
         return self._collective.all_reduce(out)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.model.experts.config import Gate
@@ -36,6 +37,8 @@ def by_expert(experts: Tensor, count: int) -> Sorted:
 def activated(gate_up: Tensor, gate: Gate) -> Tensor:
     """[R, 2 I], gate then up -> [R, I]."""
     opening, up = gate_up.chunk(2, dim=-1)
+    if gate.gelu:
+        return F.gelu(opening, approximate="tanh") * up
     if gate.limit is not None:
         opening, up = opening.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit)
     opening = opening * torch.sigmoid(opening * gate.sharpness)

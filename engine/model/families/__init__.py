@@ -12,7 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from engine.model.config import ModelConfig, ModelError, UnsupportedModelError, read_json
-from engine.model.families import gemma, glm4, granite, llama, mistral, olmo, phi3, qwen2, qwen3
+from engine.model.families import (
+    gemma,
+    gemma4,
+    glm4,
+    granite,
+    llama,
+    mistral,
+    olmo,
+    phi3,
+    qwen2,
+    qwen3,
+)
 from engine.model.families.mixtures import (
     dots1,
     ernie4_5,
@@ -32,7 +43,7 @@ from engine.model.families.sense import (
 )
 
 _FILES = (
-    *(llama, mistral, qwen2, qwen3, gemma, glm4, phi3, granite, olmo),
+    *(llama, mistral, qwen2, qwen3, gemma, gemma4, glm4, phi3, granite, olmo),
     *(mixtral, gpt_oss, glm4_moe, minimax_m2, hy_v3, ernie4_5, dots1),
 )
 FAMILIES: dict[str, Family] = {
@@ -57,7 +68,9 @@ def read_config(folder: Path, max_context_tokens: int = 0) -> ModelConfig:
     stated = read_json(folder / "config.json")
     check_names(stated)
     text = text_of(stated)
-    _refuse_shapes({**stated, **text})
+    known = FAMILIES.get(str(stated.get("model_type")))
+    if known is None or not known.by_layer:
+        _refuse_shapes({**stated, **text})
     model_type = _model_type(stated)
     check_stated({**stated, **text})
     try:
@@ -135,8 +148,7 @@ def _refuse_shapes(stated: Mapping[str, Any]) -> None:
 def _refuse_shape(stated: Mapping[str, Any], why: str) -> None:
     name = ", ".join(stated.get("architectures") or [str(stated.get("model_type"))])
     raise UnsupportedModelError(
-        f"{name}: KV shapes that differ by layer are not supported, and here {why}; a page has one"
-        " shape for all layers"
+        f"{name}: KV shapes that differ by layer are not supported in this family, and here {why}"
     )
 
 

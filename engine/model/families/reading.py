@@ -25,7 +25,7 @@ from engine.model.families.sense import MOST_HEAD_DIM
 from engine.model.mixers.config import AttentionConfig
 from engine.model.mixers.rope import Rope
 
-ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn", "proportional")
 """Rope types whose frequencies do not depend on the length of the sequence."""
 FULL, SLIDING = "full_attention", "sliding_attention"
 _ACTIVATIONS: Final = {
@@ -36,7 +36,10 @@ _ACTIVATIONS: Final = {
 }
 
 
-_TOWERS: Final = ("visual", "vision_tower", "vision_model", "multi_modal_projector")
+_TOWERS: Final = (
+    *("visual", "vision_tower", "vision_model", "multi_modal_projector", "embed_vision"),
+    *("audio_tower", "embed_audio"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,8 @@ class Family:
     read: Callable[[Any, int], ModelConfig]
     """Reads a transformers config. The second argument is the longest context that will be
     computed, in tokens."""
+    by_layer: bool = False
+    """Layers may keep K and V of several shapes, or none."""
     has_images: bool = False
     """Checkpoints read images, too. Their text part is read alone; it is what `read` gets."""
     drafts: str = ""

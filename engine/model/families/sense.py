@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from engine.model.config import (
+    BesideConfig,
     ExpertsConfig,
     FeedForwardConfig,
     LayerConfig,
@@ -113,6 +114,27 @@ def _faults(config: ModelConfig) -> Iterator[str]:
     yield from _cap_faults(config.logits_soft_cap)
     for layer in dict.fromkeys(config.layers):
         yield from _layer_faults(layer)
+    yield from _kept_faults(config)
+    if config.layer_inputs is not None:
+        yield from _outside("the width of layers' inputs", config.layer_inputs.width, MOST_SIZE)
+        yield from _outside("their vocabulary", config.layer_inputs.vocab_size, MOST_SIZE)
+
+
+def _kept_faults(config: ModelConfig) -> Iterator[str]:
+    """Layers that see equally many tokens share pages, and all that keep none follow the others."""
+    shapes: dict[int | None, set[tuple[int, int]]] = {}
+    for kept in config.keepers.values():
+        shapes.setdefault(kept.window, set()).add((kept.kv_heads, kept.head_dim))
+    if any(len(found) > 1 for found in shapes.values()):
+        yield "K and V of layers that see equally many tokens differ in shape"
+    if config.shapes_differ and None not in shapes:
+        yield "K and V of layers differ in shape, and none sees all tokens"
+    if list(config.keepers) != list(range(len(config.keepers))):
+        yield "layers with K and V of their own are behind layers without"
+    for index, layer in enumerate(config.layers):
+        own = None if layer.mixer is None else layer.mixer.kv_from
+        if own is not None and (own >= index or own not in config.keepers):
+            yield f"layer {index} reads K and V of layer {own}"
 
 
 def _layer_faults(layer: LayerConfig) -> Iterator[str]:
@@ -138,6 +160,10 @@ def _attention_faults(own: AttentionConfig) -> Iterator[str]:
 
 
 def _feed_forward_faults(own: FeedForwardConfig) -> Iterator[str]:
+    if isinstance(own, BesideConfig):
+        yield from _feed_forward_faults(own.gated)
+        yield from _feed_forward_faults(own.experts)
+        return
     yield from _outside("the width of a feed-forward", own.width, MOST_SIZE)
     if not isinstance(own, ExpertsConfig):
         return

@@ -11,18 +11,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.model.config import ModelConfig
 from engine.model.linear import Build, Linear
+from engine.model.mixers.base import Step
 from engine.model.mixers.config import AttentionConfig
 from engine.model.mixers.head_norms import QK_NORMS, HeadNorm, WholeNorm
-from engine.model.mixers.rope import Rotations, rotate
+from engine.model.mixers.rope import rotate
 from engine.model.places import Place, of_linear, plain
 from engine.model.precision.base import Format, Part, parameter
 from engine.model.region import Range
 from engine.model.shard import Shard, columns, stacked
-from engine.step.attention import AttentionBackend, AttentionSpec
+from engine.step.attention import AttentionSpec
 
 
 class AttentionParts(NamedTuple):
@@ -40,8 +43,10 @@ def parts_of(own: AttentionConfig, config: ModelConfig, index: int, shard: Shard
         Range(held.start * dim, held.end * dim)
         for held in (shard.even(own.heads), shard.shared(own.kv_heads))
     )
-    sizes = [(q, heads), (kv, kv_heads), (kv, kv_heads)]
-    names = [f"{own.module}.{name}" for name in own.qkv]
+    # One of a name's own, or one name for all.
+    products = 1 if own.kv_from is not None else 2 if own.v_is_k else 3
+    sizes = [(q, heads), (kv, kv_heads), (kv, kv_heads)][:products]
+    names = [f"{own.module}.{name}" for name in own.qkv[:products]]
     output = f"{own.module}.{own.output}"
     return AttentionParts(
         stacked(config, index, names, sizes), columns(config, index, output, q, heads)
@@ -60,6 +65,7 @@ class Attention(nn.Module):
         heads, kv_heads = shard.even(own.heads).size, shard.shared(own.kv_heads).size
         self.heads = (heads, kv_heads, kv_heads)
         """Heads of this rank: q, k and v."""
+        self._eps = config.norm_eps
         self._name = config.layer_name(index, own.module)
         self._collective = build.collective
         self.qk_norm: HeadNorm | WholeNorm | None = None
@@ -76,17 +82,41 @@ class Attention(nn.Module):
         own = self.own
         return AttentionSpec(own.scale, own.window, own.soft_cap, self.sinks)
 
-    def forward(self, x: Tensor, rotations: Rotations, attention: AttentionBackend) -> Tensor:
+    def forward(self, x: Tensor, step: Step) -> Tensor:
         """See `Mixer`."""
-        heads = self.qkv(x).view(len(x), -1, self.own.head_dim)
-        q, k, v = heads.split(self.heads, dim=1)
+        own, heads = self.own, self.qkv(x).view(len(x), -1, self.own.head_dim)
+        if own.kv_from is None:
+            q, k, v = self._projected(heads, step)
+        else:
+            q, (k, v) = self._query(heads, step), step.lent[own.kv_from]
+        if own.lends:
+            step.lent[self.index] = k, v
+        # Of another layer they are stored once more, as they are: the step reads its own tokens.
+        index = self.index if own.kv_from is None else own.kv_from
+        return self._collective.all_reduce(self.output(step.attention(index, q, k, v).flatten(1)))
+
+    def _projected(self, heads: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+        own = self.own
+        sizes = list(self.heads[: 2 if own.v_is_k else 3])
+        q, k, *rest = torch.split(heads, sizes, dim=1)
+        v = rest[0] if rest else k
         if self.qk_norm is not None:
             q, k = self.qk_norm(q, k)
-        if (rope := self.own.rope) is not None:
-            cos, sin, growth = rotations[rope]
-            q, k = (rotate(x, cos, sin, neighbours=rope.neighbours) for x in (q, k))
-            q = q if growth is None else q * growth
-        return self._collective.all_reduce(self.output(attention(self.index, q, k, v).flatten(1)))
+        if own.v_norm:
+            v = _unweighted(v, self._eps)
+        return self._turned(q, step, grows=True), self._turned(k, step), v
+
+    def _query(self, heads: Tensor, step: Step) -> Tensor:
+        if isinstance(self.qk_norm, HeadNorm):
+            heads = self.qk_norm.q(heads)
+        return self._turned(heads, step, grows=True)
+
+    def _turned(self, x: Tensor, step: Step, *, grows: bool = False) -> Tensor:
+        if (rope := self.own.rope) is None:
+            return x
+        cos, sin, growth = step.rotations[rope]
+        x = rotate(x, cos, sin, neighbours=rope.neighbours)
+        return x if growth is None or not grows else x * growth
 
     def places(self, form: Format | None, shard: Shard) -> Iterator[Place]:
         """See `Mixer`."""
@@ -97,3 +127,7 @@ class Attention(nn.Module):
             yield plain(f"{self._name}.sinks", self.sinks, heads, whole=self.own.heads)
         yield from of_linear(self.qkv, form, shard)
         yield from of_linear(self.output, form, shard)
+
+
+def _unweighted(x: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)

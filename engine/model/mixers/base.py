@@ -6,7 +6,7 @@ Shapes: T tokens of a step, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -14,7 +14,18 @@ from engine.model.mixers.rope import Rotations
 from engine.model.places import Place
 from engine.model.precision.base import Format
 from engine.model.shard import Shard
-from engine.step.attention import AttentionBackend, AttentionSpec
+from engine.step.attention import AttentionSpec, StepAttention
+
+
+class Step(NamedTuple):
+    """What all layers of a step read."""
+
+    rotations: Rotations
+    attention: StepAttention
+    lent: dict[int, tuple[Tensor, Tensor]]
+    """K and V of the step's tokens, [T, Hkv, D] each, of layers that lend them."""
+    inputs: Tensor | None = None
+    """[T, layers, P], what the layers read of the tokens themselves, where the model has it."""
 
 
 class Mixer(Protocol):
@@ -25,7 +36,7 @@ class Mixer(Protocol):
         """Its attention."""
         ...
 
-    def __call__(self, x: Tensor, rotations: Rotations, attention: AttentionBackend) -> Tensor:
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
         """[T, H] -> [T, H], with the ranks' sum."""
         ...
 

@@ -47,6 +47,14 @@ class AttentionConfig:
     sinks: bool = False
     """Each head has a learned logit beside those of the tokens, which takes part of the weight."""
     qk_norm: QkNorm | None = None
+    v_norm: bool = False
+    """RMS norm over each head of v, without a weight."""
+    v_is_k: bool = False
+    """v is k as projected, before its norm and rope."""
+    kv_from: int | None = None
+    """The layer whose K and V are read; None: its own. Another layer's have the same shape."""
+    lends: bool = False
+    """Later layers read its K and V."""
     module: str = "self_attn"
     """Name of the checkpoint's module, which has all that follows."""
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
@@ -56,8 +64,10 @@ class AttentionConfig:
     output_bias: bool = False
 
     @property
-    def kept(self) -> Kept:
-        """What a layer keeps of each token."""
+    def kept(self) -> Kept | None:
+        """What a layer keeps of each token; None: nothing."""
+        if self.kv_from is not None:
+            return None
         return Kept(self.kv_heads, self.head_dim, self.window)
 
     def obstacle(self, ranks: int) -> str:

@@ -25,16 +25,20 @@ class HeadNorm(nn.Module):
         super().__init__()
         size, eps, plus_one = own.head_dim, config.norm_eps, config.norm_plus_one
         self.q = RmsNorm(size, eps, build, plus_one=plus_one)
-        self.k = RmsNorm(size, eps, build, plus_one=plus_one)
+        self.k: RmsNorm | None = None
+        if own.kv_from is None:
+            self.k = RmsNorm(size, eps, build, plus_one=plus_one)
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """[T, Hq, D] and [T, Hkv, D]."""
+        assert self.k is not None, "a layer that reads another's K has none"
         return self.q(q), self.k(k)
 
     def places(self, attention: str) -> Iterator[Place]:
         """The parts of its weights. `attention`: the module that has them."""
         yield of_norm(f"{attention}.q_norm", self.q)
-        yield of_norm(f"{attention}.k_norm", self.k)
+        if self.k is not None:
+            yield of_norm(f"{attention}.k_norm", self.k)
 
 
 class WholeNorm(nn.Module):

@@ -217,17 +217,23 @@ class Stack(NamedTuple):
     """Several parts lie in turns: channel 0 of each, then channel 1 of each."""
     behind: bool = False
     """They lie one behind the other instead."""
+    straight: bool = False
+    """So they do, and the weights are not transposed: [E, turns x N, K]."""
 
     def spec(self, shape: tuple[int, int]) -> tuple[int, ...]:
         """The tensor's shape, for a weight of this shape [N, K]."""
+        if self.straight:
+            return self.experts, self.turns * shape[0], shape[1]
         return self.experts, shape[1], self.turns * shape[0]
 
     def read(self, region: Region, get: Get) -> Tensor:
         """A part of the weight, [rows, columns]."""
         one = Range(self.expert, self.expert + 1)
-        if self.behind:
+        if self.behind or self.straight:
             first = self.turn * region.shape[0]
             rows = Range(first + region.rows.start, first + region.rows.end)
+            if self.straight:
+                return get(self.tensor, one, rows, region.columns)[0]
             return get(self.tensor, one, region.columns, rows)[0].T
         return get(self.tensor, one, region.columns, self._turns(region.rows))[
             0, :, self.turn :: self.turns

@@ -1,0 +1,19 @@
+"""Which models have no fused kernels. It needs no GPU."""
+
+from __future__ import annotations
+
+from engine.model import ModelConfig
+from engine.model.config import BesideConfig
+
+
+def obstacle(config: ModelConfig) -> str:
+    """Which feature of a model has no fused kernels; empty: none."""
+    for layer in dict.fromkeys(config.layers):
+        own = layer.mixer
+        if own is not None and (own.v_norm or own.v_is_k or own.kv_from is not None):
+            return "attention that shares or norms V"
+        if isinstance(layer.feed_forward, BesideConfig):
+            return "experts beside a feed-forward"
+        if layer.scalar is not None:
+            return "a factor on a layer's output"
+    return "inputs of layers" if config.layer_inputs is not None else ""
