@@ -5,7 +5,7 @@ Life of a job:
 1. Admitted, or refused at once if no worker could run it or the queue is full.
 2. Waiting (`router.dispatch.waiting`) until a route has capacity: credit at a prefill worker, slots
    and pages at a decode worker. Events that may give capacity (a load report, a new worker, the end
-   of an attempt) trigger `_pump`.
+   of an attempt) trigger `_look`.
 3. Running: its groups (`router.dispatch.job_run`), one attempt at a time each. Another attempt
    follows a failed one, before the first token was sent and after it. It carries the tokens already
    sent, and the stream continues behind them.
@@ -34,7 +34,7 @@ from router.dispatch.attempt import Attempt
 from router.dispatch.fault import Fault
 from router.dispatch.job_run import JobRun
 from router.dispatch.refusals import error_of, refusal
-from router.dispatch.waiting import WaitingGroups, now_s
+from router.dispatch.waiting import Pump, WaitingGroups, now_s
 from router.events import NO_EVENTS, RouterEvents
 from router.jobs import Demand, Job, JobEvent, ServedModel
 from router.placement import routing
@@ -73,7 +73,7 @@ class JobDispatcher:
         self.quotas = Quotas()
         self._runs: dict[Job, JobRun] = {}
         self._attempts: dict[bytes, Attempt] = {}
-        self._pump_due = False
+        self._pump = Pump(self._look)
         self._draining = False
         self.membership_changed = asyncio.Event()
         """Set when a worker joins or leaves. The task that waits for it clears it."""
@@ -190,7 +190,8 @@ class JobDispatcher:
 
     def loaded(self, _link: WorkerLink) -> None:
         """A worker may have capacity."""
-        self._pump_soon()
+        if len(self._queue):
+            self._pump.later()
 
     def received(self, link: WorkerLink, message: worker_pb2.WorkResponse) -> None:
         """Hands a message to its attempt. A message for an ended attempt is late and dropped."""
@@ -247,17 +248,15 @@ class JobDispatcher:
 
     def _enqueue(self, group: ChoiceGroup, *, bounded: bool) -> None:
         self._waiting.begin(group, bounded=bounded)
-        self._pump()
+        self._pump.now()
 
     def _pump_soon(self) -> None:
-        """Pumps once, after the current handlers."""
-        if not self._pump_due and len(self._queue):
-            self._pump_due = True
-            asyncio.get_running_loop().call_soon(self._pump)
+        """Looks at the queues once, after the current handlers."""
+        if len(self._queue):
+            self._pump.soon()
 
-    def _pump(self) -> None:
+    def _look(self) -> None:
         """Dispatches from every queue for as long as there is room. Who would be late fails."""
-        self._pump_due = False
         for queue in self._queue.queues():
             while any(self._try_dispatch(group) for group in self._next(queue)):
                 pass

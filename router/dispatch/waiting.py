@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 WAKES_S: Final = 10.0
 """Time in which a worker that stood still is waited for, seconds. Most that wake do so sooner."""
+REST_S: Final = 5e-3
+"""Time between a look and the next one for a load report. A thousand workers report every 0.1 ms,
+and a look at a queue whose head fits nowhere takes half a millisecond among so many."""
 
 
 def now_s() -> float:
@@ -192,3 +195,39 @@ class WaitingGroups:
 
     def _retry_after_s(self, group: ChoiceGroup) -> float:
         return self.queue.retry_after_s(group.model, now_s())
+
+
+class Pump:
+    """When the queue is looked at: soon after what may give capacity, and rarely for load reports.
+    `look` is called in handlers of their own. Belongs to the event loop."""
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        self._look = look
+        self._soon = False
+        self._later: asyncio.TimerHandle | None = None
+        self._looked_s = 0.0
+
+    def soon(self) -> None:
+        """Looks once, after the current handlers."""
+        if not self._soon:
+            self._soon = True
+            asyncio.get_running_loop().call_soon(self.now)
+
+    def later(self) -> None:
+        """Looks once, soon or when the last look was `REST_S` ago."""
+        if self._soon or self._later is not None:
+            return
+        loop = asyncio.get_running_loop()
+        if (rest_s := self._looked_s + REST_S - loop.time()) > 0:
+            self._later = loop.call_later(rest_s, self.now)
+        else:
+            self.soon()
+
+    def now(self) -> None:
+        """Looks."""
+        self._soon = False
+        if self._later is not None:
+            self._later.cancel()
+            self._later = None
+        self._look()
+        self._looked_s = asyncio.get_running_loop().time()

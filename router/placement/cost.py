@@ -16,6 +16,7 @@ it that part of `SLACK`. So conversations stay where their KV is, if the load is
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from router.workers.load_estimate import Capacity
 
 _NOTHING: Final = Held(0, 0)
+HOLDERS: Final = 4
+"""So many holders of a prompt are looked at where there are many workers."""
 TRIED: Final = 4
 """Unreachable sources that are tried before it is checked that any path was measured. Mostly the
 first one is reachable. To try every pair of workers and sources takes milliseconds."""
@@ -94,6 +97,14 @@ class Cost:
         """Looks up who holds what of a prompt, for the calls that follow."""
         self._demand, self._holders, self._measured = demand, None, None
         self._held = self._holdings.held(demand) if len(demand.keys) else {}
+
+    def holders(self, demand: Demand) -> Sequence[str]:
+        """Names of those that hold most, and of those to which its first page was just routed."""
+        if not len(demand.keys):
+            return ()
+        held = self._held.items()
+        most = heapq.nlargest(HOLDERS, held, key=lambda item: item[1].host_pages)
+        return [*(name for name, _ in most), *self._just_routed.holders(demand.keys)[:HOLDERS]]
 
     def routed(self, demand: Demand, worker: WorkerLink) -> None:
         """The worker computes the prompt, or has got it. Its pages count as held from now on."""

@@ -79,6 +79,12 @@ class JustRouted:
         if not counts:
             del self._counts[worker_id]
 
+    def holders(self, keys: ShortKeys) -> list[str]:
+        """Names of the workers to which the first page of a prompt was just routed."""
+        self._expire()
+        first = int(keys[0])
+        return [name for name, found in self._counts.items() if first in found]
+
     def pages(self, worker_id: str, keys: ShortKeys) -> int:
         """The leading pages of a prompt that were just routed to a worker."""
         self._expire()

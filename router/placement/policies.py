@@ -38,6 +38,10 @@ class Policy(Protocol):
         """Looks up who holds what of a prompt, for the calls that follow."""
         ...
 
+    def holders(self, demand: Demand) -> Sequence[str]:
+        """Names of the few workers that hold most of a prompt."""
+        ...
+
     def prefill(
         self, demand: Demand, candidates: Sequence[WorkerLink], everyone: Sequence[WorkerLink]
     ) -> int:
@@ -102,6 +106,10 @@ class _Unaware:
 
     def look(self, demand: Demand) -> None:
         """Knows nothing."""
+
+    def holders(self, demand: Demand) -> Sequence[str]:
+        """Knows of none."""
+        return ()
 
     def routed(self, demand: Demand, worker: WorkerLink) -> None:
         """Remembers nothing."""

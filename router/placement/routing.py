@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from baton.worker.v1 import worker_pb2
+from router.placement.few import MANY, few_of, largest_of
 from router.placement.pairs import Pairs, agreeing, largest, pairs_of, passing
 from router.placement.placing import LocalReason
 from router.placement.ways import Way
@@ -85,7 +86,7 @@ def largest_pool_tokens(
     demand: Demand, workers: Sequence[WorkerLink], local: LocalPrefill
 ) -> int | None:
     """Prompt and output tokens that the largest route could ever hold; None without a route."""
-    limits = []
+    limits, workers = [], largest_of(workers)
     for first, partner in largest(_possible(demand, workers), partial(_pool_tokens, demand)):
         tokens = _pool_tokens(demand, first)
         if partner is None:
@@ -99,8 +100,7 @@ def largest_pool_tokens(
 
 def holds(worker: WorkerLink, model: ServedModel) -> bool:
     """Whether the worker has this revision of this model."""
-    served = worker.identity.model
-    return served.name == model.name and served.revision == model.revision
+    return worker.model == (model.name, model.revision)
 
 
 def can_run(workers: Sequence[WorkerLink], local: LocalPrefill) -> bool:
@@ -126,8 +126,12 @@ def choose(
     and a pair that complains of more than a slow path. An attempt there fails at once, and a job
     has few attempts. They are used only if no other pair could run the job now or later, and no
     decode worker could run it alone. A pair with a slow path is used if no other has capacity.
+
+    Of many workers a few are drawn (`router.placement.few`), unless some failed the job before.
     """
     policy.look(demand)
+    if len(workers) > MANY and not (failed.workers or failed.pairs):
+        workers = few_of(workers, demand, policy.holders(demand), _has_credit, _has_room)
     route = _place(demand, workers, policy, failed, local)
     if route is None:
         return None

@@ -17,7 +17,6 @@ import asyncio
 import enum
 import logging
 import math
-from collections import deque
 from typing import TYPE_CHECKING, Final, Protocol
 
 import grpc
@@ -26,6 +25,7 @@ from baton.grpc_options import channel_options
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from faults import failpoints
 from router.workers.load_estimate import Capacity, LoadEstimate
+from router.workers.send_queue import SendQueue
 from serving.net.internal_net import ClearNet, InternalNet, is_untrusted
 from serving.release import stamp
 
@@ -48,6 +48,10 @@ SLOW: Final = "slow"
 """Prefix of complaints about a path that works."""
 _CLOSED_BY_KERNEL: Final = ("Socket closed", "Connection reset by peer")
 """gRPC's texts for a connection that the peer's kernel closed without a goodbye of the peer."""
+
+
+_kinds: dict[tuple[object, ...], int] = {}
+"""Numbers of the kinds of workers that were seen."""
 
 
 class LinkState(enum.IntEnum):
@@ -95,46 +99,6 @@ class LinkOwner(Protocol):
     def lost(self, link: WorkerLink, loss: Loss, was: LinkState) -> None:
         """The link is over. Called once."""
         ...
-
-
-class SendQueue:
-    """Messages to be written, in order, but with Cancel and Abort first.
-
-    Invariant: no message of an attempt is behind its own Cancel or Abort. Messages that these
-    overtake are dropped, so that no worker gets an attempt that has ended.
-    """
-
-    def __init__(self) -> None:
-        self._urgent: deque[worker_pb2.WorkRequest] = deque()
-        self._ordinary: deque[worker_pb2.WorkRequest] = deque()
-        self._filled = asyncio.Event()
-
-    def __len__(self) -> int:
-        return len(self._urgent) + len(self._ordinary)
-
-    def put(self, message: worker_pb2.WorkRequest) -> None:
-        """Queues a message."""
-        match message.WhichOneof("message"):
-            case "cancel":
-                self._overtake(message.cancel.attempt_id)
-                self._urgent.append(message)
-            case "abort":
-                self._overtake(message.abort.attempt_id)
-                self._urgent.append(message)
-            case _:
-                self._ordinary.append(message)
-        self._filled.set()
-
-    async def get(self) -> worker_pb2.WorkRequest:
-        """The next message, as soon as there is one."""
-        while not len(self):
-            self._filled.clear()
-            await self._filled.wait()
-        return (self._urgent or self._ordinary).popleft()
-
-    def _overtake(self, attempt_id: bytes) -> None:
-        kept = [message for message in self._ordinary if _attempt_of(message) != attempt_id]
-        self._ordinary = deque(kept)
 
 
 class WorkerLink:
@@ -201,6 +165,30 @@ class WorkerLink:
         return f"WorkerLink({self.worker_id}, {self.state.name})"
 
     @property
+    def identity(self) -> worker_pb2.WorkerIdentity:
+        """Who it is."""
+        return self._identity
+
+    @identity.setter
+    def identity(self, identity: worker_pb2.WorkerIdentity) -> None:
+        model, role = identity.model, identity.role
+        self._identity = identity
+        self.model = model.name, model.revision
+        """Name and revision of its model."""
+        self.prefills = role in (worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_BOTH)
+        self.decodes = role in (worker_pb2.WORKER_ROLE_DECODE, worker_pb2.WORKER_ROLE_BOTH)
+        has_agent = bool(identity.endpoint.agent_name)
+        extensions = frozenset(model.extensions)
+        kind = (*self.model, role, model.fingerprint, has_agent, extensions)
+        self._kind = _kinds.setdefault(kind, len(_kinds) + 1)
+
+    @property
+    def kind(self) -> int:
+        """Workers with equal ones differ in nothing that a route depends on but their load and the
+        size of their pools."""
+        return -self._kind if self.estimate.draining else self._kind
+
+    @property
     def role(self) -> str:
         """ "prefill", "decode" or "both"."""
         role = worker_pb2.WorkerRole.Name(self.identity.role)
@@ -209,7 +197,7 @@ class WorkerLink:
     @property
     def agent_name(self) -> str:
         """Name of its transfer agent; empty if it has none."""
-        return self.identity.endpoint.agent_name
+        return self._identity.endpoint.agent_name
 
     def avoids(self, other: WorkerLink) -> bool:
         """Whether the worker complains of the other, or of the path to it."""
@@ -227,7 +215,7 @@ class WorkerLink:
     @property
     def draining(self) -> bool:
         """Whether the worker refuses new work."""
-        return self.estimate.load.draining
+        return self.estimate.draining
 
     def left_in_order(self, loss: Loss) -> bool:
         """Whether the end was announced, or is this router's own. Then it needs no warning."""
@@ -369,13 +357,3 @@ def _loss_of(details: str) -> Loss:
         return Loss.UNTRUSTED
     by_kernel = any(text in details for text in _CLOSED_BY_KERNEL)
     return Loss.SOCKET_CLOSED if by_kernel else Loss.STREAM_ENDED
-
-
-def _attempt_of(message: worker_pb2.WorkRequest) -> bytes:
-    match message.WhichOneof("message"):
-        case "submit":
-            return message.submit.attempt_id
-        case "grant":
-            return message.grant.attempt_id
-        case _:
-            return b""

@@ -77,6 +77,8 @@ class LoadEstimate:
 
     def __init__(self) -> None:
         self._load = worker_pb2.Load()
+        self.draining = False
+        """Whether the last report refuses new work."""
         self._entries: dict[bytes, _Entry] = {}
         self._held: Counter[str] = Counter()
         """Sequences of the entries, by holder."""
@@ -97,7 +99,7 @@ class LoadEstimate:
 
     def report(self, load: worker_pb2.Load) -> None:
         """Takes a new report."""
-        self._load, self._capacity = load, None
+        self._load, self._capacity, self.draining = load, None, load.draining
         self._returned = Reservation()
         for attempt_id in load.known_attempts:
             if (entry := self._entries.get(attempt_id)) is not None:

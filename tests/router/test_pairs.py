@@ -16,7 +16,7 @@ from router.placement import routing
 from router.placement.pairs import agreeing, largest, pairs_of, passing
 from router.placement.policies import LeastWork
 from router.workers.load_estimate import Capacity
-from router.workers.registry import PREFILLS, can_hand_off
+from router.workers.registry import DECODES, PREFILLS, can_hand_off
 
 ROLES = (
     worker_pb2.WORKER_ROLE_PREFILL,
@@ -38,12 +38,29 @@ class Worker:
     reads: int = field(default=0, init=False)
 
     draining = False
+    model = "m", "r"
     gave_up_on: Set[str] = frozenset()
     estimate = SimpleNamespace(held=lambda holder: 0)
 
     def __post_init__(self) -> None:
         model = worker_pb2.ModelInfo(name="m", revision="r", fingerprint=self.fingerprint)
         self._identity = worker_pb2.WorkerIdentity(role=self.role, model=model)  # type: ignore[arg-type]
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        return self.role, self.fingerprint, bool(self.agent_name)
+
+    @property
+    def worker_id(self) -> str:
+        return self.agent_name
+
+    @property
+    def prefills(self) -> bool:
+        return self.role in PREFILLS
+
+    @property
+    def decodes(self) -> bool:
+        return self.role in DECODES
 
     @property
     def identity(self) -> worker_pb2.WorkerIdentity:
