@@ -1,5 +1,6 @@
-"""Decode workers prefill by themselves for each reason: same tokens, pages back, whole traces. What
-they take over is the engine's rule: `engine/test_takeover.py`.
+"""Decode workers prefill by themselves: same tokens, pages back, whole traces. What they take over
+is the engine's rule: `engine/test_takeover.py`. When they help a busy prefill worker is the
+router's: `router/test_dispatch_local.py`.
 
 The policy knows nothing of what workers hold. So a decode worker alone decides what it takes over.
 `test_e2e_cost.py` has the policy that knows.
@@ -27,8 +28,6 @@ MAX_TOKENS = 12
 STEP_TOKENS = 64
 GREEDY = {"max_tokens": MAX_TOKENS, "temperature": 0.0, "ignore_eos": True}
 LOCAL = Metric.LOCAL_PREFILLS + "_total"
-LONG_QUEUE = {"prefill-0": {"max_step_tokens": 2048}}
-"""A prefill worker takes on prompts for two steps."""
 COMPUTED = {"name": Metric.PREFILL_TOKENS + "_total", "source": "computed"}
 
 
@@ -181,31 +180,3 @@ def test_a_crowd_that_preempts_prompts_and_streams(alone, reference):
         assert list(result.token_ids) == reference(prompt, 120)
     assert scrape(alone, "decode-0").of(Metric.PREEMPTIONS + "_total") > 0
     alone.check_baseline()
-
-
-# The queue at prefill is long.
-
-
-def crowds(cluster, client, reference, reason: str) -> None:
-    """A dozen prompts at once, until one of them is computed by the decode worker for that
-    reason: how many are depends on how fast this machine is just then."""
-    asked = {**GREEDY, "timeout_s": 60}
-    for turn in range(4):
-        prompts = [prompt_of(1000 + 10 * i, seed=100 * turn + i) for i in range(12)]
-        with ThreadPoolExecutor(12) as pool:
-            results = list(pool.map(lambda ids: client.generate(token_ids=ids, **asked), prompts))
-        for prompt, result in zip(prompts, results, strict=True):
-            assert list(result.token_ids) == reference(prompt)
-        helped = local_prefills(cluster).get(reason, 0)
-        print(f"\n{helped:.0f} of {len(prompts)} prompts computed by the decode worker: {reason}")
-        assert helped < len(prompts)
-        if helped:
-            return
-    raise AssertionError("none was")
-
-
-def test_a_busy_prefill_worker_is_helped(tiny, tmp_path, reference):
-    options = {"num_pages": 3000, "local_prefill": "auto", "own": LONG_QUEUE}
-    with running(tiny, tmp_path, **options) as cluster, cluster.client() as client:
-        client.generate(token_ids=prompt_of(500, seed=40), **GREEDY)  # rates are known from here on
-        crowds(cluster, client, reference, "faster")

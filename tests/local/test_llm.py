@@ -454,12 +454,13 @@ llm.generate(["x"] * 9, **{LONG})
 # What goes wrong inside.
 
 
-def test_a_model_that_computes_nan_says_so(tiny) -> None:
+@pytest.mark.parametrize("choices", [1, 3])
+def test_a_model_that_computes_nan_says_so(tiny, choices) -> None:
     with LLM(tiny, **SETTINGS) as llm:
         with torch.inference_mode():
             llm.engine._loop._executor.steps.model.layers[0].before_mixer.weight.fill_(float("nan"))
         with pytest.raises(ServerError, match="NaN"):
-            llm.generate("x")
+            llm.generate("x", choices=choices)
         check_baseline(llm.engine)
 
 

@@ -150,13 +150,6 @@ async def test_a_model_that_is_being_loaded(ask: Ask) -> None:
         check(await ask(server), "UNAVAILABLE", "NO_WORKERS", retry=True, model="tiny")
 
 
-async def test_longer_than_the_context(ask: Ask) -> None:
-    async with served() as (server, _):
-        seen = await ask(server, prompt=254)
-        reason = "CONTEXT_LENGTH_EXCEEDED"
-        check(seen, "INVALID_ARGUMENT", reason, retry=False, max_context_tokens="256")
-
-
 async def test_larger_than_any_pool(ask: Ask) -> None:
     """Refused at once, and not by whichever worker happens to be asked."""
     async with served() as (server, worker):
