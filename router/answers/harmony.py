@@ -31,7 +31,9 @@ _HEADS: Final = ("<|channel|>", _START, "to=")
 class HarmonyStream:
     """Has the events of transformers' `ResponseParser`: regions open, grow and close."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, reads_calls: bool = True) -> None:
+        """A stream. `reads_calls`: False where there are no tools: calls are content then."""
+        self._reads_calls = reads_calls
         self._text = ""
         self._field = ""
         """Field of the message that is being read; "" in a header."""
@@ -69,7 +71,7 @@ class HarmonyStream:
         if not found:
             return False
         self._text = rest
-        if recipient is not None:
+        if recipient is not None and self._reads_calls:
             self._open(events, CALLS)
             self._text = f"{recipient[1]}{_MESSAGE}{rest}"
         elif channel is not None and channel[1] == "analysis":

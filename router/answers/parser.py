@@ -162,7 +162,7 @@ class AnswerParser:
 def _stream_of(form: ResponseForm, *, thinks: bool) -> Any:
     """Finds regions: transformers' parser, or one with the same events."""
     if form.is_harmony:
-        return HarmonyStream()
+        return HarmonyStream(reads_calls=form.reads_calls)
     from transformers.utils.chat_parsing import ResponseParser
 
     prefix = form.thinking.begin if thinks and form.thinking is not None else ""

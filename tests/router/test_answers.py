@@ -236,6 +236,12 @@ CASES: dict[str, tuple[ResponseForm, str, Message]] = {
         "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b\n",
         Message("b\n", "a"),
     ),
+    "harmony, a call without tools": (
+        GPT_OSS.without_calls(),
+        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary to=python "
+        "code<|message|>1 + 1<|call|>",
+        Message("1 + 1", "a"),
+    ),
     "harmony, no header": (GPT_OSS, 'total: {"a": 1}', Message('total: {"a": 1}')),
 }
 TEXT_OR_MORE = {"n": {"type": "integer"}, "s": {"type": "string"}, "u": {"enum": ["ü"]}}
