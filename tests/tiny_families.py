@@ -156,6 +156,10 @@ BY_LAYER: dict[str, dict[str, Any]] = {
     "gemma4_experts": GEMMA_4 | {
         "enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 48,
     },
+    "lfm2": {
+        "family": "lfm2", "layers": 4, "block_multiple_of": 16, "conv_bias": True,
+        "layer_types": ["conv", "full_attention", "conv", "full_attention"], "kv_heads": 4,
+    },
 }  # fmt: skip
 """Layers keep K and V of several shapes, or none. They have no fused kernels yet."""
 

@@ -13,6 +13,7 @@ from engine.attention.fa3 import Fa3Backend, sinks_option
 from engine.attention.fa3_gathered import Fa3GatheredBackend
 from engine.attention.kernels import OwnKernels
 from engine.attention.sdpa import SdpaBackend
+from engine.attention.short_conv import ShortConvBackend
 from engine.attention.triton import TritonBackend
 from engine.pool.kv_pool import KvPool
 from engine.step.attention import AttentionBackend, Specs
@@ -43,8 +44,11 @@ def choose_backend(name: str, pool: KvPool, specs: Specs, kernels: OwnKernels) -
         kernels: those of our own, for backends that take some.
 
     Raises:
-        AttentionError: there is no such backend, or it cannot run here.
+        AttentionError: there is no such backend, or it cannot run here. Layers of one pool
+            convolve together, or not at all.
     """
+    if specs and specs[0].taps is not None:
+        return ShortConvBackend(pool, specs)
     if name not in BACKENDS:
         raise AttentionError(f"attention backend {name!r} is not one of {', '.join(BACKENDS)}")
     if name != "auto":

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from engine.model import ModelConfig
 from engine.model.config import BesideConfig
+from engine.model.mixers.config import ShortConvConfig
 
 
 def obstacle(config: ModelConfig) -> str:
     """Which feature of a model has no fused kernels; empty: none."""
     for layer in dict.fromkeys(config.layers):
         own = layer.mixer
+        if isinstance(own, ShortConvConfig):
+            return "short convolutions"
         if own is not None and (own.v_norm or own.v_is_k or own.kv_from is not None):
             return "attention that shares or norms V"
         if isinstance(layer.feed_forward, BesideConfig):

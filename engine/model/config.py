@@ -148,6 +148,8 @@ class ModelConfig:
     body: str = "model"
     """Module of the checkpoint that has embedding, layers and the last norm."""
     head: str = "lm_head"
+    last_norm: str = "norm"
+    """Module of the body behind the last layer."""
     unread: tuple[Unread, ...] = ()
     """What a checkpoint has beside the model."""
     tie_embeddings: bool = False
@@ -181,7 +183,7 @@ class ModelConfig:
     @property
     def shapes_differ(self) -> bool:
         """Whether layers keep K and V of several shapes."""
-        return len({(kept.kv_heads, kept.head_dim) for kept in self.keepers.values()}) > 1
+        return len({kept._replace(window=None) for kept in self.keepers.values()}) > 1
 
     def layer_name(self, index: int, name: str) -> str:
         """The full name of a module of a layer."""

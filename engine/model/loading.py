@@ -181,7 +181,7 @@ def _places(model: Model, form: Format | None, there: Collection[str]) -> Iterat
     if config.tie_embeddings and embedding not in there and head in there:
         embedding = head  # One of the two is enough, whichever it is.
     yield plain(embedding, model.embedding)
-    yield of_norm(f"{config.body}.norm", model.norm)
+    yield of_norm(f"{config.body}.{config.last_norm}", model.norm)
     if not config.tie_embeddings:
         rows = shard.vocab(config)
         yield plain(head, model.head, rows, whole=config.vocab_size)

@@ -77,6 +77,12 @@ def check_groups(config: EngineConfig, loaded: LoadedModel) -> None:
     """
     if not loaded.config.shapes_differ:
         return
+    convolves = any(kept.is_state for kept in loaded.config.keepers.values())
+    if convolves and config.kv_cache_dtype == "fp8":
+        raise EngineError(
+            "kv_cache_dtype fp8 cannot be set: what this model's convolutions read must not be"
+            " rounded; set it to auto"
+        )
     for what, used in (("kv_host_gib", config.kv_host_bytes), ("hooks", config.hooks)):
         if used:
             raise EngineError(

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 
+class Taps(NamedTuple):
+    """A causal convolution of each channel over the last K tokens."""
+
+    weight: Tensor
+    """[channels, K], the newest token's last."""
+    bias: Tensor | None
+    """[channels]"""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionSpec:
-    """Attention of one layer."""
+    """Attention of one layer, or what stands in its place."""
 
     scale: float
     """Factor on the products of q and k."""
@@ -23,6 +32,8 @@ class AttentionSpec:
     sinks: Tensor | None = None
     """[Hq]: a learned logit of each head beside those of the tokens. Its part of the weight is
     lost."""
+    taps: Taps | None = None
+    """The layer convolves, and attends to nothing."""
 
 
 Specs = tuple[AttentionSpec, ...]

@@ -17,6 +17,7 @@ from engine.model.families import (
     gemma4,
     glm4,
     granite,
+    lfm2,
     llama,
     mistral,
     olmo,
@@ -43,7 +44,7 @@ from engine.model.families.sense import (
 )
 
 _FILES = (
-    *(llama, mistral, qwen2, qwen3, gemma, gemma4, glm4, phi3, granite, olmo),
+    *(llama, mistral, qwen2, qwen3, gemma, gemma4, glm4, phi3, granite, olmo, lfm2),
     *(mixtral, gpt_oss, glm4_moe, minimax_m2, hy_v3, ernie4_5, dots1),
 )
 FAMILIES: dict[str, Family] = {

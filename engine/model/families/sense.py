@@ -132,14 +132,16 @@ def _kept_faults(config: ModelConfig) -> Iterator[str]:
     if list(config.keepers) != list(range(len(config.keepers))):
         yield "layers with K and V of their own are behind layers without"
     for index, layer in enumerate(config.layers):
-        own = None if layer.mixer is None else layer.mixer.kv_from
+        own = layer.mixer.kv_from if isinstance(layer.mixer, AttentionConfig) else None
         if own is not None and (own >= index or own not in config.keepers):
             yield f"layer {index} reads K and V of layer {own}"
 
 
 def _layer_faults(layer: LayerConfig) -> Iterator[str]:
-    if layer.mixer is not None:
+    if isinstance(layer.mixer, AttentionConfig):
         yield from _attention_faults(layer.mixer)
+    elif layer.mixer is not None:
+        yield from _outside("the number of channels", layer.mixer.channels, MOST_SIZE)
     if layer.feed_forward is not None:
         yield from _feed_forward_faults(layer.feed_forward)
 

@@ -18,6 +18,8 @@ class Kept(NamedTuple):
     """Numbers of K of one head, and as many of V."""
     window: int | None = None
     """Number of tokens that are read later, with the newest; None: all."""
+    is_state: bool = False
+    """K and V are what a convolution reads. They are not rounded."""
 
 
 class QkNorm(StrEnum):
@@ -55,6 +57,9 @@ class AttentionConfig:
     """The layer whose K and V are read; None: its own. Another layer's have the same shape."""
     lends: bool = False
     """Later layers read its K and V."""
+    q_norm: str = "q_norm"
+    """Name of the norm of q in a checkpoint; of that of k, below."""
+    k_norm: str = "k_norm"
     module: str = "self_attn"
     """Name of the checkpoint's module, which has all that follows."""
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
@@ -79,5 +84,35 @@ class AttentionConfig:
         return ""
 
 
-MixerConfig = AttentionConfig
+@dataclass(frozen=True, slots=True)
+class ShortConvConfig:
+    """The features of a short convolution."""
+
+    channels: int
+    kernel: int
+    """Tokens that a position reads, with itself."""
+    blocks: int
+    """Parts of the channels that ranks divide. Each has an even number of them."""
+    bias: bool = False
+    module: str = "conv"
+    """Of the checkpoint's layer, which has `in_proj`, `conv` and `out_proj`."""
+
+    @property
+    def rope(self) -> None:
+        """It has none."""
+        return
+
+    @property
+    def kept(self) -> Kept:
+        """What a layer keeps of each token."""
+        return Kept(self.blocks, self.channels // self.blocks // 2, self.kernel, is_state=True)
+
+    def obstacle(self, ranks: int) -> str:
+        """Why so many ranks cannot share it; empty: they can."""
+        if self.blocks % ranks:
+            return f"it does not divide the {self.blocks} blocks of a convolution's channels"
+        return ""
+
+
+MixerConfig = AttentionConfig | ShortConvConfig
 """What stands before the feed-forward in a layer. See `engine.model.mixers.kinds`."""

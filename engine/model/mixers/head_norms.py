@@ -23,6 +23,7 @@ class HeadNorm(nn.Module):
 
     def __init__(self, own: AttentionConfig, config: ModelConfig, build: Build) -> None:
         super().__init__()
+        self._names = own.q_norm, own.k_norm
         size, eps, plus_one = own.head_dim, config.norm_eps, config.norm_plus_one
         self.q = RmsNorm(size, eps, build, plus_one=plus_one)
         self.k: RmsNorm | None = None
@@ -36,9 +37,9 @@ class HeadNorm(nn.Module):
 
     def places(self, attention: str) -> Iterator[Place]:
         """The parts of its weights. `attention`: the module that has them."""
-        yield of_norm(f"{attention}.q_norm", self.q)
+        yield of_norm(f"{attention}.{self._names[0]}", self.q)
         if self.k is not None:
-            yield of_norm(f"{attention}.k_norm", self.k)
+            yield of_norm(f"{attention}.{self._names[1]}", self.k)
 
 
 class WholeNorm(nn.Module):
