@@ -160,10 +160,23 @@ BY_LAYER: dict[str, dict[str, Any]] = {
         "family": "lfm2", "layers": 4, "block_multiple_of": 16, "conv_bias": True,
         "layer_types": ["conv", "full_attention", "conv", "full_attention"], "kv_heads": 4,
     },
+    "lfm2_moe": {
+        "family": "lfm2_moe", "layers": 3, "layer_types": ["conv", "full_attention", "conv"],
+        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48,
+        "num_dense_layers": 1, "kv_heads": 4,
+    },
 }  # fmt: skip
 """Layers keep K and V of several shapes, or none. They have no fused kernels yet."""
 
 FUSED = {**DENSE, **EXPERTS, **IMAGES}
 EVERY = {**FUSED, **BY_LAYER}
-SLOW = ("minimax_m2", "hy_v3", "dots1", "gemma4", "gemma4_experts", *IMAGES.keys() - {"mistral3"})
+SLOW = (
+    "minimax_m2",
+    "hy_v3",
+    "dots1",
+    "gemma4",
+    "gemma4_experts",
+    "lfm2_moe",
+    *IMAGES.keys() - {"mistral3"},
+)
 """Families whose mechanisms others have, too: `make test` runs their logits, and no more."""

@@ -1,11 +1,19 @@
-"""LFM2: short convolutions, and attention in some layers."""
+"""LFM2 and LFM2-MoE: short convolutions, and attention in some layers."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from engine.model.config import GatedConfig, LayerConfig, ModelConfig, ModelError, Norms
-from engine.model.families.reading import FULL, Family, decoder, layers_alike
+from engine.model.config import (
+    ExpertsConfig,
+    GatedConfig,
+    LayerConfig,
+    ModelConfig,
+    ModelError,
+    Norms,
+)
+from engine.model.experts.config import ExpertNames
+from engine.model.families.reading import FULL, Family, decoder, layers_alike, sigmoid_routing
 from engine.model.mixers.config import QkNorm, ShortConvConfig
 
 CONV = "conv"
@@ -13,15 +21,48 @@ NORMS = Norms(before_mixer="operator_norm", before_feed_forward="ffn_norm")
 MOST_BLOCKS = 16
 """Parts in which ranks divide the channels: as many as ranks may be, and few enough to be wide."""
 KERNELS = range(2, 9)
+NAMES = ExpertNames(
+    router="feed_forward.gate",
+    experts="feed_forward.experts",
+    gate="w1",
+    up="w3",
+    down="w2",
+    bias="feed_forward.expert_bias",
+)
 
 
-def _read(config: Any, _longest: int) -> ModelConfig:
+def _read_dense(config: Any, _longest: int) -> ModelConfig:
+    width = int(config.intermediate_size)
+    if config.block_auto_adjust_ff_dim:
+        width = int(2 * width / 3)
+        if config.block_ffn_dim_multiplier is not None:
+            multiple = int(config.block_multiple_of)
+            width = int(config.block_ffn_dim_multiplier * width)
+            width = multiple * -(-width // multiple)
+    return _read(config, _gated(width))
+
+
+def _read_experts(config: Any, _longest: int) -> ModelConfig:
+    how = sigmoid_routing(
+        config.num_experts,
+        config.num_experts_per_tok,
+        normalised=bool(config.norm_topk_prob),
+        factor=float(config.routed_scaling_factor),
+        bias=bool(config.use_expert_bias),
+    )
+    experts = ExpertsConfig(config.moe_intermediate_size, how, names=NAMES)
+    plain, layers = config.num_dense_layers, range(int(config.num_hidden_layers))
+    dense = _gated(int(config.intermediate_size))
+    return _read(config, tuple(dense if index < plain else experts for index in layers))
+
+
+def _read(config: Any, feed_forward: Any) -> ModelConfig:
     kinds = list(config.layer_types)
     if len(kinds) != config.num_hidden_layers or set(kinds) - {FULL, CONV} or FULL not in kinds:
         raise ModelError(f"layer_types are {', '.join(sorted(set(kinds)))}, {len(kinds)} in all")
     attention = layers_alike(
         config,
-        _feed_forward(config),
+        feed_forward,
         NORMS,
         qk_norm=QkNorm.HEAD,
         q_norm="q_layernorm",
@@ -46,17 +87,12 @@ def _conv(config: Any) -> ShortConvConfig:
     return ShortConvConfig(channels, kernel, blocks, bool(config.conv_bias))
 
 
-def _feed_forward(config: Any) -> GatedConfig:
-    width = int(config.intermediate_size)
-    if config.block_auto_adjust_ff_dim:
-        width = int(2 * width / 3)
-        if config.block_ffn_dim_multiplier is not None:
-            multiple = int(config.block_multiple_of)
-            width = int(config.block_ffn_dim_multiplier * width)
-            width = multiple * -(-width // multiple)
-    return GatedConfig(
-        width, gate_up=("feed_forward.w1", "feed_forward.w3"), down="feed_forward.w2"
-    )
+def _gated(width: int) -> GatedConfig:
+    names = "feed_forward.w1", "feed_forward.w3"
+    return GatedConfig(width, gate_up=names, down="feed_forward.w2")
 
 
-FAMILIES = {"lfm2": Family("Lfm2ForCausalLM", _read, by_layer=True)}
+FAMILIES = {
+    "lfm2": Family("Lfm2ForCausalLM", _read_dense, by_layer=True),
+    "lfm2_moe": Family("Lfm2MoeForCausalLM", _read_experts, by_layer=True),
+}
