@@ -83,12 +83,8 @@ def check_groups(config: EngineConfig, loaded: LoadedModel) -> None:
             "kv_cache_dtype fp8 cannot be set: what this model's convolutions read must not be"
             " rounded; set it to auto"
         )
-    for what, used in (("kv_host_gib", config.kv_host_bytes), ("hooks", config.hooks)):
-        if used:
-            raise EngineError(
-                f"{what} cannot be set: K and V of this model's layers differ in shape, and {what}"
-                " needs pages of one kind"
-            )
+    if reason := why_one_group(config):
+        raise EngineError(f"{reason}, and K and V of this model's layers differ in shape")
 
 
 def windows_of(loaded: LoadedModel) -> list[int | None]:

@@ -39,9 +39,10 @@ def test_each_group_has_heads_of_its_own_and_shared_layers_have_none(path):
     engine.stop()
 
 
-def test_tiers_are_refused_by_name(path):
-    with pytest.raises(EngineError, match=r"kv_host_gib cannot be set: K and V .* differ in shape"):
-        build(path, num_pages=18, max_sequences=2, kv_host_bytes=1 << 20)
+def test_stores_are_refused_by_name(path, tmp_path):
+    options = {"kv_host_bytes": 1 << 20, "kv_stores": (f"file://{tmp_path}",)}
+    with pytest.raises(EngineError, match=r"kv_store is set: .* K and V .* differ in shape"):
+        build(path, num_pages=18, max_sequences=2, **options)
 
 
 @pytest.mark.parametrize(

@@ -76,9 +76,14 @@ def test_whole_in_chunks_cached_forked_resumed_and_handed_off(engines, path, len
 
 
 @pytest.mark.parametrize(
-    "options", [{"num_pages": 26}, pytest.param({"tp": 2}, marks=pytest.mark.slow)]
+    "options",
+    [
+        {"num_pages": 26},
+        {"num_pages": 26, "kv_host_bytes": 1 << 22},
+        pytest.param({"tp": 2}, marks=pytest.mark.slow),
+    ],
 )
-def test_preempted_and_of_two_ranks(options, path):
+def test_preempted_swapped_and_of_two_ranks(options, path):
     engine = build(path, max_sequences=6, max_step_tokens=64, **options)
     with held(engine):
         runs = [submit(engine, prompt_of(20 + i), 80, ignore_eos=True) for i in range(6)]
@@ -86,6 +91,8 @@ def test_preempted_and_of_two_ranks(options, path):
     assert (engine.load().preemptions > 0) is ("num_pages" in options)
     for run in runs:
         check(path, run, 80)
+    loaded = engine.load().tiers
+    assert (loaded is not None and loaded.loaded_tokens.total() > 0) is ("kv_host_bytes" in options)
     check_baseline(engine)
     engine.stop()
 
@@ -152,8 +159,8 @@ def test_what_does_not_go_with_convolutions_is_named(path):
         EngineError, match="what this model's convolutions read must not be rounded"
     ):
         build(path, kv_cache_dtype="fp8")
-    with pytest.raises(EngineError, match="kv_host_gib cannot be set"):
-        build(path, kv_host_bytes=1 << 20)
+    with pytest.raises(EngineError, match=r"ranks copy pages of one kind, and K and V"):
+        build(path, kv_host_bytes=1 << 20, tp=2)
     config = ShortConvConfig(64, 3, 16)
     assert config.obstacle(3) == "it does not divide the 16 blocks of a convolution's channels"
     assert not config.obstacle(8)
