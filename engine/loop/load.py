@@ -47,7 +47,7 @@ def load_of(
         wanted_pages=_wanted_pages(waiting, size) + blocks.available - admission.grantable_pages(),
         wanted_sequences=_wanted_sequences(waiting),
         running_sequences=batch.slots.num_used,
-        max_sequences=_most_sequences(scheduler),
+        max_sequences=most_sequences(scheduler),
         total_pages=blocks.total,
         free_pages=blocks.free,
         evictable_pages=blocks.evictable,
@@ -76,11 +76,11 @@ def load_of(
     )
 
 
-def _most_sequences(scheduler: Scheduler) -> int:
+def most_sequences(scheduler: Scheduler) -> int:
     """Sequences that may run together: one a slot, if their windows have room."""
     slots = scheduler.batch.slots
     free = scheduler.others.free_sequences(slots.num_free, slots.final_pages)
-    return slots.num_used + free
+    return max(1, slots.num_used + free)  # A short one always finds room.
 
 
 def _queued_tokens(waiting: Iterable[ActiveRequest]) -> int:

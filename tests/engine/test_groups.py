@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scheduler_bench import Bench
 
 from engine.bounds import Bounds
 from engine.groups.others import other_groups
@@ -17,8 +18,10 @@ from engine.groups.sizing import (
     sequence_bytes,
 )
 from engine.groups.spec import Full, GroupSpec, Kind, Plane, Window, name_of, split_layers
+from engine.loop.load import most_sequences
 from engine.model.families import read_config
 from engine.pages.blocks import BlockManager
+from engine.types import FailureReason
 
 SHAPES = Path(__file__).parents[2] / "bench" / "shapes"
 PAGE = 16
@@ -144,3 +147,17 @@ def test_what_prompts_share_stays_longer_than_what_one_has_passed():
     blocks.release(blocks.allocate_apart(17))
     left = [at for at, key in enumerate(keys) if blocks.page_of(key) is not None]
     assert left[0] == 4, "the page before the fifth border"
+
+
+def test_a_window_larger_than_its_group_takes_short_sequences():
+    """The load report says so: else no router would send one."""
+    bench = Bench(num_pages=20, windows=[(200, 12)], step_tokens=16)
+    assert bench.scheduler.others.free_sequences(6, np.zeros(6, np.int32)) == 0
+    assert most_sequences(bench.scheduler) == 1
+    request_id = bench.submit(list(range(4, 24)), 12)
+    bench.run()
+    bench.check_output(request_id)
+    long = bench.submit(list(range(4, 44)), 12)
+    bench.turn()
+    assert bench.failed[long] is FailureReason.TOO_LARGE
+    bench.check_baseline()
