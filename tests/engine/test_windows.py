@@ -116,7 +116,9 @@ def test_preempted(case):
     with held(engine):
         runs = [submit(engine, prompt, 80, ignore_eos=True) for prompt in prompts]
     finish(*runs)
-    assert engine.load().preemptions > 0
+    first, window = engine.pools
+    if window.page_bytes <= first.page_bytes:  # Else windows let fewer sequences run.
+        assert engine.load().preemptions > 0
     for run in runs:
         check(case, run, 80)
     check_baseline(engine)

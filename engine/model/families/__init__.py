@@ -17,7 +17,6 @@ from engine.model.families import (
     gemma4,
     glm4,
     granite,
-    lfm2,
     llama,
     mistral,
     olmo,
@@ -31,6 +30,7 @@ from engine.model.families.mixtures import (
     glm4_moe,
     gpt_oss,
     hy_v3,
+    lfm2,
     minimax_m2,
     mixtral,
 )
@@ -44,8 +44,8 @@ from engine.model.families.sense import (
 )
 
 _FILES = (
-    *(llama, mistral, qwen2, qwen3, gemma, gemma4, glm4, phi3, granite, olmo, lfm2),
-    *(mixtral, gpt_oss, glm4_moe, minimax_m2, hy_v3, ernie4_5, dots1),
+    *(llama, mistral, qwen2, qwen3, gemma, gemma4, glm4, phi3, granite, olmo),
+    *(mixtral, gpt_oss, glm4_moe, minimax_m2, hy_v3, ernie4_5, dots1, lfm2),
 )
 FAMILIES: dict[str, Family] = {
     name: each for file in _FILES for name, each in file.FAMILIES.items()

@@ -95,7 +95,7 @@ class ShortConvConfig:
     """Parts of the channels that ranks divide. Each has an even number of them."""
     bias: bool = False
     module: str = "conv"
-    """Of the checkpoint's layer, which has `in_proj`, `conv` and `out_proj`."""
+    """Module of the checkpoint's layer that has `in_proj`, `conv` and `out_proj`."""
 
     @property
     def rope(self) -> None:
