@@ -150,22 +150,24 @@ class Attempt:
                 self._aborted(leg, already_ready=message.aborted.already_ready)
         return True
 
-    def tokens(self, worker: WorkerLink, tokens: JobTokens) -> None:
-        """Takes tokens of one choice from one of its workers. The choice's index is that in the
-        attempt."""
-        leg, choices = self._leg_of(worker), self.group.choices
+    def tokens(self, worker: WorkerLink, tokens: JobTokens, now_s: float) -> bool:
+        """Takes tokens of one choice from one of its workers, and says whether that choice has
+        ended. The choice's index is that in the attempt."""
+        leg, choices = self.decode, self.group.choices
+        if leg is None or leg.worker is not worker:
+            leg = self._leg_of(worker)
         if self.phase is Phase.ENDED or leg is None or tokens.choice >= len(choices):
-            return
-        if leg.mode == worker_pb2.WORK_MODE_WHOLE:
+            return False
+        if not self.is_computed and leg.mode == worker_pb2.WORK_MODE_WHOLE:
             self._prompt_computed(leg)
-        if self._contradicts(tokens):
+        if self._first_ids and self._contradicts(tokens):
             self._over(Fault(worker, worker_pb2.FAILURE_REASON_KV_TRANSFER))
-            return
-        self._last_s = time.monotonic()
+            return False
+        self._last_s = now_s
         self._beside.add(self.run.pace.running)
         if (choice := choices[tokens.choice]) != tokens.choice:
             tokens = tokens._replace(choice=choice)
-        self.run.add([tokens])
+        return self.run.add(tokens)
 
     def worker_lost(self, worker: WorkerLink) -> None:
         """A worker is gone, and its leg with it."""
@@ -261,7 +263,7 @@ class Attempt:
         The prefill worker may have drawn the client's token before it was let go. The same noise
         draws the same token, unless rounding decides between two.
         """
-        if not self._first_ids or tokens.first_index != self._first_indexes[tokens.choice]:
+        if tokens.first_index != self._first_indexes[tokens.choice]:
             return False
         return tokens.token_ids[0] != self._first_ids[tokens.choice]
 
@@ -272,7 +274,8 @@ class Attempt:
         if leg is self.prefill:
             self._first_ids = [record.token_id for record in first.records]
         self.run.first_known(first.cached_prompt_tokens, dict(first.loaded_prompt_tokens))
-        self.run.add(merge.first_tokens(first, self.group.choices, self._first_indexes))
+        for tokens in merge.first_tokens(first, self.group.choices, self._first_indexes):
+            self.run.add(tokens)
 
     def _prompt_computed(self, leg: Leg) -> None:
         """Notes at the first token that the prompt is computed. A resume on one worker gives no

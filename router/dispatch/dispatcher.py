@@ -197,9 +197,10 @@ class JobDispatcher:
         """Hands a message to its attempt. A message for an ended attempt is late and dropped."""
         kind = message.WhichOneof("message")
         if kind == "tokens":
+            now_s, attempts = time.monotonic(), self._attempts
             for drawn_for, tokens in merge.step_tokens(message.tokens):
-                if (attempt := self._attempts.get(drawn_for)) is not None:
-                    attempt.tokens(link, tokens)
+                attempt = attempts.get(drawn_for)
+                if attempt is not None and attempt.tokens(link, tokens, now_s):
                     self._settle(attempt)
         elif kind is not None and kind != "attached":
             attempt_id: bytes = getattr(message, kind).attempt_id

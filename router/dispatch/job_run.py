@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from router.dispatch.merge import ChoiceMerger
@@ -173,12 +173,17 @@ class JobRun:
         self._prompt_logprobs = self._prompt_logprobs or ()
         self._pass_on(())
 
-    def add(self, runs: Iterable[JobTokens]) -> None:
-        """Takes tokens in any order."""
-        for run in runs:
-            if run.choice < len(self.choices):
-                self.pace.done(len(run.token_ids))
-                self._pass_on(self.choices[run.choice].add(run))
+    def add(self, run: JobTokens) -> bool:
+        """Takes tokens in any order; says whether their choice has ended."""
+        if run.choice >= len(self.choices):
+            return False
+        self.pace.done(len(run.token_ids))
+        choice = self.choices[run.choice]
+        if self.started and choice.goes_on_with(run):  # The usual case.
+            self._say(run)
+        else:
+            self._pass_on(choice.add(run))
+        return choice.ended
 
     def end_choice(self, end: ChoiceEnded) -> None:
         """Takes a choice's end, which may overtake its tokens."""

@@ -34,13 +34,18 @@ class ChoiceMerger:
         self._waiting: list[JobTokens] = []
         self._end: ChoiceEnded | None = None
 
+    def goes_on_with(self, run: JobTokens) -> bool:
+        """Takes a run that follows what was returned where nothing waits, not even the end; says
+        whether it is one. Then it is the event that follows."""
+        if self.ended or self._waiting or self._end or run.first_index != len(self.token_ids):
+            return False
+        self.token_ids += run.token_ids
+        return True
+
     def add(self, run: JobTokens) -> list[JobEvent]:
         """Takes a run in any order; returns the events that follow: tokens, the end, or nothing."""
         if self.ended:
             return []
-        if run.first_index == len(self.token_ids) and not self._waiting:  # The usual case.
-            self.token_ids += run.token_ids
-            return [run, *self._take_end()]
         self._waiting.append(run)
         return [*self._take_contiguous(), *self._take_end()]
 
@@ -101,7 +106,7 @@ def step_tokens(message: worker_pb2.Tokens) -> Iterable[tuple[bytes, JobTokens]]
     scored = dict(zip(unpack_ids(message.scored_rows), _logprobs(message.records), strict=True))
     packed = message.choice_indices, message.indices, message.token_ids
     choices, indices, ids = map(unpack_ids, packed)
-    attempts = message.attempt_ids
+    attempts = list(message.attempt_ids)
     start, rows = 0, len(ids)
     for end in range(1, rows + 1):
         if (
@@ -112,7 +117,9 @@ def step_tokens(message: worker_pb2.Tokens) -> Iterable[tuple[bytes, JobTokens]]
             and (end in scored) == (start in scored)
         ):
             continue
-        logprobs = tuple(scored[row] for row in range(start, end) if row in scored)
+        logprobs: tuple[TokenScore, ...] = ()
+        if scored:
+            logprobs = tuple(scored[row] for row in range(start, end) if row in scored)
         yield attempts[start], JobTokens(choices[start], indices[start], ids[start:end], logprobs)
         start = end
 

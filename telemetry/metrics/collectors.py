@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from telemetry.metrics.table import DECLARED
 
@@ -72,6 +79,52 @@ class Samples(Collector):
         family = _family(self._metric)
         for labels, value in sorted(self._take().items()):
             family.add_metric(labels, value)
+        return [family]
+
+
+class Series:
+    """Values of one histogram, for one set of labels. One thread adds them."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def add(self, value: float) -> None:
+        """Adds a value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def family_values(self) -> tuple[list[tuple[str, float]], float]:
+        """Bounds with the number of values up to each, and the sum."""
+        names = [*map(floatToGoString, self._bounds), "+Inf"]
+        return [*zip(names, map(float, accumulate(self._counts)), strict=True)], self._sum
+
+
+class Tally(Collector):
+    """A histogram that costs a token a fifth of what `prometheus_client.Histogram` takes, which
+    locks four values for each."""
+
+    def __init__(self, metric: str) -> None:
+        self._metric = metric
+        self._series: dict[Labels, Series] = {}
+
+    def of(self, *labels: str) -> Series:
+        """Values with these labels."""
+        if (series := self._series.get(labels)) is None:
+            series = self._series[labels] = Series(DECLARED[self._metric].buckets)
+        return series
+
+    def describe(self) -> Iterable[HistogramMetricFamily]:
+        """Returns the metric without a sample."""
+        declared = DECLARED[self._metric]
+        return [HistogramMetricFamily(self._metric, declared.help, labels=declared.labels)]
+
+    def collect(self) -> Iterable[HistogramMetricFamily]:
+        """Returns all present samples."""
+        (family,) = self.describe()
+        for labels, series in sorted(self._series.items()):
+            family.add_metric(labels, *series.family_values())
         return [family]
 
 

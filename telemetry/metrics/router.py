@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import Counter as Counted
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from prometheus_client import Counter, Histogram
-
-from telemetry.metrics.collectors import Labels, Row, Samples
+from telemetry.metrics.collectors import Labels, Row, Samples, Tally
 from telemetry.metrics.process import ProcessMetrics
 from telemetry.metrics.table import AGAIN, LOSS_CAUSES, OVERLOADED, OWN_FAULTS
 from telemetry.names import Metric
@@ -51,7 +50,7 @@ class RouterMetrics(ProcessMetrics):
         self._by_method = self._counter(Metric.REQUESTS_BY_METHOD)
         self._rejections = self._counter(Metric.REJECTIONS)
         self._prompt_tokens = self._counter(Metric.PROMPT_TOKENS)
-        self._output_tokens = self._counter(Metric.OUTPUT_TOKENS)
+        self._output_tokens: Counted[str] = Counted()
         self._retries = self._counter(Metric.RETRIES)
         self._failovers = self._counter(Metric.FAILOVERS)
         self._local_prefills = self._counter(Metric.LOCAL_PREFILLS)
@@ -62,9 +61,9 @@ class RouterMetrics(ProcessMetrics):
         self._queue_wait = self._histogram(Metric.QUEUE_WAIT)
         self._first_token = self._histogram(Metric.TIME_TO_FIRST_TOKEN)
         self._per_token = self._histogram(Metric.TIME_PER_OUTPUT_TOKEN)
-        self._inter_token = self._histogram(Metric.INTER_TOKEN)
-        self._of_model: dict[str, tuple[Counter, Histogram]] = {}
-        """Counters of output tokens and times between them, by model: looked up once a model."""
+        self._inter_token = Tally(Metric.INTER_TOKEN)
+        self.registry.register(self._inter_token)
+        self.registry.register(Samples(Metric.OUTPUT_TOKENS, self._tokens_by_model))
         self._duration = self._histogram(Metric.REQUEST_DURATION)
         self._workers_lost = self._counter(Metric.WORKERS_LOST)
         self._watch(load, _ROUTER_ROWS)
@@ -145,13 +144,12 @@ class RouterMetrics(ProcessMetrics):
 
     def tokens(self, model: str, count: int, seconds_since_last: float | None) -> None:
         """A message of tokens was sent. `seconds_since_last` is None for a request's first one."""
-        if (of_model := self._of_model.get(model)) is None:
-            of_model = self._output_tokens.labels(model), self._inter_token.labels(model)
-            self._of_model[model] = of_model
-        output_tokens, inter_token = of_model
-        output_tokens.inc(count)
+        self._output_tokens[model] += count
         if seconds_since_last is not None:
-            inter_token.observe(seconds_since_last)
+            self._inter_token.of(model).add(seconds_since_last)
+
+    def _tokens_by_model(self) -> Mapping[Labels, float]:
+        return _by_word(self._output_tokens)
 
     def ended(
         self,
