@@ -88,7 +88,7 @@ class _Running:
         work = self._clocks.work
         work.ready_unix_ns = work.ready_unix_ns or at_ns
         work.last_token_unix_ns = at_ns
-        self.run.add([tokens])
+        self.run.add(tokens)
 
     def take(self, event: EventOfOne) -> None:
         """Takes any other event of the job."""

@@ -57,6 +57,8 @@ class Options(TypedDict, total=False):
     top_logprobs: int
     prompt_logprobs: bool
     omit_text: bool
+    min_message_ms: int
+    """Least time between two messages with tokens. Those that come sooner share one."""
     choices: int
     priority: int
     add_special_tokens: bool

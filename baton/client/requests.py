@@ -189,6 +189,7 @@ _OUTPUT = (
     "skip_special_tokens",
     "message",
     "omit_reasoning",
+    "min_message_ms",
 )
 
 

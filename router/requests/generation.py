@@ -46,9 +46,8 @@ from router.requests.outputs import (
     OutputBuffer,
     ShortWay,
     Started,
-    TextDelta,
 )
-from router.requests.request_span import RequestSpan
+from router.requests.request_span import ObservedWay, RequestSpan
 from router.requests.tokenization import (
     PromptIds,
     PromptTooLongError,
@@ -113,9 +112,12 @@ class Generations:
             if stop.cut_max_tokens or not stop.HasField("max_tokens"):
                 self._shorten(job)
             span.describe_job(job)
-            seen = short_way and _Observed(short_way, span, call)
-            most = self._limits.max_unread_tokens
-            outbox = OutputBuffer(most, whole=call.whole, short_way=seen)
+            seen = short_way and ObservedWay(short_way, span, call)
+            most, apart_s = (
+                self._limits.max_unread_tokens,
+                request.input.output.min_message_ms / 1e3,
+            )
+            outbox = OutputBuffer(most, whole=call.whole, short_way=seen, min_message_s=apart_s)
             generation = _Generation(self._dispatcher, job, outbox, plan)
             generation.choices += choices_of(job, request.input, tokenizer, plan)
             async with generation.running():
@@ -274,22 +276,6 @@ class Generations:
         if pool_tokens is not None:
             room = pool_tokens - job.prompt_tokens
             stopping.max_tokens = max(1, stopping.min_tokens, min(stopping.max_tokens, room))
-
-
-class _Observed:
-    """A short way whose deltas are noted."""
-
-    def __init__(self, short_way: ShortWay, span: RequestSpan, call: Call) -> None:
-        self._short_way = short_way
-        self._span = span
-        self._call = call
-
-    def take(self, delta: TextDelta) -> bool:
-        """Sends a delta if it can."""
-        if not self._short_way.take(delta):
-            return False
-        self._span.observe(delta, self._call.passed_s)
-        return True
 
 
 class _Generation:

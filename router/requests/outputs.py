@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -217,19 +218,28 @@ class ShortWay(Protocol):
 class OutputBuffer:
     """Outputs that wait for the client. It has one writer, which never waits, and one reader.
 
-    A delta that comes while the reader waits is offered to the short way first.
+    A delta that comes while the reader waits is offered to the short way first. If messages have a
+    least time between them, the reader gets tokens only when that has passed since it had all.
 
     Invariants: outputs leave in the order in which they came, those of one choice without gap; at
     most `max_tokens` tokens wait; nothing is taken after an error.
     """
 
     def __init__(
-        self, max_tokens: int, *, whole: bool = False, short_way: ShortWay | None = None
+        self,
+        max_tokens: int,
+        *,
+        whole: bool = False,
+        short_way: ShortWay | None = None,
+        min_message_s: float = 0.0,
     ) -> None:
         """An empty buffer. `whole`: the reader needs no tokens before their choice has ended, so
         tokens do not wake it. This saves half of a token's cost."""
         self._max_tokens = max_tokens
-        self._short_way = short_way
+        self._short_way = None if min_message_s else short_way
+        self._min_message_s = min_message_s
+        self._due_s = -math.inf
+        """When tokens may leave, by the loop's clock."""
         self._whole = whole
         self._waiting: deque[Output] = deque()
         self._open_deltas: dict[int, TextDelta] = {}
@@ -258,6 +268,9 @@ class OutputBuffer:
             self._put_delta(output)
             if self._whole:
                 return
+            if (rest_s := self._rest_s()) > 0:
+                self._wake_after(rest_s)
+                return
         else:
             self._waiting.append(output)
         self._wake()
@@ -273,10 +286,12 @@ class OutputBuffer:
         Raises:
             BaseException: the error given to `close`.
         """
-        while not self._waiting:
-            if self._error is not None:
+        while (rest_s := self._rest_s()) > 0 or not self._waiting:
+            if self._waiting:
+                self._wake_after(rest_s)
+            elif self._error is not None:
                 raise self._error
-            if self._closed:
+            elif self._closed:
                 return None
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
@@ -285,7 +300,16 @@ class OutputBuffer:
             del self._open_deltas[output.choice]
             self._tokens_waiting -= len(output.token_ids)
             self._tokens_taken += len(output.token_ids)
+            if self._min_message_s and not self._waiting:
+                self._due_s = asyncio.get_running_loop().time() + self._min_message_s
         return output
+
+    def _rest_s(self) -> float:
+        """Time until the waiting tokens may leave; 0 if anything else waits behind them."""
+        is_urgent = self._closed or len(self._waiting) > len(self._open_deltas)
+        if not self._min_message_s or is_urgent:
+            return 0.0
+        return self._due_s - asyncio.get_running_loop().time()
 
     def _is_awaited(self) -> bool:
         """Whether the reader waits, and nothing is on its way to it."""
@@ -294,6 +318,9 @@ class OutputBuffer:
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
+
+    def _wake_after(self, rest_s: float) -> None:
+        asyncio.get_running_loop().call_later(rest_s, self._wake)
 
     def _put_delta(self, delta: TextDelta) -> None:
         waiting = self._tokens_waiting + len(delta.token_ids)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from router.call import Call
     from router.events import RouterEvents
     from router.jobs import Job
+    from router.requests.outputs import ShortWay
 
 _MAX_NAME_CHARS: Final = 128
 """Characters of a name that a client sent: spans are stored, and longer ones would be a way to fill
@@ -181,6 +182,22 @@ class RequestSpan:
         self._record.finish_reasons.append(reason)
         if finished.timings is not None:
             self._record.add_timings(finished.timings)
+
+
+class ObservedWay:
+    """A short way whose deltas are noted."""
+
+    def __init__(self, short_way: ShortWay, span: RequestSpan, call: Call) -> None:
+        self._short_way = short_way
+        self._span = span
+        self._call = call
+
+    def take(self, delta: TextDelta) -> bool:
+        """Sends a delta if it can."""
+        if not self._short_way.take(delta):
+            return False
+        self._span.observe(delta, self._call.passed_s)
+        return True
 
 
 @dataclass(slots=True)

@@ -25,6 +25,8 @@ from serving.wire import MAX_EXTENSION_BYTES, MAX_EXTENSIONS, extension_bytes
 if TYPE_CHECKING:
     from router.jobs import ServedModel
 
+MAX_MESSAGE_MS: Final = 1000
+"""Longest time for which tokens are gathered, milliseconds. Readers wait for them."""
 MAX_TOP_LOGPROBS: Final = 20
 MAX_PRIORITY: Final = 100
 MAX_LOGIT_BIAS: Final = 100.0
@@ -289,6 +291,8 @@ def _check_output(found: Violations, output: api.OutputOptions) -> None:
         output.top_logprobs <= MAX_TOP_LOGPROBS, path, f"must be at most {MAX_TOP_LOGPROBS}"
     )
     found.unless(output.logprobs or not output.top_logprobs, path, "needs logprobs")
+    rule = f"must be at most {MAX_MESSAGE_MS}"
+    found.unless(output.min_message_ms <= MAX_MESSAGE_MS, "input.output.min_message_ms", rule)
 
 
 def check_ids(found: Violations, path: str, ids: Sequence[int], vocab_size: int) -> None:

@@ -846,6 +846,7 @@ class OutputOptions(_message.Message):
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     OMIT_REASONING_FIELD_NUMBER: _builtins.int
+    MIN_MESSAGE_MS_FIELD_NUMBER: _builtins.int
     logprobs: _builtins.bool
     """Return log probabilities of the chosen tokens."""
     top_logprobs: _builtins.int
@@ -864,6 +865,11 @@ class OutputOptions(_message.Message):
     """
     omit_reasoning: _builtins.bool
     """Leave the reasoning out of `message`. It is counted nevertheless."""
+    min_message_ms: _builtins.int
+    """Least time between two messages with tokens, milliseconds, at most 1,000; 0
+    for none. Tokens that come sooner share a message, which costs server and
+    client as much as one token does. The first token and ends are not delayed.
+    """
     def __init__(
         self,
         *,
@@ -874,10 +880,11 @@ class OutputOptions(_message.Message):
         skip_special_tokens: _builtins.bool | None = ...,
         message: _builtins.bool = ...,
         omit_reasoning: _builtins.bool = ...,
+        min_message_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "skip_special_tokens", b"skip_special_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "logprobs", b"logprobs", "message", b"message", "omit_reasoning", b"omit_reasoning", "omit_text", b"omit_text", "prompt_logprobs", b"prompt_logprobs", "skip_special_tokens", b"skip_special_tokens", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "logprobs", b"logprobs", "message", b"message", "min_message_ms", b"min_message_ms", "omit_reasoning", b"omit_reasoning", "omit_text", b"omit_text", "prompt_logprobs", b"prompt_logprobs", "skip_special_tokens", b"skip_special_tokens", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__skip_special_tokens: _TypeAlias = _typing.Literal["skip_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015
