@@ -55,7 +55,8 @@ FLAGS: Final[Mapping[str, str]] = {
     "--scheduling-policy": "`--scheduling` of `baton worker`",
     "--seed": "`seed` in each request",
     "--served-model-name": "`--served-name` of `baton worker`",
-    "--speculative-config": "not yet: there is no speculative decoding",
+    "--speculative-config": "`--speculation suffix` of `baton worker` for the methods `ngram` and"
+    " `suffix`; nothing yet for draft models",
     "--ssl-certfile": "`--tls-door-cert` of `baton router`",
     "--ssl-keyfile": "`--tls-door-key` of `baton router`",
     "--swap-space": "`--kv-host-gib` of `baton worker`",

@@ -82,6 +82,9 @@ def _write_generate(leg: DecodeLeg, skew: Skew) -> None:
         Attr.DECODE_PREEMPTIONS: leg.preemptions,
         Attr.DECODE_JOIN_WAIT_MS: milliseconds(leg.ready_ns, leg.joined_ns),
     }
+    if leg.drafted_tokens:
+        attributes[Attr.DECODE_DRAFTED] = leg.drafted_tokens
+        attributes[Attr.DECODE_ACCEPTED] = leg.accepted_tokens
     if leg.second_token_gap_ms is not None:
         attributes[Attr.DECODE_SECOND_TOKEN_GAP_MS] = leg.second_token_gap_ms
     if parts_ms := leg.gap_parts_ms:

@@ -117,6 +117,8 @@ class Worker:
             self.metrics.watch_groups(engine.load)
         if engine.load().hook_failures is not None:
             self.metrics.watch_hooks(engine.load)
+        if engine.load().speculation is not None:
+            self.metrics.watch_drafts(engine.load)
         if settings.tp > 1:
             self.metrics.watch_ranks(engine.ranks)
         self.services = self._make_services()

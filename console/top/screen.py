@@ -39,6 +39,7 @@ def draw(view: View, admin: str) -> RenderableType:
         _workers(view),
         *_prompts(view),
         *_ranks(view),
+        *_drafts(view),
         *_notes(view),
     )
 
@@ -181,6 +182,18 @@ def _ranks(view: View) -> list[Text]:
     if not waits:
         return []
     return [Text("\nwait for the slowest rank, a step  ", "dim").append(", ".join(waits))]
+
+
+def _drafts(view: View) -> list[Text]:
+    """What a row yields in a step that verifies drafts, of workers that do so."""
+    lengths = [
+        f"{worker.name} {worker.tokens_a_verify:.1f}"
+        for worker in view.workers
+        if worker.tokens_a_verify is not None
+    ]
+    if not lengths:
+        return []
+    return [Text("\ntokens a row and verified step  ", "dim").append(", ".join(lengths))]
 
 
 def _notes(view: View) -> list[Text]:

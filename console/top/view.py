@@ -82,6 +82,9 @@ class WorkerView:
     rank_skew_ms: float | None = None
     """How long a step's fastest rank waited for the slowest, on average since the earlier scrape;
     None with one rank, and without a step."""
+    tokens_a_verify: float | None = None
+    """Tokens that a row yields in a step that verifies drafts of it, on average since the earlier
+    scrape; None without drafts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +215,7 @@ def _worker(known: Known, now: Scrape, before: Scrape, since: Scrape) -> WorkerV
         },
         gpu_share=fmean(gpus) if gpus else None,
         rank_skew_ms=_rank_skew_ms(found, old),
+        tokens_a_verify=_tokens_a_verify(found, old),
     )
 
 
@@ -221,6 +225,14 @@ def _shares_in_use(found: Scraped) -> dict[str, float]:
         group: found.total(Metric.KV_GROUP_PAGES, group=group, state="used") / max(1.0, total)
         for group, total in pages.items()
     }
+
+
+def _tokens_a_verify(now: Scraped, earlier: Scraped) -> float | None:
+    drafted = f"{Metric.SPECULATION_DRAFTED}_total"
+    accepted = f"{Metric.SPECULATION_ACCEPTED}_total"
+    rows = now.by_label(drafted, "position").get("0", 0.0)
+    rows -= earlier.by_label(drafted, "position").get("0", 0.0)
+    return 1 + (now.total(accepted) - earlier.total(accepted)) / rows if rows > 0 else None
 
 
 def _rank_skew_ms(now: Scraped, earlier: Scraped) -> float | None:

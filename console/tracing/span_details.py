@@ -105,6 +105,7 @@ _TELLING: Final[dict[str, tuple[tuple[str, Callable[[Any], str]], ...]]] = {
     SpanName.DECODE_GENERATE: (
         (Attr.DECODE_TOKENS, count("token")),
         (Attr.DECODE_STEPS, count("step")),
+        (Attr.DECODE_ACCEPTED, count("accepted draft")),
         (Attr.DECODE_ITL_P50_MS, _milliseconds("{} between tokens (p50)")),
         (Attr.RANK_SKEW_MS, _milliseconds(_SKEW)),
         (Attr.DECODE_PREEMPTIONS, _unless_zero(lambda times: f"preempted {times} times")),

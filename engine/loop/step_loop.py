@@ -86,6 +86,7 @@ class StepLoop:
             max_sequences=scheduler.config.max_sequences,
             tiers=scheduler.tiers.load(),
             hook_failures={} if scheduler.hooks else None,
+            speculation=scheduler.drafts.load() if scheduler.drafts else None,
         )
         self.max_step_tokens = scheduler.config.max_step_tokens
         self._scheduler = scheduler

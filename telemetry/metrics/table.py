@@ -209,6 +209,16 @@ DECLARED: Final[Mapping[str, Declared]] = {
     Metric.HOOK_FAILURES: Declared(
         "counter", "Failures of hooks, by hook and point.", ("hook", "point")
     ),
+    # Worker: drafts, if it verifies any.
+    Metric.SPECULATION_DRAFTED: Declared(
+        "counter", "Drafts verified, by their place among a row's drafts.", ("position",)
+    ),
+    Metric.SPECULATION_ACCEPTED: Declared(
+        "counter", "Drafts that were the tokens drawn, by their place.", ("position",)
+    ),
+    Metric.SPECULATION_STEPS: Declared(
+        "counter", "Steps that decoded, by the tokens of each row.", ("width",)
+    ),
     # Worker: its ranks, if there are several.
     Metric.RANK_BUSY: Declared(
         "counter", "Seconds in which a rank computed. Absent on GPUs.", ("rank",)

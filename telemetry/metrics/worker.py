@@ -79,6 +79,11 @@ class WorkerMetrics(ProcessMetrics):
         """Shows failures of hooks; `load` is as for the constructor."""
         self.registry.register(Samples(Metric.HOOK_FAILURES, lambda: load().hook_failures))
 
+    def watch_drafts(self, load: Callable[[], Any]) -> None:
+        """Shows what became of drafts; `load` is as for the constructor."""
+        for metric, read in _DRAFT_SAMPLES:
+            self.registry.register(Samples(metric, partial(_of_drafts, load, read)))
+
     def watch_ranks(self, ranks: Any) -> None:
         """Shows a worker's ranks; `ranks` is as `engine.ranks.leader.Ranks`. A figure that nobody
         knows has no sample."""
@@ -153,6 +158,12 @@ def _of_tiers(
     return {(label,): float(value) for label, value in read(load().tiers).items()}
 
 
+def _of_drafts(
+    load: Callable[[], Any], read: Callable[[Any], Mapping[int, float]]
+) -> dict[tuple[str, ...], float]:
+    return {(str(label),): float(value) for label, value in read(load().speculation).items()}
+
+
 def _of_ranks(ranks: Any, read: Callable[[Any], float | None]) -> dict[tuple[str, ...], float]:
     found = {(str(one.rank),): read(one) for one in ranks.loads()}
     return {labels: value for labels, value in found.items() if value is not None}
@@ -194,6 +205,11 @@ _PEER_SAMPLES: Final[Sequence[tuple[str, _LabelsOfPath, _OfPath]]] = (
         lambda path: 1e9 * path.gigabytes_per_s,
     ),
     (Metric.PEER_LATENCY, attrgetter("peer", "transport"), lambda path: path.latency_us / 1e6),
+)
+_DRAFT_SAMPLES: Final[Sequence[tuple[str, Callable[[Any], Mapping[int, float]]]]] = (
+    (Metric.SPECULATION_DRAFTED, lambda drafts: dict(enumerate(drafts.drafted_by_position))),
+    (Metric.SPECULATION_ACCEPTED, lambda drafts: dict(enumerate(drafts.accepted_by_position))),
+    (Metric.SPECULATION_STEPS, lambda drafts: drafts.steps_by_width),
 )
 _TIER_SAMPLES: Final[Sequence[tuple[str, Callable[[Any], Mapping[str, float]]]]] = (
     (Metric.TIER_LOADED_TOKENS, attrgetter("loaded_tokens")),

@@ -190,6 +190,25 @@ def test_the_wait_for_the_slowest_rank_is_shown_by_step(pages: Pages) -> None:
     assert "wait for the slowest rank, a step  decode-0 1.50 ms" in console.export_text()
 
 
+def test_what_verified_drafts_yield_is_shown_by_row_and_step(pages: Pages) -> None:
+    up = Gauge(Metric.WORKER_UP, "", ("worker", "role"), registry=pages.registry)
+    up.labels("decode-0", "decode").set(1)
+    pages.discovery = f'[{{"targets": ["{pages.address}"], "labels": {{"worker": "decode-0"}}}}]'
+    names = Metric.SPECULATION_DRAFTED, Metric.SPECULATION_ACCEPTED
+    drafted, accepted = (Counter(n, "", ("position",), registry=pages.registry) for n in names)
+    drafted.labels("0").inc(5)
+    before = scrape(pages.address)
+    assert view(before, before).workers[0].tokens_a_verify is None, "no draft since"
+    for position, verified, right in (("0", 20, 10), ("1", 10, 6)):
+        drafted.labels(position).inc(verified)
+        accepted.labels(position).inc(right)
+    found = view(scrape(pages.address), before)
+    assert found.workers[0].tokens_a_verify == pytest.approx(1 + 16 / 20)
+    console = Console(width=WIDTH, record=True, file=io.StringIO())
+    console.print(draw(found, pages.address))
+    assert "tokens a row and verified step  decode-0 1.8" in console.export_text()
+
+
 def test_transfers_that_do_not_end_are_pointed_at(pages: Pages) -> None:
     up = Gauge(Metric.WORKER_UP, "", ("worker", "role"), registry=pages.registry)
     up.labels("decode-0", "decode").set(1)

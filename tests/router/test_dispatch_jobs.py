@@ -298,7 +298,7 @@ async def test_a_choice_may_be_ended_from_within_what_is_told(cluster: Cluster) 
     prefill.say(prompt_logprobs=worker_pb2.PromptLogprobs(attempt_id=attempt))
     await asyncio.wait_for(running, WAIT_S)
     assert (tokens_of(events, 0), tokens_of(events, 1)) == ([10], [20, 21])
-    kinds = [JobStarted, JobTokens, JobTokens, JobTokens, ChoiceEnded, JobFinished]
+    kinds = [JobStarted, JobTokens, JobTokens, ChoiceEnded, JobFinished]
     assert [type(event) for event in events] == kinds
 
 

@@ -14,7 +14,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.loads import GroupLoad, TierLoad
+from engine.loads import GroupLoad, SpeculationLoad, TierLoad
 from engine.ranks.figures import RankLoad
 from engine.types import EngineLoad
 from kv_transfer.events import TransferCounters
@@ -305,6 +305,7 @@ def test_the_table_declares_every_name_and_nothing_else() -> None:
     used[1].watch_tiers(lambda: EngineLoad(tiers=TierLoad()))
     used[1].watch_groups(EngineLoad)
     used[1].watch_hooks(lambda: EngineLoad(hook_failures={("quest", "step_began"): 1}))
+    used[1].watch_drafts(lambda: EngineLoad(speculation=SpeculationLoad((1,), (1,), {2: 1})))
     used[1].watch_ranks(SimpleNamespace(loads=lambda: [RankLoad(0, 3, 0.5, 0.1)], skew_s=0.25))
     used[1].watch_peers(lambda: [PeerPath("decode-0", "nixl/tcp", 0.5, 90.0, "slow_tcp_only")])
     shown = {family.name for metrics in used for family in metrics.registry.collect()}
@@ -325,6 +326,22 @@ def test_what_nobody_knows_of_ranks_has_no_sample() -> None:
     assert [line for line in page.splitlines() if line.startswith(names)] == [
         f'{Metric.RANK_WAITED}_total{{rank="1"}} 0.5',
         f"{Metric.RANK_SKEW}_total 0.25",
+    ]
+
+
+def test_drafts_are_told_by_place_and_steps_by_width() -> None:
+    metrics = WorkerMetrics(EngineLoad)
+    told = SpeculationLoad((5, 3), (4, 1), {1: 7, 4: 2})
+    metrics.watch_drafts(lambda: EngineLoad(speculation=told))
+    page = generate_latest(metrics.registry).decode()
+    names = ("baton_speculation_drafted", "baton_speculation_accepted", "baton_speculation_steps")
+    assert [line for line in page.splitlines() if line.startswith(names)] == [
+        f'{Metric.SPECULATION_DRAFTED}_total{{position="0"}} 5.0',
+        f'{Metric.SPECULATION_DRAFTED}_total{{position="1"}} 3.0',
+        f'{Metric.SPECULATION_ACCEPTED}_total{{position="0"}} 4.0',
+        f'{Metric.SPECULATION_ACCEPTED}_total{{position="1"}} 1.0',
+        f'{Metric.SPECULATION_STEPS}_total{{width="1"}} 7.0',
+        f'{Metric.SPECULATION_STEPS}_total{{width="4"}} 2.0',
     ]
 
 
