@@ -37,8 +37,11 @@ logger = logging.getLogger(__name__)
 FRESH_POLL_S = 50e-6
 """While a push may end at any moment; a push takes longer only where it waits for others."""
 FRESH_S = 3e-3
+"""After a post the thread polls at its fastest for this long: most pushes end within it."""
 ACTIVE_POLL_S = 200e-6
+"""Between looks while a grant or a push is open: a small part of what a hand-off takes."""
 IDLE_POLL_S = 0.02
+"""Between looks while nothing is open: a peer may ask to quiesce at any time."""
 
 P = ParamSpec("P")
 

@@ -45,9 +45,13 @@ from telemetry.trouble import describe
 logger = logging.getLogger(__name__)
 
 REMEMBERED_ENDS = 1 << 18
+"""Ended transfers whose late notifications are known as stale: an hour of them at 70 a second."""
 REMEMBERED_S = 3600.0
+"""No notification is on its way for longer than a request may last."""
 FIRST_ASK_AGAIN_S = 0.02
+"""A peer that lives answers a Quiesce within a turn of its thread."""
 LAST_ASK_AGAIN_S = 1.0
+"""From then on the routers are asked, too, as often."""
 
 
 class ReceiveState(enum.IntEnum):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from kv_transfer.types import MAX_GROUPS, PageIds
 
 TRANSFER_ID_BYTES = 16
+"""128 bits: drawn numbers never meet, and nobody guesses one."""
 
 
 class Source(NamedTuple):

@@ -25,7 +25,9 @@ workers compare, so workers of different versions never exchange pages."""
 _HEADER = struct.Struct("<2sBB16sQ")
 _CHUNK = struct.Struct("<BIIIBB8sH")
 _LAST = 1
+"""Flag: no chunk comes after this one, and it carries the payload."""
 _HAS_SPAN = 2
+"""Flag: the span of the sending follows."""
 
 MAX_PAYLOAD_BYTES = MAX_NOTIFICATION_BYTES - _HEADER.size - _CHUNK.size
 """Room for the owner's payload in the last notification of a transfer."""

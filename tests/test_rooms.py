@@ -102,8 +102,6 @@ RUNNING = {"attention", "sampling", "model", "eager", "cuda"}
 `engine.hooks`, and only the roof knows both."""
 PROGRAMS = {"bench"}
 """Rooms whose modules are run one at a time: there may be many, and long ones."""
-UNTOLD = ("engine.cuda", "kv_transfer", "engine.speculation", "router.dispatch")
-"""Where numbers are not explained yet."""
 UPWARD = {("baton", "local"), ("baton.__main__", "console.cli")}
 """What `baton` shows on demand: `baton.LLM`, `python -m baton`."""
 
@@ -248,7 +246,7 @@ def test_a_number_says_why_it_is_that_number() -> None:
     found = {
         f"{module}.{name}"
         for module, path in modules().items()
-        if not module.startswith(("bench.", *UNTOLD))
+        if not module.startswith("bench.")
         for name in unexplained(path.read_text(encoding="utf-8"))
     }
     assert found == set(), "a docstring below, or a comment: a bound's reason, a measurement"

@@ -23,6 +23,7 @@ Kernel = Any
 _ACTIVATION_BLOCK = 1024
 _LOGITS_BLOCK = 4096
 _TABLE_BLOCK = 128
+"""Columns, logits and entries of a table that a program takes at once. Not tuned."""
 
 
 # -- norms --------------------------------------------------------------------------------------

@@ -25,9 +25,11 @@ from torch.distributed.distributed_c10d import Store
 from kv_transfer.nccl.staging import Queue
 
 SENDER, RECEIVER = 0, 1
+"""Ranks of the two ends in their communicator."""
 
 _NO_DEADLINE: Final = timedelta(days=365)
 _LOOK_S: Final = 1e-3
+"""So often it is looked whether both ends have joined; forming takes a second."""
 
 
 def form_group(store: Store, rank: int, device: torch.device, within: timedelta) -> Any:

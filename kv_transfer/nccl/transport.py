@@ -42,6 +42,7 @@ _FORM: Final = b"BTL8"
 """Begins the notification of a sender that has formed a channel. Where to meet it follows. It
 changes with the way to cut a push, which is the same at both ends."""
 MOST_EARLY: Final = 4096
+"""Notifications from peers that are not open yet; the oldest go."""
 
 
 @dataclass(slots=True, eq=False)

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from router.workers.link import WorkerLink
 
 ATTEMPT_ID_BYTES: Final = 16
+"""128 bits: drawn numbers never meet, and nobody guesses one."""
 
 
 class Phase(enum.IntEnum):

@@ -48,6 +48,8 @@ from engine.model.experts.stacked import Stacked
 _BYTES: Final = 8192
 """Bytes of a weight that a program asks for at once."""
 _MOST_INPUTS: Final = 4096
+"""Inputs that a program reads at once; longer rows take several turns, so that they fit its
+registers."""
 
 
 def tiles_of(weights: Stacked) -> Tiles:

@@ -42,6 +42,7 @@ _KINDS: Final = {None: 0, Kind.FP8_CHANNELS: 1, Kind.FP8_BLOCKS: 2}
 _FOUR_BITS: Final = (Kind.INT4, Kind.MXFP4)
 _BLOCK: Final = tl.constexpr(128)
 _PROCESSORS: Final = 132
+"""Processors of a Hopper GPU: with fewer than two tiles for each, tiles are made smaller."""
 
 
 def tiles_of(weights: Stacked, tokens: int, pairs: int) -> Tiles:

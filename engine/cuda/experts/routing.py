@@ -30,7 +30,9 @@ _OF_CHOSEN: Final = tl.constexpr(2)
 _KINDS: Final = {Scores.SOFTMAX: 0, Scores.SIGMOID: 1, Scores.SOFTMAX_OF_CHOSEN: 2}
 _NO_EXPERT: Final = tl.constexpr(1 << 30)
 _PAIRS_AT_ONCE: Final = 2048
+"""Pairs that a program looks at in a turn. Not tuned: counting them is no part that shows."""
 _COLUMNS: Final = 1024
+"""Columns of a program, one pass over memory. Not tuned."""
 
 
 # -- the choice ---------------------------------------------------------------------------------

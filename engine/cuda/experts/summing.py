@@ -23,6 +23,7 @@ from engine.cuda.products.rounding import PLAIN, room, store_rounded, warps_of
 from engine.model.precision.rounding import Rounded, Rounding
 
 _COLUMNS: Final = 1024
+"""Columns of a program, one pass over memory. Not tuned."""
 
 
 class Parts(NamedTuple):

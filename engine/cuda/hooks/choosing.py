@@ -22,6 +22,7 @@ from engine.hooks.steps import StepHooks
 from engine.step.hooks import DecodeRows, HookSite
 
 _BLOCK = 512
+"""Pages that a program scores at once. Not tuned."""
 
 
 @triton.jit(do_not_specialize=["columns", "table_stride", "width"])

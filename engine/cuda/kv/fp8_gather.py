@@ -26,6 +26,7 @@ _PROGRAMS_OF_A_HEAD = 256
 _TILE = 64
 """Tokens that a program converts at once."""
 _LIST_BLOCK, _LISTS_OF_A_ROW = 128, 16
+"""Pages that a program of the list takes at once, and programs for each row. Not tuned."""
 
 
 @triton.jit(do_not_specialize=["rows", "table_width"])

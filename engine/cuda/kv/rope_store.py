@@ -20,6 +20,7 @@ from engine.cuda.kernels import launch
 from engine.pool.kv_pool import KvPool
 
 HEADS_AT_ONCE = 8
+"""Heads of a program: a token of a model with grouped queries takes a few programs."""
 
 
 class HeadNorms(NamedTuple):

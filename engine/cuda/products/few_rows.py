@@ -33,7 +33,9 @@ from engine.cuda.kernels import launch
 LEAST_COLUMNS: Final = 16
 """Rows of the smallest product, to which fewer are padded."""
 _MOST_TILES: Final = 4096
+"""Counters of tiles that are cut along the input: more tiles than any weight has here."""
 _REGISTERS_OF_SUMS: Final = 128
+"""Registers of a thread for sums, of 255: the others hold weights on their way."""
 
 
 class Tiles(NamedTuple):

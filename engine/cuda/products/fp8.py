@@ -30,6 +30,7 @@ _OUTPUTS: Final = 64
 _CUBLAS_OUTPUTS: Final = 128
 """Outputs of a tile of cuBLAS."""
 _AHEAD: Final = 512
+"""Inputs whose weights a program asks for before the launch before it has ended (`Tiles.ahead`)."""
 
 
 def fp8_linear(

@@ -38,6 +38,7 @@ GIVEN: Final = -1
 PLAIN: Final = tl.constexpr(-2)
 """A kernel's `group` where nothing is rounded."""
 _ROWS: Final = 0
+"""Instead of a group size: one scale for each row."""
 
 
 @triton.jit

@@ -24,6 +24,7 @@ _OUTPUTS: Final = 64
 _INPUTS: Final = 256
 """Inputs of a step of the loop."""
 _AHEAD: Final = 256
+"""Inputs whose weights a program asks for before the launch before it has ended (`Tiles.ahead`)."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

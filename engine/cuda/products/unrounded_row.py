@@ -37,7 +37,9 @@ _MOST_INPUTS: Final = 4096
 _BYTES: Final = 32768
 """Most bytes of a weight that a program asks for at once."""
 _BYTES_OF_A_WARP: Final = 4096
+"""16 bytes for each of its threads, eight times."""
 _MOST_WARPS: Final = 8
+"""Warps of a program. Not tuned."""
 
 
 class Cut(NamedTuple):

@@ -13,6 +13,7 @@ from engine.cuda.kernels import StepInputs, launch
 from engine.speculation.tables import SlotTables
 
 _TABLE_BLOCK = 128
+"""Entries of a row of the table that a program copies in a turn. Not tuned."""
 
 
 @triton.jit(do_not_specialize=["decodes", "table_width"])

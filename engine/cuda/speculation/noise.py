@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.cuda.kernels import launch
 
 _BLOCK = 128
+"""Numbers of a program: a batch has some hundred rows."""
 
 
 @triton.jit

@@ -12,7 +12,9 @@ from engine.speculation.suffix import LONGEST, SHORTEST
 from engine.speculation.tables import SlotTables
 
 _BLOCK = 2048
+"""Tokens of a context that a program compares in a turn. Not tuned."""
 _WARPS = 8
+"""Eight tokens of a block for each thread."""
 
 
 @triton.jit(do_not_specialize=["context"])

@@ -43,6 +43,7 @@ PROMPT_SPACING = 64
 LONGEST_GRAPH = 2048
 """Tokens of the longest graph."""
 PROMPT_ROWS = 8
+"""Rows of prompts in a graph; a step of more prompts launches its kernels one by one."""
 
 
 class Shape(NamedTuple):
