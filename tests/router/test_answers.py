@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -270,6 +271,25 @@ def test_the_parts_do_not_depend_on_the_cuts(name: str) -> None:
     assert read(form, text) == message
     for cut in range(1, len(text)):
         assert read(form, [text[:cut], text[cut:]]) == message
+
+
+WORDS = (
+    'f g { } "name" : "f" "arguments" {"a": 1} ` ```json <tool_call> </tool_call> <think> </think> '
+    "<arg_key> </arg_key> <arg_value> </arg_value> <function= > <parameter= </parameter> [ ] , | é "
+    "</function> to=functions. analysis commentary < \\ s n 3 null"
+)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nonsense_is_read_alike_in_any_pieces(name: str) -> None:
+    form = CASES[name][0]
+    pick = random.Random(name)
+    words = (*WORDS.split(" "), *form.markers, " ", "\n")
+    for _ in range(30):
+        text = "".join(pick.choice(words) for _ in range(pick.randrange(1, 14)))
+        for is_cut in (False, True):
+            whole = read(form, [text], is_cut=is_cut)
+            assert read(form, text, is_cut=is_cut) == whole, text
 
 
 @pytest.mark.parametrize(

@@ -236,6 +236,18 @@ async def test_fields_that_ask_for_nothing_pass(tmp_path: Path) -> None:
         assert got.choices[0].message.content == "a"
 
 
+@pytest.mark.parametrize(
+    "part", ["Nobody", {"type": "refusal", "refusal": "Nobody"}, {"type": "text", "text": "Nobody"}]
+)
+async def test_parts_that_hold_text(tmp_path: Path, part: object) -> None:
+    turns = [*HELLO, {"role": "assistant", "content": [part]}, *HELLO]
+    async with open_port(tmp_path, says("a")) as port:
+        await port.client.chat.completions.create(
+            model=MODEL, messages=[], extra_body={"messages": turns}
+        )
+        assert "Nobody" in port.tokenizer.decode(port.job.prompt_ids.tolist())
+
+
 async def test_turns_that_cannot_be_rendered(tmp_path: Path) -> None:
     cases: list[tuple[dict[str, object], str]] = [
         ({"role": "tool", "content": "SECRET"}, "messages[1].tool_call_id"),

@@ -45,7 +45,7 @@ def _content(value: object) -> str | list[str] | None:
     texts: list[str] = []
     for part in value:
         kind = "refusal" if isinstance(part, dict) and part.get("type") == "refusal" else "text"
-        text = part.get(kind) if isinstance(part, dict) else None
+        text = part.get(kind) if isinstance(part, dict) else part
         if not isinstance(text, str):
             raise PydanticCustomError("content", "only parts of type 'text' are supported")
         texts.append(text)
