@@ -36,7 +36,6 @@ TASKS = {
     "copy": f"Repeat this code without any change:\n```python\n{CODE}```",
     "edit": f"Correct the spelling of this text and write it out again:\n{PROSE}",
 }
-MANY = [pytest.param(name, marks=() if name == "copy" else pytest.mark.slow) for name in TASKS]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +43,8 @@ def tokenizer(demo_model: Path) -> Tokenizer:
     return Tokenizer.from_file(str(demo_model / "tokenizer.json"))
 
 
-@pytest.mark.parametrize("task", MANY)
+@pytest.mark.slow
+@pytest.mark.parametrize("task", TASKS)
 def test_edits_and_code_are_the_same_text_through_prefill_and_decode(
     demo_model: Path, tokenizer: Tokenizer, task: str
 ) -> None:

@@ -86,6 +86,12 @@ def run(engine: Engine, name: str) -> Run:
     return found
 
 
+def run_all(engine: Engine) -> dict[str, Run]:
+    found = {name: submit(engine, PROMPT, 48, **OPTIONS[name]) for name in OPTIONS}
+    finish(*found.values())
+    return found
+
+
 def scores(run: Run) -> np.ndarray:
     return np.array([record.top_logprobs for choice in run.records for record in choice])
 
@@ -114,12 +120,11 @@ def test_every_option_gives_the_tokens_of_the_engine_without_drafts(
 
 
 def test_all_options_in_one_batch(path: Path, alone: Engine) -> None:
-    wanted, oracle = {name: run(alone, name) for name in OPTIONS}, Oracle(VOCAB)
+    wanted, oracle = run_all(alone), Oracle(VOCAB)
     for each in wanted.values():
         oracle.learn_run(each)
     with speculating(path, oracle.half, Switching()) as engine:
-        found = {name: submit(engine, PROMPT, 48, **OPTIONS[name]) for name in OPTIONS}
-        finish(*found.values())
+        found = run_all(engine)
         load = engine.load().speculation
     assert load.accepted_tokens > 5 * len(OPTIONS)
     for name, each in wanted.items():
