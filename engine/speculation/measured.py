@@ -2,17 +2,18 @@
 
 A step of width W brings each row one token, and one for each draft accepted in a row. How many
 these are is learnt from settled steps, position by position. What the step costs was measured when
-its graph was captured, for rows of no length. What a length adds, and the draw, is learnt from
-settled steps.
+its graph was captured, for rows of no length. What KV and the draw add is learnt from settled
+steps, for all widths together: one that was not taken for long is not thought to be as it was.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.step.plan import StepPlan, StepResult
 
@@ -20,6 +21,8 @@ MEMORY: Final = 1000
 """Rows verified after which a share is mostly new."""
 STEPS: Final = 32
 """Least steps of a width before another one is taken for good."""
+FITTED: Final = 256
+"""Steps after which what a fit knows is mostly new: some of them are probes."""
 GAIN: Final = 1.03
 """Another width must bring this much more."""
 PROBE_STEPS: Final = 64
@@ -37,8 +40,8 @@ class MeasuredWidths:
             width: sorted(rows for rows, other in times if other == width) for width in self.widths
         }
         self._times = dict(times)
-        self._costs: dict[int, float] = {}
-        """By width: seconds that a token in KV adds."""
+        self._more = _Fit(3)
+        """Seconds beyond those captured: of a step, of a token in KV, and of a column drawn."""
         self._tokens = 0.0
         """In KV, of all rows of the newest step."""
         self._shares = np.ones(self.most)
@@ -96,27 +99,17 @@ class MeasuredWidths:
         """Seconds of a step."""
         sizes = self._rows[width]
         captured = self._times[sizes[bisect_left(sizes, rows)], width]
-        return captured + self._cost(width) * self._tokens
+        return captured + max(0.0, self._more.at(_features(self._tokens, rows * width)))
 
     def _rate(self, rows: int, width: int) -> float:
         return self.expected_tokens(width) / self.step_s(rows, width)
 
-    def _cost(self, width: int) -> float:
-        """Cost of a step of this width, or of the nearest width that was measured."""
-        if not self._costs:
-            return 0.0
-        return self._costs[min(self._costs, key=lambda other: abs(other - width))]
-
     def _note_time(self, plan: StepPlan, step_s: float) -> None:
-        tokens = float(plan.context_lens[: plan.num_decodes].sum())
-        sizes = self._rows.get(plan.width, [])
-        self._tokens = tokens
-        if not sizes or plan.num_decodes > sizes[-1]:
-            return
-        captured = self._times[sizes[bisect_left(sizes, plan.num_decodes)], plan.width]
-        cost = max(0.0, step_s - captured) / max(tokens, 1.0)
-        known = self._costs.get(plan.width)
-        self._costs[plan.width] = cost if known is None else known + (cost - known) / STEPS
+        rows, sizes = plan.num_decodes, self._rows.get(plan.width, [])
+        self._tokens = float(plan.context_lens[:rows].sum())
+        if sizes and rows <= sizes[-1]:
+            captured = self._times[sizes[bisect_left(sizes, rows)], plan.width]
+            self._more.add(_features(self._tokens, plan.decode_tokens), step_s - captured)
 
     def _take(self, width: int) -> None:
         if width != self._width:
@@ -128,3 +121,31 @@ class MeasuredWidths:
         if up and at + 1 < len(fitting):
             return fitting[at + 1]
         return fitting[at - 1] if at else fitting[min(1, len(fitting) - 1)]
+
+
+def _features(tokens: float, columns: int) -> NDArray[np.float64]:
+    """What a step has, each about 1: itself, tokens in KV, and columns drawn."""
+    return np.array([1.0, tokens / 1e4, columns / 1e2])
+
+
+class _Fit:
+    """A linear function, by least squares with exponential forgetting. What the samples leave open
+    is drawn towards 0 (ridge regression)."""
+
+    def __init__(self, features: int) -> None:
+        self._squares = np.zeros((features, features))
+        self._products = np.zeros(features)
+        self._ridge = np.eye(features) * 1e-3
+        self._line: NDArray[np.floating[Any]] = np.zeros(features)
+
+    def add(self, at: NDArray[np.float64], value: float) -> None:
+        """The function has this value there."""
+        self._squares *= 1 - 1 / FITTED
+        self._products *= 1 - 1 / FITTED
+        self._squares += np.outer(at, at)
+        self._products += at * value
+        self._line = np.linalg.solve(self._squares + self._ridge, self._products)
+
+    def at(self, at: NDArray[np.float64]) -> float:
+        """Its value there."""
+        return float(self._line @ at)

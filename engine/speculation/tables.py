@@ -61,10 +61,10 @@ class SlotTables:
         self.choice[slots] = self._upload(begins.choices)
         self.seed[slots] = self._upload(begins.seeds)
         self.ready[slots] = 0
-        ends = np.cumsum(begins.lens).tolist()
-        ids = self._upload(begins.ids)
-        for slot, end, count in zip(begins.slots.tolist(), ends, begins.lens.tolist(), strict=True):
-            self.history[slot, :count] = ids[end - count : end]
+        firsts = np.cumsum(begins.lens) - begins.lens
+        at = np.arange(len(begins.ids)) - np.repeat(firsts, begins.lens)
+        places = np.repeat(begins.slots, begins.lens).astype(np.int64) * self.history.shape[1] + at
+        self.history.view(-1)[self._upload(places)] = self._upload(begins.ids)
 
     def write(self, slots: Tensor, tokens: Tensor) -> None:
         """The first token behind the KV of these sequences is known: [N] int64 each."""

@@ -28,7 +28,10 @@ def times(token_s: float) -> dict[tuple[int, int], float]:
 class Device:
     """Accepts each draft with one probability, and takes what the times say, and more for KV."""
 
-    def __init__(self, token_s: float, acceptance: float, context: int = 100) -> None:
+    def __init__(
+        self, token_s: float, acceptance: float, context: int = 100, fixed_s: float = 0.0
+    ) -> None:
+        self._fixed_s = fixed_s
         self._times = times(token_s)
         self.widths = MeasuredWidths(self._times)
         self._random = np.random.default_rng(1)
@@ -49,7 +52,7 @@ class Device:
             nothing = np.zeros(0, np.int32)
             result = StepResult(nothing, nothing > 0, None, None, None, counts=counts)
             size = min(size for size in ROWS if size >= rows)
-            seconds = self._times[size, width] + 1e-8 * rows * self._context
+            seconds = self._times[size, width] + 1e-8 * rows * self._context + self._fixed_s
             self.widths.settled(step, result, seconds)
             taken.append(width)
         return taken
@@ -85,6 +88,13 @@ def test_reading_long_contexts_makes_drafts_cheap():
     """At 256 rows the products cost more than drafts bring, unless KV costs far more than they."""
     assert Device(20e-6, 0.8, context=100).run(256, 300)[-2] == 1
     assert Device(20e-6, 0.8, context=20000).run(256, 300)[-2] == 4
+
+
+def test_what_one_row_costs_says_nothing_of_many():
+    """A fixed cost of a step, learnt with one short row, is no cost of tokens in KV."""
+    device = Device(20e-6, 0.8, fixed_s=5e-4)
+    assert device.run(1, 500)[-1] == 4
+    assert device.run(64, 40)[-1] == 4
 
 
 def test_batches_beyond_the_graphs_of_a_width_have_another():
