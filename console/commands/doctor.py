@@ -38,6 +38,9 @@ _INDENT: Final = 22
 
 def doctor(
     admin: AdminOption = None,
+    model: Annotated[
+        str, typer.Option(help="Check this model's folder or GGUF file, and nothing else.")
+    ] = "",
     self_test: Annotated[
         bool, typer.Option(help="Push pages between two agents on this machine.")
     ] = True,
@@ -50,21 +53,39 @@ def doctor(
     It checks this machine, measures the KV transport on it, and checks the cluster behind a router:
     its workers, the paths between them, and transfers that hang. Exit code 1 means an error.
 
-    Example: [cyan]baton doctor --admin ROUTER:9090[/]
-    """
-    from console.doctor.host import check_host
-    from console.doctor.path import check_path
+    With --model it says of a folder whether the model runs here, how, and how much memory is left
+    for KV. No weights are read.
 
-    read_admin_over(tls_ca, tls_cert, tls_key, admin or ROUTER_ADMIN_ADDRESS)
+    Examples: [cyan]baton doctor --admin ROUTER:9090[/], [cyan]baton doctor --model FOLDER[/]
+    """
     levels: Counter[Level] = Counter()
-    levels += _show("this machine", check_host())
-    if self_test:
-        levels += _show("KV transport", check_path())
-    levels += _show_cluster(admin)
+    if model:
+        levels += _show_model(model)
+    else:
+        read_admin_over(tls_ca, tls_cert, tls_key, admin or ROUTER_ADMIN_ADDRESS)
+        levels += _show_machine(self_test)
+        levels += _show_cluster(admin)
     errors, warnings = levels[Level.ERROR], levels[Level.WARNING]
     stdout.print(f"\nerrors: {errors}, warnings: {warnings}")
     if errors:
         raise typer.Exit(1)
+
+
+def _show_model(name: str) -> Counter[Level]:
+    title = f"model {name}"
+    if importlib.util.find_spec("torch") is None:
+        return _show(title, [warning("model", "not looked at", install_line("service"))])
+    from console.doctor.model import check_model
+
+    return _show(title, check_model(name))
+
+
+def _show_machine(self_test: bool) -> Counter[Level]:
+    from console.doctor.host import check_host
+    from console.doctor.path import check_path
+
+    levels = _show("this machine", check_host())
+    return levels + _show("KV transport", check_path()) if self_test else levels
 
 
 def _show_cluster(admin: str | None) -> Counter[Level]:

@@ -1,7 +1,7 @@
 """One file for each line of models. It reads a Hugging Face config into features.
 
 A new family is a new file with a `FAMILIES` of its own, and its line in `_FILES`
-(docs/families.md).
+(docs/models.md).
 """
 
 from __future__ import annotations

@@ -1,0 +1,203 @@
+"""Checks a model's folder, without reading its weights: whether it runs here, how, and how much KV
+is left beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, NamedTuple, NoReturn
+
+import torch
+
+from console.doctor.finding import Finding, error, ok, warning
+from engine import memory
+from engine.attention import choose_backend
+from engine.checkpoints import Weights
+from engine.cuda import features
+from engine.cuda.attention_kernels import CudaKernels
+from engine.groups.spec import split_layers
+from engine.model import ModelConfig, ModelError, load_model
+from engine.model.families import read_config
+from engine.model.gguf import GgufFile
+from engine.pool.kv_pool import PlainPool
+from engine.step.attention import AttentionSpec
+
+PAGE_TOKENS: Final = 16
+"""The usual page of a worker."""
+USED_OF_GPU: Final = 0.9
+"""The usual `gpu_memory_utilization`."""
+DTYPES: Final = {"cpu": torch.float32, "cuda": torch.bfloat16}
+"""The usual dtype of each kind of device."""
+
+
+class _CountedError(Exception):
+    """Carries the number of weights out of `load_model`, before it reads any."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+
+
+class Room(NamedTuple):
+    """What a model and its KV take, bytes."""
+
+    model: int
+    free: int
+    """Free memory that a worker may use."""
+    of_token: int
+    """KV of a token in layers that see all tokens."""
+    of_sequence: int
+    """KV of a sequence in layers with windows."""
+
+    @property
+    def left(self) -> int:
+        """What is left for KV."""
+        return self.free - self.model - memory.BESIDE_BYTES
+
+    @property
+    def tokens(self) -> int:
+        """The longest sequence that fits alone."""
+        return max(0, self.left - self.of_sequence) // max(1, self.of_token)
+
+
+def check_model(name: str) -> Iterator[Finding]:
+    """Checks a folder or a GGUF file."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = DTYPES[device.type]
+    try:
+        config = _config_of(Path(name).expanduser())
+        weights = weights_of(name, dtype, device)
+    except ModelError as failure:
+        yield error("model", str(failure), "choose another model: docs/models.md lists them")
+        return
+    yield ok("model", _shape(config))
+    if any(unread.what == "images" for unread in config.unread):
+        yield ok("images", "its text part is read; a request with an image is refused")
+    yield from _implementation(config, dtype, device)
+    yield _fits(room_of(config, weights, dtype, device), device)
+
+
+def _config_of(path: Path) -> ModelConfig:
+    files = [path] if path.is_file() else sorted(path.glob("*.gguf"))
+    if files and not (path / "config.json").is_file():
+        return GgufFile(files[0]).config()
+    return read_config(path)
+
+
+def weights_of(name: str, dtype: torch.dtype, device: torch.device) -> Weights:
+    """Counts the weights of a model, by its config and what its checkpoint says of its precision.
+
+    Raises:
+        ModelError: it cannot be loaded.
+    """
+
+    def counted(weights: Weights) -> NoReturn:
+        raise _CountedError(weights)
+
+    path = Path(name).expanduser()
+    has_weights = path.is_file() or any(path.glob("*.safetensors")) or any(path.glob("*.gguf"))
+    load_format = "auto" if has_weights else "dummy"
+    try:
+        load_model(str(path), dtype=dtype, device=device, load_format=load_format, check=counted)
+    except _CountedError as found:
+        return found.weights
+    raise AssertionError("weights are counted before they are read")
+
+
+def _shape(config: ModelConfig) -> str:
+    return (
+        f"{config.architecture}: {config.num_layers} layers of {config.hidden_size}, contexts of"
+        f" up to {config.max_position_embeddings:,} tokens"
+    )
+
+
+def _implementation(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> Iterator[Finding]:
+    if device.type == "cpu":
+        yield ok("runs", "on this CPU with PyTorch; no GPU can be seen")
+        return
+    if obstacle := features.obstacle(config):
+        yield warning(
+            "runs",
+            f"on the GPU with PyTorch, kernel by kernel: {obstacle} has no fused kernels yet",
+            "expect a tenth of the speed of a model that has them",
+        )
+        return
+    names = {
+        choose_backend("auto", pool, specs, CudaKernels()).name
+        for pool, specs in _pools(config, dtype, device)
+    }
+    yield ok("runs", f"on the GPU with fused kernels; attention: {', '.join(sorted(names))}")
+
+
+def _pools(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[PlainPool, tuple[AttentionSpec, ...]]]:
+    """A page of each group, and the attention over it."""
+    keepers = config.keepers
+    for _, layers in split_layers([kept.window for kept in keepers.values()]):
+        kept = keepers[layers[0]]
+        pool = PlainPool(
+            num_pages=1,
+            num_layers=len(layers),
+            num_kv_heads=kept.kv_heads,
+            head_dim=kept.head_dim,
+            page_size=PAGE_TOKENS,
+            dtype=dtype,
+            device=device,
+        )
+        own = [config.layers[layer].mixer for layer in layers]
+        yield (
+            pool,
+            tuple(
+                AttentionSpec(
+                    each.scale,
+                    each.window,
+                    each.soft_cap,
+                    torch.zeros(each.heads, device=device) if each.sinks else None,
+                )
+                for each in own
+                if each is not None
+            ),
+        )
+
+
+def room_of(
+    config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device
+) -> Room:
+    """What a model takes on a device, and what is free there."""
+    on_gpu, size = device.type == "cuda", dtype.itemsize
+    need = memory.Need(weights, size, 0, on_gpu)
+    if on_gpu:
+        free = int(torch.cuda.mem_get_info(device)[0] * USED_OF_GPU)
+    else:
+        free = memory.available_bytes()
+    of_token = of_sequence = 0
+    split = split_layers([kept.window for kept in config.keepers.values()])
+    for kind, layers in split:
+        kept = config.keepers[layers[0]]
+        token = 2 * len(layers) * kept.kv_heads * kept.head_dim * size
+        tokens = getattr(kind, "tokens", None)
+        if tokens is None:
+            of_token += token
+        else:
+            of_sequence += token * min(tokens + 2 * PAGE_TOKENS, config.max_position_embeddings)
+    return Room(need.model_bytes, free, of_token, of_sequence)
+
+
+def _fits(room: Room, device: torch.device) -> Finding:
+    where = "the GPU" if device.type == "cuda" else "this machine"
+    takes = f"weights take {_gib(room.model)} of {_gib(room.free)} that are free on {where}"
+    if room.left <= room.of_sequence + PAGE_TOKENS * room.of_token:
+        advice = "free memory, take more ranks (--tp), or a checkpoint with smaller weights"
+        return error("memory", f"{takes}: nothing is left for KV", advice)
+    windows = f", beside {room.of_sequence / (1 << 20):.1f} MiB a sequence in windows"
+    return ok(
+        "memory",
+        f"{takes}; {_gib(room.left)} are left for KV: {room.tokens:,} tokens of"
+        f" {room.of_token / 1024:.1f} KiB{windows if room.of_sequence else ''}",
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / memory.GIB:.2f} GiB"

@@ -1,0 +1,64 @@
+"""`baton doctor --model`: of a folder, without its weights."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from test_doctor import doctor, plain
+from tiny_families import BY_LAYER, EXPERTS, IMAGES
+from tiny_models import write_tiny_model
+
+from engine import memory
+
+
+def text_of(*arguments: str) -> tuple[int, str]:
+    result = doctor("--model", *arguments)
+    return result.exit_code, " ".join(" ".join(plain(result.output)).split())
+
+
+def test_it_says_what_runs_how_and_how_much_kv_is_left(tmp_path, monkeypatch):
+    """Two layers of 2 KV heads of 16 numbers, float32: 512 bytes a token."""
+    monkeypatch.setattr(memory, "available_bytes", lambda: memory.GIB)
+    code, text = text_of(str(write_tiny_model(tmp_path, tokenizer=False)))
+    assert code == 0, text
+    assert "ok model LlamaForCausalLM: 2 layers of 64, contexts of up to 2,048 tokens" in text
+    assert "runs on this CPU with PyTorch" in text
+    weights = 4 * (2 * 384 * 64 + 64 + 2 * (2 * 64 + 64 * (64 + 32 + 32 + 64 + 3 * 128)))
+    tokens = (memory.GIB - weights - memory.BESIDE_BYTES) // 512
+    assert f"0.50 GiB are left for KV: {tokens:,} tokens of 0.5 KiB" in text
+
+
+def test_a_config_alone_is_enough_and_windows_are_counted_by_sequence(tmp_path):
+    path = write_tiny_model(tmp_path, tokenizer=False, **BY_LAYER["gemma4_shared"])
+    (path / "model.safetensors").unlink()
+    code, text = text_of(str(path))
+    assert code == 0, text
+    assert "Gemma4ForCausalLM: 6 layers" in text
+    # One layer sees all tokens (2 heads of 32), two have a window of 12 tokens (2 heads of 16).
+    assert "tokens of 0.5 KiB, beside 0.0 MiB a sequence in windows" in text
+
+
+def test_the_text_part_of_an_image_checkpoint_is_said(tmp_path):
+    path = write_tiny_model(tmp_path, tokenizer=False, **IMAGES["qwen3_vl"])
+    code, text = text_of(str(path))
+    assert (code, "a request with an image is refused" in text) == (0, True)
+
+
+def test_what_does_not_run_is_an_error_with_its_reason(tmp_path):
+    path = write_tiny_model(tmp_path, tokenizer=False, **EXPERTS["hy_v3"])
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"mlp_layer_types": ["odd", "sparse"]}))
+    code, text = text_of(str(path))
+    assert code == 1
+    assert "ERROR model HYV3ForCausalLM: feed-forwards of type odd" in text
+    code, text = text_of(str(tmp_path / "none"))
+    assert (code, "ERROR model" in text) == (1, True)
+
+
+@pytest.mark.parametrize("free", [0, 100 << 20])
+def test_what_does_not_fit_is_an_error(free, tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "available_bytes", lambda: free)
+    code, text = text_of(str(write_tiny_model(tmp_path, tokenizer=False)))
+    assert code == 1
+    assert "nothing is left for KV -> free memory, take more ranks (--tp)" in text
