@@ -146,6 +146,13 @@ GEMMA_4 = {
     "hidden_size_per_layer_input": 0, "tie_word_embeddings": True, "sliding_window": 12,
     "layer_types": ["sliding_attention", "full_attention"] * 2, "final_logit_softcapping": 4.0,
 }  # fmt: skip
+UNFUSED: dict[str, dict[str, Any]] = {
+    "cohere2": {
+        "family": "cohere2", "layers": 4, "sliding_window": 12, "logit_scale": 0.5,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+"""Families without fused kernels yet whose layers are alike."""
 BY_LAYER: dict[str, dict[str, Any]] = {
     "gemma4": GEMMA_4,
     "gemma4_shared": GEMMA_4 | {
@@ -169,7 +176,7 @@ BY_LAYER: dict[str, dict[str, Any]] = {
 """Layers keep K and V of several shapes, or none. They have no fused kernels yet."""
 
 FUSED = {**DENSE, **EXPERTS, **IMAGES}
-EVERY = {**FUSED, **BY_LAYER}
+EVERY = {**FUSED, **UNFUSED, **BY_LAYER}
 SLOW = (
     "minimax_m2",
     "hy_v3",

@@ -19,6 +19,7 @@ from engine.groups.spec import split_layers
 from engine.model import ModelConfig, ModelError, load_model
 from engine.model.families import read_config
 from engine.model.gguf import GgufFile
+from engine.model.mixers.config import AttentionConfig
 from engine.pool.kv_pool import PlainPool
 from engine.step.attention import AttentionSpec
 
@@ -157,7 +158,7 @@ def _pools(
                     torch.zeros(each.heads, device=device) if each.sinks else None,
                 )
                 for each in own
-                if each is not None
+                if isinstance(each, AttentionConfig)
             ),
         )
 

@@ -17,6 +17,10 @@ def obstacle(config: ModelConfig) -> str:
             return "attention that shares or norms V"
         if isinstance(layer.feed_forward, BesideConfig):
             return "experts beside a feed-forward"
+        if layer.parallel:
+            return "a feed-forward beside attention"
         if layer.scalar is not None:
             return "a factor on a layer's output"
+    if config.norm_centred:
+        return "a norm that subtracts the mean"
     return "inputs of layers" if config.layer_inputs is not None else ""

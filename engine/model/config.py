@@ -123,6 +123,8 @@ class LayerConfig:
     mixer: MixerConfig | None
     feed_forward: FeedForwardConfig | None
     norms: Norms = Norms()
+    parallel: bool = False
+    """The feed-forward reads what the mixer reads, and not its output."""
     scalar: str | None = None
     """Tensor of one number, the factor on all that leaves the layer; None: 1."""
 
@@ -139,6 +141,8 @@ class ModelConfig:
     layers: tuple[LayerConfig, ...]
     norm_plus_one: bool = False
     """A norm multiplies by 1 + its weight."""
+    norm_centred: bool = False
+    """Norms subtract the mean first (Ba et al. 2016), those of layers and the last one."""
     layer_inputs: LayerInputs | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0

@@ -107,14 +107,13 @@ class Layer(nn.Module):
         super().__init__()
         self.index = index
         self.config = config
+        self._parallel = config.layers[index].parallel
         own, norms = config.layers[index], config.layers[index].norms
 
         def norm(name: str | None) -> RmsNorm | None:
             if name is None:
                 return None
-            return RmsNorm(
-                config.hidden_size, config.norm_eps, build, plus_one=config.norm_plus_one
-            )
+            return _norm_of(config, build)
 
         self.before_mixer, self.after_mixer = norm(norms.before_mixer), norm(norms.after_mixer)
         self.before_feed_forward = norm(norms.before_feed_forward)
@@ -132,11 +131,14 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """[T, H] -> [T, H]."""
+        read = None
         if self.mixer is not None:
-            out = self.mixer(_normed(x, self.before_mixer), step)
-            x = self._added(x, _normed(out, self.after_mixer))
+            read = _normed(x, self.before_mixer)
+            x = self._added(x, _normed(self.mixer(read, step), self.after_mixer))
         if self.feed_forward is not None:
-            out = self.feed_forward(_normed(x, self.before_feed_forward))
+            if read is None or not self._parallel:
+                read = _normed(x, self.before_feed_forward)
+            out = self.feed_forward(read)
             x = self._added(x, _normed(out, self.after_feed_forward))
         if self.input is not None and step.inputs is not None:
             x = self.input(x, step.inputs[:, self.index])
@@ -174,6 +176,12 @@ class Layer(nn.Module):
             yield from self.feed_forward.places(form, shard)
 
 
+def _norm_of(config: ModelConfig, build: Build) -> RmsNorm:
+    """One over the hidden size."""
+    features = {"plus_one": config.norm_plus_one, "centred": config.norm_centred}
+    return RmsNorm(config.hidden_size, config.norm_eps, build, **features)
+
+
 def _normed(x: Tensor, norm: RmsNorm | None) -> Tensor:
     if norm is None:
         return x
@@ -209,7 +217,7 @@ class Model(nn.Module):
             self.inputs = Inputs(config, config.layer_inputs, build)
         layers = [Layer(config, index, build) for index in range(config.num_layers)]
         self.layers = nn.ModuleList(layers)
-        self.norm = RmsNorm(hidden, config.norm_eps, build, plus_one=config.norm_plus_one)
+        self.norm = _norm_of(config, build)
         self.head = self._head(dtype, device)
 
     def _head(self, dtype: torch.dtype, device: torch.device) -> nn.Parameter:

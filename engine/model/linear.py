@@ -45,14 +45,23 @@ class Linear(nn.Module):
 
 
 class RmsNorm(nn.Module):
-    """Root mean square norm (Zhang and Sennrich 2019).
+    """Root mean square norm (Zhang and Sennrich 2019), perhaps of what is left without the mean.
 
     Gains of 1 + weight are kept in float32, because 16 bits would round the sum.
     """
 
-    def __init__(self, size: int, eps: float, build: Build, *, plus_one: bool = False) -> None:
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        build: Build,
+        *,
+        plus_one: bool = False,
+        centred: bool = False,
+    ) -> None:
         super().__init__()
         self.eps = eps
+        self._centred = centred
         self.plus = 1.0 if plus_one else 0.0
         """What is added to the checkpoint's weight."""
         dtype = torch.float32 if plus_one else build.dtype
@@ -60,6 +69,9 @@ class RmsNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises over the last dimension."""
+        if self._centred:
+            weight = self.weight.float()
+            return F.layer_norm(x.float(), weight.shape, weight, None, self.eps).to(x.dtype)
         if self.weight.dtype == x.dtype:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)

@@ -130,6 +130,13 @@ def _gpt_neo_x(vocab: dict[str, int], merges: list[tuple[str, str]], given: Give
     return found
 
 
+def _cohere(vocab: dict[str, int], merges: list[tuple[str, str]], given: Given) -> Any:
+    found = _gpt_neo_x(vocab, merges, given)
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    found.pre_tokenizer = pre_tokenizers.Sequence([digits, found.pre_tokenizer])
+    return found
+
+
 def _by_bytes(vocab: dict[str, int], merges: list[tuple[str, str]]) -> tokenizers.Tokenizer:
     model = models.BPE(
         vocab=vocab,
@@ -167,6 +174,18 @@ CLASSES: Final[Mapping[str, TokenizerClass]] = {
         _qwen_2, {"unk_token": _END, "eos_token": _END, "pad_token": _END}, adds_last=True
     ),
     "GPT2Tokenizer": TokenizerClass(_gpt_2, _BYTES),
+    "CohereTokenizer": TokenizerClass(
+        _cohere,
+        {
+            "unk_token": "<UNK>",
+            "bos_token": "<BOS_TOKEN>",
+            "eos_token": "<|END_OF_TURN_TOKEN|>",
+            "pad_token": "<PAD>",
+            "cls_token": "<CLS>",
+            "sep_token": "<SEP>",
+            "mask_token": "<MASK_TOKEN>",
+        },
+    ),
     "GPTNeoXTokenizer": TokenizerClass(
         _gpt_neo_x, {**_BYTES, "pad_token": "<|padding|>"}, around="nothing"
     ),
@@ -174,7 +193,7 @@ CLASSES: Final[Mapping[str, TokenizerClass]] = {
 """Classes by name, without `Fast`."""
 _OTHERS: Final = _words(
     "Albert Bart Barthez Bartpho Basic BertGeneration BertJapanese Bert Bertweet BigBird BioGpt"
-    " BlenderbotSmall Blenderbot ByT5 CLIP CTRL Camembert Canine Character Clvp CodeGen Cohere"
+    " BlenderbotSmall Blenderbot ByT5 CLIP CTRL Camembert Canine Character Clvp CodeGen"
     " ConvBert CpmAnt Cpm DPRContextEncoder DPRQuestionEncoder DPRReader Deberta DebertaV2 Dia"
     " DistilBert Esm Esmc FNet FSMT FastSpeech2Conformer Flaubert Funnel GPTNeoXJapanese GPTSw3"
     " Herbert LED Lasr LayoutLMv2 LayoutLMv3 LayoutXLM Luke Lxmert M2M100 MBart50 MBart MLuke MPNet"
@@ -187,6 +206,7 @@ _OTHERS: Final = _words(
 """Classes of transformers that none of our families has."""
 _BY_MODEL: Final = {
     **dict.fromkeys(("gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
+    "cohere2": "CohereTokenizer",
     **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "Qwen2Tokenizer"),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), "Qwen2Tokenizer"),
     **dict.fromkeys(

@@ -13,10 +13,10 @@ from typing import Any
 
 from engine.model.config import ModelConfig, ModelError, UnsupportedModelError, read_json
 from engine.model.families import (
+    cohere,
     gemma,
     gemma4,
     glm4,
-    granite,
     llama,
     mistral,
     olmo,
@@ -44,7 +44,7 @@ from engine.model.families.sense import (
 )
 
 _FILES = (
-    *(llama, mistral, qwen2, qwen3, gemma, gemma4, glm4, phi3, granite, olmo),
+    *(llama, mistral, qwen2, qwen3, gemma, gemma4, glm4, phi3, cohere, olmo),
     *(mixtral, gpt_oss, glm4_moe, minimax_m2, hy_v3, ernie4_5, dots1, lfm2),
 )
 FAMILIES: dict[str, Family] = {

@@ -1,4 +1,5 @@
-"""Llama, and what has its architecture, such as SmolLM2. SmolLM3 leaves rope out in some layers."""
+"""Llama, and what has its architecture, such as SmolLM2. SmolLM3 leaves rope out in some layers,
+and Granite has four multipliers."""
 
 from __future__ import annotations
 
@@ -19,7 +20,19 @@ def _read_smol_3(config: Any, _longest: int) -> ModelConfig:
     return decoder(config, layers_alike(config, rope=ropes, window=window, **biases(config)))
 
 
+def _read_granite(config: Any, _longest: int) -> ModelConfig:
+    scale = float(config.attention_multiplier)
+    return decoder(
+        config,
+        layers_alike(config, scale=scale, **biases(config)),
+        embedding_scale=float(config.embedding_multiplier),
+        residual_scale=float(config.residual_multiplier),
+        logits_scale=1.0 / config.logits_scaling,
+    )
+
+
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", _read),
+    "granite": Family("GraniteForCausalLM", _read_granite),
     "smollm3": Family("SmolLM3ForCausalLM", _read_smol_3),
 }

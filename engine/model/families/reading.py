@@ -65,7 +65,7 @@ def decoder(config: Any, layers: Sequence[LayerConfig], **features: Any) -> Mode
         "architecture": "",
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "norm_eps": getattr(config, "rms_norm_eps", None) or config.norm_eps,
+        "norm_eps": getattr(config, "rms_norm_eps", None) or getattr(config, "norm_eps", None),
         "max_position_embeddings": config.max_position_embeddings,
         "layers": tuple(layers),
         "tie_embeddings": bool(getattr(config, "tie_word_embeddings", False)),
