@@ -1,4 +1,4 @@
-"""A step that verifies drafts, where PyTorch runs one operation at a time.
+"""A step that verifies drafts, in eager mode: PyTorch runs one operation at a time.
 
 It computes the columns that may count and no others: a row without drafts costs one token, as in a
 step without drafts.
@@ -23,11 +23,11 @@ class Draws(NamedTuple):
     """S draws of a step, W columns each."""
 
     places: Tensor
-    """[S, W] int64: the row of the step's logits behind each column; of one that cannot count, some
-    row."""
+    """[S, W] int64: the row of the step's logits from which each column is drawn; any row for a
+    column that cannot count."""
     ids: Tensor
-    """[S, W] int64, what the columns computed; column j + 1 is the draft for the draw of column
-    j."""
+    """[S, W] int64: input token of each column. That of column j + 1 is the draft for the draw of
+    column j."""
     valid: Tensor
     """[S] int64: leading columns that may count."""
     indices: Tensor
@@ -44,8 +44,8 @@ class Verification:
     columns: Columns
     draws: Draws
     unstored: NDArray[np.intp]
-    """Tokens of rows that have no place left in this step: they compute something, and store
-    nothing."""
+    """Tokens of rows whose pages have no position left in this step: they compute something, and
+    store nothing."""
 
 
 class Verifier:

@@ -5,7 +5,7 @@ them from host memory, or fetches them from a peer. For each way,
 
     seconds = queue + load or fetch + uncached tokens / rate(context) + delay of its streams
 
-The delay is what the prompt costs others: decode rows x the delay of a step with a piece of a
+The delay is what the prompt costs others: decode rows x the delay of a step with a chunk of a
 prompt, as the workers of that role have measured it on average (`placing.usual_piece`). A worker's
 way is its fastest. Among workers the fastest wins, and on a tie the first, as for `least_work`.
 
@@ -207,14 +207,14 @@ class Cost:
         own = self._own(demand, worker)
         ways = [self._way(demand, worker, usual, own.pool_pages, 0.0)]
         load_s, capacity = 0.0, worker.capacity()
-        if own.host_pages > own.pool_pages and capacity.load_bytes_per_s:
-            load_bytes = (own.host_pages - own.pool_pages) * worker.page_bytes
-            load_s = load_bytes / capacity.load_bytes_per_s
-            ways.append(self._way(demand, worker, usual, own.host_pages, load_s))
+        here = own.host_pages if capacity.load_bytes_per_s else own.pool_pages
+        if here > own.pool_pages:
+            load_s = (here - own.pool_pages) * worker.page_bytes / capacity.load_bytes_per_s
+            ways.append(self._way(demand, worker, usual, here, load_s))
         if (peer := self._source(worker, own, everyone)) is not None:
             pages = self._fetchable(worker, peer, own)
             fetch_s = load_s + capacity.fetch_latency_s
-            fetch_s += (pages - own.host_pages) * worker.page_bytes / _path_rate(worker, peer)
+            fetch_s += (pages - here) * worker.page_bytes / _path_rate(worker, peer)
             way = self._way(demand, worker, usual, pages, fetch_s)
             ways.append(way._replace(holder=peer, fetched_pages=pages))
         best = min(ways, key=lambda way: way.seconds)

@@ -222,6 +222,13 @@ def test_host_memory_counts_by_its_rate() -> None:
     assert way.cached_tokens == 0
 
 
+def test_pages_in_host_memory_whose_rate_nobody_measured_are_not_free() -> None:
+    """They count as what a fetch brings."""
+    worker, peer = Worker("p0", path=fast("p1"), load_gb=0), Worker("p1", queued=12_000)
+    way = policy(p0=Held(0, 300), p1=500).way(demand(8020), worker, [worker, peer])
+    assert way.seconds == pytest.approx(500 * PAGE_BYTES / 50e9 + 20 * 25e-6)
+
+
 def test_a_token_takes_longer_behind_others() -> None:
     """1 ns a token before it: 1,000 tokens behind 8,000 take 8.5 ms longer than none before."""
     capacity = Worker("p0", context_s=1e-9).capacity()
