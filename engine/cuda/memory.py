@@ -17,6 +17,9 @@ CONTEXT_BYTES = 1 << 30
 """More than what CUDA itself takes for a process."""
 GRAPH_BYTES = 1 << 30
 """Bytes kept back for graphs, staging and tables. The memory of the largest graph comes on top."""
+DRAFTS_BYTES = 4 << 30
+"""Bytes kept back for graphs of wider decode rows, beside what `_bytes_for_drafts` counts. With the
+8B shape, 256 rows and three drafts an engine took 4.8 GiB more in all."""
 RANKS_BYTES = 1 << 30
 """Bytes kept back for what ranks share and for NCCL, which come later, where there are several."""
 SAMPLING_COPIES = 6
@@ -59,7 +62,7 @@ def bytes_left(
         graphs += RANKS_BYTES
     if drafts:
         sampling += _bytes_for_drafts(bounds, model.config.vocab_size, drafts)
-        graphs += GRAPH_BYTES
+        graphs += DRAFTS_BYTES
     used = min(total - free, torch.cuda.memory_reserved(device) + CONTEXT_BYTES)
     return int(min(total * utilization - used, free) - step - sampling - graphs)
 
