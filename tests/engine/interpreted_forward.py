@@ -118,8 +118,9 @@ class Fused:
             for kind, layers in split_layers([spec.window for spec in specs])
         ]
         self.pools = make_pools(
-            PlainPool, groups, [PAGES] * len(groups), num_kv_heads=kept.kv_heads,
-            head_dim=kept.head_dim, page_size=PAGE, dtype=torch.float32, device=CPU,
+            PlainPool, groups, [PAGES] * len(groups),
+            [(kept.kv_heads, kept.head_dim)] * len(groups),
+            page_size=PAGE, dtype=torch.float32, device=CPU,
         )  # fmt: skip
         self.pool = self.pools.first
         for pool in self.pools:
