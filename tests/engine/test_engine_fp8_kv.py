@@ -30,6 +30,7 @@ from engine.engine import Engine, EngineError
 from engine.model.decoder import Model
 from engine.pages.watch import CacheEvent, CacheEventKind
 from engine.pool.fp8_rounding import Rounded, round_rows, widen
+from engine.step.attention import AttentionSpec
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -325,4 +326,4 @@ def test_what_does_not_go_together_is_refused_before_weights_are_read(tiny):
         build(tiny, page_size=256, max_step_tokens=512, attention="fa2", **FP8)
     pool = engines_of(tiny, FP8)[0].pool
     with pytest.raises(AttentionError, match="cannot read fp8 KV: fa3 and sdpa can"):
-        choose_backend("fa2", pool, (None, None), CudaKernels())
+        choose_backend("fa2", pool, (AttentionSpec(1.0),) * 2, CudaKernels())

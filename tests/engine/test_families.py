@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from engine_kit import Run, build, check_baseline, finish, hand_off, held, submit
+from engine_kit import Run, build, check_baseline, finish, hand_off, submit
 from references import NOISE, References, references
 from test_engine_demo_model import first_difference
 from tiny_families import EVERY, SLOW
@@ -76,19 +76,3 @@ def test_handed_off_and_resumed(case):
     run = submit(case.other, prompt, MAX_TOKENS, generated=[given], ignore_eos=True)
     finish(run)
     check(case, run, given=5)
-
-
-@pytest.mark.parametrize("case", ["gemma3", "gpt_oss"], indirect=True)
-def test_preempted(case):
-    """Windows and ropes by layer; experts, sinks. A host tier lets windows keep all pages, and
-    `test_windows.py` lets them go."""
-    options = {"num_pages": PAGES, "max_sequences": CROWD, "kv_host_bytes": 1 << 20}
-    engine = build(case.one.model.path, **options)
-    with held(engine):
-        runs = [submit(engine, prompt_of(30 + i), 24, ignore_eos=True) for i in range(CROWD)]
-    finish(*runs)
-    assert engine.load().preemptions > 0
-    for run in runs:
-        check(case, run, 24)
-    check_baseline(engine)
-    engine.stop()

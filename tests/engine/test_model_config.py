@@ -12,7 +12,7 @@ from tiny_families import LONG, LONGROPE, SHORT
 from engine.checkpoints import CheckpointError, SamplingDefaults, sampling_defaults
 from engine.model import ModelConfig, ModelError, UnsupportedModelError
 from engine.model.families import read_config
-from engine.model.mixers.config import AttentionConfig, QkNorm
+from engine.model.mixers.config import AttentionConfig, Kept, QkNorm
 from engine.model.mixers.rope import Rope
 
 LLAMA = {
@@ -72,7 +72,7 @@ def test_families_differ_in_biases_and_norms(read):
 
 def test_head_dim_and_kv_heads_may_be_left_out(read):
     without = {k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}
-    assert read(without).kept == (4, 16, None)
+    assert read(without).kept == Kept(4, 16)
     assert read(LLAMA, head_dim=32).kept.head_dim == 32
     assert len(rope(read(LLAMA, head_dim=32)).frequencies) == 16
 
