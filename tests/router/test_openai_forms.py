@@ -423,6 +423,7 @@ async def test_fields_without_effect_are_named(port: Port) -> None:
         "verbosity": "low",
         "chat_template_kwargs": {"enable_thinking": False},
         "user": "SECRET",
+        "prediction": {"type": "content", "content": "SECRET"},
         "metadata": None,
         "new field": {"a": 1},
         "messages": [{"role": "user", "content": "a", "cache": 1}],
@@ -430,7 +431,7 @@ async def test_fields_without_effect_are_named(port: Port) -> None:
     chat = await port.client.chat.completions.with_raw_response.create(
         model=MODEL, messages=[], extra_body=asked
     )
-    names = ["user", "new%20field", "messages[0].cache", "reasoning_effort"]
+    names = ["user", "prediction", "new%20field", "messages[0].cache", "reasoning_effort"]
     names += ["chat_template_kwargs.enable_thinking", "verbosity"]
     assert chat.headers["x-baton-ignored"].split(", ") == names
     text = await port.client.completions.with_raw_response.create(
