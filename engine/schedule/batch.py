@@ -40,6 +40,7 @@ class Batch:
             config.max_sequences,
             -(-config.max_context_tokens // config.page_size),
             config.page_size,
+            speculates=speculates,
         )
         self.owners: list[Sequence | None] = [None] * config.max_sequences
         """The sequence in each slot."""

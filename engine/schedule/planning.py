@@ -95,8 +95,10 @@ class Planner:
         """Slots that decode in the next step, each with a page for the token it stores."""
         slots, blocks = self._batch.slots, self._blocks
         rows = slots.running()
-        rows = rows[slots.least_kv(rows) + 1 < slots.limit_len[rows]]
-        short = rows[slots.least_kv(rows) >= slots.page_count[rows] * slots.page_size]
+        least = slots.least_kv(rows)
+        goes_on = least + 1 < slots.limit_len[rows]
+        rows, least = rows[goes_on], least[goes_on]
+        short = rows[least >= slots.page_count[rows] * slots.page_size]
         if short.size == 0:
             return self._with_other_pages(rows)
         if short.size > blocks.available:
@@ -135,6 +137,8 @@ class Planner:
         for all that they may store, oldest first, as long as there are any: nobody is preempted
         for a draft."""
         slots, size = self._batch.slots, self._config.page_size
+        if self._widths is None:
+            return slots.kv_len[rows] + 1
         most = slots.kv_len[rows] + np.where(slots.drafts[rows], width, 1)
         most = np.minimum(most, slots.limit_len[rows] - 1)
         missing = np.maximum(-(-most // size) - slots.page_count[rows], 0)
@@ -243,18 +247,20 @@ class Planner:
     ) -> StepPlan:
         slots, others = self._batch.slots, self._batch.others
         bounds, least = self._bounds(rows, width), slots.least_kv(rows)
-        known = width == 1 and bool((least == slots.kv_len[rows]).all())
+        known = self._widths is None or (width == 1 and bool((least == slots.kv_len[rows]).all()))
         row_slots = np.concatenate([rows, [c.task.leader.slot for c in chunks]]).astype(np.int32)
         contexts = np.concatenate([bounds, [c.end for c in chunks]]).astype(np.int32)
-        starts = [c.start for c in chunks]
-        queries = [width] * rows.size + [c.end - c.start for c in chunks]
-        positions = least[:, None] + np.arange(width, dtype=np.int32)
-        positions = np.minimum(positions, bounds[:, None] - 1).reshape(-1)
+        stored_from = np.concatenate([least, [c.start for c in chunks]]).astype(np.int32)
+        queries = contexts - stored_from
+        positions = least
+        if not known:
+            queries[: rows.size] = width
+            drafted = least[:, None] + np.arange(width, dtype=np.int32)
+            positions = np.minimum(drafted, bounds[:, None] - 1).reshape(-1)
         prompt_ids = [c.task.tokens[c.start : c.end] for c in chunks]
         prompt_positions = [np.arange(c.start, c.end, dtype=np.int32) for c in chunks]
-        samples = self._samples(rows, width, chunks)
+        samples = self._samples(rows, least, width, chunks)
         copies, writes, begins = self._batch.take_transfers()
-        stored_from = np.concatenate([least, starts]).astype(np.int32)
         self._mark_written(row_slots, stored_from, contexts)
         sample = self._sample_plan(samples, known=known)
         masked = np.flatnonzero(slots.is_masked[samples.slots]).astype(np.int32)
@@ -263,7 +269,7 @@ class Planner:
             token_ids=np.concatenate([np.zeros(positions.size, np.int32), *prompt_ids]),
             positions=np.concatenate([positions, *prompt_positions]),
             row_slots=row_slots,
-            query_lens=np.array(queries, np.int32),
+            query_lens=queries,
             context_lens=contexts,
             num_decodes=int(rows.size),
             page_table=self._page_table(row_slots, contexts),
@@ -284,15 +290,15 @@ class Planner:
             others=others.tables(row_slots, stored_from, contexts, self._batch.next_step),
             width=width,
             begins=begins,
-            tells_drafts=bool(slots.drafts[samples.slots[masked]].any()),
+            tells_drafts=masked.size > 0 and bool(slots.drafts[samples.slots[masked]].any()),
         )
 
-    def _samples(self, rows: Slots, width: int, chunks: list[ChunkPlan]) -> _Samples:
+    def _samples(self, rows: Slots, least: Int32s, width: int, chunks: list[ChunkPlan]) -> _Samples:
         """The draws: one for every decode row, and one for each choice of every last chunk."""
         slots = self._batch.slots
         decode = rows.astype(np.int32)
-        tokens, where = [np.arange(rows.size, dtype=np.int32) * width], [decode]
-        indices = [slots.least_kv(rows) + 1 - slots.prompt_len[rows]]
+        tokens, where = [np.arange(0, rows.size * width, width, dtype=np.int32)], [decode]
+        indices = [least + 1 - slots.prompt_len[rows]]
         choices = [slots.noise_choice[rows]]
         last_token = rows.size * width - 1
         for chunk in chunks:

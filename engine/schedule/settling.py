@@ -111,7 +111,10 @@ class Settler:
 
     def _land(self, plan: StepPlan, result: StepResult, alive: Bools) -> None:
         """Moves the lengths of decode rows past the step."""
-        slots, rows = self._batch.slots, np.flatnonzero(alive[: plan.num_decodes])
+        slots = self._batch.slots
+        if not slots.speculates:
+            return
+        rows = np.flatnonzero(alive[: plan.num_decodes])
         where = plan.sample_slots[rows].astype(np.intp)
         if result.counts is None:
             slots.land(where, 1)
@@ -139,7 +142,7 @@ class Settler:
             return
         count = plan.num_decodes
         slots = plan.sample_slots[:count][self._batch.alive(plan)[:count]]
-        self._batch.others.passed(slots, self._batch.slots.kv_low[slots])
+        self._batch.others.passed(slots, self._batch.slots.settled_kv(slots))
 
     def _fail_rows(self, plan: StepPlan, bad: Bools) -> None:
         for slot in set(plan.sample_slots[bad].tolist()):
@@ -167,10 +170,9 @@ class Settler:
             self._requests.end(self._batch.owner(int(plan.sample_slots[draw])), reason)
         goes_on = ~np.isin(drawn.draws, np.fromiter(ends, np.intp)) if ends else slice(None)
         self._masking.consume(drawn.slots[goes_on], drawn.tokens[goes_on])
-        where = plan.sample_slots[draws].astype(np.intp)
-        preempting = slots.state[where] == SlotState.PREEMPTING
-        leaving = where[preempting & (slots.in_flight[where] == 0)]
-        for slot in leaving.tolist():
+        where = plan.sample_slots[draws]
+        preempting = where[slots.state[where] == SlotState.PREEMPTING]
+        for slot in preempting[slots.in_flight[preempting] == 0].tolist():
             self._requests.finish_preemption(self._batch.owner(slot))
 
     def _find_ends(self, drawn: _Drawn) -> dict[int, tuple[int, EndReason]]:
@@ -196,26 +198,30 @@ class Settler:
     def _report_tokens(self, result: StepResult, drawn: _Drawn, now_ns: int) -> None:
         """Emits one event for each sink that has sequences among those that have drawn."""
         slots = self._batch.slots
-        while drawn.draws.size:
-            sinks = slots.sink[drawn.slots]
+        places = np.arange(drawn.slots.size)
+        while places.size:
+            sinks = slots.sink[drawn.slots[places]]
             mine = np.asarray(sinks == sinks[0], np.bool_)
-            told, drawn = drawn.at(mine).youngest_first(), drawn.at(~mine)
+            told, places = drawn.youngest_first(places[mine]), places[~mine]
+            where = drawn.slots[told]
             event = NewTokens(
-                request_ids=slots.request_id[told.slots].tolist(),
-                choices=slots.choice[told.slots],
-                indices=told.indices,
-                token_ids=told.tokens,
-                scored=self._scored(result, told),
+                request_ids=slots.request_id[where].tolist(),
+                choices=slots.choice[where],
+                indices=drawn.indices[told],
+                token_ids=drawn.tokens[told],
+                scored=self._scored(result, drawn, told),
                 at_ns=now_ns,
                 step_ns=self._step_ns,
             )
             self._requests.emit(sinks[0], event)
 
-    def _scored(self, result: StepResult, told: _Drawn) -> dict[int, TokenRecord]:
+    def _scored(self, result: StepResult, drawn: _Drawn, told: Rows) -> dict[int, TokenRecord]:
         """Records by place in `told`. They cost nothing in a batch without log probabilities."""
         if result.logprobs is None:
             return {}
-        places = zip(told.slots.tolist(), told.draws.tolist(), told.columns.tolist(), strict=True)
+        column = drawn.indices[told] - drawn.first[told]
+        columns = (drawn.slots[told], drawn.draws[told], column)
+        places = zip(*(values.tolist() for values in columns), strict=True)
         records = (
             _token_record(self._batch.owner(slot), result, draw, column)
             for slot, draw, column in places
@@ -295,11 +301,11 @@ class _Drawn(NamedTuple):
 
     draws: Rows
     """Which of the step's draws."""
-    columns: Rows
-    """Which token of its draw."""
-    first: NDArray[np.int32]
-    """Output index of the draw's first token."""
     slots: Rows
+    indices: NDArray[np.int32]
+    """Output index of the token."""
+    first: NDArray[np.int32]
+    """Output index of its draw's first token."""
     tokens: NDArray[np.int32]
 
     @classmethod
@@ -307,38 +313,34 @@ class _Drawn(NamedTuple):
         cls, plan: StepPlan, result: StepResult, draws: Rows, output_len: NDArray[np.int32]
     ) -> _Drawn:
         """The tokens of these draws, whose slots have so many tokens before."""
-        columns = np.zeros_like(draws)
-        if result.counts is not None:
-            counts = result.counts[draws]
-            before = np.repeat(np.cumsum(counts) - counts, counts)
-            draws = np.repeat(draws, counts)
-            columns = np.arange(draws.size) - before
+        if result.counts is None:
+            slots = plan.sample_slots[draws].astype(np.intp)
+            indices = output_len[slots]
+            return cls(draws, slots, indices, indices, result.tokens[draws])
+        counts = result.counts[draws]
+        before = np.repeat(np.cumsum(counts) - counts, counts)
+        draws = np.repeat(draws, counts)
+        columns = np.arange(draws.size) - before
         slots = plan.sample_slots[draws].astype(np.intp)
+        first = output_len[slots]
+        indices = (first + columns).astype(np.int32)
         tokens = result.tokens.reshape(len(plan.sample_slots), -1)[draws, columns]
-        return cls(draws, columns, output_len[slots], slots, tokens)
-
-    @property
-    def indices(self) -> NDArray[np.int32]:
-        """Output index of each token."""
-        indices: NDArray[np.int32] = (self.first + self.columns).astype(np.int32)
-        return indices
-
-    def at(self, where: Bools | Rows) -> _Drawn:
-        """Some of the tokens."""
-        draws, columns, first, slots, tokens = self
-        return _Drawn(draws[where], columns[where], first[where], slots[where], tokens[where])
+        return cls(draws, slots, indices, first, tokens)
 
     def until(self, ends: Mapping[int, tuple[int, EndReason]]) -> _Drawn:
         """Without what was drawn behind the token that ends a draw's sequence."""
         last = np.full(int(self.draws[-1]) + 1, self.draws.size)
         for draw, (place, _) in ends.items():
             last[draw] = place
-        return self.at(np.arange(self.draws.size) <= last[self.draws])
+        kept = np.arange(self.draws.size) <= last[self.draws]
+        draws, slots, indices, first, tokens = self
+        return _Drawn(draws[kept], slots[kept], indices[kept], first[kept], tokens[kept])
 
-    def youngest_first(self) -> _Drawn:
-        """Sequences that just joined come first, because they have waited longest for a token and
-        it takes some milliseconds to pass on a step's tokens. The others keep their order."""
-        return self.at(np.argsort(self.first, kind="stable"))
+    def youngest_first(self, places: Rows) -> Rows:
+        """Some of the tokens, in another order. Sequences that just joined come first, because they
+        have waited longest for a token and it takes some milliseconds to pass on a step's tokens.
+        The others keep their order."""
+        return places[np.argsort(self.first[places], kind="stable")]
 
 
 def _token_record(owner: Sequence, result: StepResult, draw: int, column: int = 0) -> TokenRecord:

@@ -8,8 +8,8 @@ A sequence is in a slot from its admission until it ends or is preempted. For ea
     output index i is drawn from the logits at position prompt_len + i - 1
     least_kv + 1 < limit_len  iff  one more decode step is wanted
 
-Without drafts a step adds one token to each row, so least_kv is kv_len. With them
-(`engine.speculation`) the host knows bounds while a step is in flight.
+Without drafts a step adds one token to each row, so least_kv is kv_len, and the columns that bound
+it are not kept. With them (`engine.speculation`) the host knows bounds while a step is in flight.
 """
 
 from __future__ import annotations
@@ -42,9 +42,18 @@ class SlotState(enum.IntEnum):
 class SlotTable:
     """Columns over `max_slots` slots. Written by the step loop's thread only."""
 
-    def __init__(self, max_slots: int, max_pages_per_sequence: int, page_size: int) -> None:
+    def __init__(
+        self,
+        max_slots: int,
+        max_pages_per_sequence: int,
+        page_size: int,
+        *,
+        speculates: bool = False,
+    ) -> None:
         self.max_slots = max_slots
         self.page_size = page_size
+        self.speculates = speculates
+        """Whether a step may add other than one token to a row."""
         self.state = np.zeros(max_slots, np.int8)
         self.generation = np.zeros(max_slots, np.int32)
         self.choice = np.zeros(max_slots, np.int32)
@@ -64,9 +73,9 @@ class SlotTable:
         self.kv_len = np.zeros(max_slots, np.int32)
         """Tokens in KV after all launched steps: the most."""
         self.kv_low = np.zeros(max_slots, np.int32)
-        """Tokens in KV after all settled steps."""
+        """Tokens in KV after all settled steps, if drafts are verified. See `settled_kv`."""
         self.flying = np.zeros(max_slots, np.int32)
-        """Decode steps in flight: at most two."""
+        """Decode steps in flight, if drafts are verified: at most two."""
         self.drafts = np.zeros(max_slots, np.bool_)
         """Whether drafts of the sequence may be verified. The scheduler sets it."""
         self.drafted = np.zeros(max_slots, np.int32)
@@ -133,10 +142,19 @@ class SlotTable:
     def least_kv(self, rows: Rows) -> NDArray[np.int32]:
         """[R]: the fewest tokens in KV after all launched steps. Each adds one, unless there is no
         place for it."""
+        if not self.speculates:
+            return self.kv_len[rows]
         least: NDArray[np.int32] = np.minimum(
             self.kv_low[rows] + self.flying[rows], self.kv_len[rows]
         )
         return least
+
+    def settled_kv(self, rows: Rows | NDArray[np.int32]) -> NDArray[np.int32]:
+        """[R]: the tokens in KV after all settled steps, of rows whose prompts have settled."""
+        if self.speculates:
+            return self.kv_low[rows]
+        settled: NDArray[np.int32] = self.kv_len[rows] - self.in_flight[rows]
+        return settled
 
     def launch(self, rows: Rows, bounds: NDArray[np.int32], width: int) -> None:
         """A decode step of these rows is launched.
@@ -146,7 +164,10 @@ class SlotTable:
             bounds: [R], the first position that the step does not store.
             width: tokens of each row.
         """
-        self.kv_len[rows] = self._bound[rows] = bounds
+        self.kv_len[rows] = bounds
+        if not self.speculates:
+            return
+        self._bound[rows] = bounds
         self._width[rows] = width
         self.flying[rows] += 1
 

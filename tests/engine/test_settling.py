@@ -34,3 +34,16 @@ def test_tokens_do_not_wait_for_the_pages_of_who_ended() -> None:
     while (plan := planned(bench)) is not None:
         scheduler.settler.settle(plan, bench.device.launch(plan).result(), hand_out)
     assert scheduler.blocks.available == free
+
+
+def test_what_has_settled_is_told_from_what_is_launched() -> None:
+    bench = Bench(num_pages=60, slots=4)
+    scheduler, slots = bench.scheduler, bench.scheduler.batch.slots
+    bench.submit(range(100, 103), max_tokens=9)
+    plans = [planned(bench) for _ in range(3)]
+    rows = slots.running()
+    for settled, plan in zip((3, 4, 5), plans, strict=True):
+        assert plan is not None
+        scheduler.settler.settle(plan, bench.device.launch(plan).result())
+        assert slots.settled_kv(rows).tolist() == [settled]
+        assert slots.kv_len[rows].tolist() == slots.least_kv(rows).tolist() == [5]
