@@ -106,6 +106,9 @@ class Worker:
     noise = 0.0
     """Standard deviation of the logarithm of an answer's pace."""
     draining = False
+    kind, model = 0, ("m", "r")
+    prefills = decodes = True
+    """See `WorkerLink`."""
     role = worker_pb2.WORKER_ROLE_BOTH
     worker_id = agent_name = "w"
 

@@ -119,7 +119,9 @@ class Machine:
         self.identity = worker_pb2.WorkerIdentity(worker_id=f"w{role}", role=role, model=model)
         self.worker_id, self.agent_name, self.draining = f"w{role}", f"w{role}", False
         self.estimate = LoadEstimate() if options.known else Unaware()
+        self.model, self.kind = ("m", "r"), int(role)
         self.decodes = role == worker_pb2.WORKER_ROLE_DECODE
+        self.prefills = not self.decodes
         self.steps_s: list[float] = []
         self._events, self._options = events, options
         self._queue: deque[Prompt] = deque()

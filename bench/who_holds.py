@@ -88,6 +88,8 @@ class Machine:
             endpoint=worker_pb2.KvEndpoint(agent_name=name, transport="nixl"),
         )  # fmt: skip
         self.draining, self.page_bytes = False, PAGE_BYTES
+        self.model, self.kind = ("m", "r"), 1 + self.is_decode
+        self.prefills, self.decodes = not self.is_decode, self.is_decode
         self.estimate = LoadEstimate()
         self.rows = self.most_rows = 0
         self.delay_s = 0.0
