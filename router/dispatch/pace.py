@@ -91,7 +91,8 @@ class Pace:
         self._first_s = Trend()
         self._token_s = Trend()
         self._off = Mean()
-        """How far the services were from their estimates, in parts of these; absolute values."""
+        """How far the services were from their estimates, in parts of these; absolute values. At
+        most 1 each: one answer that waited for a lost worker says little of those that follow."""
         self.is_backlogged = False
         """Whether something waits; the queue says so."""
         self.running = 0
@@ -131,7 +132,7 @@ class Pace:
         """
         steps = max(output_tokens, default=1) - 1
         if likely_s := self._first_s.at(beside) + steps * self._token_s.at(beside):
-            self._off.add(abs(first_s + decode_s - likely_s) / likely_s)
+            self._off.add(min(1.0, abs(first_s + decode_s - likely_s) / likely_s))
         self._first_s.add(first_s, beside)
         for tokens in output_tokens if whole else ():
             self._output_tokens.add(tokens)
@@ -160,8 +161,10 @@ class Pace:
         return self._first_s.at(beside) + self.output_tokens(demand) * self._token_s.at(beside)
 
     def surely_s(self, demand: Demand, beside: int) -> float:
-        """An upper estimate: with what such estimates were off."""
-        return self.service_s(demand, beside) * (1 + 2 * self._off.value)
+        """An upper estimate: with what such estimates were off. As far as it is known: a few
+        answers say little of those that follow, so their part grows to the whole of it."""
+        known = min(1.0, self._off.count / REMEMBERED)
+        return self.service_s(demand, beside) * (1 + 2 * known * self._off.value)
 
     def is_late_by_load(self, demand: Demand, left_s: float) -> bool:
         """Whether a request that would be late is so for what runs. Where nothing runs it is not.
