@@ -107,8 +107,9 @@ class RankedPool:
     def __getitem__(self, pages: torch.Tensor) -> torch.Tensor:
         return self.read(0, pages)
 
-    def __setitem__(self, pages: torch.Tensor, content: torch.Tensor) -> None:
-        self.write(0, pages, content)
+    def __setitem__(self, pages: torch.Tensor, content: torch.Tensor | int) -> None:
+        whole = (len(pages), self.groups[0].page_bytes)
+        self.write(0, pages, torch.as_tensor(content, dtype=torch.uint8).expand(whole))
 
 
 class Served:

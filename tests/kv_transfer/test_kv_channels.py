@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -285,7 +284,7 @@ def test_a_push_is_read_whole_whatever_signal_comes_in_the_middle() -> None:
         wire = Wire(server.accept()[0])
         reader = pool.submit(threading.get_ident).result()
         heard = pool.submit(wire.next_push)
-        told = struct.pack("<QII", 7, 2, 3) + np.array([5, 6], "<i4").tobytes() + b"end"
+        told = Push(7, np.array([5, 6], "<i4"), b"end", 1).packed()
         before = signal.signal(signal.SIGUSR1, lambda *_: None)
         for part in (told[:5], told[5:18]):
             sender.sendall(part)
@@ -297,6 +296,7 @@ def test_a_push_is_read_whole_whatever_signal_comes_in_the_middle() -> None:
         sender.close()
         wire.close()
     assert (push.handle, push.target.tolist(), push.payload) == (7, [5, 6], b"end")
+    assert push.group == 1
 
 
 def test_a_receiver_that_is_closed_ends_what_is_on_its_way() -> None:
