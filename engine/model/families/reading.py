@@ -36,6 +36,8 @@ _ACTIVATIONS: Final = {
 }
 
 
+MOST_DRAFT_LAYERS: Final = 64
+"""No model has more; each has a name to be ignored by."""
 _TOWERS: Final = (
     *("visual", "vision_tower", "vision_model", "multi_modal_projector", "embed_vision"),
     *("audio_tower", "embed_audio"),
@@ -227,6 +229,9 @@ def draft_layers(where: str, config: Any) -> tuple[Unread, ...]:
     if where == "layers":
         first = int(config.num_hidden_layers)
         count = int(getattr(config, "num_nextn_predict_layers", None) or 1)
+        if not 0 < count <= MOST_DRAFT_LAYERS:
+            most = f"it can be 0 to {MOST_DRAFT_LAYERS}"
+            raise ModelError(f"num_nextn_predict_layers is {count}; {most}")
         names = [f"layers.{index}" for index in range(first, first + count)]
     else:
         names = [where] if where else []
