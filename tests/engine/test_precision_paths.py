@@ -170,8 +170,9 @@ def run_all(engine: Engine, prompts: Sequence[list[int]], **options: Any) -> lis
 
 
 def test_every_path_gives_the_tokens_of_the_reference(case):
-    """Whole; all but the last tokens from the prefix cache; in chunks, in a pool that preempts;
-    handed off; resumed after three tokens; three choices."""
+    """Whole; all but the last tokens from the prefix cache; in chunks, in a pool that preempts
+    (where one group of pages is promised, not the windows' too); handed off; resumed after three
+    tokens; three choices."""
     prompts = case.prompts
     with case.engine(max_step_tokens=512) as whole, case.engine(**small(prompts)) as chunks:
         case.check(run_all(whole, prompts))
@@ -180,7 +181,7 @@ def test_every_path_gives_the_tokens_of_the_reference(case):
         complete = sum((len(p) - 1) // PAGE_TOKENS * PAGE_TOKENS for p in prompts)
         assert whole.load().prompt_tokens_cached - before == complete
         case.check(run_all(chunks, prompts))
-        assert chunks.load().preemptions > 0
+        assert (chunks.load().preemptions > 0) is (len(chunks.pools) == 1)
         case.check([hand_off(chunks, whole, prompt, MAX_TOKENS) for prompt in prompts])
         case.check(resumed(case, whole), given=3)
         (three,) = run_all(chunks, prompts[1:2], choices=3)
