@@ -41,6 +41,7 @@ from fetch_service.outcomes import (
     TIMED_OUT,
     outcome_of,
 )
+from fetch_service.ranges import ranges_of
 from fetch_service.spans import write_span_of
 from kv_transfer.events import (
     Delivered,
@@ -56,6 +57,7 @@ from telemetry.metrics.worker import WorkerMetrics
 from worker_base.legs import WorkerLeg
 from worker_base.outbox import CallOnLoop
 from worker_base.overdue import Unended
+from worker_base.page_layout import PageLayout
 
 if TYPE_CHECKING:
     from engine.loop.fetch_port import FetchPort
@@ -102,6 +104,16 @@ class OpenFetch:
     over_s: float = 0.0
     """When the engine was told; 0 before."""
 
+    @property
+    def ranges(self) -> tuple[Range, ...]:
+        """The pages of each group, counted as if the prompt began with the first that is missing of
+        any group."""
+        return ranges_of([len(part.keys) for part in self.wanted.parts])
+
+    def landed(self, end: int) -> int:
+        """Pages of group 0 that came, where they are there up to `end` in such ranges."""
+        return max(0, end - self.ranges[0].first)
+
 
 class FetchService:
     """The fetches of one worker. It runs on the event loop, except `want`."""
@@ -116,8 +128,7 @@ class FetchService:
         *,
         epoch: int,
         agent_name: str,
-        page_bytes: int,
-        page_size_tokens: int,
+        layout: PageLayout,
         leg_of: Callable[[bytes], WorkerLeg | None],
         why_not: str = "",
         least_s: float = LEAST_S,
@@ -132,8 +143,7 @@ class FetchService:
             paths: to the other workers.
             epoch: of this worker.
             agent_name: of this worker.
-            page_bytes: of each page.
-            page_size_tokens: tokens in a page.
+            layout: of this worker's pages.
             leg_of: the leg of an attempt under way.
             why_not: why this worker cannot fetch; empty if it can.
             least_s: no fetch is late before, seconds.
@@ -145,8 +155,7 @@ class FetchService:
         self._paths = paths
         self._epoch = epoch
         self._agent_name = agent_name
-        self._page_bytes = page_bytes
-        self._page_size_tokens = page_size_tokens
+        self._layout = layout
         self._leg_of = leg_of
         self._why_not = why_not
         self._least_s = least_s
@@ -201,14 +210,15 @@ class FetchService:
             case PeerFailed():
                 self._path_broke(event.agent_name)
             case Delivered() if fetch := self._fetches.get(event.transfer_id):
-                is_whole = event.num_pages == len(fetch.wanted.keys)
-                self._end(fetch, event.num_pages, FETCHED if is_whole else SHORT)
+                is_whole = event.num_pages == fetch.ranges[0].end
+                landed = fetch.landed(event.num_pages)
+                self._end(fetch, landed, FETCHED if is_whole else SHORT, others=True)
                 self._free(fetch)
             case ReceiveAborted() | ReceiveExpired() if fetch := self._fetches.get(
                 event.transfer_id
             ):
                 if not (isinstance(event, ReceiveAborted) and event.already_ready):
-                    self._end(fetch, event.landed_pages, fetch.cause)
+                    self._end(fetch, fetch.landed(event.landed_pages), fetch.cause)
             case ReceiveFreed() if fetch := self._fetches.get(event.transfer_id):
                 self._free(fetch)
 
@@ -241,32 +251,36 @@ class FetchService:
         wanted = fetch.wanted
         self._fetches[wanted.id] = fetch
         failpoints.hit("fetch.wanted")
-        num_pages = len(wanted.keys)
         self._transfer.expect(
             ReceiveSpec(
                 transfer_id=wanted.id,
                 peer=wanted.peer,
-                ranges=(Range(0, num_pages),),
-                num_tokens=num_pages * self._page_size_tokens,
-                timeout_s=self._limit_s(wanted.peer, num_pages),
+                ranges=fetch.ranges,
+                num_tokens=fetch.ranges[0].end * self._layout.page_size_tokens,
+                timeout_s=self._limit_s(wanted.peer, self._layout.bytes_of(fetch.ranges)),
                 may_be_short=True,
             )
         )
+        first, *others = wanted.parts
         message = worker_pb2.Fetch(
             transfer_id=wanted.id,
             fetcher_epoch=self._epoch,
             fetcher_agent_name=self._agent_name,
             holder_agent_name=wanted.peer,
-            keys=b"".join(wanted.keys),
-            page_ids=pack_ids(wanted.pages),
+            keys=b"".join(first.keys),
+            page_ids=pack_ids(first.pages),
             traceparent=fetch.traceparent,
+            groups=[
+                worker_pb2.GroupFetch(keys=b"".join(part.keys), page_ids=pack_ids(part.pages))
+                for part in others
+            ],
         )
         leg.stream.send(worker_pb2.WorkResponse(fetch=message))
         failpoints.hit("fetch.asked")
 
-    def _limit_s(self, peer: str, num_pages: int) -> float:
+    def _limit_s(self, peer: str, size: int) -> float:
         rate = self._paths.bytes_per_s(peer) or UNMEASURED_BYTES_PER_S
-        usual_s = max(self._least_s, LATE * num_pages * self._page_bytes / rate)
+        usual_s = max(self._least_s, LATE * size / rate)
         return failpoints.wait_s("fetch.timeout", usual_s)
 
     def _path_broke(self, agent_name: str) -> None:
@@ -275,22 +289,24 @@ class FetchService:
                 fetch.cause = NO_PATH
                 self._transfer.abort_receive(fetch.wanted.id)
 
-    def _end(self, fetch: OpenFetch, landed: int, outcome: str) -> None:
-        """-> LANDED or GIVEN UP."""
+    def _end(self, fetch: OpenFetch, landed: int, outcome: str, *, others: bool = False) -> None:
+        """-> LANDED or GIVEN UP, with so many pages of group 0 and all of the `others` or none."""
         if fetch.over_s:
             return
         failpoints.hit("fetch.landed")
         fetch.over_s = time.monotonic()
-        self._engine.fetched(fetch.wanted.id, landed)
-        seconds, size = fetch.over_s - fetch.began_s, landed * self._page_bytes
-        self._metrics.fetch_ended(outcome, landed, size, seconds)
+        self._engine.fetched(fetch.wanted.id, landed, others=others)
+        came = [len(part.keys) * others for part in fetch.wanted.parts]
+        came[0], seconds = landed, fetch.over_s - fetch.began_s
+        size = self._layout.bytes_of([Range(0, count) for count in came])
+        self._metrics.fetch_ended(outcome, sum(came), size, seconds)
         if outcome in (FETCHED, TIMED_OUT):
             self._note_latency(fetch.wanted.peer, size, seconds)
         write_span_of(
             fetch.wanted,
             fetch.traceparent,
             fetch.began_ns,
-            landed,
+            sum(came),
             size,
             transport=self._paths.path_to(fetch.wanted.peer),
             outcome=outcome,

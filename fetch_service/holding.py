@@ -21,15 +21,20 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from baton.worker.v1 import worker_pb2
+from engine.tiers.peers import FetchPart
 from engine.types import PageIds
 from faults import failpoints
 from fetch_service.fetching import Paths
 from fetch_service.outcomes import MALFORMED, MISSING, NO_PATH
+from fetch_service.ranges import ranges_of
 from fetch_service.spans import write_give_span
 from kv_transfer.events import SendFailed, SendQuiesced, SendStats, Sent, TransferEvent
 from kv_transfer.specs import TRANSFER_ID_BYTES, SendSpec, Source, Target
@@ -37,6 +42,7 @@ from telemetry.metrics.worker import WorkerMetrics
 from worker_base.messages import MalformedMessage, unpack_ids
 from worker_base.outbox import CallOnLoop, Outbox
 from worker_base.overdue import Unended
+from worker_base.page_layout import PageLayout
 
 if TYPE_CHECKING:
     from engine.loop.fetch_port import FetchPort
@@ -52,8 +58,8 @@ KEY_BYTES: Final = 32
 class _Hold:
     fetch: worker_pb2.Fetch
     stream: Outbox
-    pages: PageIds
-    """The other side's, of all keys."""
+    parts: Sequence[FetchPart]
+    """By group, keys and the other side's pages."""
     since_s: float = field(default_factory=time.monotonic)
     refused: str = ""
     received_ns: int = field(default_factory=time.time_ns)
@@ -75,17 +81,17 @@ class HoldService:
         metrics: WorkerMetrics,
         paths: Paths,
         *,
-        page_size_tokens: int,
+        layout: PageLayout,
         why_not: str = "",
     ) -> None:
-        """Begins without holds. `why_not` says why this worker cannot give pages; empty if it
-        can."""
+        """Begins without holds. `layout` is that of this worker's pages. `why_not` says why it
+        cannot give any; empty if it can."""
         self._engine = engine
         self._transfer = transfer
         self._call_on_loop = call_on_loop
         self._metrics = metrics
         self._paths = paths
-        self._page_size_tokens = page_size_tokens
+        self._layout = layout
         self._why_not = why_not
         self._holds: dict[bytes, _Hold] = {}
 
@@ -107,16 +113,12 @@ class HoldService:
         if fetch.transfer_id in self._holds or len(fetch.transfer_id) != TRANSFER_ID_BYTES:
             return
         failpoints.hit("fetch.received")
-        try:
-            pages = unpack_ids(fetch.page_ids)
-        except MalformedMessage:
-            pages = unpack_ids(b"")
-        hold = self._holds[fetch.transfer_id] = _Hold(fetch, stream, pages)
+        parts = _parts_of(fetch, len(self._layout.groups))
+        hold = self._holds[fetch.transfer_id] = _Hold(fetch, stream, parts)
         if why := self._why_not_now(hold):
             self._refuse(hold, why)
             return
-        packed = fetch.keys
-        keys = [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
+        keys = [part.keys for part in parts]
         self._engine.hold(fetch.transfer_id, keys, partial(self._send_held, hold))
 
     def on_transfer(self, event: TransferEvent) -> None:
@@ -140,8 +142,7 @@ class HoldService:
             self._send_refused(hold)
 
     def _why_not_now(self, hold: _Hold) -> str:
-        count, rest = divmod(len(hold.fetch.keys), KEY_BYTES)
-        if rest or not count or count != len(hold.pages):
+        if not hold.parts:
             return MALFORMED
         if self._why_not:
             return self._why_not
@@ -157,32 +158,41 @@ class HoldService:
             transport=self._paths.path_to(hold.fetch.fetcher_agent_name),
         )
 
-    def _send_held(self, hold: _Hold, sources: PageIds, loaded_pages: int) -> None:
+    def _send_held(self, hold: _Hold, sources: Sequence[PageIds], loaded_pages: int) -> None:
         """On the step thread."""
         hold.held_ns, hold.loaded_pages = time.time_ns(), loaded_pages
         self._call_on_loop(partial(self._held, hold, sources))
 
-    def _held(self, hold: _Hold, sources: PageIds) -> None:
+    def _held(self, hold: _Hold, sources: Sequence[PageIds]) -> None:
         """RECEIVED -> HELD."""
-        count = len(sources)
-        if not count:
+        counts = [len(pages) for pages in sources]
+        if not any(counts):
             self._refuse(hold, MISSING)
             return
         failpoints.hit("fetch.held")
-        fetch = hold.fetch
-        num_tokens = count * self._page_size_tokens
+        fetch, ranges, size = hold.fetch, ranges_of(counts), self._layout.page_size_tokens
+        num_tokens = ranges[0].end * size
+        # All pages of group 0 from the first on have a place; those before its range have no page.
+        before = np.zeros(ranges[0].first, np.int32)
+        targets = [Target(np.concatenate([before, hold.parts[0].pages[: counts[0]]]), len(before))]
+        targets += [
+            Target(part.pages, first_page=own.first)
+            for part, own in zip(hold.parts[1:], ranges[1:], strict=True)
+        ]
         self._transfer.begin_send(
             SendSpec(
                 transfer_id=fetch.transfer_id,
                 peer=fetch.fetcher_agent_name,
                 decode_epoch=fetch.fetcher_epoch,
-                targets=(Target(hold.pages[:count]),),
+                targets=targets,
                 num_tokens=num_tokens,
-                page_size_tokens=self._page_size_tokens,
+                page_size_tokens=size,
                 yields=True,
             )
         )
-        self._transfer.chunk_computed(fetch.transfer_id, num_tokens, b"", (Source(sources),))
+        own_pages = zip(sources, ranges, strict=True)
+        there = [Source(pages, own.first) for pages, own in own_pages]
+        self._transfer.chunk_computed(fetch.transfer_id, num_tokens, b"", there)
 
     def _refuse(self, hold: _Hold, why: str) -> None:
         """-> REFUSED. `SendQuiesced` follows."""
@@ -200,3 +210,21 @@ class HoldService:
             cause=hold.refused,
         )
         hold.stream.send(worker_pb2.WorkResponse(fetch_refused=refused))
+
+
+def _parts_of(fetch: worker_pb2.Fetch, groups: int) -> Sequence[FetchPart]:
+    """The pages that are wanted of so many groups; empty if the message is malformed."""
+    parts = []
+    wanted: list[worker_pb2.Fetch | worker_pb2.GroupFetch] = [fetch, *fetch.groups]
+    for told in wanted:
+        packed = told.keys
+        keys = [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
+        try:
+            pages = unpack_ids(told.page_ids)
+        except MalformedMessage:
+            return ()
+        if len(packed) != KEY_BYTES * len(pages):
+            return ()
+        parts.append(FetchPart(keys, pages))
+    is_sound = len(parts) == groups and any(part.keys for part in parts)
+    return parts if is_sound else ()

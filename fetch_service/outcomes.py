@@ -19,13 +19,11 @@ RANKS: Final = "ranks"
 """A worker of several ranks fetches nothing, and gives nothing."""
 TRANSPORT: Final = "transport"
 """Nor does one with this transport."""
-GROUPS: Final = "groups"
-"""Nor does one of a model with several cache groups."""
 HOLDER_GONE: Final = "holder_gone"
 """A router knows no such worker that may give pages (`router.workers.between`)."""
 OTHER: Final = "other"
 """A refusal names a cause that this worker does not know."""
-REFUSALS: Final = frozenset({MISSING, MALFORMED, NO_PATH, RANKS, TRANSPORT, GROUPS, HOLDER_GONE})
+REFUSALS: Final = frozenset({MISSING, MALFORMED, NO_PATH, RANKS, TRANSPORT, HOLDER_GONE})
 """The causes that a refusal of a holder or router may name."""
 
 

@@ -37,7 +37,7 @@ def write_span_of(
     took_ms = milliseconds(began_ns, ended_ns)
     attributes: dict[str, AttributeValue] = {
         Attr.TRANSFER_ID: wanted.id.hex(),
-        Attr.FETCH_WANTED_PAGES: len(wanted.keys),
+        Attr.FETCH_WANTED_PAGES: sum(len(part.keys) for part in wanted.parts),
         Attr.FETCH_HOLDER: wanted.peer.rpartition("-")[0] or wanted.peer,
         Attr.KV_PAGES: landed,
         Attr.KV_BYTES: size,

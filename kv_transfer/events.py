@@ -88,8 +88,6 @@ class Delivered:
     notifications: int
     num_pages: int = 0
     """Pages of group 0 from the first one on that are there, those held before included."""
-    without: int = 0
-    """Bits of a fetch; bit g: nothing of group g came, for the peer had not all of it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,10 +101,7 @@ class Outgoing:
     def begin(self, spec: SendSpec) -> None:
         """Takes the grant."""
         self.spec = spec
-        self.next_pages = [
-            target.end if spec.without >> group & 1 else target.begin
-            for group, target in enumerate(spec.targets)
-        ]
+        self.next_pages = [target.begin for target in spec.targets]
         self.posted = [0] * len(spec.targets)
 
     def next_range(self, max_pages: Sequence[int]) -> PageRange | None:
@@ -147,7 +144,6 @@ class Outgoing:
             (self.payload or b"") if is_last else b"",
             spec.span_id if is_last else b"",
             pages.group,
-            spec.without if is_last else 0,
         )
 
     def mark_posted(self, pages: PageRange, began_ns: int) -> None:
@@ -174,8 +170,7 @@ class Outgoing:
     def check_invariants(self, spec: SendSpec) -> None:
         """Raises AssertionError where a group's pages contradict `kv_transfer.sending`."""
         for group, target in enumerate(spec.targets):
-            begin = target.end if spec.without >> group & 1 else target.begin
-            assert self.next_pages[group] == begin + self.posted[group]
+            assert self.next_pages[group] == target.begin + self.posted[group]
             if self.posted[group] and self.payload is None:
                 assert not target.is_state
                 assert self.next_pages[group] * spec.page_size_tokens <= self.end_token

@@ -15,7 +15,7 @@ READY and QUARANTINED exclude each other, whichever comes first: one thread deci
 Invariants, per transfer, in each group whose pages [first, end) were granted:
 - covered is a subset of [first, end), and no page is covered twice;
 - READY implies covered == [first, end); or, of a fetch, [first, m) of group 0, where its last
-  notification ends at m <= end, and nothing of the groups that it names;
+  notification ends at m <= end;
 - pages of all groups leave QUARANTINED together, by 5 alone, never by time.
 """
 
@@ -90,11 +90,9 @@ class _Receive:
     def range_of(self, group: int) -> Range:
         """The pages of a group that the peer is to write."""
         granted = self.spec.ranges[group]
-        if self.last is None or not self.spec.may_be_short:
+        if group or self.last is None or not self.spec.may_be_short:
             return granted
-        if not group:
-            return Range(granted.first, self.last.end_page)
-        return Range(granted.first, granted.first) if self.last.without >> group & 1 else granted
+        return Range(granted.first, self.last.end_page)
 
     @property
     def landed_pages(self) -> int:
@@ -265,11 +263,8 @@ class Receiver:
         if receive.last is not None:
             return False
         if spec.may_be_short:
-            is_written = [
-                covered and chunk.without >> g & 1 for g, covered in enumerate(receive.covered)
-            ]
-            return not (receive.covered[0] >> chunk.end_page or any(is_written))
-        return (chunk.end_page, chunk.end_token, chunk.without) == (end, spec.num_tokens, 0)
+            return not receive.covered[0] >> chunk.end_page
+        return (chunk.end_page, chunk.end_token) == (end, spec.num_tokens)
 
     def _complete(self, receive: _Receive) -> None:
         """All that the peer could write has landed: READY, or the end of a quarantine."""
@@ -291,7 +286,6 @@ class Receiver:
                 time.time_ns(),
                 receive.notifications,
                 last.end_page,
-                last.without,
             )
         )
         if receive.spec.on_ready is not None:

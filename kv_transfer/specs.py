@@ -71,8 +71,6 @@ class SendSpec:
     """8 bytes, or empty."""
     yields: bool = False
     """A fetch: the pushes of hand-offs go first."""
-    without: int = 0
-    """Bit g: group g is not sent, because this side has not all of it. 0 for a hand-off."""
 
     @property
     def num_pages(self) -> int:
@@ -87,7 +85,6 @@ class SendSpec:
             and self.page_size_tokens > 0
             and self.num_tokens > 0
             and 0 < len(self.targets) <= MAX_GROUPS
-            and not self.without & 1
             and self.num_pages == -(-self.num_tokens // self.page_size_tokens)
             and not (self.targets[0].first_page or self.targets[0].is_state)
             and all(target.is_sound(self.num_pages) for target in self.targets)
@@ -114,8 +111,7 @@ class ReceiveSpec:
     timeout_s: float
     """Without delivery in this time GRANTED or FILLING becomes QUARANTINED."""
     may_be_short: bool = False
-    """A fetch: the peer may write fewer pages of group 0, and none of another group. Its last
-    notification says so."""
+    """A fetch: the peer may write fewer pages of group 0. Its last notification says so."""
     on_ready: Callable[[bytes], None] | None = field(default=None, compare=False)
     """Called on the transfer thread with the last notification's payload, right behind `Delivered`.
     It must not block."""

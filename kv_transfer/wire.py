@@ -1,7 +1,7 @@
 """Layout of the notifications: little-endian, packed, at most 4096 bytes.
 
     header  magic "BT" | version u8 | kind u8 | transfer id 16 bytes | decode epoch u64
-    chunk   group u8 | first page u32 | end page u32 | end token u32 | flags u8 | without u8
+    chunk   group u8 | first page u32 | end page u32 | end token u32 | flags u8
             | send span id 8 bytes | payload length u16 | payload
 
 Only CHUNK has a body. Flags: 1 the last of its transfer, 2 the span id is set. The last is one of
@@ -23,7 +23,7 @@ VERSION = 2
 """Version of what two workers send each other. It is part of the fingerprints that routers and
 workers compare, so workers of different versions never exchange pages."""
 _HEADER = struct.Struct("<2sBB16sQ")
-_CHUNK = struct.Struct("<BIIIBB8sH")
+_CHUNK = struct.Struct("<BIIIB8sH")
 _LAST = 1
 """Flag: no chunk comes after this one, and it carries the payload."""
 _HAS_SPAN = 2
@@ -66,8 +66,6 @@ class Chunk:
     send_span_id: bytes = b""
     """8 bytes or empty, in the last only."""
     group: int = 0
-    without: int = 0
-    """Bit g: no page of group g is written; in the last only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,24 +144,22 @@ def _body(chunk: Chunk) -> bytes:
         raise TransportError("payload_too_large", f"{len(chunk.payload)} bytes")
     flags = (_LAST if chunk.last else 0) | (_HAS_SPAN if chunk.send_span_id else 0)
     pages = (chunk.group, chunk.first_page, chunk.end_page, chunk.end_token)
-    last = (flags, chunk.without, chunk.send_span_id, len(chunk.payload))
+    last = (flags, chunk.send_span_id, len(chunk.payload))
     return _CHUNK.pack(*pages, *last) + chunk.payload
 
 
 def _decode_chunk(transfer_id: bytes, epoch: int, body: bytes) -> Chunk:
     if len(body) < _CHUNK.size:
         raise MalformedNotification("chunk length")
-    group, first_page, end_page, end_token, flags, without, span, payload_bytes = (
-        _CHUNK.unpack_from(body)
-    )
+    group, first_page, end_page, end_token, flags, span, payload_bytes = _CHUNK.unpack_from(body)
     payload = body[_CHUNK.size :]
     last = bool(flags & _LAST)
     if flags & ~(_LAST | _HAS_SPAN) or len(payload) != payload_bytes or first_page > end_page:
         raise MalformedNotification("chunk fields")
-    if not last and (payload or without or flags & _HAS_SPAN):
+    if not last and (payload or flags & _HAS_SPAN):
         raise MalformedNotification("payload before the last")
-    if group >= MAX_GROUPS or (last and group) or without & 1:
+    if group >= MAX_GROUPS or (last and group):
         raise MalformedNotification("group")
     span_id = span if flags & _HAS_SPAN else b""
     pages = (first_page, end_page, end_token)
-    return Chunk(transfer_id, epoch, *pages, last, payload, span_id, group, without)
+    return Chunk(transfer_id, epoch, *pages, last, payload, span_id, group)

@@ -28,6 +28,8 @@ from baton.worker.v1 import worker_pb2
 from decode_service.service import DecodeService
 from engine.bounds import Bounds
 from engine.engine import Engine
+from engine.groups.others import other_groups
+from engine.groups.spec import Window
 from engine.loop.step_loop import StepLoop
 from engine.pages.blocks import BlockManager
 from engine.pages.eviction import EVICTION_POLICIES
@@ -59,16 +61,24 @@ STEP_TOKENS = 16
 PREFILL = worker_pb2.WORK_MODE_PREFILL
 DECODE = worker_pb2.WORK_MODE_DECODE
 WHOLE = worker_pb2.WORK_MODE_WHOLE
+Windows = Sequence[tuple[int, int]]
+"""Tokens and pages of each group beyond the first."""
 _serial = itertools.count()
 
 
 class GatedExecutor(HashExecutor):
     """Runs steps at once, or while it holds only when told to."""
 
-    def __init__(self, num_pages: int, max_slots: int) -> None:
-        super().__init__(num_pages, PAGE_TOKENS, max_slots, deferred=True)
-        self.pool = torch.full((num_pages, PAGE_TOKENS), -1, dtype=torch.int64)
-        self.kv = self.pool.numpy()
+    def __init__(self, num_pages: int, max_slots: int, windows: Windows = ()) -> None:
+        super().__init__(num_pages, PAGE_TOKENS, max_slots, deferred=True, windows=windows)
+        counts = [num_pages, *(pages for _, pages in windows)]
+        self.pool = torch.full((sum(counts), PAGE_TOKENS), -1, dtype=torch.int64)
+        self.kv, *self.others = np.split(self.pool.numpy(), np.cumsum(counts)[:-1])
+        firsts = [sum(counts[:group]) for group in range(len(counts))]
+        self.groups = [
+            PageGroup(PAGE_BYTES, count, offset=first * PAGE_BYTES)
+            for count, first in zip(counts, firsts, strict=True)
+        ]
         self.holds = False
         self.tells_choices_apart = False
         """Choices get different first tokens: one more than the choice before."""
@@ -99,6 +109,8 @@ class GatedExecutor(HashExecutor):
 
     def _run(self, plan: StepPlan) -> StepResult:
         result = super()._run(plan)
+        torn = [slot for number, slot in self.torn if number == plan.number]
+        result.tokens[np.isin(plan.sample_slots, torn)] = -1
         if self.tells_choices_apart:
             where = plan.sample_tokens.tolist()
             choices = [where[:index].count(at) for index, at in enumerate(where)]
@@ -153,15 +165,16 @@ class Node:
         max_bytes_per_peer: int = 1 << 30,
         fingerprint: str = "same",
         least_fetch_s: float = 60.0,
+        windows: Windows = (),
     ) -> None:
         serial = next(_serial)
         self.name = f"{name}-{serial}"
         self.epoch = 1000 + serial
         self.model = ModelInfo("hash", "", "r", fingerprint, 256, VOCAB, (), PAGE_TOKENS)
-        self.executor = GatedExecutor(num_pages, max_sequences)
-        self.scheduler = _scheduler(num_pages, max_sequences)
-        groups = (PageGroup(PAGE_BYTES, num_pages),)
-        layout = PageLayout(PAGE_TOKENS, groups)
+        self.executor = GatedExecutor(num_pages, max_sequences, windows)
+        self.scheduler = _scheduler(num_pages, max_sequences, windows)
+        groups = tuple(self.executor.groups)
+        layout = PageLayout(PAGE_TOKENS, groups, (None, *(window for window, _ in windows)))
         self.engine = Engine(
             self.model, SimpleNamespace(first=None), StepLoop(self.scheduler, self.executor)
         )
@@ -207,8 +220,7 @@ class Node:
             self.peers,
             epoch=self.epoch,
             agent_name=self.name,
-            page_bytes=PAGE_BYTES,
-            page_size_tokens=PAGE_TOKENS,
+            layout=layout,
             leg_of=lambda one: self.prefill.leg(one) or self.decode.leg(one),
             least_s=least_fetch_s,
         )
@@ -218,7 +230,7 @@ class Node:
             self.inbox.call_on_loop,
             self.metrics,
             self.peers,
-            page_size_tokens=PAGE_TOKENS,
+            layout=layout,
         )
         self.services = Services(
             self.prefill,
@@ -266,6 +278,7 @@ class Node:
             and not self.fetching.active
             and not self.holding.active
             and self.free_pages == load.total_pages
+            and all(one.free_pages + one.evictable_pages == one.total_pages for one in load.groups)
             and load.running_sequences == load.waiting_requests == 0
             and counters.sends_in_progress == counters.quarantined_transfers == 0
         )
@@ -278,8 +291,7 @@ class Node:
         self.scheduler.check_invariants()
 
     def _make_transport(self) -> LoopbackTransport:
-        pool = self.executor.pool
-        memory = PoolMemory.of(pool, [PageGroup(PAGE_BYTES, len(pool))])
+        memory = PoolMemory.of(self.executor.pool, self.executor.groups)
         self.transport = LoopbackTransport(self.name, memory)
         return self.transport
 
@@ -498,7 +510,7 @@ async def a_pair(**options: Any) -> AsyncIterator[Pair]:
             await node.close()
 
 
-def _scheduler(num_pages: int, max_sequences: int) -> Scheduler:
+def _scheduler(num_pages: int, max_sequences: int, windows: Windows) -> Scheduler:
     config = Bounds(
         max_sequences=max_sequences,
         max_step_tokens=STEP_TOKENS,
@@ -508,4 +520,9 @@ def _scheduler(num_pages: int, max_sequences: int) -> Scheduler:
         eos_token_ids=frozenset(),
     )
     sampler = Sampler(max_sequences, VOCAB, "cpu", ())
-    return Scheduler(config, BlockManager(num_pages, EVICTION_POLICIES["lru"]()), sampler)
+    first, *managers = (
+        BlockManager(count, EVICTION_POLICIES["lru"]())
+        for count in (num_pages, *(pages for _, pages in windows))
+    )
+    others = other_groups(config, [Window(window) for window, _ in windows], managers)
+    return Scheduler(config, first, sampler, others=others)

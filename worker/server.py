@@ -31,7 +31,7 @@ from engine.groups.spec import Window
 from engine.ranks.groups import device_of
 from fetch_service.fetching import FetchService
 from fetch_service.holding import HoldService
-from fetch_service.outcomes import GROUPS, RANKS, TRANSPORT
+from fetch_service.outcomes import RANKS, TRANSPORT
 from kv_transfer.events import TransferEvent
 from kv_transfer.ranks.build import Others, group_transport
 from kv_transfer.thread import TransferThread
@@ -290,7 +290,6 @@ class Worker:
     def _make_fetch_services(
         self, peers: PeerPaths, leg_of: Callable[[bytes], WorkerLeg | None]
     ) -> tuple[FetchService, HoldService]:
-        page_size_tokens = self.engine.model.page_size_tokens
         port, on_loop = self.engine.fetching, self.inbox.call_on_loop
         fetching = FetchService(
             port,
@@ -300,8 +299,7 @@ class Worker:
             peers,
             epoch=self.epoch,
             agent_name=self.agent_name,
-            page_bytes=self.layout.page_bytes,
-            page_size_tokens=page_size_tokens,
+            layout=self.layout,
             leg_of=leg_of,
             why_not=self._why_no_fetch,
         )
@@ -311,7 +309,7 @@ class Worker:
             on_loop,
             self.metrics,
             peers,
-            page_size_tokens=page_size_tokens,
+            layout=self.layout,
             why_not=self._why_no_fetch,
         )
         return fetching, holding
@@ -321,8 +319,6 @@ class Worker:
         """Why this worker neither gets pages from others nor gives them; empty if it does."""
         if self.settings.tp > 1:
             return RANKS
-        if len(self.layout.groups) > 1:
-            return GROUPS
         return "" if self.settings.debug.transport in FETCHED_BY else TRANSPORT
 
     @property

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,14 +61,27 @@ class OtherGroups:
         """By group, pages that are promised to nobody. `slots`: final pages by slot."""
         return [group.room(slots) for group in self.groups]
 
-    def resumable(self, keys: Sequence[bytes], most: int) -> int:
-        """The most leading pages, up to `most`, behind which every group can go on."""
+    def resumable(
+        self, keys: Sequence[bytes], most: int, has: Sequence[Callable[[bytes], bool]] = ()
+    ) -> int:
+        """The most leading pages, up to `most`, behind which every group can go on: it has what it
+        needs in the cache, or where `has` says, which has one entry a group."""
         settled = -1
         while settled != most:
             settled = most
-            for group in self.groups:
-                most = group.resumable(keys, most)
+            for group, where in zip_longest(self.groups, has):
+                most = group.resumable(keys, most, where)
         return most
+
+    def begins(self, cached: int) -> list[int]:
+        """By group, index of the first page that a sequence needs which goes on behind so many."""
+        return [group.begins(cached) for group in self.groups]
+
+    def count_lent(self, lent: Callable[[int], int]) -> None:
+        """From now on pages count as promised of which `lent` tells how many there are, given the
+        number of a group, from 1 on."""
+        for number, group in enumerate(self.groups, 1):
+            group.lenders.append(partial(lent, number))
 
     def begin(self, slot: int, keys: Sequence[bytes], cached: int, known: int) -> None:
         """The prompt in `slot` is computed behind its first `cached` pages. Group 0 knew so many of

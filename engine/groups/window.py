@@ -62,8 +62,8 @@ class WindowPages:
         """Pages that transfers may use, of sequences without a slot."""
         self._copies: dict[int, int] = {}
         """Target page -> source page, for the next step."""
-        self.lent: Callable[[], int] = int
-        """Pages that tiers below the pool hold."""
+        self.lenders: list[Callable[[], int]] = []
+        """Count pages that are held beside those of sequences: by tiers, and for peers."""
 
     # -- how many pages ---------------------------------------------------------------------------
 
@@ -102,7 +102,7 @@ class WindowPages:
         return (
             int(np.maximum(held, np.minimum(final_pages, self._most)).sum())
             + self._kept
-            + self.lent()
+            + sum(lent() for lent in self.lenders)
         )
 
     def most_end(self, slot: int, final_pages: Int32s) -> int:

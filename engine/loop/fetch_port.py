@@ -19,21 +19,24 @@ class FetchPort:
         """Sets who makes fetches. Without that, no request waits for a peer."""
         self._loop.post(lambda scheduler: scheduler.fetches.fetch_by(ask))
 
-    def fetched(self, fetch_id: bytes, landed_pages: int) -> None:
-        """Ends a fetch: its first pages are there, and the rest is computed."""
-        self._loop.post(lambda scheduler: scheduler.fetches.fetched(fetch_id, landed_pages))
+    def fetched(self, fetch_id: bytes, landed_pages: int, *, others: bool = False) -> None:
+        """Ends a fetch: its first pages of group 0 are there, and all of the `others` or none. The
+        rest is computed."""
+        self._loop.post(
+            lambda scheduler: scheduler.fetches.fetched(fetch_id, landed_pages, others=others)
+        )
 
     def freed(self, fetch_id: bytes) -> None:
         """After `fetched`: nothing can land any more in the pages that did not come."""
         self._loop.post(lambda scheduler: scheduler.fetches.freed(fetch_id))
 
-    def hold(self, hold_id: bytes, keys: Sequence[bytes], tell: ReportHeld) -> None:
-        """Holds the leading keys that are here, once they are in the pool, and tells their
-        pages."""
+    def hold(self, hold_id: bytes, keys: Sequence[Sequence[bytes]], tell: ReportHeld) -> None:
+        """Holds the leading keys of each group that are here, once they are in the pool, and tells
+        their pages. See `Fetches.hold`."""
 
         def hold(scheduler: Scheduler) -> None:
-            room = scheduler.admission.room_for_peers(len(keys))
-            scheduler.fetches.hold(hold_id, keys, room, tell)
+            rooms = scheduler.admission.rooms_for_peers(len(keys[0]))
+            scheduler.fetches.hold(hold_id, keys, rooms, tell)
 
         self._loop.post(hold)
 

@@ -78,7 +78,7 @@ def _build_tiers(
             config.page_size,
             stores,
             mover,
-            others.groups,
+            others,
         )
     except (HostMemoryError, StoreError, ValueError) as error:
         raise EngineError(str(error)) from error

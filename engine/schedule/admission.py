@@ -174,11 +174,12 @@ class Admission:
             room = min(room, int((available + slope * (available - above)) / (1 + slope)))
         return max(0, room)
 
-    def room_for_peers(self, wanted: int) -> int:
-        """Pages that no request of this worker waits for, if `wanted` pages are to be taken."""
+    def rooms_for_peers(self, wanted: int) -> list[int]:
+        """By group, pages that no request of this worker waits for, if `wanted` pages of group 0
+        are to be taken."""
         if self._requests.preempted:
-            return 0
-        return self._blocks.available - self._kept_back(wanted)
+            return [0] * (1 + len(self._batch.others.groups))
+        return [self._blocks.available - self._kept_back(wanted), *self._others_room()]
 
     def _has_prefill_room(self) -> bool:
         """Whether the next step could take more prompt tokens than are admitted."""
@@ -271,8 +272,8 @@ class Admission:
         if active.wait is None:
             return False
         if active.request.mode is not Mode.RECEIVE:
-            room = self._blocks.available - kept_back
-            self._fetches.begin(active.wait, active.request, active.keys, room)
+            rooms = [self._blocks.available - kept_back, *self._others_room()]
+            self._fetches.begin(active.wait, active.request, active.keys, rooms)
         if not active.wait.is_over:
             active.state = RequestState.LOADING
             pages = len(active.wait.pinned) + active.wait.coming_pages
@@ -283,8 +284,11 @@ class Admission:
     def _begin_load(self, keys: list[bytes], kept_back: int) -> Wait | None:
         room = self._blocks.available - kept_back
         queued = self._batch.queued_tokens
-        others = self._batch.others.room(self._batch.slots.final_pages)
-        return self._tiers.begin(keys, room, queued, others)
+        return self._tiers.begin(keys, room, queued, self._others_room())
+
+    def _others_room(self) -> list[int]:
+        """By other group, pages that are promised to nobody."""
+        return self._batch.others.room(self._batch.slots.final_pages)
 
     def _kept_back(self, wanted: int) -> int:
         """Pages that a new request must leave, if it takes `wanted` pages."""

@@ -350,18 +350,14 @@ class Requests:
                     assert sequence in self.preempted, "sequence neither in a slot nor preempted"
         assert used == self._batch.slots.num_used, "slot leaked"
 
-    def check_others(self) -> None:
-        """Raises AssertionError if the pages of other groups and their holders disagree."""
-        for index, group in enumerate(self._batch.others.groups):
-            group.blocks.check_invariants()
-            holders = np.zeros(group.blocks.num_pages, np.int32)
-            self._tiers.add_holders(holders, index + 1)
-            for active in self.by_id.values():
-                for kept in active.other_held[index : index + 1]:
-                    np.add.at(holders, kept.pages, 1)
-                for pages in active.other_spares[index : index + 1]:
-                    np.add.at(holders, pages, 1)
-                for sequence in active.sequences:
-                    if sequence.slot >= 0:
-                        np.add.at(holders, group.pages(sequence.slot).pages, 1)
-            group.blocks.check_holders(holders)
+    def add_other_holders(self, holders: NDArray[np.int32], number: int) -> None:
+        """Adds who holds each page of a group beyond the first."""
+        group = self._batch.others.groups[number - 1]
+        for active in self.by_id.values():
+            for kept in active.other_held[number - 1 : number]:
+                np.add.at(holders, kept.pages, 1)
+            for pages in active.other_spares[number - 1 : number]:
+                np.add.at(holders, pages, 1)
+            for sequence in active.sequences:
+                if sequence.slot >= 0:
+                    np.add.at(holders, group.pages(sequence.slot).pages, 1)

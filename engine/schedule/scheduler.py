@@ -57,7 +57,7 @@ class Scheduler:
         """The groups beyond group 0."""
         self.tiers = tiers or NoTiers()
         self.hooks = hooks
-        self.fetches = Fetches(blocks, self.tiers)
+        self.fetches = Fetches(blocks, self.tiers, self.others)
         self.budget = StepBudget(config)
         speculates = widths is not None
         self.batch = Batch(config, blocks, self.others, sampler, hooks, speculates=speculates)
@@ -81,7 +81,13 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Raises AssertionError if pages, slots and requests disagree."""
         self.blocks.check_invariants()
-        self.requests.check_others()
+        for number, group in enumerate(self.others.groups, 1):
+            group.blocks.check_invariants()
+            holders = np.zeros(group.blocks.num_pages, np.int32)
+            self.tiers.add_holders(holders, number)
+            self.fetches.add_holders(holders, number)
+            self.requests.add_other_holders(holders, number)
+            group.blocks.check_holders(holders)
         holders = np.zeros(self.blocks.num_pages, np.int32)
         self.tiers.add_holders(holders)
         self.fetches.add_holders(holders)

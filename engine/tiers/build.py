@@ -10,11 +10,12 @@ from typing import Final
 
 from torch import Tensor
 
+from engine.groups.others import OtherGroups
 from engine.pages.blocks import BlockManager
 from engine.pages.eviction import EVICTION_POLICIES
 from engine.tiers.arena import HostArena
 from engine.tiers.fetching import StoreTiers
-from engine.tiers.grouped import GroupedTiers, WindowGroup
+from engine.tiers.grouped import GroupedTiers
 from engine.tiers.lanes import Lanes, measure
 from engine.tiers.movers import PageMover, mover_for
 from engine.tiers.protocol import NoTiers, PageTiers
@@ -53,7 +54,7 @@ def build_tiers(
     page_tokens: int,
     stores: StoreConfig = NO_STORES,
     shared: Shared | None = None,
-    windows: Sequence[WindowGroup] = (),
+    others: OtherGroups | None = None,
 ) -> PageTiers:
     """The tiers below a pool that nothing uses yet.
 
@@ -67,7 +68,7 @@ def build_tiers(
         stores: what is below the host tier, if there is one group.
         shared: makes this rank's mover one of all ranks; None: there is one rank. Only for one
             group.
-        windows: groups 1, 2, ...
+        others: groups 1, 2, ...
 
     Raises:
         HostMemoryError: less memory can be touched.
@@ -83,7 +84,7 @@ def build_tiers(
         )
         for size, own, blocks in zip(sizes, pages, books, strict=True)
     ]
-    return GroupedTiers(tiers[0], tiers[1:], windows) if windows else tiers[0]
+    return GroupedTiers(tiers[0], tiers[1:], others) if others else tiers[0]
 
 
 def _host_tier(

@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.groups.others import OtherGroups
 from engine.loads import TierLoad
-from engine.pages.blocks import BlockManager
 from engine.pages.prefix import ReportPages
 from engine.tiers.loading import Looked
 from engine.tiers.protocol import Wait
@@ -29,26 +29,8 @@ from engine.tiers.tiers import HostTiers
 from engine.types import PageIds
 
 
-class WindowGroup(Protocol):
-    """What is asked of `engine.groups.window.WindowPages`."""
-
-    blocks: BlockManager
-    lent: Callable[[], int]
-    """Set by the tiers: pages that they hold."""
-
-    def resumable(
-        self, keys: Sequence[bytes], most: int, has: Callable[[bytes], bool] | None = None
-    ) -> int:
-        """The most leading pages, up to `most`, behind which a sequence can go on."""
-        ...
-
-    def begins(self, cached: int) -> int:
-        """Index of the first page that a sequence needs which goes on behind so many."""
-        ...
-
-
 class _Part(NamedTuple):
-    """What a request waits for in a window's group."""
+    """What a request waits for in a group beyond the first."""
 
     tiers: HostTiers
     wait: Wait
@@ -69,16 +51,13 @@ class GroupedTiers:
 
     on = True
 
-    def __init__(
-        self, first: HostTiers, others: Sequence[HostTiers], groups: Sequence[WindowGroup]
-    ) -> None:
+    def __init__(self, first: HostTiers, others: Sequence[HostTiers], groups: OtherGroups) -> None:
         self._first = first
         self._others = tuple(others)
-        self._groups = tuple(groups)
+        self._groups = groups
         self._all = (first, *others)
         self._parts: dict[Wait, list[_Part]] = {}
-        for tiers, group in zip(others, groups, strict=True):
-            group.lent = tiers.count_held
+        groups.count_lent(lambda group: self._all[group].count_held())
 
     def wakes(self, wake: Callable[[], None]) -> None:
         """See `PageTiers`."""
@@ -108,17 +87,9 @@ class GroupedTiers:
         missing = [len(one.missing) for one in looked]
         if gained <= 0 or not self._is_worth_it(missing, queued_tokens + gained):
             return Wait()
-        for tiers, one, own in zip(self._all, looked, (room, *others_room), strict=True):
-            if not tiers.has_room(one, own):
-                return None
-        wait = Wait()
-        self._parts[wait] = [_Part(tiers, Wait({_GATE})) for tiers in self._others]
-        for part, one in zip(self._parts[wait], looked[1:], strict=True):
-            part.tiers.start(part.wait, one)
-            wait.under_way.add(part)
-        self._first.start(wait, looked[0])
-        self._settle(wait)
-        return wait
+        if not self._has_room(looked, (room, *others_room)):
+            return None
+        return self._start(looked)
 
     def preempted(self, pages: PageIds) -> None:
         """See `PageTiers`. Those of windows stay in the cache, and are saved before others get
@@ -163,40 +134,50 @@ class GroupedTiers:
         for tiers in self._all:
             tiers.stop()
 
-    def is_coming(self, key: bytes) -> bool:
+    def is_coming(self, key: bytes, group: int = 0) -> bool:
         """See `PageTiers`."""
-        return self._first.is_coming(key)
+        return self._all[group].is_coming(key)
 
     def fetched(self, wait: Wait) -> None:
         """See `PageTiers`."""
         self._settle(wait)
 
-    def bring(self, keys: Sequence[bytes], room: int) -> Wait:
-        """See `PageTiers`. Workers with such a model give each other no pages."""
-        return Wait()
+    def bring(self, keys: Sequence[Sequence[bytes]], rooms: Sequence[int]) -> Wait:
+        """See `PageTiers`."""
+        looked = [tiers.look(own) for tiers, own in zip(self._all, keys, strict=True)]
+        is_whole = all(one.total == len(own) for one, own in zip(looked, keys, strict=True))
+        is_here = all(one.is_here for one in looked)
+        if not is_whole or is_here or any(tiers.is_late for tiers in self._all):
+            return Wait()
+        return self._start(looked) if self._has_room(looked, rooms) else Wait()
+
+    def _has_room(self, looked: Sequence[Looked], rooms: Sequence[int]) -> bool:
+        wanted = zip(self._all, looked, rooms, strict=True)
+        return all(tiers.has_room(one, room) for tiers, one, room in wanted)
+
+    def _start(self, looked: Sequence[Looked]) -> Wait:
+        """Lets come what was looked for, by group."""
+        wait = Wait()
+        self._parts[wait] = [_Part(tiers, Wait({_GATE})) for tiers in self._others]
+        for part, one in zip(self._parts[wait], looked[1:], strict=True):
+            part.tiers.start(part.wait, one)
+            wait.under_way.add(part)
+        self._first.start(wait, looked[0])
+        self._settle(wait)
+        return wait
 
     def _reachable(self, keys: Sequence[bytes]) -> int:
         """The most leading pages behind which a prompt could go on, if all came that can."""
-        end, settled = self._first.count_leading(keys), -1
-        while settled != end:
-            settled = end
-            for tiers, group in zip(self._others, self._groups, strict=True):
-                end = group.resumable(keys, end, tiers.has)
-        return end
+        has = [tiers.has for tiers in self._others]
+        return self._groups.resumable(keys, self._first.count_leading(keys), has)
 
     def _resumable(self, keys: Sequence[bytes]) -> int:
         """The most leading pages behind which it could go on with what is in the pool."""
-        end, settled = self._first.count_cached(keys), -1
-        while settled != end:
-            settled = end
-            for group in self._groups:
-                end = group.resumable(keys, end)
-        return end
+        return self._groups.resumable(keys, self._first.count_cached(keys))
 
     def _look(self, keys: Sequence[bytes], end: int) -> list[Looked]:
         looked = [self._first.look(keys[:end])]
-        for tiers, group in zip(self._others, self._groups, strict=True):
-            begin = group.begins(end)
+        for tiers, begin in zip(self._others, self._groups.begins(end), strict=True):
             looked.append(tiers.look(keys[begin:end], begin))
         return looked
 

@@ -10,13 +10,18 @@ A fetch, at the worker that lacks pages:
 
 At the worker that holds them:
 
-    `hold` -> BROUGHT: those of the leading keys that are in host slots are loaded into the pool.
+    `hold` -> BROUGHT: those of the keys that are in host slots are loaded into the pool.
     Nothing is loaded where there is no room, or while loads are late
     BROUGHT -> HELD: the owner is told of the leading keys that are in the pool now, and keeps them
     HELD -> `let_go`, once nothing reads them any more: gone
 
 A page is given from the pool alone: between GPUs that is many times faster than from host memory,
 and its own worker often wants it there next.
+
+Of a model with several groups of layers a fetch brings a whole resume point: what is missing of
+group 0 up to there, and of each other group the pages that a prompt needs which goes on there. The
+holder gives all of it or nothing. If the fetch breaks off, what has landed of group 0 is cached all
+the same, and the rule for hits says where the prompt goes on.
 
 Fetches and holds may each have an eighth of the pool. What does not fit is computed, or not given.
 """
@@ -31,6 +36,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.groups.others import OtherGroups
 from engine.pages.blocks import BlockManager
 from engine.tiers.protocol import PageTiers, Wait
 from engine.types import PageIds, Request
@@ -38,9 +44,18 @@ from engine.types import PageIds, Request
 PEER: Final = "peer"
 """Where the pages came from, as the name of a tier."""
 MOST_SHARE: Final = 8
-"""Part of the pool, an eighth: pages that come from peers, and pages that are held for them."""
+"""Part of a group's pages, an eighth: those that come from peers, and those held for them. One
+window may be more, if it is alone."""
 FETCH_ID_BYTES: Final = 16
 """As those of transfers: drawn numbers never meet."""
+
+
+class FetchPart(NamedTuple):
+    """What a fetch brings of one group."""
+
+    keys: Sequence[bytes]
+    pages: PageIds
+    """Where the page of each key goes."""
 
 
 class FetchWanted(NamedTuple):
@@ -51,58 +66,84 @@ class FetchWanted(NamedTuple):
     request_id: bytes
     peer: str
     """Agent name of the worker that is said to hold the pages."""
-    keys: Sequence[bytes]
-    pages: PageIds
-    """Where the page of each key goes."""
+    parts: Sequence[FetchPart]
+    """By group."""
 
 
 AskPeer = Callable[[FetchWanted], None]
 """Makes a fetch. Called on the step loop's thread; must return at once and answer by `fetched`."""
 
 
+class _Part(NamedTuple):
+    """Pages of one group that a fetch brings."""
+
+    keys: list[bytes]
+    depths: list[int]
+    """Index of each in the prompt."""
+    pages: PageIds
+
+
 @dataclass(eq=False, slots=True)
 class _Fetch:
-    keys: list[bytes]
-    first: int
-    """Index of the first key in the prompt."""
-    pages: PageIds
-    """Pages that a write may still land in."""
+    parts: list[_Part]
+    """By group."""
+    left: list[PageIds] = field(default_factory=list)
+    """By group, pages that a write may still land in after the end."""
     waits: list[Wait] = field(default_factory=list)
     coming: bool = True
 
+    @property
+    def pages(self) -> list[PageIds]:
+        """By group, pages that a write may still land in."""
+        return [part.pages for part in self.parts] if self.coming else self.left
 
-ReportHeld = Callable[[PageIds, int], None]
-"""Told which pages are held, and how many of them had to come into the pool for that. Called on the
-step loop's thread; must return at once."""
+
+ReportHeld = Callable[[Sequence[PageIds], int], None]
+"""Told which pages of each group are held, and how many of them had to come into the pool for that.
+Called on the step loop's thread; must return at once."""
 
 
 class _Brought(NamedTuple):
     """A hold whose pages are on their way into the pool."""
 
-    keys: Sequence[bytes]
+    keys: Sequence[Sequence[bytes]]
     wait: Wait
     tell: ReportHeld
+
+
+class _Found(NamedTuple):
+    """Where pages of a prompt are, of one group."""
+
+    here: list[int]
+    """Pages in the pool."""
+    joined: list[_Fetch]
+    """Fetches that bring others."""
+    missing: list[int]
+    """Indices in the prompt of those that are neither here nor on their way."""
 
 
 class Fetches:
     """See the module. It belongs to the step loop's thread.
 
     Args:
-        blocks: the pool's pages.
+        blocks: the pool's pages, of group 0.
         tiers: the tiers below the pool.
+        others: groups 1, 2, ...
     """
 
-    def __init__(self, blocks: BlockManager, tiers: PageTiers) -> None:
-        self._blocks = blocks
+    def __init__(self, blocks: BlockManager, tiers: PageTiers, others: OtherGroups) -> None:
+        self._books = [blocks, *(group.blocks for group in others.groups)]
+        self._others = others
         self._tiers = tiers
         self._ask: AskPeer | None = None
         self._fetches: dict[bytes, _Fetch] = {}
-        self._coming: dict[bytes, _Fetch] = {}
-        """By key."""
-        self._pinned: dict[Wait, PageIds] = {}
-        """Pages that a request will find in the pool, while it waits for others."""
+        self._coming: list[dict[bytes, _Fetch]] = [{} for _ in self._books]
+        """By group and key."""
+        self._pinned: dict[Wait, list[PageIds]] = {}
+        """By group, pages that a request will find in the pool, while it waits for others."""
         self._brought: dict[bytes, _Brought] = {}
-        self._holds: dict[bytes, PageIds] = {}
+        self._holds: dict[bytes, list[PageIds]] = {}
+        others.count_lent(self.count_held)
 
     @property
     def on(self) -> bool:
@@ -111,68 +152,87 @@ class Fetches:
 
     @property
     def coming_pages(self) -> int:
-        """Pages that a peer may write."""
-        return sum(len(fetch.pages) for fetch in self._fetches.values() if fetch.coming)
+        """Pages of group 0 that a peer may write."""
+        return self._count_fetched(0, coming=True)
 
     @property
     def quarantined_pages(self) -> int:
-        """Pages that nobody waits for, but a write may still land in them."""
-        return sum(len(fetch.pages) for fetch in self._fetches.values() if not fetch.coming)
+        """Pages of group 0 that nobody waits for, but a write may still land in them."""
+        return self._count_fetched(0, coming=False)
+
+    def count_held(self, group: int) -> int:
+        """Pages of a group that are held here."""
+        return sum(map(len, self._held(group)))
 
     def fetch_by(self, ask: AskPeer) -> None:
         """Sets who makes fetches."""
         self._ask = ask
 
-    def begin(self, wait: Wait, request: Request, keys: Sequence[bytes], room: int) -> None:
+    def begin(
+        self, wait: Wait, request: Request, keys: Sequence[bytes], rooms: Sequence[int]
+    ) -> None:
         """Begins to fetch what the worker lacks of a prompt, if the request says where it is.
 
         Args:
             wait: what the request waits for already. The fetch is added.
             request: the request.
             keys: the keys of the prompt's pages.
-            room: pages that may be taken.
+            rooms: by group, pages that may be taken.
         """
         if self._ask is None or request.fetch is None:
             return
-        keys = keys[: request.fetch.pages]
-        found, joined, first, end = self._walk(keys)
-        pages = np.array(found, np.int32)
-        most = self._blocks.total // MOST_SHARE - self.coming_pages - self.quarantined_pages
-        idle = self._blocks.count_idle(found)
-        count = min(end - first, most, room - idle)
-        if count <= 0 and not joined:
+        end = min(request.fetch.pages, len(keys))
+        if self._others and self._others.resumable(keys, self._books[0].count_cached(keys)) >= end:
             return
-        self._blocks.pin(pages)
-        self._pinned[wait] = pages
-        for fetch in joined:
+        begins = [0, *self._others.begins(end)]
+        found = [self._find(group, keys, first, end) for group, first in enumerate(begins)]
+        missing = [
+            self._bounded(group, one, room)
+            for group, (one, room) in enumerate(zip(found, rooms, strict=True))
+        ]
+        bounded = map(_is_shorter, missing, (one.missing for one in found))
+        if self._others and any(bounded):
+            return
+        joined = {id(fetch): fetch for one in found for fetch in one.joined}
+        if not any(missing) and not joined:
+            return
+        pinned = [np.array(one.here, np.int32) for one in found]
+        for books, pages in zip(self._books, pinned, strict=True):
+            books.pin(pages)
+        self._pinned[wait] = pinned
+        for fetch in joined.values():
             self._join(wait, fetch)
-        if count > 0:
-            self._join(wait, self._fetch(request, keys[first : first + count], first))
+        if any(missing):
+            self._join(wait, self._fetch(request, keys, missing))
 
     @staticmethod
     def expected_pages(wait: Wait) -> int:
         """Leading pages of a prompt that are here when all fetches that it waits for have brought
         what they ask for."""
-        fetches = (one for one in wait.under_way if isinstance(one, _Fetch))
-        return max((fetch.first + len(fetch.keys) for fetch in fetches), default=0)
+        fetches = [one for one in wait.under_way if isinstance(one, _Fetch)]
+        ends = [part.depths[-1] + 1 for one in fetches for part in one.parts if part.depths]
+        return max(ends, default=0)
 
-    def fetched(self, fetch_id: bytes, landed: int) -> None:
-        """Nobody waits for the fetch any more: its first `landed` pages are there."""
+    def fetched(self, fetch_id: bytes, landed: int, *, others: bool = False) -> None:
+        """Nobody waits for the fetch any more: its first `landed` pages of group 0 are there, and
+        all those of the `others` or none that may be used."""
         fetch = self._fetches.get(fetch_id)
         if fetch is None or not fetch.coming:
             return
+        counts = [landed, *(len(part.keys) * others for part in fetch.parts[1:])]
+        fetch.left = [part.pages[n:] for part, n in zip(fetch.parts, counts, strict=True)]
         fetch.coming = False
-        for key in fetch.keys:
-            del self._coming[key]
-        good, fetch.pages = fetch.pages[:landed], fetch.pages[landed:]
-        depths = range(fetch.first, fetch.first + len(good))
-        self._blocks.arrivals.note(good)
-        self._blocks.adopt(good.tolist(), fetch.keys[: len(good)], depths)
-        self._blocks.release(good)
+        for group, (part, count) in enumerate(zip(fetch.parts, counts, strict=True)):
+            for key in part.keys:
+                del self._coming[group][key]
+            books, good = self._books[group], part.pages[:count]
+            books.arrivals.note(good)
+            books.adopt(good.tolist(), part.keys[:count], part.depths[:count])
+            books.release(good)
         for wait in fetch.waits:
-            wait.loaded_pages[PEER] += len(good)
+            wait.loaded_pages[PEER] += landed
             self._end(wait, fetch)
-        if not len(fetch.pages):
+        if not any(map(len, fetch.left)):
             del self._fetches[fetch_id]
 
     def freed(self, fetch_id: bytes) -> None:
@@ -180,90 +240,120 @@ class Fetches:
         fetch = self._fetches.get(fetch_id)
         if fetch is not None and not fetch.coming:
             del self._fetches[fetch_id]
-            self._blocks.release(fetch.pages)
+            for books, pages in zip(self._books, fetch.left, strict=True):
+                books.release(pages)
 
-    def hold(self, hold_id: bytes, keys: Sequence[bytes], room: int, tell: ReportHeld) -> None:
-        """Holds the leading keys that are here, for a peer, once they are in the pool.
+    def hold(
+        self,
+        hold_id: bytes,
+        keys: Sequence[Sequence[bytes]],
+        rooms: Sequence[int],
+        tell: ReportHeld,
+    ) -> None:
+        """Holds the leading keys that are here, for a peer, once they are in the pool. Of several
+        groups it holds all keys or none.
 
         Args:
             hold_id: names it from now on.
-            keys: the keys that the peer wants.
-            room: pages that may be taken, be it from those that could be evicted. What does not fit
-                is not given: running sequences would be preempted for it.
+            keys: by group, the keys that the peer wants.
+            rooms: by group, pages that may be taken, be it from those that could be evicted. What
+                does not fit is not given: running sequences would be preempted for it.
             tell: told of the pages, now or at a later turn; there may be none.
         """
         assert hold_id not in self._holds
         assert hold_id not in self._brought
-        most = self._blocks.total // MOST_SHARE - sum(map(len, self._holds.values()))
-        most -= sum(len(brought.keys) for brought in self._brought.values())
-        keys = self._fitting(keys[: max(0, most)], room)
-        self._brought[hold_id] = _Brought(keys, self._tiers.bring(keys, room), tell)
+        fitting = [
+            self._fitting(group, own, room)
+            for group, (own, room) in enumerate(zip(keys, rooms, strict=True))
+        ]
+        if len(keys) > 1 and any(map(_is_shorter, fitting, keys)):
+            fitting = [() for _ in keys]
+        self._brought[hold_id] = _Brought(fitting, self._tiers.bring(fitting, rooms), tell)
         self.turn()
 
     def turn(self) -> None:
         """Tells of the holds whose pages have come."""
         for hold_id in [one for one, brought in self._brought.items() if brought.wait.is_over]:
             brought = self._brought.pop(hold_id)
-            pages = self._leading(brought.keys)
-            self._blocks.pin(pages)
-            if len(pages):
+            pages = [_leading(*one) for one in zip(self._books, brought.keys, strict=True)]
+            if len(pages) > 1 and any(map(_is_shorter, pages, brought.keys)):
+                pages = [own[:0] for own in pages]
+            for books, own in zip(self._books, pages, strict=True):
+                books.pin(own)
+            if any(map(len, pages)):
                 self._holds[hold_id] = pages
             brought.tell(pages, brought.wait.coming_pages)
 
     def let_go(self, hold_id: bytes) -> None:
         """Nothing reads the pages of a hold any more."""
         self._brought.pop(hold_id, None)
-        pages = self._holds.pop(hold_id, None)
-        if pages is not None:
-            self._blocks.release(pages)
+        for books, pages in zip(self._books, self._holds.pop(hold_id, ()), strict=False):
+            books.release(pages)
 
-    def add_holders(self, holders: NDArray[np.int32]) -> None:
-        """Adds the pages that are held here to `holders` ([num_pages])."""
-        groups = [fetch.pages for fetch in self._fetches.values()]
-        groups += [*self._pinned.values(), *self._holds.values()]
-        for pages in groups:
+    def add_holders(self, holders: NDArray[np.int32], group: int = 0) -> None:
+        """Adds the pages of a group that are held here to `holders` ([num_pages])."""
+        for pages in self._held(group):
             np.add.at(holders, pages, 1)
 
-    def _fitting(self, keys: Sequence[bytes], room: int) -> Sequence[bytes]:
-        """The leading keys whose pages take no more than `room` pages, loads included."""
-        found = [page for key in keys if (page := self._blocks.page_of(key)) is not None]
-        taken = len(keys) - len(found) + self._blocks.count_idle(found)
-        return keys if taken <= room else keys[: max(0, room)]
+    def _held(self, group: int) -> list[PageIds]:
+        held = [fetch.pages for fetch in self._fetches.values()]
+        held += [*self._pinned.values(), *self._holds.values()]
+        return [pages[group] for pages in held]
 
-    def _leading(self, keys: Sequence[bytes]) -> PageIds:
-        """The pages of the leading keys that are in the pool."""
-        leading = keys[: self._blocks.count_cached(keys)]
-        pages = [page for key in leading if (page := self._blocks.page_of(key)) is not None]
-        return np.array(pages, np.int32)
+    def _count_fetched(self, group: int, *, coming: bool) -> int:
+        return sum(len(one.pages[group]) for one in self._fetches.values() if one.coming is coming)
 
-    def _walk(self, keys: Sequence[bytes]) -> tuple[list[int], list[_Fetch], int, int]:
-        """Pages of the leading keys that are in the pool, fetches that bring others of them, the
-        index of the first key that is neither here nor on its way, and the end of what to fetch.
-
-        A fetch may have ended without its pages while another one brings what lies behind them. So
-        the end is where such keys begin.
-        """
-        found: list[int] = []
-        joined: dict[int, _Fetch] = {}
-        for index, key in enumerate(keys):
-            if (page := self._blocks.page_of(key)) is not None:
-                found.append(page)
-            elif (fetch := self._coming.get(key)) is not None:
+    def _find(self, group: int, keys: Sequence[bytes], first: int, end: int) -> _Found:
+        """Where pages [first, end) of a prompt are."""
+        books, coming = self._books[group], self._coming[group]
+        here, joined, missing = list[int](), dict[int, _Fetch](), list[int]()
+        for index in range(first, end):
+            key = keys[index]
+            if (page := books.page_of(key)) is not None:
+                here.append(page)
+            elif (fetch := coming.get(key)) is not None:
                 joined[id(fetch)] = fetch
-            elif not self._tiers.is_coming(key):
-                coming = (at for at in range(index, len(keys)) if keys[at] in self._coming)
-                return found, list(joined.values()), index, next(coming, len(keys))
-        return found, list(joined.values()), len(keys), len(keys)
+            elif not self._tiers.is_coming(key, group):
+                missing.append(index)
+        return _Found(here, list(joined.values()), missing)
 
-    def _fetch(self, request: Request, keys: Sequence[bytes], first: int) -> _Fetch:
+    def _bounded(self, group: int, found: _Found, room: int) -> list[int]:
+        """The missing pages that may come."""
+        books = self._books[group]
+        taken = sum(self._count_fetched(group, coming=coming) for coming in (True, False))
+        most = books.total // MOST_SHARE - taken
+        if group and not taken:
+            most = books.total
+        count = min(len(found.missing), most, room - books.count_idle(found.here))
+        return found.missing[: max(0, count)]
+
+    def _fitting(self, group: int, keys: Sequence[bytes], room: int) -> Sequence[bytes]:
+        """The leading keys whose pages take no more than may be held for peers, and no more than
+        `room` pages, loads included."""
+        books = self._books[group]
+        taken = sum(len(pages[group]) for pages in self._holds.values())
+        taken += sum(len(brought.keys[group]) for brought in self._brought.values())
+        if not group or taken:
+            keys = keys[: max(0, books.total // MOST_SHARE - taken)]
+        found = [page for key in keys if (page := books.page_of(key)) is not None]
+        needed = len(keys) - len(found) + books.count_idle(found)
+        return keys if needed <= room else keys[: max(0, room)]
+
+    def _fetch(
+        self, request: Request, keys: Sequence[bytes], missing: Sequence[list[int]]
+    ) -> _Fetch:
         assert self._ask is not None
         assert request.fetch is not None
         fetch_id = secrets.token_bytes(FETCH_ID_BYTES)
-        fetch = _Fetch(list(keys), first, self._blocks.allocate(len(keys)))
-        self._fetches[fetch_id] = fetch
-        self._coming.update(dict.fromkeys(fetch.keys, fetch))
-        wanted = FetchWanted(fetch_id, request.id, request.fetch.peer, fetch.keys, fetch.pages)
-        self._ask(wanted)
+        parts = [
+            _Part([keys[at] for at in depths], depths, books.allocate(len(depths)))
+            for books, depths in zip(self._books, missing, strict=True)
+        ]
+        fetch = self._fetches[fetch_id] = _Fetch(parts)
+        for coming, part in zip(self._coming, parts, strict=True):
+            coming.update(dict.fromkeys(part.keys, fetch))
+        wanted = [FetchPart(part.keys, part.pages) for part in parts]
+        self._ask(FetchWanted(fetch_id, request.id, request.fetch.peer, wanted))
         return fetch
 
     @staticmethod
@@ -274,5 +364,17 @@ class Fetches:
     def _end(self, wait: Wait, fetch: _Fetch) -> None:
         wait.under_way.discard(fetch)
         if not any(isinstance(other, _Fetch) for other in wait.under_way):
-            self._blocks.release(self._pinned.pop(wait))
+            for books, pages in zip(self._books, self._pinned.pop(wait), strict=True):
+                books.release(pages)
         self._tiers.fetched(wait)
+
+
+def _leading(books: BlockManager, keys: Sequence[bytes]) -> PageIds:
+    """The pages of the leading keys that are in the pool."""
+    leading = keys[: books.count_cached(keys)]
+    pages = [page for key in leading if (page := books.page_of(key)) is not None]
+    return np.array(pages, np.int32)
+
+
+def _is_shorter(some: Sequence[object] | PageIds, wanted: Sequence[object]) -> bool:
+    return len(some) < len(wanted)

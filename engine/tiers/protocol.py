@@ -110,20 +110,21 @@ class PageTiers(Protocol):
 
     # For fetches (`engine.tiers.peers`), which are one more thing that a request waits for.
 
-    def is_coming(self, key: bytes) -> bool:
-        """Whether the page of this key is being loaded."""
+    def is_coming(self, key: bytes, group: int = 0) -> bool:
+        """Whether the page of a group with this key is being loaded."""
         ...
 
     def fetched(self, wait: Wait) -> None:
         """A fetch that the request waited for has ended."""
         ...
 
-    def bring(self, keys: Sequence[bytes], room: int) -> Wait:
-        """Begins to load those of the leading keys that are in host slots, for a peer.
+    def bring(self, keys: Sequence[Sequence[bytes]], rooms: Sequence[int]) -> Wait:
+        """Begins to load those of the leading keys that are in host slots, for a peer. Of several
+        groups all keys come or none.
 
         Args:
-            keys: the keys of pages.
-            room: pages that may be taken.
+            keys: by group, the keys of pages.
+            rooms: by group, pages that may be taken.
 
         Returns:
             What to wait for. It is over if all are in the pool, or if nothing can be loaded now.
@@ -179,13 +180,13 @@ class NoTiers:
     def stop(self) -> None:
         """Nothing to end."""
 
-    def is_coming(self, key: bytes) -> bool:
+    def is_coming(self, key: bytes, group: int = 0) -> bool:
         """Never."""
         return False
 
     def fetched(self, wait: Wait) -> None:
         """Nothing to let go."""
 
-    def bring(self, keys: Sequence[bytes], room: int) -> Wait:
+    def bring(self, keys: Sequence[Sequence[bytes]], rooms: Sequence[int]) -> Wait:
         """Nothing to wait for."""
         return Wait()

@@ -191,17 +191,18 @@ class HostTiers:
 
     # -- fetches --------------------------------------------------------------------------------
 
-    def is_coming(self, key: bytes) -> bool:
-        """See `PageTiers`."""
+    def is_coming(self, key: bytes, group: int = 0) -> bool:
+        """See `PageTiers`. There is one group."""
         return key in self._loading
 
     def fetched(self, wait: Wait) -> None:
         """See `PageTiers`."""
         self._end_if_over(wait)
 
-    def bring(self, keys: Sequence[bytes], room: int) -> Wait:
-        """See `PageTiers`."""
-        looked, wait = self.look(keys), Wait()
+    def bring(self, keys: Sequence[Sequence[bytes]], rooms: Sequence[int]) -> Wait:
+        """See `PageTiers`. There is one group."""
+        (own,), (room,) = keys, rooms
+        looked, wait = self.look(own), Wait()
         if not (looked.is_here or self.is_late) and self.has_room(looked, room):
             self.start(wait, looked)
         return wait

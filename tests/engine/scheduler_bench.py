@@ -101,7 +101,7 @@ class Bench:
             tiers = [HostTiers(*own, page_size) for own in books]
             self.host, self.lanes, self.tiers = hosts[0], lanes[0], tiers[0]
             if windows:
-                self.tiers = GroupedTiers(tiers[0], tiers[1:], others.groups)
+                self.tiers = GroupedTiers(tiers[0], tiers[1:], others)
         self.scheduler = Scheduler(
             config, self.blocks, sampler, policy, self.tiers, others=others, widths=widths
         )

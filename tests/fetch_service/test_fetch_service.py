@@ -429,3 +429,73 @@ async def test_random_fetches_leave_nothing_behind() -> None:
         for attempt in attempts:
             await made.answered(attempt)
         made.holder.transport.delay_s = 0.0
+
+
+WINDOWS = ((5, 61), (17, 81))
+"""Tokens and pages of each. A prompt goes on behind a page with the last page of the one and four
+pages of the other."""
+
+
+async def test_a_resume_point_of_several_groups_comes_whole() -> None:
+    """A wrong page, of any group, would make a wrong token."""
+    async with fetching(windows=WINDOWS, num_pages=121) as made:
+        prompt = prompt_of(12)
+        await made.hold(prompt)
+        assert await made.answered(made.ask([*prompt, 7, 8])) == 12 * PAGE_TOKENS
+        assert made.outcomes() == {"fetched": 1}
+        assert made.outcomes("baton_kv_fetch_pages_total") == {"got": 12 + 1 + 4}
+        # A prompt that parts earlier has all of group 0, and lacks three pages of windows.
+        assert await made.answered(made.ask([*prompt[:40], 1, 2], pages=10)) == 10 * PAGE_TOKENS
+        assert made.outcomes("baton_kv_fetch_pages_total") == {"got": 17 + 3}
+
+
+async def test_a_group_that_the_holder_lacks_makes_it_give_nothing() -> None:
+    async with fetching(windows=WINDOWS, num_pages=121) as made:
+        prompt = prompt_of(12)
+        await made.hold(prompt)
+        blocks = made.holder.scheduler.others.groups[1].blocks
+        blocks.release(blocks.allocate(blocks.total))  # All that is cached is evicted.
+        assert await made.answered(made.ask(prompt)) == 0
+        assert made.outcomes() == {"missing": 1}
+        made.holder.scheduler.check_invariants()
+
+
+async def test_what_broke_off_is_no_resume_point_and_waits_for_the_writer() -> None:
+    """All pages of windows land, and none of group 0: the last of them carries the word."""
+    async with fetching(windows=WINDOWS, num_pages=121, least_fetch_s=0.5) as made:
+        prompt = prompt_of(12)
+        await made.hold(prompt)
+        made.holder.transport.holds = True
+        attempt = made.ask(prompt)
+        await until(lambda: made.holder.held_pages == 17)
+        for push in made.holder.transport.held_pushes[:2]:
+            made.holder.transport.land(push)
+        assert await made.answered(attempt) == 0
+        assert made.outcomes() == {"late": 1}
+        free = [group.total_pages - group.free_pages for group in made.fetcher.engine.load().groups]
+        assert free[1] >= 1
+        assert free[2] >= 4
+        made.holder.transport.holds = False
+        await made.quiet()
+        assert await made.answered(made.ask([*prompt, 1])) == 12 * PAGE_TOKENS
+
+
+async def test_a_malformed_fetch_of_groups_is_refused() -> None:
+    async with fetching(windows=WINDOWS) as made:
+        fetch = worker_pb2.Fetch(
+            transfer_id=b"f" * 16,
+            fetcher_epoch=made.fetcher.epoch,
+            fetcher_agent_name=made.fetcher.name,
+            holder_agent_name=made.holder.name,
+            keys=bytes(32),
+            page_ids=bytes(4),
+        )
+        half = worker_pb2.GroupFetch(keys=bytes(32), page_ids=bytes(4))
+        wrong = worker_pb2.GroupFetch(keys=bytes(33), page_ids=bytes(4))
+        for number, groups in enumerate(([], [half], [half, wrong], [half] * 3)):
+            fetch.transfer_id = bytes([number]) * 16
+            del fetch.groups[:]
+            fetch.groups.extend(groups)
+            made.holder.holding.asked(fetch, made.pair.from_d.outbox)
+        await until(lambda: len(said(made.pair.from_d, "fetch_refused")) == 4)
+        assert {one.cause for one in said(made.pair.from_d, "fetch_refused")} == {"malformed"}

@@ -25,7 +25,6 @@ MESSAGES: list[Message] = [
     Chunk(ID, EPOCH, 4, 5, 65, last=True, payload=b"x" * MAX_PAYLOAD_BYTES),
     Chunk(ID, EPOCH, 4, 5, 65, last=True, payload=b"", send_span_id=b"12345678"),
     Chunk(ID, EPOCH, 1, 5, 65, group=7),
-    Chunk(ID, EPOCH, 1, 5, 80, last=True, without=0b110),
     Quiesce(ID, 0),
     Quiesced(ID, 1),
     Probe(),
@@ -40,10 +39,10 @@ def test_every_message_survives_the_wire(message: Message) -> None:
 
 
 def test_layout_is_little_endian_and_packed() -> None:
-    data = encode(Chunk(ID, 1, 2, 3, 48, True, b"pp", b"s" * 8, without=4))
+    data = encode(Chunk(ID, 1, 2, 3, 48, True, b"pp", b"s" * 8))
     assert data == (
         b"BT\x02\x01" + ID + b"\x01" + bytes(7)
-        + b"\0\x02\0\0\0\x03\0\0\0\x30\0\0\0\x03\x04" + b"s" * 8 + b"\x02\0pp"
+        + b"\0\x02\0\0\0\x03\0\0\0\x30\0\0\0\x03" + b"s" * 8 + b"\x02\0pp"
     )  # fmt: skip
 
 
@@ -65,8 +64,8 @@ def test_truncated_and_padded_notifications_are_malformed(message: Message) -> N
 
 def test_wrong_magic_version_kind_flags_and_ranges_are_malformed() -> None:
     data = bytearray(encode(MESSAGES[0]))
-    # The last two: a group that no pool has, and the groups that a fetch is without, too early.
-    for at, value in ((0, 0), (2, 1), (3, 99), (41, 4), (41, 2), (29, 9), (28, 8), (42, 2)):
+    # The last one: a group that no pool has.
+    for at, value in ((0, 0), (2, 1), (3, 99), (41, 4), (41, 2), (29, 9), (28, 8)):
         broken = bytearray(data)
         broken[at] = value
         with pytest.raises(MalformedNotification):

@@ -789,7 +789,8 @@ class Fetch(_message.Message):
     """Right to write pages, from a worker that lacks them to one that is said to
     hold them. The holder writes those of the leading keys that it has, without a
     gap, into the pages given; the last notification of the transfer has their
-    count. Routers pass it on by the agent names, unchanged.
+    count. Where the model has several cache groups it writes the pages of all
+    keys, or refuses. Routers pass it on by the agent names, unchanged.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -801,6 +802,7 @@ class Fetch(_message.Message):
     KEYS_FIELD_NUMBER: _builtins.int
     PAGE_IDS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.bytes
     """The transfer, random, 16 bytes."""
     fetcher_epoch: _builtins.int
@@ -810,13 +812,19 @@ class Fetch(_message.Message):
     holder_agent_name: _builtins.str
     """Agent name of the worker that is said to hold the pages."""
     keys: _builtins.bytes
-    """Keys of the pages, in order, 32 bytes each."""
+    """Keys of the pages in cache group 0, in order, 32 bytes each. With several
+    groups there may be none.
+    """
     page_ids: _builtins.bytes
     """Destination page of each key, packed."""
     traceparent: _builtins.str
     """Trace context (W3C traceparent) of the leg that needs the pages; empty if it
     is not traced. The holder's span is below it.
     """
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupFetch]:
+        """The same for cache groups 1, 2, ...; empty where the model has one."""
+
     def __init__(
         self,
         *,
@@ -827,14 +835,41 @@ class Fetch(_message.Message):
         keys: _builtins.bytes = ...,
         page_ids: _builtins.bytes = ...,
         traceparent: _builtins.str = ...,
+        groups: _abc.Iterable[Global___GroupFetch] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetcher_agent_name", b"fetcher_agent_name", "fetcher_epoch", b"fetcher_epoch", "holder_agent_name", b"holder_agent_name", "keys", b"keys", "page_ids", b"page_ids", "traceparent", b"traceparent", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetcher_agent_name", b"fetcher_agent_name", "fetcher_epoch", b"fetcher_epoch", "groups", b"groups", "holder_agent_name", b"holder_agent_name", "keys", b"keys", "page_ids", b"page_ids", "traceparent", b"traceparent", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Fetch: _TypeAlias = Fetch  # noqa: Y015
+
+@_typing.final
+class GroupFetch(_message.Message):
+    """Pages of one cache group that a worker lacks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    PAGE_IDS_FIELD_NUMBER: _builtins.int
+    keys: _builtins.bytes
+    """Keys of the pages, in order, 32 bytes each."""
+    page_ids: _builtins.bytes
+    """Destination page of each key, packed."""
+    def __init__(
+        self,
+        *,
+        keys: _builtins.bytes = ...,
+        page_ids: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "page_ids", b"page_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupFetch: _TypeAlias = GroupFetch  # noqa: Y015
 
 @_typing.final
 class FetchRefused(_message.Message):
