@@ -48,6 +48,14 @@ class Bounds:
     max_passed_over: int = 16
     """Most times that smaller requests may pass one that does not fit yet."""
     prefix_cache: bool = True
+    cut_tokens: int = 0
+    """Set by `Engine.build` from the groups: prompts are cut behind multiples of so many tokens.
+    0: of whole pages."""
+
+    @property
+    def chunk_tokens(self) -> int:
+        """A prompt is cut behind multiples of so many tokens."""
+        return self.cut_tokens or self.page_size
 
     @property
     def scratch_tokens(self) -> int:

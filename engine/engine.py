@@ -15,6 +15,7 @@ import torch
 from engine import memory
 from engine.checkpoints import CheckpointError, SamplingDefaults, Weights, sampling_defaults
 from engine.config import EngineConfig
+from engine.groups.spec import State
 from engine.loop.fetch_port import FetchPort
 from engine.loop.profiling import StepProfiler
 from engine.loop.step_loop import OnLost, OnStep, StepLoop
@@ -331,6 +332,8 @@ def _model_info(
     }
     if len(pools) > 1:
         agreed["groups"] = [(spec.name, spec.layers) for spec in pools.specs]
+        kinds = zip(pools.specs, pools, strict=True)
+        agreed["states"] = [each.layout for spec, each in kinds if isinstance(spec.kind, State)]
     if both := [spec for spec, hook in zip(config.hooks, hooks, strict=True) if hook.needs_both]:
         agreed["hooks"] = sorted(both)
     digest = hashlib.sha256(json.dumps(agreed, sort_keys=True, default=str).encode())

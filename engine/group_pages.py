@@ -14,6 +14,9 @@ class GroupPages(NamedTuple):
     first_page: int
     """Index of the first of them in the sequence."""
     pages: NDArray[np.int32]
+    tokens: tuple[int, ...] = ()
+    """Tokens that are folded into each, of states that are kept for later prompts; 0 of the others.
+    The first page has the newest state, which is never kept."""
 
 
 class GroupGrant(NamedTuple):

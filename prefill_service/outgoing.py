@@ -28,6 +28,7 @@ from worker_base.messages import MalformedMessage, pages_of, unpack_ids
 
 if TYPE_CHECKING:
     from kv_transfer.thread import TransferThread
+    from worker_base.page_layout import PageLayout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,21 +47,28 @@ class Destination:
         return sum(target.held_pages for target in self.targets)
 
     @classmethod
-    def of(cls, grant: worker_pb2.Grant, peer: str, num_pages: int, groups: int) -> Self | None:
-        """Checks a grant; None unless it is for `num_pages` pages of that peer's pool, in so many
-        cache groups."""
+    def of(
+        cls, grant: worker_pb2.Grant, peer: str, num_pages: int, layout: PageLayout
+    ) -> Self | None:
+        """Checks a grant; None unless it is for `num_pages` pages of that peer's pool, in the cache
+        groups of this one's."""
         try:
             targets = (
                 Target(unpack_ids(grant.page_ids), grant.held_pages),
                 *(
-                    Target(unpack_ids(other.page_ids), other.held_pages, other.first_page)
-                    for other in grant.groups
+                    Target(
+                        unpack_ids(other.page_ids),
+                        other.held_pages,
+                        other.first_page,
+                        is_state=group in layout.states,
+                    )
+                    for group, other in enumerate(grant.groups, start=1)
                 ),
             )
         except MalformedMessage:
             return None
         is_sound = (
-            len(targets) == groups
+            len(targets) == len(layout.groups)
             and len(targets[0].pages) == num_pages
             and all(target.is_sound(num_pages) for target in targets)
             and len(grant.transfer_id) == TRANSFER_ID_BYTES

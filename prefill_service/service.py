@@ -123,9 +123,7 @@ class PrefillService(LegService[PrefillLeg]):
             return
         if leg.outgoing.destination is not None:
             return
-        destination = Destination.of(
-            grant, leg.peer, leg.outgoing.num_pages, len(self._layout.groups)
-        )
+        destination = Destination.of(grant, leg.peer, leg.outgoing.num_pages, self._layout)
         if destination is None or destination.transfer_id in self._by_transfer:
             self._refuse(grant)
             leg.fail(worker_pb2.FAILURE_REASON_KV_TRANSFER)

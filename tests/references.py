@@ -43,6 +43,7 @@ class References:
         load: Callable[[], Any] | None = None,
         noise: float = NOISE,
         fp8_kv: bool = False,
+        whole: bool = False,
     ) -> None:
         """Answers of the model in a folder.
 
@@ -52,9 +53,10 @@ class References:
             load: gives the model; None: as transformers loads the folder.
             noise: what two computations of a logit differ by at most.
             fp8_kv: whether the cache rounds.
+            whole: whether each token is that of a pass over all before it, without a cache.
         """
         self._load = load or (lambda: _load_float32(path))
-        self._fp8_kv = fp8_kv
+        self._fp8_kv, self._whole = fp8_kv, whole
         self._model: Any = None
         self._marks = [_digest_of(path), *filter(None, [precision])]
         self.noise = noise
@@ -64,7 +66,7 @@ class References:
     ) -> Reference:
         """The answer up to and with end of sequence, or `past_end` to its full length."""
         options = [*self._marks, list(prompt), max_tokens, past_end]
-        options += ["fp8"] * self._fp8_kv
+        options += ["fp8"] * self._fp8_kv + ["whole"] * self._whole
         key = hashlib.sha256(json.dumps(options).encode()).hexdigest()[:24]
         stored = _stored().get(key)
         if stored is not None and MODE != "compute":
@@ -85,6 +87,7 @@ class References:
             self._model = self._load()
         ids = torch.tensor([list(prompt)])
         cache = {"past_key_values": rounding_cache()} if self._fp8_kv else {}
+        cache |= {"use_cache": False} if self._whole else {}
         least = {"min_new_tokens": max_tokens, "eos_token_id": None} if past_end else {}
         out = self._model.generate(
             ids,
@@ -125,9 +128,9 @@ def rounding_cache() -> Any:
 
 
 @cache
-def references(path: Path, fp8_kv: bool = False) -> References:
+def references(path: Path, fp8_kv: bool = False, whole: bool = False) -> References:
     """Those of the model in a folder."""
-    return References(path, fp8_kv=fp8_kv)
+    return References(path, fp8_kv=fp8_kv, whole=whole)
 
 
 def generate_reference(

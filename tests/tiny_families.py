@@ -175,6 +175,29 @@ BY_LAYER: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Layers keep K and V of several shapes, or none. They have no fused kernels yet."""
 
+HYBRID: dict[str, Any] = {
+    "layers": 3, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+}  # fmt: skip
+QWEN_MIXTURE: dict[str, Any] = {
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}  # fmt: skip
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_next": HYBRID | QWEN_MIXTURE | {
+        "family": "qwen3_next", "decoder_sparse_step": 1, "norm_topk_prob": True,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
+    "qwen3_5": HYBRID | {"family": "qwen3_5_text", "attention_bias": True},
+    "qwen3_5_moe": HYBRID | QWEN_MIXTURE | {"family": "qwen3_5_moe_text"},
+    "qwen3_5_images": {
+        "family": "qwen3_5", "layers": 3, "vision": QWEN_VISION,
+        "text": {k: v for k, v in HYBRID.items() if k != "layers"},
+    },
+}  # fmt: skip
+"""Some layers fold tokens into a state. `tests/engine/test_states.py` runs them on every path."""
+
 FUSED = {**DENSE, **EXPERTS, **IMAGES}
 EVERY = {**FUSED, **UNFUSED, **BY_LAYER}
 SLOW = (

@@ -27,7 +27,7 @@ from baton.grpc_options import server_options
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from decode_service.service import DecodeService
 from engine.engine import Engine
-from engine.groups.spec import Window
+from engine.groups.spec import State, Window
 from engine.ranks.groups import device_of
 from fetch_service.fetching import FetchService
 from fetch_service.holding import HoldService
@@ -366,9 +366,10 @@ class Worker:
 def _layout_of(engine: Engine) -> PageLayout:
     """The whole pages of a worker, of which a rank has a part."""
     groups = tuple(
-        PageGroup(pool.head_bytes * spec.units, pool.num_pages, spec.units)
+        PageGroup(spec.page_bytes, pool.num_pages, spec.units)
         for spec, pool in zip(engine.pools.specs, engine.pools, strict=True)
     )
     kinds = [spec.kind for spec in engine.pools.specs]
     windows = tuple(kind.tokens if isinstance(kind, Window) else None for kind in kinds)
-    return PageLayout(engine.model.page_size_tokens, groups, windows)
+    states = frozenset(group for group, kind in enumerate(kinds) if isinstance(kind, State))
+    return PageLayout(engine.model.page_size_tokens, groups, windows, states)

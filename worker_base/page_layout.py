@@ -19,6 +19,8 @@ class PageLayout:
     groups: tuple[PageGroup, ...]
     windows: tuple[int | None, ...] = (None,)
     """By group, tokens that a position sees; None: all. Group 0 sees all."""
+    states: frozenset[int] = frozenset()
+    """Groups of which a sequence has one page, with all its tokens folded in."""
 
     @property
     def page_bytes(self) -> int:
@@ -38,8 +40,10 @@ class PageLayout:
         """Pages of a group that a hand-off of a prompt moves where nothing is held.
 
         Behind a window those are the pages that the next token sees, and as much before them as it
-        takes to resume at the last border of a page, too.
+        takes to resume at the last border of a page, too. A state is one page.
         """
+        if group in self.states:
+            return Range(0, 1)
         end, window = self.pages_of(num_tokens), self.windows[group]
         if window is None:
             return Range(0, end)

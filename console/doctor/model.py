@@ -15,12 +15,14 @@ from engine.attention import choose_backend
 from engine.checkpoints import Weights
 from engine.cuda import features
 from engine.cuda.attention_kernels import CudaKernels
-from engine.groups.spec import split_layers
+from engine.groups.spec import State, split_layers
 from engine.model import ModelConfig, ModelError, load_model
 from engine.model.families import read_config
 from engine.model.gguf import GgufFile
 from engine.model.mixers.config import AttentionConfig
+from engine.parts.paging import lives_of
 from engine.pool.kv_pool import PlainPool
+from engine.pool.state_pool import unit_bytes_of
 from engine.step.attention import AttentionSpec
 
 PAGE_TOKENS: Final = 16
@@ -47,7 +49,7 @@ class Room(NamedTuple):
     of_token: int
     """KV of a token in layers that see all tokens."""
     of_sequence: int
-    """KV of a sequence in layers with windows."""
+    """KV of a sequence in layers with windows, and its state."""
 
     @property
     def left(self) -> int:
@@ -136,7 +138,7 @@ def _pools(
 ) -> Iterator[tuple[PlainPool, tuple[AttentionSpec, ...]]]:
     """A page of each group, and the attention over it."""
     keepers = config.keepers
-    for _, layers in split_layers([kept.window for kept in keepers.values()]):
+    for _, layers in split_layers(lives_of(config)):
         kept = keepers[layers[0]]
         pool = PlainPool(
             num_pages=1,
@@ -174,9 +176,12 @@ def room_of(
     else:
         free = memory.available_bytes()
     of_token = of_sequence = 0
-    split = split_layers([kept.window for kept in config.keepers.values()])
+    split = split_layers(lives_of(config))
     for kind, layers in split:
         kept = config.keepers[layers[0]]
+        if isinstance(kind, State):
+            of_sequence += kept.kv_heads * unit_bytes_of(len(layers), kept.state)
+            continue
         token = 2 * len(layers) * kept.kv_heads * kept.head_dim * size
         tokens = getattr(kind, "tokens", None)
         if tokens is None:
@@ -192,7 +197,7 @@ def _fits(room: Room, device: torch.device) -> Finding:
     if room.left <= room.of_sequence + PAGE_TOKENS * room.of_token:
         advice = "free memory, take more ranks (--tp), or a checkpoint with smaller weights"
         return error("memory", f"{takes}: nothing is left for KV", advice)
-    windows = f", beside {room.of_sequence / (1 << 20):.1f} MiB a sequence in windows"
+    windows = f", beside {room.of_sequence / (1 << 20):.1f} MiB a sequence in windows or states"
     return ok(
         "memory",
         f"{takes}; {_gib(room.left)} are left for KV: {room.tokens:,} tokens of"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.paged import Decode, PagedAttention, PagedStep
+from engine.attention.recurrent.states import RecurrentBackend
 from engine.pool.pools import Place
 from engine.step.attention import AttentionBackend, AttentionBatch, StepAttention
 
@@ -32,6 +33,13 @@ class GroupedAttention:
         """See `StepAttention`."""
         group, own = self._places[layer]
         return self.backends[group](own, q, k, v)
+
+    @property
+    def spoilt(self) -> Tensor | None:
+        """After all layers of a step: the rows that have found a wrong state, [R]; None: no layer
+        has states."""
+        found = [each.spoilt for each in self.backends if isinstance(each, RecurrentBackend)]
+        return torch.stack(found).any(0) if found else None
 
 
 class GroupEnds(NamedTuple):

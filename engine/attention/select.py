@@ -12,10 +12,13 @@ from engine.attention.fa2 import PAGE_MULTIPLE, Fa2Backend
 from engine.attention.fa3 import Fa3Backend, sinks_option
 from engine.attention.fa3_gathered import Fa3GatheredBackend
 from engine.attention.kernels import OwnKernels
+from engine.attention.recurrent.short_conv import ShortConvBackend
+from engine.attention.recurrent.states import RecurrentBackend
 from engine.attention.sdpa import SdpaBackend
-from engine.attention.short_conv import ShortConvBackend
 from engine.attention.triton import TritonBackend
 from engine.pool.kv_pool import KvPool
+from engine.pool.page_pool import PagePool
+from engine.pool.state_pool import StatePool
 from engine.step.attention import AttentionBackend, Specs
 
 log = logging.getLogger("baton.engine")
@@ -34,12 +37,14 @@ class AttentionError(Exception):
     """The requested backend does not exist or cannot run here."""
 
 
-def choose_backend(name: str, pool: KvPool, specs: Specs, kernels: OwnKernels) -> AttentionBackend:
+def choose_backend(
+    name: str, pool: PagePool, specs: Specs, kernels: OwnKernels
+) -> AttentionBackend:
     """Builds the backend called `name`, or the best one for the pool's device for "auto".
 
     Args:
         name: one of `BACKENDS`.
-        pool: the pool with K and V.
+        pool: the pool with K and V, or with states.
         specs: attention of each layer.
         kernels: those of our own, for backends that take some.
 
@@ -47,6 +52,9 @@ def choose_backend(name: str, pool: KvPool, specs: Specs, kernels: OwnKernels) -
         AttentionError: there is no such backend, or it cannot run here. Layers of one pool
             convolve together, or not at all.
     """
+    if isinstance(pool, StatePool):
+        return RecurrentBackend(pool, specs)
+    assert isinstance(pool, KvPool), "a pool has states, or K and V"
     if specs and specs[0].taps is not None:
         return ShortConvBackend(pool, specs)
     if name not in BACKENDS:

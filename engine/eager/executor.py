@@ -59,16 +59,17 @@ class TorchExecutor:
             steps.end()
             return self._with_failures(_empty_result())
         hidden = steps.forward(plan)
+        spoilt = steps.spoilt()
         scores = tuple(self._score(hidden, wanted) for wanted in plan.scores)
         if plan.sample is None:
             steps.end()
-            return self._with_failures(_empty_result(scores))
+            return self._with_failures(_with_spoilt(_empty_result(scores), spoilt))
         if steps.reads_logits(plan):
             drawn = self._draw(steps.logits(hidden, plan), plan.sample, masks)
         else:
             drawn = steps.judge(*steps.best(hidden, plan))
         steps.keep(plan, drawn)
-        return self._with_failures(self._to_host(plan, drawn, scores))
+        return self._with_failures(_with_spoilt(self._to_host(plan, drawn, scores), spoilt))
 
     def _draw(
         self, logits: Tensor, plan: SamplePlan, masks: Future[Masks | None] | None
@@ -116,6 +117,10 @@ class TorchExecutor:
             torch.cat([part.top_ids for part in parts]).cpu().numpy().astype(np.int32),
             torch.cat([part.top_logprobs for part in parts]).cpu().numpy(),
         )
+
+
+def _with_spoilt(result: StepResult, spoilt: Tensor | None) -> StepResult:
+    return result if spoilt is None else replace(result, spoilt=spoilt.cpu().numpy())
 
 
 def _empty_result(scores: tuple[ScoreResult, ...] = ()) -> StepResult:

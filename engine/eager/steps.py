@@ -16,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.attention.grouped import GroupedAttention
+from engine.groups.spec import State
 from engine.hooks.steps import StepHooks
 from engine.model import Model
 from engine.pool.pools import KvPools
@@ -76,6 +78,14 @@ class TorchSteps:
         self._attention.begin(self._attention_batch(plan))
         hidden: Tensor = self.model(token_ids, self._upload(plan.positions), self._attention)
         return hidden
+
+    def spoilt(self) -> Tensor | None:
+        """After `forward`: the rows that have found a wrong state on some rank, [R]; None: there
+        are no states."""
+        own = self._attention.spoilt if isinstance(self._attention, GroupedAttention) else None
+        if own is None or self.model.collective.size == 1:
+            return own
+        return self.model.collective.all_reduce(own.float()) > 0
 
     def scored(self, hidden: Tensor, wanted: ScorePlan) -> Iterator[tuple[Tensor, Tensor]]:
         """Logits of a prompt's positions and the ids that follow these, in chunks of rows: a long
@@ -160,16 +170,16 @@ class TorchSteps:
             token_pages=self._upload(pages),
             token_offsets=self._upload(offsets),
         )
-        others = tuple(
-            replace(
-                batch,
-                context_lens=plan.context_lens - other.skipped * np.int32(size),
-                page_table=self._upload(other.pages),
-                token_pages=self._upload(other.pages[rows, page_index - other.skipped[rows]]),
-            )
-            for other in plan.others
-        )
-        return replace(batch, others=others) if others else batch
+        others = []
+        for spec, other in zip(self._pools.specs[1:], plan.others, strict=True):
+            own = replace(batch, page_table=self._upload(other.pages))
+            if isinstance(spec.kind, State):
+                others.append(replace(own, is_state=True))
+                continue
+            pages = other.pages[rows, page_index - other.skipped[rows]]
+            contexts = plan.context_lens - other.skipped * np.int32(size)
+            others.append(replace(own, context_lens=contexts, token_pages=self._upload(pages)))
+        return replace(batch, others=tuple(others)) if others else batch
 
     def _upload(self, array: NDArray[np.int32]) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self._device, non_blocking=True)

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from engine.bounds import Bounds
 from engine.group_pages import GroupGrant, GroupPages
-from engine.groups.spec import Full, Kind, Window, name_of
+from engine.groups.spec import Full, Kind, State, Window, name_of
+from engine.groups.state import StatePages
 from engine.groups.window import Slots, WindowPages
 from engine.loads import GroupLoad
 from engine.pages.blocks import BlockManager
@@ -21,13 +22,15 @@ from engine.types import PageIds
 AllKept = tuple[GroupPages, ...]
 """By group: the pages of a sequence that has left its slot."""
 Spares = tuple[PageIds, ...]
-"""By group: pages for copies of the partial page at which choices diverge."""
+"""By group: pages for copies of the partial page at which choices diverge; of states none."""
+OtherPages = WindowPages | StatePages
+"""The pages of one group beyond group 0."""
 
 
 class OtherGroups:
     """All groups but group 0. A model whose layers live equally long has none."""
 
-    def __init__(self, groups: Sequence[WindowPages] = ()) -> None:
+    def __init__(self, groups: Sequence[OtherPages] = ()) -> None:
         self.groups = tuple(groups)
 
     def __bool__(self) -> bool:
@@ -95,7 +98,7 @@ class OtherGroups:
 
     def allocate_spares(self, count: int) -> Spares:
         """Pages for copies of a partial page."""
-        return tuple(group.blocks.allocate_apart(count) for group in self.groups)
+        return tuple(group.allocate_spares(count) for group in self.groups)
 
     def release_spares(self, spares: Spares) -> None:
         """Nobody needs them."""
@@ -133,6 +136,7 @@ class OtherGroups:
         """See `BlockManager.settle`."""
         for group in self.groups:
             group.blocks.settle(step)
+            group.settled(step)
 
     def passed(self, slots: Slots | Int32s, num_tokens: Int32s) -> None:
         """See `WindowPages.passed`."""
@@ -152,7 +156,7 @@ class OtherGroups:
         """See `WindowPages.fork`. `at`: the place of the follower's spare page; no `spares`: the
         last page is full."""
         for index, group in enumerate(self.groups):
-            spare = int(spares[index][at]) if spares else None
+            spare = int(spares[index][at]) if spares and spares[index].size else None
             group.fork(leader, follower, length, spare, step)
 
     def pages(self, slot: int) -> AllKept:
@@ -193,8 +197,13 @@ def other_groups(
     config: Bounds, kinds: Sequence[Kind], managers: Sequence[BlockManager]
 ) -> OtherGroups:
     """The groups beyond group 0, each with the manager of its pages."""
-    groups = []
-    for kind, blocks in zip(kinds, managers, strict=True):
-        assert isinstance(kind, Window), "one group alone keeps all tokens"
-        groups.append(WindowPages(config, kind, blocks))
-    return OtherGroups(groups)
+    return OtherGroups(
+        [_pages_of(config, kind, blocks) for kind, blocks in zip(kinds, managers, strict=True)]
+    )
+
+
+def _pages_of(config: Bounds, kind: Kind, blocks: BlockManager) -> OtherPages:
+    if isinstance(kind, State):
+        return StatePages(config, kind, blocks)
+    assert isinstance(kind, Window), "one group alone keeps all tokens"
+    return WindowPages(config, kind, blocks)

@@ -2,8 +2,9 @@
 
 The number of group 0's pages decides those of the others, so ranks and users agree on one number.
 A window's group has pages for all sequences that may run, for the chunks of two steps, and a
-quarter more for cached prefixes. All windows together take at most as many bytes as group 0, or the
-share that the longest sequence has of them.
+quarter more for cached prefixes. That of states has one page for each sequence, two for those that
+steps in flight leave, and a quarter more. All these groups together take at most as many bytes as
+group 0, or the share that the longest sequence has of them.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.bounds import Bounds
-from engine.groups.spec import GroupSpec, Window
+from engine.groups.spec import GroupSpec, State, Window
 
 CHUNKS_IN_FLIGHT = 2
 """Steps whose chunks have pages that no later step reads: one in flight, and the one planned."""
 CACHE_PARTS = 4
-"""A window's group has a quarter more pages than sequences need, for cached prefixes."""
+"""A group has a quarter more pages than sequences need, for cached prefixes."""
+STATES_LEFT = 2
+"""States of a sequence that steps in flight read while it has another one: one of each step."""
 
 
 def chunk_pages(bounds: Bounds) -> int:
@@ -28,36 +31,45 @@ def pages_of_groups(num_pages: int, specs: Sequence[GroupSpec], bounds: Bounds) 
     """Pages of each group, with its scratch page, if group 0 has `num_pages`."""
     first, *others = specs
     context = -(-bounds.max_context_tokens // bounds.page_size) or num_pages
-    each = [min(context, _window_of(spec).most_pages(bounds.page_size)) for spec in others]
-    wanted = [_wanted(pages, bounds) for pages in each]
+    each = [_most_pages(spec, context, bounds.page_size) for spec in others]
+    beside = [_beside(spec, bounds) for spec in others]
+    wanted = [_wanted(*pages, bounds) for pages in zip(each, beside, strict=True)]
     of_sequence = sum(spec.page_bytes * pages for spec, pages in zip(others, each, strict=True))
     share = max(1.0, of_sequence / (context * first.page_bytes))
     most_bytes = num_pages * first.page_bytes * share
     size = sum(spec.page_bytes * pages for spec, pages in zip(others, wanted, strict=True))
     cut = min(1.0, most_bytes / max(1, size))
     counts = [num_pages]
-    for pages, own in zip(wanted, each, strict=True):
+    for pages, own, more in zip(wanted, each, beside, strict=True):
         # A single sequence can always run. More than group 0 has is never of use.
-        least = own + chunk_pages(bounds) + 1
+        least = own + more + 1
         counts.append(min(num_pages, max(int(cut * pages), least)))
     return counts
 
 
-def _wanted(each: int, bounds: Bounds) -> int:
+def _wanted(each: int, beside: int, bounds: Bounds) -> int:
     running = bounds.max_sequences * each
-    return running + running // CACHE_PARTS + chunk_pages(bounds) + 1
+    return running + running // CACHE_PARTS + beside + 1
 
 
-def _window_of(spec: GroupSpec) -> Window:
+def _beside(spec: GroupSpec, bounds: Bounds) -> int:
+    """Pages of a group beside those of sequences."""
+    return STATES_LEFT if isinstance(spec.kind, State) else chunk_pages(bounds)
+
+
+def _most_pages(spec: GroupSpec, pages: int, page_size: int) -> int:
+    """Most pages of a group that a sequence has which has so many in group 0."""
+    if isinstance(spec.kind, State):
+        return 1
     assert isinstance(spec.kind, Window), "one group alone keeps all tokens"
-    return spec.kind
+    return min(pages, spec.kind.most_pages(page_size))
 
 
 def sequence_bytes(tokens: int, specs: Sequence[GroupSpec], page_size: int) -> int:
     """Bytes that a sequence of so many tokens holds, over all ranks once, while it decodes."""
     pages = -(-tokens // page_size)
     return sum(
-        spec.page_bytes * min(pages, _window_of(spec).most_pages(page_size) if at else pages)
+        spec.page_bytes * (_most_pages(spec, pages, page_size) if at else pages)
         for at, spec in enumerate(specs)
     )
 

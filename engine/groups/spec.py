@@ -1,14 +1,17 @@
 """Groups of layers whose state lives equally long.
 
 Layers that see all tokens keep the pages of a whole sequence. Layers with a window keep those of
-the window. So each group has pages, page ids and page tables of its own. All have pages of equally
-many tokens, and one key names the page of each group that ends at the same token.
+the window. Layers that fold all tokens into a state keep one page, that of the state. So each group
+has pages, page ids and page tables of its own. Those of tokens have equally many of them, and one
+key names the page of each group that ends at the same token: of a state, the one that has folded in
+all tokens up to there.
 
 Group 0 keeps all tokens. Hooks, tiers, the load report and the router mean its pages by "pages".
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,7 +42,20 @@ class Window:
         return self.pages_before(page_size) + 2
 
 
-Kind = Full | Window
+@dataclass(frozen=True, slots=True)
+class State:
+    """All tokens are folded into one state."""
+
+    grid: int
+    """A prompt that is cut behind multiples of so many tokens has the same state, bit by bit, as
+    one that is not. So it is cut, and states are kept for later prompts, only there."""
+
+    def grid_pages(self, page_size: int) -> int:
+        """Pages from one place where a state may be kept to the next."""
+        return math.lcm(self.grid, page_size) // page_size
+
+
+Kind = Full | Window | State
 """How long the state of a group lives."""
 
 
@@ -83,22 +99,29 @@ class GroupSpec:
         return self.units * self.unit_bytes
 
 
-def split_layers(windows: Sequence[int | None]) -> tuple[tuple[Kind, tuple[int, ...]], ...]:
+def split_layers(lives: Sequence[int | State | None]) -> tuple[tuple[Kind, tuple[int, ...]], ...]:
     """The groups of a model, the one of all tokens first, with the layers of each.
 
     Args:
-        windows: for each layer the tokens that a position sees; None: all. Where no layer sees all
-            of them, the layers are one group, which keeps all tokens.
+        lives: for each layer the tokens that a position sees, or its state; None: all tokens. Where
+            no layer sees all of them, the layers are one group, which keeps all tokens.
     """
-    by_window: dict[int | None, list[int]] = {None: []}
-    for layer, window in enumerate(windows):
-        by_window.setdefault(window, []).append(layer)
-    if not by_window[None]:
-        return ((Full(), tuple(range(len(windows)))),)
-    kinds = {w: Full() if w is None else Window(w) for w in by_window}
-    return tuple((kinds[window], tuple(layers)) for window, layers in by_window.items())
+    found: dict[int | State | None, list[int]] = {None: []}
+    for layer, life in enumerate(lives):
+        found.setdefault(life, []).append(layer)
+    if not found[None]:
+        return ((Full(), tuple(range(len(lives)))),)
+    return tuple((_kind_of(life), tuple(layers)) for life, layers in found.items())
+
+
+def _kind_of(life: int | State | None) -> Kind:
+    if life is None:
+        return Full()
+    return life if isinstance(life, State) else Window(life)
 
 
 def name_of(kind: Kind) -> str:
     """The name of a group of this kind, as logs and metrics have it."""
+    if isinstance(kind, State):
+        return "state"
     return f"window-{kind.tokens}" if isinstance(kind, Window) else "full"

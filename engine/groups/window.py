@@ -112,6 +112,10 @@ class WindowPages:
         free = self.blocks.total - self._promised(final_pages) + own
         return (int(self.end[slot]) + max(0, min(free, self.blocks.available))) * self._size
 
+    def allocate_spares(self, count: int) -> PageIds:
+        """Pages for copies of a partial page."""
+        return self.blocks.allocate_apart(count)
+
     # -- the prefix cache -------------------------------------------------------------------------
 
     def resumable(
@@ -286,6 +290,18 @@ class WindowPages:
         """No transfer uses them any more."""
         self._kept -= len(kept.pages)
         self.blocks.release(kept.pages)
+
+    def settled(self, step: int) -> None:
+        """A step and all before it are done. See `BlockManager.settle`."""
+
+    def check(self) -> None:
+        """Raises AssertionError if a slot may write a page that others may read. Here that is for
+        those to say who share pages."""
+
+    @property
+    def left_pages(self) -> PageIds:
+        """Pages that steps in flight alone hold: none."""
+        return np.zeros(0, np.int32)
 
     def _set(self, slot: int, kept: GroupPages) -> None:
         end = kept.first_page + len(kept.pages)

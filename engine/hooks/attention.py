@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.hooks.steps import StepHooks
-from engine.pool.kv_pool import KvPool
+from engine.pool.page_pool import PagePool
 from engine.step.attention import AttentionBackend, AttentionBatch, Specs
 from engine.step.hooks import DecodeRows, HookSite, Narrowed
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-MakeBackend = Callable[[KvPool, Specs], AttentionBackend]
+MakeBackend = Callable[[PagePool, Specs], AttentionBackend]
 
 
 class _Split(NamedTuple):

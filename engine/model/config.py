@@ -180,7 +180,7 @@ class ModelConfig:
     def kept(self) -> Kept:
         """What is kept in group 0: in the first layer that sees all tokens, if there is one. Layers
         that see as many tokens keep the same."""
-        every = list(self.keepers.values())
+        every = [kept for kept in self.keepers.values() if not kept.state]
         found = next((kept for kept in every if kept.window is None), every[0])
         return found._replace(window=None)
 
@@ -218,7 +218,18 @@ def named_as(config: ModelConfig, there: Collection[str]) -> ModelConfig:
         else each
         for each in config.unread
     )
-    return replace(config, body=body, head=head, unread=unread)
+    apart = any(".experts.0." in name for name in there)
+    layers = tuple(_apart(layer) for layer in config.layers) if apart else config.layers
+    return replace(config, body=body, head=head, unread=unread, layers=layers)
+
+
+def _apart(layer: LayerConfig) -> LayerConfig:
+    """A layer with tensors for each expert by itself, if it has experts."""
+    own = layer.feed_forward
+    if not isinstance(own, ExpertsConfig) or not own.names.straight:
+        return layer
+    names = replace(own.names, stacked=False, behind=False, straight=False)
+    return replace(layer, feed_forward=replace(own, names=names))
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -158,6 +158,14 @@ class BlockManager:
         self._unkey(pages)
         self._make_free(pages)
 
+    def is_alone(self, page: int) -> bool:
+        """Whether a held page has one holder and no key, so that the holder may write it again."""
+        return bool(self._refcount[page] == 1) and page not in self._key_of
+
+    def has_one_holder(self, page: int) -> bool:
+        """Whether nobody beside one holder, and perhaps the cache, has the page."""
+        return bool(self._refcount[page] == 1)
+
     def _unkey(self, pages: Iterable[int]) -> None:
         keys, unkeyed = list[bytes](), list[int]()
         for page in pages:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import replace
 
 import torch
@@ -10,12 +11,13 @@ import torch
 from engine import memory
 from engine.config import EngineConfig
 from engine.groups.sizing import pages_of_groups
-from engine.groups.spec import Full, GroupSpec, Kind, Plane, name_of, split_layers
-from engine.model import LoadedModel
+from engine.groups.spec import Full, GroupSpec, Kind, Plane, State, name_of, split_layers
+from engine.model import LoadedModel, ModelConfig
 from engine.model.mixers.config import Kept
 from engine.pool.kinds import pool_type
 from engine.pool.kv_pool import KvPool
 from engine.pool.pools import KvPools, make_pools
+from engine.pool.state_pool import StatePool, unit_bytes_of
 from engine.speculation.choosing import pages_ahead
 from engine.tiers.arena import HostArena
 from engine.tiers.touching import HostMemoryError
@@ -56,15 +58,18 @@ def why_one_group(config: EngineConfig) -> str:
 
 def groups_of(config: EngineConfig, loaded: LoadedModel) -> tuple[GroupSpec, ...]:
     """The groups of the whole model, group 0 first."""
-    windows, keepers = windows_of(loaded), loaded.config.keepers
-    split: tuple[tuple[Kind, tuple[int, ...]], ...] = ((Full(), tuple(range(len(windows)))),)
-    if any(windows) and (loaded.config.shapes_differ or not why_one_group(config)):
-        split = split_layers(windows)
+    lives, keepers = lives_of(loaded.config), loaded.config.keepers
+    split: tuple[tuple[Kind, tuple[int, ...]], ...] = ((Full(), tuple(range(len(lives)))),)
+    if any(lives) and (loaded.config.shapes_differ or not why_one_group(config)):
+        split = split_layers(lives)
     specs = []
     for kind, own in split:
         kept = keepers[own[0]]
-        page = _page(config, loaded, len(own), kept)
-        plane = Plane(own, page.head_bytes, page.precision)
+        if isinstance(kind, State):
+            plane = Plane(own, unit_bytes_of(len(own), kept.state), StatePool.precision)
+        else:
+            page = _page(config, loaded, len(own), kept)
+            plane = Plane(own, page.head_bytes, page.precision)
         specs.append(GroupSpec(name_of(kind), kind, (plane,), kept.kv_heads))
     return tuple(specs)
 
@@ -83,14 +88,48 @@ def check_groups(config: EngineConfig, loaded: LoadedModel) -> None:
             "kv_cache_dtype fp8 cannot be set: what this model's convolutions read must not be"
             " rounded; set it to auto"
         )
+    has_states = any(kept.state for kept in loaded.config.keepers.values())
     if reason := why_one_group(config):
-        raise EngineError(f"{reason}, and K and V of this model's layers differ in shape")
+        why = (
+            "some layers keep states"
+            if has_states
+            else "K and V of this model's layers differ in shape"
+        )
+        raise EngineError(f"{reason}, and {why}")
+    if has_states:
+        _check_states(config, cut_tokens(config, loaded))
 
 
-def windows_of(loaded: LoadedModel) -> list[int | None]:
-    """For each layer that keeps K and V the tokens that are read later; None: all. Layers that keep
-    none are behind the others."""
-    return [kept.window for kept in loaded.config.keepers.values()]
+def _check_states(config: EngineConfig, cut: int) -> None:
+    if config.speculates:
+        raise EngineError(
+            f"speculation {config.speculation} cannot be set: some layers of this model fold tokens"
+            " into a state, from which a wrong draft cannot be taken back; set it to off"
+        )
+    if config.max_step_tokens < config.max_sequences + cut:
+        raise EngineError(
+            f"max_step_tokens {config.max_step_tokens} must be at least max_sequences"
+            f" {config.max_sequences} plus {cut}: prompts of this model are cut behind multiples of"
+            f" {cut} tokens"
+        )
+    if config.mixed_prefill_tokens < cut:
+        raise EngineError(
+            f"mixed_prefill_tokens {config.mixed_prefill_tokens} must be at least {cut}: prompts of"
+            f" this model are cut behind multiples of so many tokens"
+        )
+
+
+def cut_tokens(config: EngineConfig, loaded: LoadedModel) -> int:
+    """Prompts are cut behind multiples of so many tokens; 0: of whole pages."""
+    grids = {kept.grid for kept in loaded.config.keepers.values() if kept.state}
+    return math.lcm(config.page_size, *grids) if grids else 0
+
+
+def lives_of(config: ModelConfig) -> list[int | State | None]:
+    """For each layer that keeps something the tokens that are read later, or its state; None: all
+    tokens. Layers that keep nothing are behind the others."""
+    every = config.keepers.values()
+    return [State(kept.grid) if kept.state else kept.window for kept in every]
 
 
 def share_of(specs: tuple[GroupSpec, ...], loaded: LoadedModel) -> tuple[GroupSpec, ...]:
@@ -153,7 +192,7 @@ def make_pages(
     size = sum(count * spec.page_bytes for count, spec in sizes)
     what = f"{num_pages} pages of {page_bytes} bytes"
     if len(specs) > 1:
-        what += f", and those of windows, {size} bytes in all,"
+        what += f", and those of other groups, {size} bytes in all,"
     if device.type == "cpu" and size > memory.available_bytes():
         raise EngineError(f"{what} are more than the memory left: lower num_pages or kv_memory_gib")
     try:
@@ -173,7 +212,7 @@ def _log(pools: KvPools, config: EngineConfig, loaded: LoadedModel) -> None:
             "pages of group %s: %d of %d bytes, of %d layers",
             spec.name, pool.num_pages, pool.page_bytes, pool.num_layers,
         )  # fmt: skip
-    if any(windows_of(loaded)) and len(pools) == 1:
+    if any(lives_of(loaded.config)) and len(pools) == 1:
         reason = why_one_group(config) or "no layer of the model sees all tokens"
         log.info("layers with a window keep the pages of all tokens: %s", reason)
 
@@ -186,7 +225,11 @@ def _allocate(
     device: torch.device,
 ) -> KvPools:
     keepers, shard = loaded.config.keepers, loaded.model.shard
-    shapes = [(shard.shared(spec.units).size, keepers[spec.layers[0]].head_dim) for spec in specs]
+    kept = [keepers[spec.layers[0]] for spec in specs]
+    shapes = [
+        (shard.shared(spec.units).size, own.state or own.head_dim)
+        for spec, own in zip(specs, kept, strict=True)
+    ]
     return make_pools(
         pool_type(config.kv_cache_dtype, config.page_size),
         specs,
@@ -218,5 +261,6 @@ def resolved(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> EngineC
         eos_token_ids=frozenset(loaded.config.eos_token_ids),
         kv_precision=pool.precision,
         gathers=pool.gathers,
+        cut_tokens=cut_tokens(config, loaded),
         reserve_pages=max(config.reserve_pages, pages_ahead(config)),
     )

@@ -15,14 +15,12 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from engine.pool.page_pool import PagePool
 
-class KvPool(ABC):
-    """The pages. They are zeroed at the start. This touches them and leaves no NaN in unused
-    tails."""
 
-    layout: ClassVar[str]
-    """Name and version of the order of a page's bytes. It tells precisions apart that have the same
-    `dtype`."""
+class KvPool(PagePool, ABC):
+    """Pages of K and V. Their layout tells precisions apart that have the same `dtype`."""
+
     gathers: ClassVar[bool] = False
     """Whether libraries cannot read the pages in place: prompts that were computed in part are
     gathered into a scratch first."""
@@ -41,22 +39,20 @@ class KvPool(ABC):
         device: torch.device,
         data: Tensor | None = None,
     ) -> None:
-        """`data`: [bytes] uint8, zeroed memory for the pages; None: the pool allocates its own."""
-        self.num_pages = num_pages
+        """`data` is as in `PagePool`."""
         self.num_layers = num_layers
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.page_size = page_size
         self.dtype = dtype
         """Dtype of K and V before they are written and after they are read."""
-        self.device = device
-        self.page_bytes = num_kv_heads * self.head_bytes
-        """Bytes of a page, and the distance from one page to the next."""
-        if data is None:
-            size = num_pages * self.page_bytes
-            data = torch.empty(size, dtype=torch.uint8, device=device).zero_()
-        self.data = data.view(num_pages, self.page_bytes)
-        """[num_pages, page_bytes] uint8."""
+        super().__init__(
+            num_pages=num_pages,
+            num_layers=num_layers,
+            page_bytes=num_kv_heads * self.head_bytes,
+            device=device,
+            data=data,
+        )
         self.elements = self.data.view(self.element)
         """[num_pages, page_stride]: the bytes as stored numbers."""
 
@@ -131,11 +127,6 @@ class KvPool(ABC):
         view.data = self.data.view(view.num_pages, view.page_bytes)
         view.elements = view.data.view(self.element)
         return view
-
-    def copy_pages(self, source: Tensor, target: Tensor) -> None:
-        """Copies whole pages, all layers: `target[i]` becomes `source[i]`. Both are [N] int64. No
-        page may be both a source and a target."""
-        self.data[target] = self.data[source]
 
 
 class PlainPool(KvPool):

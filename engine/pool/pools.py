@@ -6,15 +6,17 @@ is a scratch page of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from engine.groups.spec import Full, GroupSpec, Plane
+from engine.groups.spec import Full, GroupSpec, Plane, State
 from engine.pool.kv_pool import KvPool
+from engine.pool.page_pool import PagePool
+from engine.pool.state_pool import StatePool
 
 ALIGNMENT = 4096
 """A group's run begins at a multiple of so many bytes."""
@@ -31,8 +33,8 @@ class Place(NamedTuple):
 class KvPools:
     """A pool for each group; the one of group 0 is first."""
 
-    def __init__(self, specs: Sequence[GroupSpec], pools: Sequence[KvPool], data: Tensor) -> None:
-        """`pools` have their pages in `data`, [bytes] uint8."""
+    def __init__(self, specs: Sequence[GroupSpec], pools: Sequence[PagePool], data: Tensor) -> None:
+        """`pools` have their pages in `data`, [bytes] uint8. The first one is of K and V."""
         self.specs = tuple(specs)
         self.data = data
         self._pools = tuple(pools)
@@ -47,10 +49,12 @@ class KvPools:
     @property
     def first(self) -> KvPool:
         """The pool of group 0."""
-        return self._pools[0]
+        first = self._pools[0]
+        assert isinstance(first, KvPool), "group 0 keeps K and V of all tokens"
+        return first
 
     @property
-    def others(self) -> tuple[KvPool, ...]:
+    def others(self) -> tuple[PagePool, ...]:
         """The pools of the other groups."""
         return self._pools[1:]
 
@@ -68,17 +72,19 @@ class KvPools:
         ]
 
     def of_layer(self, layer: int) -> tuple[KvPool, int]:
-        """The pool that has a layer of the model, and the layer's index there."""
+        """The pool that has K and V of a layer of the model, and the layer's index there."""
         place = self.places[layer]
-        return self._pools[place.group], place.layer
+        pool = self._pools[place.group]
+        assert isinstance(pool, KvPool), "the layer keeps K and V"
+        return pool, place.layer
 
-    def __iter__(self) -> Iterator[KvPool]:
+    def __iter__(self) -> Iterator[PagePool]:
         return iter(self._pools)
 
     def __len__(self) -> int:
         return len(self._pools)
 
-    def __getitem__(self, group: int) -> KvPool:
+    def __getitem__(self, group: int) -> PagePool:
         return self._pools[group]
 
 
@@ -101,17 +107,10 @@ def make_pools(
     device: torch.device,
 ) -> KvPools:
     """Allocates `counts` pages of each group. `shapes`: the KV heads of each that this rank holds,
-    and their numbers."""
+    and their numbers; or the units of a state, and their numbers in a layer."""
     makers = [
-        partial(
-            kind,
-            num_layers=len(spec.layers),
-            num_kv_heads=heads,
-            head_dim=dim,
-            page_size=page_size,
-            dtype=dtype,
-        )
-        for spec, (heads, dim) in zip(specs, shapes, strict=True)
+        _maker(kind, spec, shape, page_size, dtype)
+        for spec, shape in zip(specs, shapes, strict=True)
     ]
     nowhere, sizes = torch.device("meta"), []
     for make, count in zip(makers, counts, strict=True):
@@ -123,6 +122,27 @@ def make_pools(
         own = data[start : start + size]
         pools.append(make(num_pages=count, device=device, data=own))
     return KvPools(specs, pools, data)
+
+
+def _maker(
+    kind: type[KvPool],
+    spec: GroupSpec,
+    shape: tuple[int, int],
+    page_size: int,
+    dtype: torch.dtype,
+) -> Callable[..., PagePool]:
+    """Makes the pool of a group, but for its memory."""
+    layers, (units, numbers) = len(spec.layers), shape
+    if isinstance(spec.kind, State):
+        return partial(StatePool, num_layers=layers, units=units, numbers=numbers)
+    return partial(
+        kind,
+        num_layers=layers,
+        num_kv_heads=units,
+        head_dim=numbers,
+        page_size=page_size,
+        dtype=dtype,
+    )
 
 
 def one_group(pool: KvPool) -> KvPools:

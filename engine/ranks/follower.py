@@ -200,6 +200,7 @@ def _run(steps: TorchSteps, plan: StepPlan) -> None:
         steps.end()
         return
     hidden = steps.forward(plan)
+    steps.spoilt()  # All ranks tell.
     for wanted in plan.scores:
         for _ in steps.scored(hidden, wanted):
             pass  # Rank 0 has the logits.

@@ -18,7 +18,7 @@ class StepBudget:
         self.failures = 0
         """Failed steps in a row. A step in flight behind a failed one does not count."""
         self._most = config.max_step_tokens
-        self._least = config.max_sequences + config.page_size
+        self._least = config.max_sequences + config.chunk_tokens
 
     def succeeded(self) -> None:
         """The device ran a step. A budget that was cut grows by one token."""

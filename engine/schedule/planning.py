@@ -9,7 +9,8 @@ Where drafts are verified (`engine.speculation`), the host knows a least and a m
 while a step is in flight, and plans for the most.
 
 Decode rows come first, `StepPlan.width` tokens each. The rest of the token budget goes to prompts
-in order of admission, in page-aligned chunks. Several prompts share a step up to
+in order of admission, in chunks of whole pages, and where layers keep states, of whole multiples
+that these do not depend on. Several prompts share a step up to
 `full_step_tokens`. Beyond that a step takes longer in proportion, and all its prompts would end
 with the last one. Beside decode rows, prompts get at most `mixed_prefill_tokens`. If the engine
 gathers contexts (`Bounds.gathers`), a step holds only prompts whose contexts fit the scratch
@@ -203,7 +204,7 @@ class Planner:
             end = others.most_end(task.leader.slot, end, self._batch.slots.final_pages)
             last = end == task.num_tokens
             if not last:
-                end -= end % config.page_size
+                end -= end % config.chunk_tokens
             if end <= task.cursor:
                 break
             others.extend(task.leader.slot, end)

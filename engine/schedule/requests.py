@@ -361,3 +361,4 @@ class Requests:
             for sequence in active.sequences:
                 if sequence.slot >= 0:
                     np.add.at(holders, group.pages(sequence.slot).pages, 1)
+        np.add.at(holders, group.left_pages, 1)

@@ -83,6 +83,7 @@ class Scheduler:
         self.blocks.check_invariants()
         for number, group in enumerate(self.others.groups, 1):
             group.blocks.check_invariants()
+            group.check()
             holders = np.zeros(group.blocks.num_pages, np.int32)
             self.tiers.add_holders(holders, number)
             self.fetches.add_holders(holders, number)

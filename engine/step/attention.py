@@ -19,6 +19,36 @@ class Taps(NamedTuple):
     """[channels]"""
 
 
+class Recurrence(Protocol):
+    """How a layer folds tokens into a state.
+
+    Shapes: B sequences, L tokens, U units of this rank, N numbers of a unit's state. Inputs and
+    gates are what the layer makes of tokens; `out` is a row of them each.
+    """
+
+    def step(
+        self, state: Tensor, inputs: Tensor, first: Tensor, second: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Folds a token into each of B states.
+
+        Args:
+            state: [B, U, N] float32.
+            inputs: [B, ...].
+            first: gates [B, ...].
+            second: gates [B, ...].
+
+        Returns:
+            Out [B, ...], and the new states.
+        """
+        ...
+
+    def fold(
+        self, state: Tensor, inputs: Tensor, first: Tensor, second: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Folds L tokens of a prompt into one state, [U, N] float32. As `step`, with L for B."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionSpec:
     """Attention of one layer, or what stands in its place."""
@@ -34,6 +64,8 @@ class AttentionSpec:
     lost."""
     taps: Taps | None = None
     """The layer convolves, and attends to nothing."""
+    recurrence: Recurrence | None = None
+    """The layer folds tokens into a state, and attends to nothing."""
 
 
 Specs = tuple[AttentionSpec, ...]
@@ -56,6 +88,9 @@ class AttentionBatch:
     """[T] int64: the page for each new token's K and V."""
     token_offsets: Tensor
     """[T] int64: the place of each new token in its page."""
+    is_state: bool = False
+    """The pages are states: the table is that of `engine.groups.state.StatePages.table_of`, and
+    tokens have no places."""
     others: tuple[AttentionBatch, ...] = ()
     """Batches of the same step in the groups beyond group 0. Their tables begin at the first page
     that a row reads, and their contexts count from there."""

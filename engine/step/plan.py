@@ -192,6 +192,9 @@ class StepResult:
     """[S]. Leading tokens of each draw that count; None: one of each."""
     drafted: Int32s | None = None
     """[S]. Drafts that each draw has verified; None: none."""
+    spoilt: NDArray[np.bool_] | None = None
+    """[R]. Rows that have found a wrong state, so that nothing of them counts; None: there are no
+    states."""
     next_drafts: Int32s | None = None
     """[S, K]. Drafts of the row's next step, if the plan wants them told."""
     next_ready: Int32s | None = None

@@ -171,7 +171,7 @@ def hand_off(
     grant = second.reserved
     sources, targets = prefill_pages(prefill, first), [(0, grant.pages, grant.held_pages)]
     targets += grant.others
-    for group, ((has, source), (wants, target, held)) in enumerate(
+    for group, ((has, source, _), (wants, target, held)) in enumerate(
         zip(sources, targets, strict=True)
     ):
         source = source[wants - has :]

@@ -16,7 +16,7 @@ from test_model_logits import load
 from tiny_families import BY_LAYER
 from tiny_models import write_tiny_model
 
-from engine.attention.short_conv import ShortConvBackend
+from engine.attention.recurrent.short_conv import ShortConvBackend
 from engine.groups.spec import Window
 from engine.model import ModelError
 from engine.model.mixers.config import ShortConvConfig

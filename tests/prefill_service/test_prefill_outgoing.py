@@ -11,8 +11,10 @@ import pytest
 from baton.worker.v1 import worker_pb2
 from engine.group_pages import GroupPages
 from kv_transfer.specs import SendSpec, Source, Target
+from kv_transfer.types import PageGroup
 from prefill_service.outgoing import Destination, OutgoingPrompt
 from serving.wire import pack_ids
+from worker_base.page_layout import PageLayout
 
 PAGES = np.arange(1, 4, dtype=np.int32)
 ENDS = [4, 8, 10]
@@ -124,22 +126,31 @@ def grant_of(*groups: worker_pb2.GroupGrant, held_pages: int = 1) -> worker_pb2.
 
 def test_a_grant_has_a_range_of_every_group() -> None:
     window = worker_pb2.GroupGrant(first_page=1, page_ids=pack_ids([7, 8]), held_pages=1)
-    granted = Destination.of(grant_of(window), "decode", 3, groups=2)
+    one, two = (PageLayout(16, (PageGroup(1, 9),) * groups) for groups in (1, 2))
+    granted = Destination.of(grant_of(window), "decode", 3, two)
     assert granted is not None
     assert [(one.begin, one.end) for one in granted.targets] == [(1, 3), (2, 3)]
     assert granted.held_pages == 2
     late = worker_pb2.GroupGrant(first_page=2, page_ids=window.page_ids)
     held = worker_pb2.GroupGrant(first_page=1, page_ids=window.page_ids, held_pages=3)
     cut = worker_pb2.GroupGrant(first_page=1, page_ids=b"\1\0")
-    for grant, groups in (
-        (grant_of(window), 1),
-        (grant_of(), 2),
-        (grant_of(late), 2),
-        (grant_of(held), 2),
-        (grant_of(cut), 2),
-        (grant_of(window, held_pages=4), 2),
+    state = PageLayout(16, two.groups, (None, None), frozenset({1}))
+    page = worker_pb2.GroupGrant(page_ids=pack_ids([7]))
+    granted = Destination.of(grant_of(page), "decode", 3, state)
+    assert granted is not None
+    assert granted.targets[1].is_state
+    for grant, layout in (
+        (grant_of(window), one),
+        (grant_of(), two),
+        (grant_of(late), two),
+        (grant_of(held), two),
+        (grant_of(cut), two),
+        (grant_of(window, held_pages=4), two),
+        (grant_of(page), two),
+        (grant_of(window), state),
+        (grant_of(worker_pb2.GroupGrant(page_ids=window.page_ids)), state),
     ):
-        assert Destination.of(grant, "decode", 3, groups) is None
+        assert Destination.of(grant, "decode", 3, layout) is None
 
 
 def test_pages_behind_a_window_are_those_of_the_latest_chunk() -> None:

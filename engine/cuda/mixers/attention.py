@@ -65,8 +65,8 @@ class FusedAttention:
         self, module: Attention, pools: KvPools, attention: PagedGroups, ropes: RopeTables
     ) -> None:
         self._module = module
-        self._group, self._layer = pools.places[module.index]
-        self._pool = pools[self._group]
+        self._group = pools.places[module.index].group
+        self._pool, self._layer = pools.of_layer(module.index)
         self._attention = attention
         self._rope = ropes.of(module.own.rope, module.own.head_dim)
         self._growth = ropes.growth(module.own.rope)

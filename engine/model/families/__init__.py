@@ -24,6 +24,7 @@ from engine.model.families import (
     qwen2,
     qwen3,
 )
+from engine.model.families.hybrids import qwen3_next
 from engine.model.families.mixtures import (
     dots1,
     ernie4_5,
@@ -46,6 +47,7 @@ from engine.model.families.sense import (
 _FILES = (
     *(llama, mistral, qwen2, qwen3, gemma, gemma4, glm4, phi3, cohere, olmo),
     *(mixtral, gpt_oss, glm4_moe, minimax_m2, hy_v3, ernie4_5, dots1, lfm2),
+    qwen3_next,
 )
 FAMILIES: dict[str, Family] = {
     name: each for file in _FILES for name, each in file.FAMILIES.items()

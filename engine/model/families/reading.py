@@ -58,7 +58,8 @@ class Family:
     has_images: bool = False
     """Checkpoints read images, too. Their text part is read alone; it is what `read` gets."""
     drafts: str = ""
-    """Where checkpoints may have draft layers: `layers` behind the last, or another module."""
+    """Where checkpoints may have draft layers: `layers` behind the last, or another module.
+    That of a name like `/mtp` is beside the body."""
 
 
 def decoder(config: Any, layers: Sequence[LayerConfig], **features: Any) -> ModelConfig:
@@ -233,6 +234,8 @@ def draft_layers(where: str, config: Any) -> tuple[Unread, ...]:
             most = f"it can be 0 to {MOST_DRAFT_LAYERS}"
             raise ModelError(f"num_nextn_predict_layers is {count}; {most}")
         names = [f"layers.{index}" for index in range(first, first + count)]
+    elif where.startswith("/"):
+        return (Unread(f"{where[1:]}.", "draft layers"),)
     else:
         names = [where] if where else []
     return tuple(Unread(f"model.{name}.", "draft layers") for name in names)

@@ -20,12 +20,16 @@ from engine.model.config import (
     ModelConfig,
     ModelError,
 )
-from engine.model.mixers.config import AttentionConfig
+from engine.model.mixers.config import AttentionConfig, DeltaConfig
 
 MOST_LAYERS: Final = 1024
 MOST_EXPERTS: Final = 1 << 16
 """Experts of all layers. The largest models that we know have some 25,000."""
 MOST_HEAD_DIM: Final = 1024
+MOST_STATE_DIM: Final = 1024
+"""Rows or columns of the matrix that is a head's state."""
+KERNELS: Final = range(2, 9)
+"""Tokens that a short convolution reads."""
 MOST_SIZE: Final = 1 << 24
 """Largest dimension of a weight."""
 MOST_POSITIONS: Final = 1 << 24
@@ -123,10 +127,16 @@ def _faults(config: ModelConfig) -> Iterator[str]:
 def _kept_faults(config: ModelConfig) -> Iterator[str]:
     """Layers that see equally many tokens share pages, and all that keep none follow the others."""
     shapes: dict[int | None, set[tuple[int, int]]] = {}
+    states = set()
     for kept in config.keepers.values():
-        shapes.setdefault(kept.window, set()).add((kept.kv_heads, kept.head_dim))
+        if kept.state:
+            states.add(kept)
+        else:
+            shapes.setdefault(kept.window, set()).add((kept.kv_heads, kept.head_dim))
     if any(len(found) > 1 for found in shapes.values()):
         yield "K and V of layers that see equally many tokens differ in shape"
+    if len(states) > 1:
+        yield "the states of layers differ in shape"
     if config.shapes_differ and None not in shapes:
         yield "K and V of layers differ in shape, and none sees all tokens"
     if list(config.keepers) != list(range(len(config.keepers))):
@@ -140,6 +150,8 @@ def _kept_faults(config: ModelConfig) -> Iterator[str]:
 def _layer_faults(layer: LayerConfig) -> Iterator[str]:
     if isinstance(layer.mixer, AttentionConfig):
         yield from _attention_faults(layer.mixer)
+    elif isinstance(layer.mixer, DeltaConfig):
+        yield from _delta_faults(layer.mixer)
     elif layer.mixer is not None:
         yield from _outside("the number of channels", layer.mixer.channels, MOST_SIZE)
     if layer.feed_forward is not None:
@@ -159,6 +171,17 @@ def _attention_faults(own: AttentionConfig) -> Iterator[str]:
     numbers = (*own.rope.frequencies, own.rope.scale) if own.rope else ()
     if not all(map(math.isfinite, numbers)):
         yield "a frequency of rope is no number"
+
+
+def _delta_faults(own: DeltaConfig) -> Iterator[str]:
+    yield from _outside("the number of linear key heads", own.key_heads, MOST_SIZE)
+    yield from _outside("the number of linear value heads", own.value_heads, MOST_SIZE)
+    if own.key_heads and own.value_heads % own.key_heads:
+        yield f"{own.value_heads} linear value heads do not share {own.key_heads} key heads"
+    yield from _outside("the width of a linear key head", own.key_dim, MOST_STATE_DIM)
+    yield from _outside("the width of a linear value head", own.value_dim, MOST_STATE_DIM)
+    if own.kernel not in KERNELS:
+        yield f"linear_conv_kernel_dim is {own.kernel}; it can be 2 to {KERNELS[-1]}"
 
 
 def _feed_forward_faults(own: FeedForwardConfig) -> Iterator[str]:

@@ -45,7 +45,9 @@ def parts_of(own: AttentionConfig, config: ModelConfig, index: int, shard: Shard
     )
     # One of a name's own, or one name for all.
     products = 1 if own.kv_from is not None else 2 if own.v_is_k else 3
-    sizes = [(q, heads), (kv, kv_heads), (kv, kv_heads)][:products]
+    both = 1 + own.gated
+    first = both * q, Range(both * heads.start, both * heads.end)
+    sizes = [first, (kv, kv_heads), (kv, kv_heads)][:products]
     names = [f"{own.module}.{name}" for name in own.qkv[:products]]
     output = f"{own.module}.{own.output}"
     return AttentionParts(
@@ -85,6 +87,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """See `Mixer`."""
         own, heads = self.own, self.qkv(x).view(len(x), -1, self.own.head_dim)
+        gate = None
+        if own.gated:
+            heads, gate = self._ungated(heads)
         if own.kv_from is None:
             q, k, v = self._projected(heads, step)
         else:
@@ -93,7 +98,16 @@ class Attention(nn.Module):
             step.lent[self.index] = k, v
         # Of another layer they are stored once more, as they are: the step reads its own tokens.
         index = self.index if own.kv_from is None else own.kv_from
-        return self._collective.all_reduce(self.output(step.attention(index, q, k, v).flatten(1)))
+        read = step.attention(index, q, k, v)
+        if gate is not None:
+            read = read * gate.sigmoid()
+        return self._collective.all_reduce(self.output(read.flatten(1)))
+
+    def _ungated(self, heads: Tensor) -> tuple[Tensor, Tensor]:
+        """Heads without the gates of q, and these, [T, Hq, D]."""
+        both = 2 * self.heads[0]
+        q, gate = torch.unflatten(heads[:, :both], 1, (-1, 2)).unbind(2)
+        return torch.cat((q, heads[:, both:]), dim=1), gate
 
     def _projected(self, heads: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
         own = self.own

@@ -8,6 +8,10 @@ from typing import NamedTuple
 
 from engine.model.mixers.rope import Rope
 
+DELTA_CHUNK = 64
+"""Tokens of a prompt that the delta rule takes at once. It is the number of all who have published
+kernels for it, and of transformers."""
+
 
 class Kept(NamedTuple):
     """What a layer keeps of each token: K and V. Groups are made of it (`engine.groups`)."""
@@ -20,6 +24,11 @@ class Kept(NamedTuple):
     """Number of tokens that are read later, with the newest; None: all."""
     is_state: bool = False
     """K and V are what a convolution reads. They are not rounded."""
+    state: int = 0
+    """Numbers of the state of a unit, into which the layer folds all tokens; then `kv_heads` are
+    the units. 0: it keeps K and V."""
+    grid: int = 0
+    """Tokens behind multiples of which a state may be cut (`engine.groups.spec.State`)."""
 
 
 class QkNorm(StrEnum):
@@ -65,6 +74,9 @@ class AttentionConfig:
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     """Modules that are q, k and v together, in this order."""
     output: str = "o_proj"
+    gated: bool = False
+    """What a head has read is times the sigmoid of a gate, which stands behind its q in the
+    checkpoint's module."""
     qkv_bias: bool = False
     output_bias: bool = False
 
@@ -114,5 +126,51 @@ class ShortConvConfig:
         return ""
 
 
-MixerConfig = AttentionConfig | ShortConvConfig
+@dataclass(frozen=True, slots=True)
+class DeltaConfig:
+    """The features of a gated delta rule."""
+
+    key_heads: int
+    value_heads: int
+    """A multiple of the key heads. Value heads that are neighbours share one."""
+    key_dim: int
+    """Numbers of a key head, and of a query head, of which there are as many."""
+    value_dim: int
+    kernel: int
+    """Tokens that the convolution of a position reads, with itself."""
+    by_head: bool = False
+    """The checkpoint's projections have all of a key head side by side. Else they have q, k, v and
+    the gates one behind the other."""
+    module: str = "linear_attn"
+
+    @property
+    def rope(self) -> None:
+        """It has none."""
+        return
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution that belong to a key head: its q, k and values."""
+        return 2 * self.key_dim + self.values
+
+    @property
+    def values(self) -> int:
+        """Numbers of the values of a key head."""
+        return self.value_heads // self.key_heads * self.value_dim
+
+    @property
+    def kept(self) -> Kept:
+        """What a layer keeps: the inputs that the convolution reads later, and the rule's
+        matrices."""
+        numbers = (self.kernel - 1) * self.channels + self.key_dim * self.values
+        return Kept(self.key_heads, 0, state=numbers, grid=DELTA_CHUNK)
+
+    def obstacle(self, ranks: int) -> str:
+        """Why so many ranks cannot share it; empty: they can."""
+        if self.key_heads % ranks:
+            return f"it does not divide the {self.key_heads} key heads of a linear attention"
+        return ""
+
+
+MixerConfig = AttentionConfig | ShortConvConfig | DeltaConfig
 """What stands before the feed-forward in a layer. See `engine.model.mixers.kinds`."""

@@ -1,0 +1,1 @@
+"""What stands in the place of attention where a layer keeps other things than K and V."""

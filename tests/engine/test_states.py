@@ -1,0 +1,261 @@
+"""Layers that fold tokens into a state: on every path of an engine, what one whole forward says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_kit import build, check_baseline, finish, hand_off, held, prefill_pages, submit
+from references import NOISE, references
+from test_engine_demo_model import first_difference
+from test_model_logits import load
+from tiny_families import HYBRIDS
+from tiny_models import write_tiny_model
+
+from engine.groups.spec import State
+from engine.groups.state import DECODED_TOKENS
+from engine.model import ModelError
+from engine.model.mixers.delta import fold
+from engine.parts.paging import EngineError
+from engine.types import FailureReason, Mode
+
+GRID, MAX_TOKENS = 64, 24
+ALL_LENGTHS = (1, 5, 63, 64, 65, 128, 129, 200, 300)
+CASES = [
+    pytest.param(
+        family, length, marks=() if (family, length) == ("qwen3_5", 200) else pytest.mark.matrix
+    )
+    for family in HYBRIDS
+    for length in ALL_LENGTHS
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Writes the model of a family once."""
+    made: dict[str, Path] = {}
+
+    def of(family: str) -> Path:
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp(family)
+            write_tiny_model(made[family], tokenizer=False, **HYBRIDS[family])
+        return made[family]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def engines(folder):
+    """Two engines of a family: one computes prompts in larger pieces than the other."""
+    made: dict[str, Any] = {}
+
+    def of(family: str) -> Any:
+        if family not in made:
+            options: dict[str, Any] = {"max_sequences": 6, "poison_freed_pages": True}
+            made[family] = [
+                build(folder(family), max_step_tokens=tokens, **options) for tokens in (512, 71)
+            ]
+        return made[family]
+
+    yield of
+    for both in made.values():
+        for engine in both:
+            check_baseline(engine)
+            engine.stop()
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(1000 * seed + length).integers(1, 384, length).tolist()
+
+
+def check(path: Path, run, max_tokens: int = MAX_TOKENS, given: int = 0) -> None:
+    want = references(path, whole=True)(run.request.prompt_ids.tolist(), max_tokens, past_end=True)
+    assert run.failed is None
+    for tokens in run.tokens:
+        found = want.tokens[:given] + tokens
+        if found != want.tokens:
+            assert want.margins[first_difference(found, want.tokens)] < NOISE
+
+
+def border(length: int) -> int:
+    """Where a prompt of so many tokens is gone on from."""
+    return (length - 1) // GRID * GRID
+
+
+@pytest.mark.parametrize(("family", "length"), CASES)
+def test_whole_in_chunks_cached_forked_resumed_and_handed_off(engines, folder, family, length):
+    path, (one, other) = folder(family), engines(family)
+    assert [spec.kind for spec in one.pools.specs[1:]] == [State(GRID)]
+    for engine in (one, other):
+        for choices in (1, 1, 3):
+            before = engine.load().prompt_tokens_cached
+            run = submit(engine, prompt_of(length), MAX_TOKENS, choices=choices, ignore_eos=True)
+            finish(run)
+            check(path, run)
+        assert engine.load().prompt_tokens_cached - before == border(length)
+    run = hand_off(other, one, prompt_of(length, 1), MAX_TOKENS, choices=2, ignore_eos=True)
+    check(path, run)
+    given = run.tokens[0][:7]
+    run = submit(one, prompt_of(length, 1), MAX_TOKENS, generated=[given], ignore_eos=True)
+    finish(run)
+    check(path, run, given=7)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_pages": 40},
+        pytest.param({"num_pages": 40, "kv_host_bytes": 1 << 22}, marks=pytest.mark.matrix),
+        pytest.param({"tp": 2}, marks=pytest.mark.matrix),
+        pytest.param({"kv_cache_dtype": "fp8"}, marks=pytest.mark.matrix),
+    ],
+)
+def test_preempted_swapped_and_of_two_ranks(options, folder):
+    path = folder("qwen3_5")
+    engine = build(path, max_sequences=6, max_step_tokens=128, **options)
+    with held(engine):
+        runs = [submit(engine, prompt_of(60 + i), 80, ignore_eos=True) for i in range(6)]
+    finish(*runs)
+    assert (engine.load().preemptions > 0) is ("num_pages" in options)
+    for run in runs:
+        if "kv_cache_dtype" not in options:
+            check(path, run, 80)
+    check_baseline(engine)
+    engine.stop()
+
+
+def states_of(engine, prompt: list[int], length: int) -> tuple[torch.Tensor, ...]:
+    """Bytes of the state behind a prompt, and of the one that is kept of it."""
+    run = submit(engine, prompt, 1, mode=Mode.PREFILL)
+    finish(run)
+    _, kept = prefill_pages(engine, run)
+    pool = engine.pools[1]
+    found = [pool.data[kept.pages[0]].clone()]
+    engine.release(run.request.id)
+    check_baseline(engine)
+    scheduler = engine._loop._scheduler
+    (group,) = scheduler.others.groups
+    found += [pool.data[page].clone() for page in sorted(group.blocks._key_of)]
+    return tuple(found)
+
+
+def test_pieces_of_a_prompt_leave_the_state_of_the_whole_bit_by_bit(folder):
+    """Also where a part of it is cached: the second time each goes on behind its last border. (Of
+    products with experts even the model's own numbers depend on how many tokens there are.)"""
+    path, prompt, found = folder("qwen3_5"), prompt_of(331), []
+    for tokens in (512, 71):
+        engine = build(path, max_sequences=6, max_step_tokens=tokens, num_pages=60)
+        found += [states_of(engine, prompt, 331) for _ in range(2)]
+        assert engine.load().prompt_tokens_cached == border(331)
+        engine.stop()
+    for other in found[1:]:
+        assert len(other) == 2
+        for state, same in zip(found[0], other, strict=True):
+            assert torch.equal(state, same)
+
+
+def test_a_prompt_that_begins_alike_goes_on_where_it_parts(engines, folder):
+    """Its own last place is further on: only the second one of such prompts leaves a state where
+    they part."""
+    path, (engine, _) = folder("qwen3_5"), engines("qwen3_5")
+    alike, cached, missed = prompt_of(150, 5), [], []
+    for seed in (6, 7, 8):
+        before = engine.load()
+        run = submit(engine, alike + prompt_of(100, seed), MAX_TOKENS, ignore_eos=True)
+        finish(run)
+        check(path, run)
+        after = engine.load()
+        cached.append(after.prompt_tokens_cached - before.prompt_tokens_cached)
+        missed.append(after.prompt_tokens_unresumable - before.prompt_tokens_unresumable)
+    assert cached == [0, 0, 128]
+    assert missed == [0, 144, 16]
+
+
+def test_the_next_turn_goes_on_from_what_decoding_left(engines):
+    engine, _ = engines("qwen3_5")
+    prompt = prompt_of(DECODED_TOKENS - 40, 3)
+    run = submit(engine, prompt, 60, ignore_eos=True)
+    finish(run)
+    before = engine.load().prompt_tokens_cached
+    turn = submit(engine, prompt + run.tokens[0] + prompt_of(20, 4), 8, ignore_eos=True)
+    finish(turn)
+    assert engine.load().prompt_tokens_cached - before == DECODED_TOKENS
+
+
+@pytest.mark.parametrize("where", ["decoding", "cached"])
+def test_a_stale_state_fails_its_request_and_no_other(where, folder):
+    engine = build(folder("qwen3_5"), max_sequences=6)
+    pool, prompt = engine.pools[1], prompt_of(200)
+    if where == "cached":
+        finish(submit(engine, prompt, 2, ignore_eos=True))
+    else:
+        first = submit(engine, prompt, 1, mode=Mode.PREFILL, ignore_eos=True)
+        run = submit(engine, prompt, 20, mode=Mode.RECEIVE, ignore_eos=True)
+        finish(first, run)
+    for layer in range(pool.num_layers):
+        pool.stamps(layer).add_(1)
+    if where == "cached":
+        run = submit(engine, prompt, 20, ignore_eos=True)
+    else:
+        engine.deliver(run.request.id, first.prefilled.records)
+    assert run.done.wait(60)
+    assert run.failed is not None
+    assert run.failed.reason is FailureReason.NUMERICAL
+    finish(submit(engine, prompt_of(30, 9), 20, ignore_eos=True))
+    engine.release(first.request.id) if where == "decoding" else None
+    check_baseline(engine)
+    engine.stop()
+
+
+def test_blocks_fold_what_single_tokens_fold():
+    """Against the rule as it is written down, token by token, in float64."""
+    torch.manual_seed(0)
+    q, k = (torch.nn.functional.normalize(torch.randn(130, 2, 1, 8), dim=-1) for _ in range(2))
+    v, beta = torch.randn(130, 2, 3, 4), torch.rand(130, 2, 3)
+    log_decay, state = -torch.rand(130, 2, 3) / 10, torch.randn(2, 3, 8, 4)
+    out, after = fold(q, k, v, log_decay, beta, state)
+    want = state.double()
+    for at in range(130):
+        want = want * log_decay[at].double().exp()[..., None, None]
+        key = k[at].double().expand(2, 3, 8)
+        change = (v[at] - torch.einsum("urk,urkv->urv", key, want)) * beta[at][..., None]
+        want = want + key[..., None] * change[..., None, :]
+        read = torch.einsum("urk,urkv->urv", q[at].double().expand(2, 3, 8), want)
+        torch.testing.assert_close(out[at].double(), read, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(after.double(), want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"linear_num_value_heads": 3}, "3 linear value heads do not share 2 key heads"),
+        ({"linear_num_key_heads": 0}, "Qwen3_5ForCausalLM"),
+        ({"linear_conv_kernel_dim": 9}, "linear_conv_kernel_dim is 9; it can be 2 to 8"),
+        ({"linear_key_head_dim": 2048}, "width of a linear key head is 2048; it can be 1 to 1024"),
+        ({"hidden_act": "gelu"}, "linear attention with the activation gelu"),
+        ({"layer_types": ["linear_attention"] * 3}, "layer_types are linear_attention, 3 in all"),
+    ],
+)
+def test_what_cannot_be_is_named_before_weights_are_read(changes, words, folder, tmp_path):
+    config = json.loads((folder("qwen3_5") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ModelError, match=words):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"speculation": "suffix"}, "from which a wrong draft cannot be taken back"),
+        ({"max_step_tokens": 79}, "max_sequences 16 plus 64: prompts of this model are cut"),
+        ({"mixed_prefill_tokens": 32}, "mixed_prefill_tokens 32 must be at least 64"),
+        ({"tp": 4}, "it does not divide the 2 key heads of a linear attention"),
+    ],
+)
+def test_what_does_not_go_with_states_is_named(options, words, folder):
+    with pytest.raises((EngineError, ModelError), match=words):
+        build(folder("qwen3_5"), **options)
