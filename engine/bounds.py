@@ -78,10 +78,8 @@ class Bounds:
 
     def extent_of(self, request: Request) -> tuple[int, int]:
         """The slots of a request, and the pages that each of its sequences has in the end."""
-        from engine.types import Mode
-
         prompt = len(request.prompt_ids)
-        if request.mode is Mode.PREFILL:
+        if not request.mode.decodes:
             resumed = len(request.generated[0]) if request.generated else 0
             return 1, -(-(prompt + resumed) // self.page_size)
         return request.choices, -(-(prompt + request.stop.max_tokens) // self.page_size)

@@ -38,6 +38,7 @@ from engine.parts.paging import make_pages, resolved
 from engine.parts.scheduling import scheduler_of
 from engine.pool.kinds import PoolError, pool_type
 from engine.pool.pools import KvPools
+from engine.pooling.requests import Floats
 from engine.ranks.keeper import Pulse, RankError
 from engine.ranks.leader import HostRanks, NoRanks, Ranks
 from engine.sampling import Sampler
@@ -45,7 +46,15 @@ from engine.schedule.scheduler import Scheduler
 from engine.speculation import choosing
 from engine.step.hooks import Hook
 from engine.tiers.build import StoreConfig
-from engine.types import EngineLoad, ModelInfo, Request, Sink, TokenRecord
+from engine.types import (
+    EngineLoad,
+    FailureReason,
+    ModelInfo,
+    Request,
+    RequestFailed,
+    Sink,
+    TokenRecord,
+)
 from prefixes.index import POOL
 
 log = logging.getLogger("baton.engine")
@@ -65,7 +74,9 @@ class Engine:
         matchers: Matchers | None = None,
         ranks: Ranks | None = None,
         step_timeout_s: float = math.inf,
+        score_head: Floats | None = None,
     ) -> None:
+        self._score_head = score_head
         self._step_timeout_s = step_timeout_s
         self.model = model
         self.pools = pools
@@ -151,7 +162,8 @@ class Engine:
         widths = widths_of(config, own)
         scheduler = scheduler_of(config, pools, sampler, hooks, stores, mover, widths)
         loop = StepLoop(scheduler, executor, profiler)
-        return cls(info, pools, loop, ranks=ranks, step_timeout_s=config.step_timeout_s)
+        timeout_s, head = config.step_timeout_s, loaded.score_head
+        return cls(info, pools, loop, ranks=ranks, step_timeout_s=timeout_s, score_head=head)
 
     @property
     def max_step_tokens(self) -> int:
@@ -187,6 +199,13 @@ class Engine:
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Accepts a request. A request that cannot run gets RequestFailed."""
+        if request.pooling is not None and request.pooling.scores:
+            if self._score_head is None:
+                failed = RequestFailed(request.id, FailureReason.INTERNAL)
+                self._loop.post(lambda scheduler: scheduler.requests.emit(sink, failed))
+                return
+            pooling = replace(request.pooling, head=self._score_head)
+            request = replace(request, pooling=pooling)
         if not self._matchers.are_wanted(request):
             self._loop.submit(request, sink)
             return
@@ -351,6 +370,7 @@ def _model_info(
         prefix_cache=config.prefix_cache,
         extensions=tuple(hook.name for hook in hooks),
         sampling=_sampling(config, loaded),
+        pooling=loaded.pooling,
     )
 
 

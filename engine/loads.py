@@ -1,4 +1,4 @@
-"""Parts of the snapshot that an engine gives of itself (`engine.types.EngineLoad`)."""
+"""The snapshot that an engine gives of itself, and its parts."""
 
 from __future__ import annotations
 
@@ -56,3 +56,63 @@ class SpeculationLoad:
     def accepted_tokens(self) -> int:
         """Draft tokens that were the tokens drawn."""
         return sum(self.accepted_by_position)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """A snapshot of the engine, replaced by the step loop every turn; read from any thread."""
+
+    progress: int = 0
+    """Turns of the step loop, with idle ones (at least one in 0.5 s)."""
+    queued_prefill_tokens: int = 0
+    """Prompt tokens to be computed here, with those of steps in flight."""
+    requests: frozenset[bytes] = frozenset()
+    """Ids of the requests that the engine holds and that the other figures contain."""
+    waiting_requests: int = 0
+    wanted_pages: int = 0
+    """Pages for which requests without pages wait, and those kept back for the growth of others."""
+    wanted_sequences: int = 0
+    """Slots for which such requests wait."""
+    running_sequences: int = 0
+    max_sequences: int = 0
+    total_pages: int = 0
+    free_pages: int = 0
+    evictable_pages: int = 0
+    granted_pages: int = 0
+    quarantined_pages: int = 0
+    damaged_pages: int = 0
+    """Pages found written while they were free, if that is checked. Must stay 0."""
+    step_ms: float = 0.0
+    """Duration of the last step, launch to settled."""
+    long_step_ms: float = 0.0
+    """Expected duration of the step in flight, if it is long; else 0. Progress may pause this
+    long."""
+    prefill_tokens_per_s: float = 0.0
+    """Moving average of the rate at which steps compute prompt tokens; 0 while unknown."""
+    prefill_rate_age_s: float = 0.0
+    """Time since a step last added to that rate."""
+    prefill_token_s: float = 0.0
+    """Time to compute a prompt token without tokens before it; 0 while unknown."""
+    prefill_context_s: float = 0.0
+    """How much longer it takes for each token before it."""
+    piece_delay_ms: float = 0.0
+    """How much longer a step that decodes takes with a prompt's piece; 0 while unknown."""
+    piece_tokens: float = 0.0
+    """Prompt tokens of such a piece, on average."""
+    steps: int = 0
+    preemptions: int = 0
+    prompt_tokens_computed: int = 0
+    prompt_tokens_cached: int = 0
+    prompt_tokens_loaded: Mapping[str, int] = field(default_factory=dict)
+    """Prompt tokens that came from beyond the pool, by source: a tier, or peers."""
+    tokens_sampled: int = 0
+    tiers: TierLoad | None = None
+    """The tiers below the pool; None: there are none."""
+    groups: tuple[GroupLoad, ...] = ()
+    """The pages of each group of layers; empty where there is one."""
+    prompt_tokens_unresumable: int = 0
+    """Prompt tokens that group 0 knew and that were computed, for a window before them was gone."""
+    hook_failures: Mapping[tuple[str, str], int] | None = None
+    """Failures of hooks, by hook and point; None: there are no hooks."""
+    speculation: SpeculationLoad | None = None
+    """None: drafts are off."""

@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 
 from engine.checkpoints import SamplingDefaults
 from engine.group_pages import GroupGrant, GroupPages
-from engine.loads import GroupLoad, SpeculationLoad, TierLoad
+from engine.loads import EngineLoad as EngineLoad
+from engine.pooling.checkpoint import PoolingDefaults
+from engine.pooling.requests import Pooled, Pooling
 
 TokenIds = NDArray[np.int32]
 PageIds = NDArray[np.int32]
@@ -35,6 +37,13 @@ class Mode(enum.Enum):
     RECEIVE = "receive"
     """Reserve slots and pages, and decode after `Engine.deliver` says that the pages are filled. If
     `Request.takeover_tokens` allows it, take the prompt over instead."""
+    POOL = "pool"
+    """Prefill, and pool the prompt's hidden states (`Request.pooling`). No token is drawn."""
+
+    @property
+    def decodes(self) -> bool:
+        """Whether tokens are generated here behind the first one."""
+        return self in (Mode.WHOLE, Mode.RECEIVE)
 
 
 class EndReason(enum.Enum):
@@ -152,6 +161,13 @@ class Request:
     """WHOLE and PREFILL: where pages can be had that are missing here; None: they are computed."""
     speculates: bool = True
     """Whether drafts of its output may be verified, where the engine does that."""
+    pooling: Pooling | None = None
+    """POOL: how."""
+
+    @property
+    def reads_whole_prompt(self) -> bool:
+        """Whether every token of the prompt must be computed, cached or not."""
+        return self.prompt_logprobs or (self.pooling is not None and self.pooling.reads_all)
 
 
 class TokenRecord(NamedTuple):
@@ -298,6 +314,7 @@ EventOfOne = (
     | Prefilled
     | Joined
     | PromptScored
+    | Pooled
     | SequenceEnded
     | RequestFailed
 )
@@ -306,66 +323,6 @@ Event = EventOfOne | NewTokens
 Sink = Callable[[Sequence[Event]], None]
 """Called on the step loop's thread once a step, with the events of its requests in order. It must
 not block or raise."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
-    """A snapshot of the engine, replaced by the step loop every turn; read from any thread."""
-
-    progress: int = 0
-    """Turns of the step loop, with idle ones (at least one in 0.5 s)."""
-    queued_prefill_tokens: int = 0
-    """Prompt tokens to be computed here, with those of steps in flight."""
-    requests: frozenset[bytes] = frozenset()
-    """Ids of the requests that the engine holds and that the other figures contain."""
-    waiting_requests: int = 0
-    wanted_pages: int = 0
-    """Pages for which requests without pages wait, and those kept back for the growth of others."""
-    wanted_sequences: int = 0
-    """Slots for which such requests wait."""
-    running_sequences: int = 0
-    max_sequences: int = 0
-    total_pages: int = 0
-    free_pages: int = 0
-    evictable_pages: int = 0
-    granted_pages: int = 0
-    quarantined_pages: int = 0
-    damaged_pages: int = 0
-    """Pages found written while they were free, if that is checked. Must stay 0."""
-    step_ms: float = 0.0
-    """Duration of the last step, launch to settled."""
-    long_step_ms: float = 0.0
-    """Expected duration of the step in flight, if it is long; else 0. Progress may pause this
-    long."""
-    prefill_tokens_per_s: float = 0.0
-    """Moving average of the rate at which steps compute prompt tokens; 0 while unknown."""
-    prefill_rate_age_s: float = 0.0
-    """Time since a step last added to that rate."""
-    prefill_token_s: float = 0.0
-    """Time to compute a prompt token without tokens before it; 0 while unknown."""
-    prefill_context_s: float = 0.0
-    """How much longer it takes for each token before it."""
-    piece_delay_ms: float = 0.0
-    """How much longer a step that decodes takes with a prompt's piece; 0 while unknown."""
-    piece_tokens: float = 0.0
-    """Prompt tokens of such a piece, on average."""
-    steps: int = 0
-    preemptions: int = 0
-    prompt_tokens_computed: int = 0
-    prompt_tokens_cached: int = 0
-    prompt_tokens_loaded: Mapping[str, int] = field(default_factory=dict)
-    """Prompt tokens that came from beyond the pool, by source: a tier, or peers."""
-    tokens_sampled: int = 0
-    tiers: TierLoad | None = None
-    """The tiers below the pool; None: there are none."""
-    groups: tuple[GroupLoad, ...] = ()
-    """The pages of each group of layers; empty where there is one."""
-    prompt_tokens_unresumable: int = 0
-    """Prompt tokens that group 0 knew and that were computed, for a window before them was gone."""
-    hook_failures: Mapping[tuple[str, str], int] | None = None
-    """Failures of hooks, by hook and point; None: there are no hooks."""
-    speculation: SpeculationLoad | None = None
-    """None: drafts are off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,3 +348,4 @@ class ModelInfo:
     extensions: tuple[str, ...] = ()
     """Names of hooks, for which requests may carry bytes."""
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+    pooling: PoolingDefaults = field(default_factory=PoolingDefaults)

@@ -93,6 +93,57 @@ def _transpose_experts(file: Path) -> None:
     save_file(tensors, file, {"format": "pt"})
 
 
+def write_pooling_model(path: Path, *modules: tuple[str, dict[str, Any]], **options: Any) -> Path:
+    """A tiny model as sentence-transformers saves one that embeds: without a head, without the
+    body's name, and with these modules behind it."""
+    import json
+
+    from safetensors.torch import load_file, save_file
+
+    write_tiny_model(path, **options)
+    tensors = load_file(path / "model.safetensors")
+    bare = {name.removeprefix("model."): each for name, each in tensors.items()}
+    bare.pop("lm_head.weight", None)
+    save_file(bare, path / "model.safetensors", {"format": "pt"})
+    write_modules(path, *modules)
+    config = json.loads((path / "config.json").read_text())
+    config["architectures"] = [config["architectures"][0].replace("ForCausalLM", "Model")]
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def write_modules(path: Path, *modules: tuple[str, dict[str, Any]]) -> None:
+    """The files that sentence-transformers writes beside a model."""
+    import json
+
+    listed = [{"idx": 0, "path": "", "type": "sentence_transformers.models.Transformer"}]
+    for index, (name, config) in enumerate(modules, 1):
+        folder = path / f"{index}_{name}"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        kind = f"sentence_transformers.models.{name}"
+        listed.append({"idx": index, "path": folder.name, "type": kind})
+    (path / "modules.json").write_text(json.dumps(listed))
+
+
+def write_scoring_model(path: Path, *, labels: int = 1, **options: Any) -> Path:
+    """A tiny model with a head that scores in place of one that draws tokens."""
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    write_tiny_model(path, **options)
+    config = AutoConfig.from_pretrained(path)
+    config.num_labels, config.pad_token_id = labels, 0
+    body = reference_model(path).model
+    model = AutoModelForSequenceClassification.from_config(config)
+    model.model.load_state_dict(body.state_dict())
+    torch.manual_seed(7)
+    with torch.no_grad():
+        model.score.weight.normal_(0.0, 0.2)
+    model.save_pretrained(path)
+    return path
+
+
 def class_of(config: Any) -> Any:
     """The class of transformers that answers with text."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText

@@ -44,6 +44,8 @@ from engine.cuda.ranks.drawing import (
     Verified,
     drawing_of,
     nothing_drawn,
+    pooled_of,
+    pooling,
     telling,
 )
 from engine.cuda.speculation.drawing import Drafting, DrawingDrafts
@@ -74,8 +76,11 @@ SPARE_INTEGERS = 1 << 16
 
 class _Graph(NamedTuple):
     graph: torch.cuda.CUDAGraph
+    hidden: Tensor | None
+    """[R, H]; None: it has no prompts. The next replay of any shape may overwrite it, and the
+    logits."""
     logits: Tensor
-    """[R, vocab]. The next replay of any shape may overwrite it."""
+    """[R, vocab]"""
 
 
 class CudaExecutor:
@@ -161,7 +166,7 @@ class CudaExecutor:
         self._hooked.capture()
         with torch.cuda.stream(self.stream):
             packed = self._pack(None, shape)
-            logits = self._kernels(packed)
+            _, logits = self._kernels(packed)
             if shape.decodes:
                 verified = self._verified(self._inputs, shape.decodes, shape.width)
                 self._drawing.warm(logits[: shape.decode_tokens], packed.slots, verified)
@@ -169,13 +174,13 @@ class CudaExecutor:
             self.stream.synchronize()
             graph.capture_begin(memory, capture_error_mode="thread_local")
             try:
-                logits = self._kernels(packed)
+                hidden, logits = self._kernels(packed)
             finally:
                 graph.capture_end()
             if self._drafting is not None and shape.decodes and not shape.prompt_rows:
                 self.step_times[shape] = replay_s(graph)
         self._hooked.check_captured()
-        return _Graph(graph, logits)
+        return _Graph(graph, hidden if shape.prompt_rows else None, logits)
 
     def seconds_by_rows_and_width(self) -> dict[tuple[int, int], float]:
         """Seconds of a step of decode rows without context, whatever division of contexts it
@@ -217,7 +222,7 @@ class CudaExecutor:
         (draw, future), self._waiting = self._waiting, None
         try:
             with torch.inference_mode(), torch.cuda.stream(self.stream):
-                self._finish(self._drawing.draw(draw, masks), future)
+                self._finish(pooling(self._drawing.draw(draw, masks), draw.pooled), future)
         except Exception as error:
             future.set_exception(error)
 
@@ -241,7 +246,7 @@ class CudaExecutor:
         if plan.masked.size:
             self._waiting = draw, Future()
             return self._waiting[1]
-        return self._finish(self._drawing.draw(draw))
+        return self._finish(pooling(self._drawing.draw(draw), draw.pooled))
 
     def _transfer(self, plan: StepPlan) -> None:
         """Queues page copies and token table writes before the step. They are rare, so no graph has
@@ -271,12 +276,14 @@ class CudaExecutor:
     def _padded(self, plan: StepPlan, shape: Shape, narrowed: Narrowed | None) -> Draw:
         packed = self._pack(plan, shape, narrowed)
         ready = self._graphs.get(shape)
+        hidden: Tensor | None
         if ready is None:
-            logits = self._kernels(packed)
+            hidden, logits = self._kernels(packed)
         else:
             ready.graph.replay()
-            logits = ready.logits
-        return self._draw(plan, packed, logits, self._inputs)
+            hidden, logits = ready.hidden, ready.logits
+        pooled = pooled_of(plan, hidden, shape.decode_tokens)
+        return self._draw(plan, packed, logits, self._inputs)._replace(pooled=pooled)
 
     def _draw(self, plan: StepPlan, packed: PackedStep, logits: Tensor, inputs: Inputs) -> Draw:
         """The draw of a padded step."""
@@ -304,8 +311,8 @@ class CudaExecutor:
         self._staging.upload()
         return packed
 
-    def _kernels(self, packed: PackedStep) -> Tensor:
-        """Logits, [R, vocab]. A graph captures this."""
+    def _kernels(self, packed: PackedStep) -> tuple[Tensor, Tensor]:
+        """Hidden states [R, H] of the rows, and their logits [R, vocab]. A graph captures this."""
         inputs = self._inputs.spread(packed, self._token_table, self._page_size)
         self._attention.prepare(attention_of(packed, inputs))
         narrowed = narrowed_of(packed, inputs[0], self._most_chosen, self._page_size)
@@ -316,7 +323,7 @@ class CudaExecutor:
             ends_of(packed, inputs),
             self._hooked.attend(self._attention.first, narrowed, differ=packed.shape.differ),
         )
-        return self._forward.logits(hidden)
+        return hidden, self._forward.logits(hidden)
 
     # -- steps with longer prompts --------------------------------------------------------------
 
@@ -349,14 +356,16 @@ class CudaExecutor:
         hooked = self._hooked.attend(self._attention.first, rows, differ=differ)
         ends, scores = ends_of(packed, inputs), []
         given = inputs[0].token_ids, inputs[0].positions, [group.stores for group in inputs]
-        hidden = self._forward.hidden(*given, None if plan.scores else ends, hooked)
-        if plan.scores:
+        all_states = plan.reads_all_states
+        hidden = self._forward.hidden(*given, None if all_states else ends, hooked)
+        pooled = pooled_of(plan, hidden, None if all_states else shape.decode_tokens)
+        if all_states:
             logits_of = self._forward.logits
             scores = [self._drawing.score(hidden, wanted, logits_of) for wanted in plan.scores]
-            assert ends is not None, "a prompt is scored"
+            assert ends is not None, "states of prompts are read"
             hidden = hidden.index_select(0, ends.tokens)
         logits = hidden if plan.sample is None else self._forward.logits(hidden)
-        return self._draw(plan, packed, logits, own)._replace(scores=scores)
+        return self._draw(plan, packed, logits, own)._replace(scores=scores, pooled=pooled)
 
 
 def widths_of(most: int) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.eager.steps import TorchSteps
 from engine.sampling import Sampler, SampleResult, score
+from engine.sampling.pooling import pooled_states
 from engine.step.executor import Launched
 from engine.step.plan import ScorePlan, ScoreResult, StepPlan, StepResult
 from engine.step.sampling import Masks, SamplePlan, words_of
@@ -61,15 +62,18 @@ class TorchExecutor:
         hidden = steps.forward(plan)
         spoilt = steps.spoilt()
         scores = tuple(self._score(hidden, wanted) for wanted in plan.scores)
+        pooled = pooled_states(plan, hidden).cpu().numpy() if len(plan.pools) else None
         if plan.sample is None:
             steps.end()
-            return self._with_failures(_with_spoilt(_empty_result(scores), spoilt))
+            empty = _empty_result(scores, pooled)
+            return self._with_failures(_with_spoilt(empty, spoilt))
         if steps.reads_logits(plan):
             drawn = self._draw(steps.logits(hidden, plan), plan.sample, masks)
         else:
             drawn = steps.judge(*steps.best(hidden, plan))
         steps.keep(plan, drawn)
-        return self._with_failures(_with_spoilt(self._to_host(plan, drawn, scores), spoilt))
+        result = replace(self._to_host(plan, drawn, scores), pooled=pooled)
+        return self._with_failures(_with_spoilt(result, spoilt))
 
     def _draw(
         self, logits: Tensor, plan: SamplePlan, masks: Future[Masks | None] | None
@@ -123,5 +127,8 @@ def _with_spoilt(result: StepResult, spoilt: Tensor | None) -> StepResult:
     return result if spoilt is None else replace(result, spoilt=spoilt.cpu().numpy())
 
 
-def _empty_result(scores: tuple[ScoreResult, ...] = ()) -> StepResult:
-    return StepResult(np.zeros(0, np.int32), np.zeros(0, np.bool_), None, None, None, scores)
+def _empty_result(
+    scores: tuple[ScoreResult, ...] = (), pooled: NDArray[np.float32] | None = None
+) -> StepResult:
+    nothing = np.zeros(0, np.int32), np.zeros(0, np.bool_)
+    return StepResult(*nothing, None, None, None, scores, pooled=pooled)

@@ -10,16 +10,19 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.checkpoints import Weights
+from engine.checkpoints import CheckpointError, Weights
 from engine.model.config import (
     ModelConfig,
     ModelError,
+    Unread,
     UnsupportedModelError,
     named_as,
     read_json,
@@ -35,6 +38,14 @@ from engine.model.ranks import check_ranks
 from engine.model.region import Range
 from engine.model.shard import Shard
 from engine.model.sources import Dummy, Safetensors, Source
+from engine.pooling.checkpoint import (
+    CLASSIFIES,
+    SCORE,
+    Folder,
+    PoolingDefaults,
+    read_folder,
+    score_head,
+)
 from engine.step.collective import Collective
 
 log = logging.getLogger("baton.engine")
@@ -59,6 +70,9 @@ class LoadedModel:
     """The folder from which it was loaded."""
     precision: str = ""
     """The format of quantised weights, or the `quantization`; empty: float."""
+    pooling: PoolingDefaults = field(default_factory=PoolingDefaults)
+    score_head: NDArray[np.float32] | None = None
+    """[L, H]. The head that scores; None: the checkpoint has none."""
 
 
 def load_model(
@@ -101,12 +115,14 @@ def load_model(
     folder, gguf = _locate(path, load_format)
     file = GgufFile(gguf) if gguf else None
     config = file.config(max_context_tokens) if file else read_config(folder, max_context_tokens)
+    pools, generates = _pools(folder), True
     is_dummy = load_format == "dummy"
     source: Source | None = file
     if source is None and not is_dummy:
         source = Safetensors(folder)
         config = named_as(config, source.headers.keys())
         config = replace(config, tie_embeddings=_ties(config, source, dtype))
+        config, generates = _without_head(config, source, folder)
     form = None if file else read_format(read_json(folder / "config.json"), folder, config.head)
     precision = Precision(device, dtype, form, quantization)
     check_ranks(config, precision, shard.count)
@@ -121,7 +137,8 @@ def load_model(
         places = list(_places(model, form, source.headers))
         _check(places, source, form, config)
     revision = _fill(places, source, config, progress)
-    return LoadedModel(model, config, revision, str(folder), precision.name)
+    loaded = LoadedModel(model, config, revision, str(folder), precision.name)
+    return _with_pooling(loaded, pools, source, generates=generates)
 
 
 def _weights(
@@ -138,6 +155,52 @@ def _weights(
         outside=model.embedding.numel() + (0 if config.tie_embeddings else model.head.numel()),
         packed_bytes=sum(each.numel() * each.element_size() for each in others),
     )
+
+
+# -- pooling ------------------------------------------------------------------------------------
+
+
+def _pools(folder: Path) -> Folder:
+    try:
+        return read_folder(folder)
+    except CheckpointError as error:
+        raise ModelError(str(error)) from error
+
+
+def _without_head(
+    config: ModelConfig, source: Safetensors, folder: Path
+) -> tuple[ModelConfig, bool]:
+    """The model with the features of a checkpoint that draws no tokens, and whether it does draw
+    some. There is no memory for a head that is not there."""
+    names = read_json(folder / "config.json").get("architectures") or []
+    scores = any(name.endswith(CLASSIFIES) for name in names)
+    lacks = _ends(config)[1] not in source.headers and not config.tie_embeddings
+    lacks = lacks and (scores or source.is_bare)
+    if SCORE in source.headers:
+        config = replace(config, unread=(*config.unread, Unread(SCORE, "the head that scores")))
+    return replace(config, tie_embeddings=config.tie_embeddings or lacks), not (scores or lacks)
+
+
+def _with_pooling(
+    loaded: LoadedModel, pools: Folder, source: Source, *, generates: bool
+) -> LoadedModel:
+    """The model with what its checkpoint has for pooling. Its revision depends on that."""
+    embedding, head = _ends(loaded.config)
+
+    def row(name: str, index: int | None) -> NDArray[np.float32]:
+        where = () if index is None else (Range(index, index + 1),)
+        found: NDArray[np.float32] = source.read(name, *where).float().cpu().numpy()
+        return found
+
+    drawing = head if head in source.headers else embedding
+    found = score_head(pools, source.headers, drawing, row)
+    revision = loaded.revision
+    if found is not None:
+        revision = hashlib.sha256(revision.encode() + found.tobytes()).hexdigest()[:16]
+    width, labels = loaded.config.hidden_size, 0 if found is None else len(found)
+    by_turns = pools.true_id is not None
+    defaults = PoolingDefaults(pools.kind, pools.normalise, width, labels, by_turns, generates)
+    return replace(loaded, revision=revision, pooling=defaults, score_head=found)
 
 
 # -- finding ------------------------------------------------------------------------------------

@@ -15,6 +15,9 @@ from engine.model.config import ModelError, UnsupportedModelError
 from engine.model.region import Range
 
 DUMMY_STD = 0.02
+BARE = "embed_tokens.weight"
+"""A checkpoint that has this name was saved without a head, and without the body's own name, as
+those of models that embed are. Its tensors are read as if they had it."""
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -96,9 +99,14 @@ class Safetensors:
             for name in shard.keys():  # noqa: SIM118 (a shard is not a mapping)
                 self._shards[name] = shard
                 self.headers[name] = _header(name, shard.get_slice(name))
+        self.is_bare = BARE in self.headers
+        """Whether it was saved without a head."""
+        self._prefix = "model." if self.is_bare else ""
+        self.headers = {self._prefix + name: each for name, each in self.headers.items()}
 
     def read(self, name: str, *where: Range) -> Tensor:
         """See `Source`. Only the bytes of these places are read."""
+        name = name.removeprefix(self._prefix)
         shard = self._shards[name]
         if not where:
             tensor: Tensor = shard.get_tensor(name)

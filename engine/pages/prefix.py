@@ -45,7 +45,7 @@ def prompt_keys(
 ) -> list[bytes]:
     """Keys of the pages of `tokens` that may be found in the cache. `tokens` is a request's prompt
     with its output so far. At least one token is left to compute. `known` is as for `page_keys`."""
-    if not config.prefix_cache or request.prompt_logprobs:
+    if not config.prefix_cache or request.reads_whole_prompt:
         return []
     complete = (len(tokens) - 1) // config.page_size
     if len(known) >= complete:  # The usual case for a request that waits.

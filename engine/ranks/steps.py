@@ -34,8 +34,9 @@ COLUMNS: Final = (
     "write_tokens",
     "arrived",
     "hook_terms",
+    "pools",
 )
-"""Columns that travel. The page table and the hooks' terms have two dimensions."""
+"""Columns that travel. The page table, the hooks' terms and the pools have two dimensions."""
 BEGUN: Final = ("slots", "lens", "prompt_lens", "choices", "seeds", "ids")
 """Columns of `Begins`, which travel behind those, if there are any."""
 HEAD: Final = (
@@ -78,6 +79,7 @@ def decode(frames: Sequence[bytes]) -> StepPlan:
     hooks, arrays = told["hooks"], arrays[len(COLUMNS) :]
     columns["page_table"] = columns["page_table"].reshape(-1, told["table_width"])
     columns["hook_terms"] = columns["hook_terms"].reshape(hooks, len(columns["row_slots"]))
+    columns["pools"] = columns["pools"].reshape(-1, 4)
     asked = head[len(HEAD) :].reshape(-1, 2).tolist()
     begins = None
     if told["begins"]:

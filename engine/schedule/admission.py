@@ -191,7 +191,9 @@ class Admission:
             return False
         tokens = sequence.tokens
         pages = -(-len(tokens) // self._config.page_size)
-        wanted = pages + self._growth(sequence.active.request, pages)
+        wanted = pages
+        if sequence.active.request.mode.decodes:
+            wanted += self._growth(sequence.active.request, pages)
         reserve = self.growth_reserve(wanted)
         if self._batch.slots.num_free == 0 or wanted > self._blocks.available - reserve:
             return False
@@ -211,12 +213,12 @@ class Admission:
         request = active.request
         if request.mode is not Mode.RECEIVE and not self._has_prefill_room():
             return False
-        num_sequences = request.choices if request.mode is not Mode.PREFILL else 1
+        num_sequences = request.choices if request.mode.decodes else 1
         tokens = active.tokens
         active.keys = prompt_keys(self._config, request, tokens, active.keys)
         pages = -(-len(tokens) // self._config.page_size)
         spare = num_sequences - 1 if len(tokens) % self._config.page_size else 0
-        growth = 0 if request.mode is Mode.PREFILL else self._growth(request, pages)
+        growth = self._growth(request, pages) if request.mode.decodes else 0
         resumable = self._resumable(active.keys)
         active.cached_tokens = resumable * self._config.page_size
         # What another worker sends need not be sent again, even if nothing could go on from it.

@@ -14,7 +14,6 @@ from engine.schedule.slots import SlotState, SlotTable
 from engine.step.plan import Begins, StepPlan
 from engine.step.sampling import SamplePlanner
 from engine.stopping import end_ids
-from engine.types import Mode
 
 Int32s = NDArray[np.int32]
 NO_TERMS: Int32s = np.zeros((0, 0), np.int32)
@@ -70,7 +69,7 @@ class Batch:
         slot = self.slots.take(
             state, len(request.prompt_ids), sequence.outputs, request.stop, active.seniority
         )
-        if request.mode is Mode.PREFILL:
+        if not request.mode.decodes:
             self.slots.set_limit(slot, len(request.prompt_ids))
         self.slots.choice[slot] = sequence.choice
         self.slots.noise_choice[slot] = sequence.noise_choice
@@ -79,7 +78,7 @@ class Batch:
         self.slots.is_masked[slot] = sequence.matcher is not None
         sequence.slot, sequence.drafts = slot, []
         self.owners[slot] = sequence
-        if self._begins is not None and request.mode is not Mode.PREFILL:
+        if self._begins is not None and request.mode.decodes:
             self._begins[slot] = sequence
             self.slots.drafts[slot] = request.speculates and not any(active.hooked.terms)
         if self._hooks is not None:

@@ -50,6 +50,10 @@ class _Samples(NamedTuple):
     choices: Int32s
 
 
+Pool = tuple[int, int, int, int]
+"""A row of `StepPlan.pools`."""
+
+
 class Planner:
     """Plans steps, and moves the batch's columns and prompts past each of them."""
 
@@ -76,10 +80,10 @@ class Planner:
         work."""
         rows = self._decode_rows()
         width = self._width(rows)
-        chunks, scores = self._cut_chunks(rows.size, rows.size * width)
+        chunks, scores, pools = self._cut_chunks(rows.size, rows.size * width)
         if rows.size == 0 and not chunks and not self._batch.has_transfers:
             return None
-        plan = self._build(rows, width, chunks, scores)
+        plan = self._build(rows, width, chunks, scores, pools)
         self._batch.next_step += 1
         if chunks:
             self._batch.chunks[plan.number] = tuple(chunks)
@@ -190,13 +194,14 @@ class Planner:
 
     def _cut_chunks(
         self, decodes: int, decode_tokens: int
-    ) -> tuple[list[ChunkPlan], list[ScorePlan]]:
+    ) -> tuple[list[ChunkPlan], list[ScorePlan], list[Pool]]:
         config, others = self._config, self._batch.others
         budget = self._budget.tokens - decode_tokens
         if decodes:
             budget = min(budget, config.mixed_prefill_tokens)
         chunks: list[ChunkPlan] = []
         scores: list[ScorePlan] = []
+        pools: list[Pool] = []
         first_token, first_sample = decode_tokens, decodes
         scratch = config.scratch_tokens if config.gathers else UNBOUNDED
         for task in self._batch.prefills:
@@ -209,17 +214,17 @@ class Planner:
                 break
             others.extend(task.leader.slot, end)
             score = _score_plan(task, end, first_token)
-            chunks.append(
-                ChunkPlan(task, task.cursor, end, first_sample, len(scores) if score else -1)
-            )
-            if score:
-                scores.append(score)
+            pool = _pool(task, end, decodes + len(chunks), first_token)
+            places = len(scores) if score else -1, len(pools) if pool else -1
+            chunks.append(ChunkPlan(task, task.cursor, end, first_sample, *places))
+            scores += [score] if score else []
+            pools += [pool] if pool else []
             first_token += end - task.cursor
             first_sample += len(_first_draws(task)) if last else 0
             scratch -= end
             full = config.full_step_tokens - (first_token - decode_tokens)
             budget = min(budget - (end - task.cursor), full)
-        return chunks, scores
+        return chunks, scores, pools
 
     def _advance(self, chunk: ChunkPlan) -> None:
         """Moves the task of a planned chunk on. After the last chunk, moves its sequences into the
@@ -237,14 +242,19 @@ class Planner:
         self._batch.slots.set_kv(task.leader.slot, chunk.end)
         if task.remaining == 0:
             self._batch.prefills.remove(task)
-            if active.request.mode is not Mode.PREFILL:
+            if active.request.mode.decodes:
                 self._batch.fork(task.sequences)
                 self._requests.join(active)
 
     # -- building ----------------------------------------------------------------------------------
 
     def _build(
-        self, rows: Slots, width: int, chunks: list[ChunkPlan], scores: list[ScorePlan]
+        self,
+        rows: Slots,
+        width: int,
+        chunks: list[ChunkPlan],
+        scores: list[ScorePlan],
+        pools: list[Pool],
     ) -> StepPlan:
         slots, others = self._batch.slots, self._batch.others
         bounds, least = self._bounds(rows, width), slots.least_kv(rows)
@@ -288,6 +298,7 @@ class Planner:
             masked=masked,
             whole_logits=masked.size > 0 or (sample is not None and not sample.is_greedy),
             scores=tuple(scores),
+            pools=np.array(pools, np.int32).reshape(-1, 4),
             others=others.tables(row_slots, stored_from, contexts, self._batch.next_step),
             width=width,
             begins=begins,
@@ -304,8 +315,8 @@ class Planner:
         last_token = rows.size * width - 1
         for chunk in chunks:
             last_token += chunk.end - chunk.start
-            if chunk.is_last:
-                drawn = _first_draws(chunk.task)
+            drawn = _first_draws(chunk.task) if chunk.is_last else []
+            if drawn:
                 tokens.append(np.full(len(drawn), last_token, np.int32))
                 where.append(np.array([sequence.slot for sequence in drawn], np.int32))
                 indices.append(np.array([len(sequence.outputs) for sequence in drawn], np.int32))
@@ -351,10 +362,21 @@ def _score_plan(task: PrefillTask, end: int, first_token: int) -> ScorePlan | No
     return ScorePlan(first_token, next_ids, request.sampling.top_logprobs or 0)
 
 
+def _pool(task: PrefillTask, end: int, row: int, first_token: int) -> Pool | None:
+    """What this chunk adds to the prompt's pooled states."""
+    pooling = task.leader.active.request.pooling
+    found = pooling.rows(task.cursor, end, task.num_tokens) if pooling else None
+    if pooling is None or found is None:
+        return None
+    return pooling.kind, row, first_token + found[0], found[1]
+
+
 def _first_draws(task: PrefillTask) -> list[Sequence]:
     """One entry per token drawn from the prompt's last logits. A PREFILL request has one slot for
     all its choices."""
     request = task.leader.active.request
+    if request.mode is Mode.POOL:
+        return []
     if request.mode is Mode.PREFILL:
         return [task.leader] * request.choices
     return task.sequences

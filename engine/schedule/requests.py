@@ -7,6 +7,7 @@ A request's life:
     WAITING -> RESERVED -> deliver -> ACTIVE -> ended              (RECEIVE)
     WAITING -> ACTIVE -> ended                                     (RECEIVE, taken over)
     WAITING -> ACTIVE -> HELD -> release -> gone                   (PREFILL)
+    WAITING -> ACTIVE -> pooled                                    (POOL)
     RESERVED -> cancel -> HELD -> release -> gone                  (quarantine)
 
 If a running sequence finds no page, the youngest sequence is preempted. Its pages are freed. It
@@ -228,7 +229,7 @@ class Requests:
 
     def join(self, active: ActiveRequest) -> None:
         """Tells the sink once that the request's sequences are in the batch."""
-        if not active.joined and active.request.mode is not Mode.PREFILL:
+        if not active.joined and active.request.mode.decodes:
             active.joined = True
             self.emit(active.sink, Joined(active.request.id, time.time_ns()))
 
@@ -287,9 +288,10 @@ class Requests:
         tokens."""
         slots = self._batch.slots
         if slots.state[sequence.slot] == SlotState.PREFILLING:
-            task = next(t for t in self._batch.prefills if t.leader is sequence)
+            tasks = [t for t in self._batch.prefills if t.leader is sequence]
             self._release_spares(sequence.active)
-            for member in task.sequences:
+            # One that pools has no task any more once its last chunk is launched.
+            for member in tasks[0].sequences if tasks else [sequence]:
                 self.finish_preemption(member)
         elif slots.in_flight[sequence.slot] == 0:
             self.finish_preemption(sequence)

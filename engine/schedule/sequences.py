@@ -8,10 +8,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.groups.others import AllKept, Spares
 from engine.hooks.requests import HookedRequest
 from engine.masks.matchers import TokenMatcher
+from engine.pooling.requests import Pooled
 from engine.tiers.protocol import Wait
 from engine.types import PageIds, Request, Sink, TokenIds, TokenRecord
 
@@ -154,6 +156,14 @@ class PrefillTask:
     another slot of the same generation."""
     scores: list[TokenRecord] = field(default_factory=list)
     """Log probabilities of the prompt so far, if they are wanted."""
+    states: NDArray[np.float64] = field(default_factory=lambda: np.zeros(1))
+    """[H]. The sum of its hidden states so far, if they are pooled."""
+
+    def pooled(self, at_ns: int) -> Pooled:
+        """What its hidden states make, once all of them are there."""
+        request = self.leader.active.request
+        assert request.pooling is not None, "it pools"
+        return Pooled(request.id, request.pooling.finish(self.states, self.num_tokens), at_ns)
 
     @property
     def num_tokens(self) -> int:
@@ -183,6 +193,8 @@ class ChunkPlan:
     chunk."""
     score: int
     """Index among the step's scores; -1 for none."""
+    pool: int = -1
+    """Index among the step's pools; -1 for none."""
 
     @property
     def is_last(self) -> bool:

@@ -95,6 +95,7 @@ class Settler:
         self._land(plan, result, alive)
         self._fail_rows(plan, alive & ~result.finite)
         self._fail_spoilt(plan, result)
+        self._fail_pooled(plan, result)
         if result.hook_failures:
             self._recovery.lose_hooks(plan, result.hook_failures)
         chunks = self._batch.live_chunks(plan.number)
@@ -163,6 +164,15 @@ class Settler:
         chunks = self._batch.chunks.get(plan.number, ())
         for chunk, is_bad in zip(chunks, result.spoilt[decodes:].tolist(), strict=True):
             if is_bad and self._batch.runs(chunk.task):
+                self._requests.fail(chunk.task.leader.active, FailureReason.NUMERICAL)
+
+    def _fail_pooled(self, plan: StepPlan, result: StepResult) -> None:
+        """Fails prompts whose pooled states are no numbers."""
+        if result.pooled is None:
+            return
+        finite: Bools = np.isfinite(result.pooled.sum(1))
+        for chunk in self._batch.live_chunks(plan.number):
+            if chunk.pool >= 0 and not finite[chunk.pool]:
                 self._requests.fail(chunk.task.leader.active, FailureReason.NUMERICAL)
 
     # -- tokens ------------------------------------------------------------------------------------
@@ -251,6 +261,10 @@ class Settler:
             task.scores.extend(_score_records(result.scores[chunk.score]))
         if chunk.is_last and task.scores:
             self._requests.emit(active.sink, PromptScored(active.request.id, tuple(task.scores)))
+        if chunk.pool >= 0 and result.pooled is not None:
+            task.states = task.states + result.pooled[chunk.pool]
+        if chunk.is_last and active.request.mode is Mode.POOL:
+            self._requests.emit(active.sink, task.pooled(now_ns))
         if active.request.mode is not Mode.PREFILL or active.state is not RequestState.ACTIVE:
             return
         slot = task.leader.slot
@@ -262,16 +276,16 @@ class Settler:
 
     def _keep_chunk(self, chunk: ChunkPlan) -> None:
         """Keys the pages of a chunk. The pages of a whole PREFILL prompt are held for the
-        transfer."""
+        transfer; a POOL prompt needs its own no more."""
         self._publish(chunk)
         active, slot = chunk.task.leader.active, chunk.task.leader.slot
         self._batch.others.passed(np.array([slot]), np.array([chunk.end], np.int32))
-        if (
-            chunk.is_last
-            and active.request.mode is Mode.PREFILL
-            and active.state is RequestState.ACTIVE
-        ):
+        if not chunk.is_last or active.state is not RequestState.ACTIVE:
+            return
+        if active.request.mode is Mode.PREFILL:
             self._requests.hold(active)
+        elif active.request.mode is Mode.POOL:
+            self._requests.drop(active)
 
     def _publish(self, chunk: ChunkPlan) -> None:
         """Keys the pages that are complete with this chunk."""

@@ -140,6 +140,7 @@ def _exact(
         scores=tuple(
             replace(wanted, first_token=wanted.first_token + shift) for wanted in plan.scores
         ),
+        pools=plan.pools + np.array([0, 0, shift, 0], np.int32),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.pooling.requests import PoolKind
 from engine.step.hooks import HookFailure
 from engine.step.sampling import SamplePlan
 
@@ -121,6 +122,9 @@ class StepPlan:
     """The place among all shapes (`engine.cuda.steps.shapes`) of that to which every rank pads the
     step. Set by `Executor.shaped`."""
     scores: tuple[ScorePlan, ...] = ()
+    pools: Int32s = field(default_factory=lambda: np.zeros((0, 4), np.int32))
+    """[P, 4]. Prompts whose hidden states are pooled: `PoolKind`, the row, the first token among
+    the step's tokens, and the number of tokens whose states are added up."""
     width: int = 1
     """Tokens of each decode row."""
     begins: Begins | None = None
@@ -128,6 +132,11 @@ class StepPlan:
     """Whether the host wants to know the next drafts, because it fills masks behind them."""
     others: tuple[GroupTable, ...] = ()
     """The other groups."""
+
+    @property
+    def reads_all_states(self) -> bool:
+        """Whether hidden states of other tokens than the last ones of rows are read."""
+        return bool(self.scores) or bool((self.pools[:, 0] != PoolKind.LAST).any())
 
     @property
     def decode_tokens(self) -> int:
@@ -199,3 +208,5 @@ class StepResult:
     """[S, K]. Drafts of the row's next step, if the plan wants them told."""
     next_ready: Int32s | None = None
     """[S]. How many of them there are."""
+    pooled: NDArray[np.float32] | None = None
+    """[P, H]. The sums of hidden states, one of each of the plan's `pools`; None: P is 0."""

@@ -15,6 +15,7 @@ import torch
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.group_pages import GroupPages
+from engine.pooling.requests import Pooled, Pooling
 from engine.schedule.scheduler import Scheduler
 from engine.step.attention import AttentionSpec, Specs
 from engine.types import (
@@ -51,6 +52,7 @@ class Run:
         self.reserved: Reserved | None = None
         self.prefilled: Prefilled | None = None
         self.scored: PromptScored | None = None
+        self.pooled: Pooled | None = None
         self.done = threading.Event()
         """Ended, failed, prefilled or reserved. `finish` clears it."""
         self.is_over = False
@@ -89,6 +91,10 @@ class Run:
                     self.done.set()
                 case PromptScored():
                     self.scored = event
+                case Pooled():
+                    self.pooled = event
+                    self.done.set()
+                    self.is_over = True
 
 
 def build(path: Path, **options) -> Engine:
@@ -112,6 +118,7 @@ def submit(
     extensions: Mapping[str, bytes] | None = None,
     cache_salt: bytes = b"",
     speculates: bool = True,
+    pooling: Pooling | None = None,
     **stop,
 ) -> Run:
     request = Request(
@@ -127,6 +134,7 @@ def submit(
         extensions=extensions or {},
         cache_salt=cache_salt,
         speculates=speculates,
+        pooling=pooling,
     )
     run = Run(request)
     engine.submit(request, run.sink)

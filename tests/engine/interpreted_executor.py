@@ -30,7 +30,8 @@ from engine.cuda.ranks import drawing
 from engine.cuda.speculation import drawing as verified
 from engine.engine import Engine
 from engine.parts import building
-from engine.types import SamplingParams
+from engine.pooling.requests import Pooling, PoolKind
+from engine.types import Mode, SamplingParams
 
 VOCAB = 384
 
@@ -135,7 +136,32 @@ def check_suffix(path: Path) -> None:
         same(run(engine, GREEDY), wanted)
 
 
-CASES = {"plain": check_plain, "drafts": check_drafts, "suffix": check_suffix}
+def check_pools(path: Path) -> None:
+    """Hidden states of last tokens, from steps of a shape, and of all tokens, from others."""
+
+    def pooled(engine: Engine) -> list[Any]:
+        decoding = submit(engine, PROMPTS[0], TOKENS, ignore_eos=True)
+        runs = [
+            submit(engine, ids, 0, mode=Mode.POOL, pooling=Pooling(kind))
+            for kind in PoolKind
+            for ids in PROMPTS
+        ]
+        finish(decoding, *runs, timeout_s=300)
+        check_baseline(engine)
+        return [run.pooled.values for run in runs if run.pooled]
+
+    options = OPTIONS | {"prefix_cache": False}
+    plain = build(path, **options)
+    wanted = pooled(plain)
+    plain.stop()
+    with patches():
+        engine = build(path, cuda_graphs=False, **options)
+        for mine, other in zip(pooled(engine), wanted, strict=True):
+            assert abs(mine - other).max() < 1e-4
+        engine.stop()
+
+
+CASES = {"pools": check_pools, "plain": check_plain, "drafts": check_drafts, "suffix": check_suffix}
 
 
 def main() -> None:

@@ -125,7 +125,7 @@ def test_ends_of_sequence_come_from_both_configs(read, tmp_path):
     [
         ({"architectures": ["FooForCausalLM"], "model_type": "foo"}, r"FooForCausalLM.*foo.*Qwen3"),
         ({"architectures": None, "model_type": "foo"}, r"foo.*LlamaForCausalLM"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, r"LlamaForSequenceClassification"),
+        ({"architectures": ["LlamaForTokenClassification"]}, r"LlamaForTokenClassification"),
         ({"model_type": "smollm3"}, "smollm3"),
         ({"hidden_act": "relu"}, "relu.*gelu_pytorch_tanh"),
         ({"pretraining_tp": 2}, "pretraining_tp"),

@@ -29,8 +29,8 @@ def test_kernels_in_the_interpreter():
 @pytest.mark.matrix
 @pytest.mark.timeout(900)
 def test_engines_in_the_interpreter(tmp_path):
-    """Whole engines on the executor of a GPU, with drafts and without."""
-    cases = ("plain", "drafts", "suffix")
+    """Whole engines on the executor of a GPU: hidden states, tokens, drafts."""
+    cases = ("plain", "pools", "drafts", "suffix")
     told = interpreted("interpreted_executor", str(tmp_path), *cases)
     assert told.splitlines() == [f"{case} equal" for case in cases]
 

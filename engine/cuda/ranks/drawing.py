@@ -31,7 +31,8 @@ from engine.cuda.waiting import Read
 from engine.hooks.calling import Failures
 from engine.model import Model
 from engine.sampling import Sampler, SampleResult, Scores, score
-from engine.step.plan import SCORE_ROWS, ScorePlan, ScoreResult, StepResult
+from engine.sampling.pooling import pooled_states
+from engine.step.plan import SCORE_ROWS, ScorePlan, ScoreResult, StepPlan, StepResult
 from engine.step.sampling import Masks, SamplePlan
 
 Logits = Callable[[Tensor], Tensor]
@@ -66,6 +67,8 @@ class Draw(NamedTuple):
     """Tells which hooks have failed, once the data is there."""
     verified: Verified | None = None
     """None: no step verifies drafts."""
+    pooled: Tensor | None = None
+    """[P, H]. Pooled states on their way to pinned memory; None: the step pools nothing."""
 
 
 class Drawing(Protocol):
@@ -280,6 +283,30 @@ def telling(read: Read, failures: Failures | None) -> Read:
     if failures is None:
         return read
     return lambda: replace(read(), hook_failures=failures())
+
+
+def pooled_of(plan: StepPlan, hidden: Tensor | None, decode_tokens: int | None) -> Tensor | None:
+    """Pools states and queues their copy to the host. None: the step pools nothing.
+
+    Args:
+        plan: the step.
+        hidden: [R, H] of all tokens of decode rows, with those of padding, and of the last token of
+            each prompt; or [T, H] of all tokens.
+        decode_tokens: number of decode rows' tokens, with padding; None: `hidden` has all tokens.
+    """
+    if not len(plan.pools):
+        return None
+    assert hidden is not None, "a step that pools has prompts"
+    if decode_tokens is None:
+        return to_pinned(pooled_states(plan, hidden))
+    return to_pinned(pooled_states(plan, hidden[decode_tokens - plan.num_decodes :], by_row=True))
+
+
+def pooling(read: Read, pooled: Tensor | None) -> Read:
+    """Reads what was pooled, too."""
+    if pooled is None:
+        return read
+    return lambda: replace(read(), pooled=pooled.numpy())
 
 
 def nothing_drawn(scores: list[HostScores] | None = None) -> StepResult:

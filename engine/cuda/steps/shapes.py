@@ -13,8 +13,8 @@ interpreter to other threads. A graph is one launch. The shapes are:
 - if drafts are verified: decode rows of several tokens, alone in wider buckets, or with a piece of
   the largest size.
 
-Steps without a shape are longer and keep the device busy meanwhile, or score their prompts, or hold
-many short prompts.
+Steps without a shape are longer and keep the device busy meanwhile, or read the hidden states of
+whole prompts, or hold many short prompts.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Shapes:
         if plan.prompt_tokens == 0:
             decodes = bucket_of(plan.num_decodes, self._decodes if width == 1 else self._wide)
             return None if decodes is None else Shape(decodes, width=width)
-        if plan.scores or len(plan.row_slots) - plan.num_decodes > PROMPT_ROWS:
+        if plan.reads_all_states or len(plan.row_slots) - plan.num_decodes > PROMPT_ROWS:
             return None
         decodes = bucket_of(plan.num_decodes, self._beside) if plan.num_decodes else 0
         pieces = PIECES if width == 1 else PIECES[-1:]

@@ -43,6 +43,7 @@ from engine.model.families.sense import (
     check_stated,
     text_of,
 )
+from engine.pooling.checkpoint import CLASSIFIES
 
 _FILES = (
     *(llama, mistral, qwen2, qwen3, gemma, gemma4, glm4, phi3, cohere, olmo),
@@ -122,13 +123,21 @@ def _model_type(stated: Mapping[str, Any]) -> str:
     family = FAMILIES.get(model_type)
     supported = family.architecture if family else None
     names = stated.get("architectures") or [supported or f"of model type {model_type}"]
-    if supported is None or supported not in names:
+    if supported is None or not set(names) & _named_like(supported):
         those = ", ".join(family.architecture for family in FAMILIES.values())
         raise UnsupportedModelError(
             f"architecture {', '.join(names)} (model type {model_type}) has no file in"
             f" engine/model/families; those that have one are {those}"
         )
     return model_type
+
+
+def _named_like(architecture: str) -> set[str]:
+    """Classes of transformers with the same body: without a head, or with one that scores."""
+    stem = architecture.removesuffix("ForCausalLM")
+    if stem == architecture:
+        return {architecture}
+    return {architecture, f"{stem}Model", f"{stem}{CLASSIFIES}"}
 
 
 def _refuse_shapes(stated: Mapping[str, Any]) -> None:

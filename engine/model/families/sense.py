@@ -19,6 +19,7 @@ from engine.model.config import (
     LayerConfig,
     ModelConfig,
     ModelError,
+    UnsupportedModelError,
 )
 from engine.model.mixers.config import AttentionConfig, DeltaConfig
 
@@ -67,7 +68,11 @@ def check_stated(stated: Mapping[str, Any]) -> None:
 
     Raises:
         ModelError: it states more layers or experts than any model has.
+        UnsupportedModelError: tokens see those behind them.
     """
+    for key, value in (("use_bidirectional_attention", True), ("is_causal", False)):
+        if stated.get(key) is value:
+            raise UnsupportedModelError(f"{_named(stated)}: {key}: attention is causal only")
     layers = _number(stated, LAYERS, 1, MOST_LAYERS)
     for key in EXPERTS:
         experts = _number(stated, key, 0, MOST_EXPERTS)

@@ -1,0 +1,1 @@
+"""What is done with the last hidden states of a prompt in place of drawing a token."""
