@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import socket
+from functools import lru_cache
 from ipaddress import ip_address
 from typing import Final
 
 _ALL_INTERFACES: Final = ("0.0.0.0", "::")
+_HOSTS: Final = 1024
+"""Names of hosts that are read once: every HTTP request has one. Not tuned."""
 
 ROUTER_ADDRESS: Final = "127.0.0.1:50051"
 """Default address at which a router serves clients."""
@@ -30,6 +33,7 @@ def host_of(address: str) -> str:
     return address.rpartition(":")[0].strip("[]")
 
 
+@lru_cache(_HOSTS)
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches a host of that name or address."""
     try:

@@ -13,6 +13,7 @@ import math
 import time
 import uuid
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from opentelemetry.context import Context
@@ -29,6 +30,8 @@ _PHASES = ("queue", "prefill", "kv_transfer", "decode_queue", "decode")
 """The phases of `JobTimings`, in order."""
 _IPV6: Final = 6
 _OWN_BITS: Final = 64
+_MACHINES: Final = 1024
+"""Addresses of callers that are kept as they were read; not tuned."""
 _DEADLINE_SLACK_S: Final = 0.1
 """Tolerance for a deadline, seconds. A caller's deadline passes before ours, because its call took
 some time to arrive."""
@@ -57,17 +60,23 @@ class Peer(NamedTuple):
     @classmethod
     def of(cls, host: str, port: int) -> Peer:
         """The peer at an address; one that is no IP address is local."""
-        try:
-            address = ipaddress.ip_address(host)
-        except ValueError:
-            return cls(host, f"{host}:{port}")
-        name = str(address)
-        if address.version == _IPV6 and not address.is_loopback:
-            name = str(ipaddress.ip_network((address, _OWN_BITS), strict=False))
-        return cls(name, f"{name}:{port}", address.is_loopback)
+        name, is_local = _machine(host)
+        return cls(name, f"{name}:{port}", is_local)
 
 
 NO_PEER: Final = Peer()
+
+
+@lru_cache(_MACHINES)
+def _machine(host: str) -> tuple[str, bool]:
+    """The machine's address, and whether it is this machine."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host, True
+    if address.version == _IPV6 and not address.is_loopback:
+        return str(ipaddress.ip_network((address, _OWN_BITS), strict=False)), False
+    return str(address), address.is_loopback
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from router import errors
-from router.jobs import Demand, Quota
+from router.jobs import Quota
 
 if TYPE_CHECKING:
     from router.jobs import Job
@@ -79,6 +79,5 @@ class Quotas:
 
 
 def _amounts(job: Job) -> dict[str, int]:
-    demand = Demand.of(job)
-    tokens = demand.prompt_tokens + demand.choices * demand.max_tokens
-    return {"requests": 1, "tokens": tokens, "sequences": demand.choices}
+    tokens = job.prompt_tokens + job.choices * job.stopping.max_tokens
+    return {"requests": 1, "tokens": tokens, "sequences": job.choices}

@@ -326,7 +326,10 @@ class AdmissionQueue(Generic[Entry]):
 
     def of(self, model: str) -> ModelQueue[Entry]:
         """The queue of a model."""
-        return self._queues.setdefault(model, ModelQueue())
+        queue = self._queues.get(model)
+        if queue is None:
+            queue = self._queues[model] = ModelQueue()
+        return queue
 
     def queues(self) -> list[ModelQueue[Entry]]:
         """The queues in which something waits."""

@@ -52,12 +52,13 @@ def _started_message(job: Job, started: Started) -> api.StreamGenerateResponse:
 
 
 def _delta_message(delta: TextDelta) -> api.StreamGenerateResponse:
-    message = api.TokenDelta(
-        choice_index=delta.choice,
-        first_token_index=delta.first_index,
-        token_ids=delta.token_ids,
-        logprobs=_logprobs(delta.logprobs),
-    )
+    response = api.StreamGenerateResponse()
+    message = response.delta
+    message.choice_index = delta.choice
+    message.first_token_index = delta.first_index
+    message.token_ids.extend(delta.token_ids)
+    if delta.logprobs:
+        message.logprobs.extend(_logprobs(delta.logprobs))
     text = "".join(delta.texts)
     if not delta.is_message:
         message.text = text
@@ -68,30 +69,29 @@ def _delta_message(delta: TextDelta) -> api.StreamGenerateResponse:
             message.message.tool_calls.add(
                 index=call.index, id=call.id, name=call.name, arguments=call.arguments
             )
-    return api.StreamGenerateResponse(delta=message)
+    return response
 
 
 def _finished_message(
     finished: Finished, time_to_first_token_ns: int
 ) -> api.StreamGenerateResponse:
-    message = api.GenerationFinished(
-        choice_index=finished.choice,
-        finish_reason=finished.reason,
-        stop_sequence=finished.stop_text,
-        usage=finished.usage,
+    response = api.StreamGenerateResponse(
+        finished=api.GenerationFinished(
+            choice_index=finished.choice,
+            finish_reason=finished.reason,
+            stop_sequence=finished.stop_text,
+            usage=finished.usage,
+        )
     )
     if (timings := finished.timings) is not None:
-        message.timings.CopyFrom(
-            api.Timings(
-                queue=_duration(timings.queue_ns),
-                prefill=_duration(timings.prefill_ns),
-                kv_transfer=_duration(timings.kv_transfer_ns),
-                decode_queue=_duration(timings.decode_queue_ns),
-                decode=_duration(timings.decode_ns),
-                time_to_first_token=_duration(time_to_first_token_ns),
-            )
-        )
-    return api.StreamGenerateResponse(finished=message)
+        message = response.finished.timings
+        _set(message.queue, timings.queue_ns)
+        _set(message.prefill, timings.prefill_ns)
+        _set(message.kv_transfer, timings.kv_transfer_ns)
+        _set(message.decode_queue, timings.decode_queue_ns)
+        _set(message.decode, timings.decode_ns)
+        _set(message.time_to_first_token, time_to_first_token_ns)
+    return response
 
 
 def _logprobs(records: Sequence[TokenScore]) -> list[api.TokenLogprobs]:
@@ -107,7 +107,5 @@ def _logprobs(records: Sequence[TokenScore]) -> list[api.TokenLogprobs]:
     ]
 
 
-def _duration(nanoseconds: int) -> duration_pb2.Duration:
-    duration = duration_pb2.Duration()
+def _set(duration: duration_pb2.Duration, nanoseconds: int) -> None:
     duration.FromNanoseconds(max(nanoseconds, 0))
-    return duration

@@ -10,9 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Final
 
-from baton.worker.v1 import worker_pb2
-from router.workers.registry import DECODES, PREFILLS
-
 if TYPE_CHECKING:
     from router.workers.link import WorkerLink
 
@@ -32,16 +29,16 @@ def pairs_of(workers: Sequence[WorkerLink], *, decodes: bool) -> Pairs:
     """
     decoders: dict[str, list[WorkerLink]] = {}
     for worker in workers:
-        if worker.identity.role in DECODES and worker.agent_name:
-            decoders.setdefault(worker.identity.model.fingerprint, []).append(worker)
+        if worker.decodes and worker.agent_name:
+            decoders.setdefault(worker.fingerprint, []).append(worker)
     found: dict[WorkerLink, Partners] = {}
     for first in workers:
-        if first.identity.role == worker_pb2.WORKER_ROLE_BOTH:
+        if first.prefills and first.decodes:
             found[first] = (first,)
-        elif first.identity.role in PREFILLS and not decodes:
+        elif first.prefills and not decodes:
             found[first] = _NOBODY
-        elif first.identity.role in PREFILLS and first.agent_name:
-            found[first] = decoders.get(first.identity.model.fingerprint, ())
+        elif first.prefills and first.agent_name:
+            found[first] = decoders.get(first.fingerprint, ())
     return {first: partners for first, partners in found.items() if partners}
 
 

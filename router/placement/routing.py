@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from baton.worker.v1 import worker_pb2
 from router.placement.few import MANY, few_of, largest_of
 from router.placement.pairs import Pairs, agreeing, largest, pairs_of, passing
 from router.placement.placing import LocalReason
@@ -106,8 +105,7 @@ def holds(worker: WorkerLink, model: ServedModel) -> bool:
 def can_run(workers: Sequence[WorkerLink], local: LocalPrefill) -> bool:
     """Whether these workers of one model could run a job from prompt to last token."""
     return any(
-        first.identity.role == worker_pb2.WORKER_ROLE_BOTH
-        or (local != "never" and first.identity.role == worker_pb2.WORKER_ROLE_DECODE)
+        (first.decodes and (first.prefills or local != "never"))
         or any(can_hand_off(first, second) for second in workers)
         for first in workers
     )
@@ -249,7 +247,8 @@ def _decoders(demand: Demand, workers: Sequence[WorkerLink], test: Test) -> list
     return [
         worker
         for worker in workers
-        if worker.identity.role == worker_pb2.WORKER_ROLE_DECODE
+        if worker.decodes
+        and not worker.prefills
         and _serves(demand, worker)
         and test(demand, worker)
     ]
@@ -270,7 +269,7 @@ def _pool_tokens(demand: Demand, worker: WorkerLink) -> int:
 def _serves(demand: Demand, worker: WorkerLink) -> bool:
     if worker.draining or not holds(worker, demand.model):
         return False
-    return demand.extensions <= set(worker.identity.model.extensions)
+    return demand.extensions <= worker.extensions
 
 
 def _anyone(_demand: Demand, _worker: WorkerLink) -> bool:

@@ -301,8 +301,9 @@ class _Generation:
         try:
             yield
         finally:
-            work.cancel()
-            await asyncio.wait([work])
+            if not work.done():
+                work.cancel()
+                await asyncio.wait([work])
 
     async def _run(self) -> None:
         """Runs the job to its end, and closes the outbox in every case."""

@@ -38,6 +38,13 @@ MAX_CLIENT_TAG_BYTES: Final = 128
 TEMPLATE_OWN: Final = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
 """Variables of a chat template that a client cannot set."""
 
+_RANGES: Final = (
+    ("temperature", 0.0, math.inf),
+    ("min_p", 0.0, 1.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("presence_penalty", -2.0, 2.0),
+)
+"""Options of sampling with their least and largest values."""
 _MAX_REPORTED_IDS: Final = 8
 """Most reported ids of one list. A prompt with another model's tokens would have thousands."""
 
@@ -235,15 +242,12 @@ def _check_extensions(found: Violations, generation: api.GenerationInput) -> Non
 
 
 def _check_sampling(found: Violations, sampling: api.SamplingOptions) -> None:
-    for name, low, high in (
-        ("temperature", 0.0, math.inf),
-        ("min_p", 0.0, 1.0),
-        ("frequency_penalty", -2.0, 2.0),
-        ("presence_penalty", -2.0, 2.0),
-    ):
-        value = getattr(sampling, name)
-        bounds = f"in [{low:g}, {high:g}]" if high < math.inf else f"finite and at least {low:g}"
-        found.unless(_within(value, low, high), f"input.sampling.{name}", f"must be {bounds}")
+    for name, low, high in _RANGES:
+        if not _within(getattr(sampling, name), low, high):
+            within = (
+                f"in [{low:g}, {high:g}]" if high < math.inf else f"finite and at least {low:g}"
+            )
+            found.add(f"input.sampling.{name}", f"must be {within}")
     if sampling.HasField("top_p"):
         ok = sampling.top_p > 0.0 and _within(sampling.top_p, 0.0, 1.0)
         found.unless(ok, "input.sampling.top_p", "must be in (0, 1]")

@@ -177,9 +177,15 @@ class WorkerLink:
         """Name and revision of its model."""
         self.prefills = role in (worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_BOTH)
         self.decodes = role in (worker_pb2.WORKER_ROLE_DECODE, worker_pb2.WORKER_ROLE_BOTH)
-        has_agent = bool(identity.endpoint.agent_name)
-        extensions = frozenset(model.extensions)
-        kind = (*self.model, role, model.fingerprint, has_agent, extensions)
+        self.agent_name = identity.endpoint.agent_name
+        """Name of its transfer agent; empty if it has none."""
+        self.page_bytes = identity.endpoint.page_bytes
+        """Bytes of a KV page; 0 without a transport."""
+        self.fingerprint = model.fingerprint
+        """Workers with equal ones may exchange KV pages."""
+        self.extensions = frozenset(model.extensions)
+        """Hooks for which it takes bytes."""
+        kind = (*self.model, role, self.fingerprint, bool(self.agent_name), self.extensions)
         self._kind = _kinds.setdefault(kind, len(_kinds) + 1)
 
     @property
@@ -194,11 +200,6 @@ class WorkerLink:
         role = worker_pb2.WorkerRole.Name(self.identity.role)
         return role.removeprefix("WORKER_ROLE_").lower()
 
-    @property
-    def agent_name(self) -> str:
-        """Name of its transfer agent; empty if it has none."""
-        return self._identity.endpoint.agent_name
-
     def avoids(self, other: WorkerLink) -> bool:
         """Whether the worker complains of the other, or of the path to it."""
         return other.agent_name in self.complained_of
@@ -206,11 +207,6 @@ class WorkerLink:
     def path_bytes_per_s(self, other: WorkerLink) -> float:
         """Rate of the path between the two, as it was measured; 0 while unknown."""
         return 1e9 * self._paths.get(other.agent_name, 0.0)
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of a KV page; 0 without a transport."""
-        return self.identity.endpoint.page_bytes
 
     @property
     def draining(self) -> bool:

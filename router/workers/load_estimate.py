@@ -9,8 +9,9 @@ the last one. So the router keeps a *reservation* for each attempt at each worke
 3. Released: the prompt is computed or the attempt is over. The attempt's part in the last report is
    subtracted until the next report comes.
 
-Invariant: there is exactly one reservation for each open leg at the worker. Without open attempts
-and after a report, the estimate is that report.
+Invariants: there is exactly one reservation for each open leg at the worker. Without open attempts
+and after a report, the estimate is that report. Sums are kept, so that the estimate takes no longer
+where many attempts are open.
 """
 
 from __future__ import annotations
@@ -28,6 +29,22 @@ class Reservation(NamedTuple):
     prefill_tokens: int = 0
     pages: int = 0
     sequences: int = 0
+
+    def more(self, other: Reservation) -> Reservation:
+        """Both together."""
+        return Reservation(
+            self.prefill_tokens + other.prefill_tokens,
+            self.pages + other.pages,
+            self.sequences + other.sequences,
+        )
+
+    def less(self, other: Reservation) -> Reservation:
+        """This one without the other, which is a part of it."""
+        return Reservation(
+            self.prefill_tokens - other.prefill_tokens,
+            self.pages - other.pages,
+            self.sequences - other.sequences,
+        )
 
 
 @dataclass(slots=True)
@@ -82,6 +99,10 @@ class LoadEstimate:
         self._entries: dict[bytes, _Entry] = {}
         self._held: Counter[str] = Counter()
         """Sequences of the entries, by holder."""
+        self._fresh = Reservation()
+        """Sum of the reservations that the last report does not contain."""
+        self._promised = 0
+        """Sequences of all entries."""
         self._returned = Reservation()
         """Reservations released since the last report, which contains them."""
         self._capacity: Capacity | None = None
@@ -102,13 +123,17 @@ class LoadEstimate:
         self._load, self._capacity, self.draining = load, None, load.draining
         self._returned = Reservation()
         for attempt_id in load.known_attempts:
-            if (entry := self._entries.get(attempt_id)) is not None:
+            entry = self._entries.get(attempt_id)
+            if entry is not None and not entry.known:
                 entry.known = True
+                self._fresh = self._fresh.less(entry.reservation)
 
     def reserve(self, attempt_id: bytes, reservation: Reservation, holder: str = "") -> None:
         """Counts an attempt that is submitted now, for whoever holds its slots."""
         self._entries[attempt_id] = _Entry(reservation, holder)
         self._held[holder] += reservation.sequences
+        self._promised += reservation.sequences
+        self._fresh = self._fresh.more(reservation)
         self._capacity = None
 
     def held(self, holder: str) -> int:
@@ -119,7 +144,10 @@ class LoadEstimate:
         """The worker said how many tokens of the attempt's prompt it has to compute."""
         if (entry := self._entries.get(attempt_id)) is not None:
             self._capacity = None
-            entry.reservation = entry.reservation._replace(prefill_tokens=prefill_tokens)
+            before = entry.reservation
+            entry.reservation = before._replace(prefill_tokens=prefill_tokens)
+            if not entry.known:
+                self._fresh = self._fresh.less(before).more(entry.reservation)
 
     def prefilled(self, attempt_id: bytes) -> None:
         """The attempt's prompt is computed: its credit is free again."""
@@ -133,6 +161,7 @@ class LoadEstimate:
             self._held[entry.holder] -= entry.reservation.sequences
             if not self._held[entry.holder]:
                 del self._held[entry.holder]
+            self._promised -= entry.reservation.sequences
             self._give_back(entry, entry.reservation)
 
     def capacity(self) -> Capacity:
@@ -144,12 +173,9 @@ class LoadEstimate:
     def _estimate(self) -> Capacity:
         """Computes the estimate. A granted slot does not run yet, so the number of open
         reservations is a lower bound of the slots in use."""
-        load, returned = self._load, self._returned
-        entries = self._entries.values()
-        fresh = _sum([entry.reservation for entry in entries if not entry.known])
+        load, returned, fresh = self._load, self._returned, self._fresh
         queued = max(0, load.queued_prefill_tokens + fresh.prefill_tokens - returned.prefill_tokens)
         capacity_tokens = load.queued_prefill_tokens + load.prefill_credit_tokens
-        promised = sum(entry.reservation.sequences for entry in entries)
         running = load.running_sequences + load.wanted_sequences
         running += fresh.sequences - returned.sequences
         usable_pages = load.free_pages + load.evictable_pages - load.wanted_pages
@@ -159,7 +185,7 @@ class LoadEstimate:
             prefill_credit_tokens=capacity_tokens - queued,
             prefill_tokens_per_s=load.prefill_tokens_per_s,
             prefill_rate_age_s=load.prefill_rate_age_s,
-            running_sequences=max(running, promised),
+            running_sequences=max(running, self._promised),
             max_sequences=load.max_sequences,
             free_pages=min(load.total_pages, usable_pages),
             total_pages=load.total_pages,
@@ -174,8 +200,6 @@ class LoadEstimate:
     def _give_back(self, entry: _Entry, reservation: Reservation) -> None:
         self._capacity = None
         if entry.known:
-            self._returned = _sum([self._returned, reservation])
-
-
-def _sum(reservations: list[Reservation]) -> Reservation:
-    return Reservation(*(sum(column) for column in zip(Reservation(), *reservations, strict=True)))
+            self._returned = self._returned.more(reservation)
+        else:
+            self._fresh = self._fresh.less(reservation)

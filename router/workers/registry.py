@@ -283,13 +283,12 @@ class RegistryServicer(worker_pb2_grpc.RegistryServiceServicer):
 
 def can_hand_off(prefill: WorkerLink, decode: WorkerLink) -> bool:
     """Whether KV pages may go from the first to the second: roles, transports and model agree."""
-    source, target = prefill.identity, decode.identity
     return (
         prefill is not decode
-        and source.role in PREFILLS
-        and target.role in DECODES
+        and prefill.prefills
+        and decode.decodes
         and bool(prefill.agent_name and decode.agent_name)
-        and source.model.fingerprint == target.model.fingerprint
+        and prefill.fingerprint == decode.fingerprint
     )
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from operator import attrgetter
-from typing import Final
+from typing import Final, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.process_collector import ProcessCollector
@@ -20,6 +21,8 @@ from telemetry.export import ExportCounts
 from telemetry.metrics.collectors import Row, Samples, Snapshot
 from telemetry.metrics.table import DECLARED
 from telemetry.names import Metric
+
+Kind = TypeVar("Kind", Counter, Histogram)
 
 
 class ProcessMetrics:
@@ -65,20 +68,28 @@ class ProcessMetrics:
 
     def _counter(self, name: str) -> Counter:
         declared = DECLARED[name]
-        return Counter(name, declared.help, declared.labels, registry=self.registry)
+        counter = Counter(name, declared.help, declared.labels, registry=self.registry)
+        return _remembering(counter)
 
     def _histogram(self, name: str) -> Histogram:
         declared = DECLARED[name]
-        return Histogram(
+        histogram = Histogram(
             name,
             declared.help,
             declared.labels,
             buckets=declared.buckets,
             registry=self.registry,
         )
+        return _remembering(histogram)
 
     def _watch(self, take: Callable[[], object], rows: Sequence[Row]) -> None:
         self.registry.register(Snapshot(take, rows))
+
+
+def _remembering(metric: Kind) -> Kind:
+    """The metric, which finds a series by its labels without a lock. No series is ever removed."""
+    metric.labels = cache(metric.labels)  # type: ignore[method-assign]
+    return metric
 
 
 _PROCESS_ROWS: Final = (

@@ -39,6 +39,7 @@ class Worker:
 
     draining = False
     model = "m", "r"
+    extensions: Set[str] = frozenset()
     gave_up_on: Set[str] = frozenset()
     estimate = SimpleNamespace(held=lambda holder: 0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +93,25 @@ def test_a_granted_slot_that_does_not_run_yet_is_taken() -> None:
     estimate.reserve(A, Reservation(0, 4, 3))
     estimate.report(load(known_attempts=[A], running_sequences=0))
     assert estimate.capacity().free_sequences == 5
+
+
+def test_sums_of_reservations_are_those_of_what_is_open() -> None:
+    rng, estimate = random.Random(58), LoadEstimate()
+    ids = [bytes([number]) * 16 for number in range(12)]
+    for _ in range(600):
+        act = rng.randrange(5)
+        one, open_ones = rng.choice(ids), estimate._entries
+        if act == 0 and one not in open_ones:
+            estimate.reserve(one, Reservation(rng.randrange(99), rng.randrange(9), 1), "h")
+        elif act == 1:
+            estimate.report(load(known_attempts=rng.sample(ids, 4)))
+        elif act == 2:
+            estimate.charge(one, rng.randrange(99))
+        else:
+            (estimate.prefilled if act == 3 else estimate.release)(one)
+        fresh = [entry.reservation for entry in open_ones.values() if not entry.known]
+        assert estimate._fresh == Reservation(*map(sum, zip(Reservation(), *fresh, strict=True)))
+        assert estimate._promised == len(open_ones) == estimate.held("h")
 
 
 @pytest.mark.parametrize("known", [False, True])

@@ -24,7 +24,7 @@ import logging
 import ssl
 import sys
 import types
-from collections.abc import Awaitable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -126,6 +126,8 @@ class Connection(asyncio.Protocol):
         self._greeted = False
         """uvicorn knows of the connection."""
         self._handshake: asyncio.Task[None] | None = None
+        self._is_lost = False
+        self._when_lost: Callable[[], None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The connection opens."""
@@ -170,6 +172,12 @@ class Connection(asyncio.Protocol):
         assert self._transport is not None
         self._transport.write(data)
 
+    def when_lost(self, act: Callable[[], None] | None) -> None:
+        """Calls `act` when the client has left, at once if it has; None: nothing is called."""
+        self._when_lost = act
+        if act is not None and self._is_lost:
+            act()
+
     def begin_request(self) -> None:
         """The headers of a request are there."""
         self._requests += 1
@@ -195,6 +203,9 @@ class Connection(asyncio.Protocol):
         self._connections.closed(self)
         if self._greeted:
             self.inner.connection_lost(exc)
+        self._is_lost = True
+        if self._when_lost is not None:
+            self._when_lost()
 
     def eof_received(self) -> bool | None:
         """The client sends no more bytes."""

@@ -26,10 +26,10 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
-    Coroutine,
+    Iterator,
     Mapping,
 )
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from opentelemetry.trace import SpanKind
@@ -127,20 +127,21 @@ class HttpEndpoint:
         response = _Response(self._route, Request(scope, receive), send, self._dialect)
         try:
             async with read_by(self._guards.longest_s):
-                await self._answer(response, receive)
+                await self._answer(response)
         except UnreadError:
             self._events.unread()
             response.give_up()
-            connection_of(scope).abort()
+            response.connection.abort()
         finally:
             response.close()
 
-    async def _answer(self, response: _Response, receive: Receive) -> None:
+    async def _answer(self, response: _Response) -> None:
         try:
             response.admit(self._guards.gate)
             with self._guards.bodies.one() as body:
                 await body.read(response.request)
-                await _while_there(self._serve(body, response), response, receive)
+                async with _while_there(response):
+                    await self._serve(body, response)
         except ClientDisconnect:
             response.status = CLIENT_LEFT
         except Exception as error:
@@ -159,9 +160,10 @@ class HttpEndpoint:
             return
         response.headers = answer.headers
         answer.straight = response.straight
-        async with response.kept_alive(), aclosing(answer.chunks()) as chunks:
-            async for chunk in chunks:
-                await response.event(chunk)
+        with response.kept_alive():
+            async with aclosing(answer.chunks()) as chunks:
+                async for chunk in chunks:
+                    await response.event(chunk)
         await response.end()
 
 
@@ -197,7 +199,11 @@ class _Response:
         """Further headers of a stream."""
         self._writing = asyncio.Lock()
         """Held while a part of the stream is written. A client that reads nothing holds it up."""
-        self.straight = Straight(connection_of(request.scope), self._writing, dialect.event)
+        self.connection = connection_of(request.scope)
+        self.straight = Straight(self.connection, self._writing, dialect.event)
+        self._look: asyncio.TimerHandle | None = None
+        """The next look whether the stream is silent."""
+        self._comment: asyncio.Task[None] | None = None
 
     def admit(self, gate: Gate) -> None:
         """Admits the caller.
@@ -220,29 +226,34 @@ class _Response:
             await self._part(self._dialect.event(content))
         self.straight.wrote_s = time.monotonic()
 
-    @asynccontextmanager
-    async def kept_alive(self) -> AsyncIterator[None]:
+    @contextmanager
+    def kept_alive(self) -> Iterator[None]:
         """Sends a comment whenever the stream has been silent for long."""
-        comments = asyncio.create_task(self._comment())
+        self.straight.wrote_s = time.monotonic()
+        self._look_in(SILENT_S)
         try:
             yield
         finally:
-            comments.cancel()
+            for under_way in (self._look, self._comment):
+                if under_way is not None:
+                    under_way.cancel()
 
-    async def _comment(self) -> None:
-        now_s, straight = time.monotonic, self.straight
-        seen_s = straight.wrote_s = now_s()
-        wait_s = SILENT_S
-        while True:
-            await asyncio.sleep(seen_s + wait_s - now_s())
-            if self._writing.locked():
-                seen_s, wait_s = now_s(), SILENT_S
-            elif straight.wrote_s > seen_s:
-                seen_s, wait_s = straight.wrote_s, SILENT_S
-            else:
-                async with self._writing:
-                    await self._part(COMMENT)
-                seen_s, wait_s = now_s(), STILL_SILENT_S
+    def _look_in(self, seconds: float) -> None:
+        self._look = asyncio.get_running_loop().call_later(seconds, self._break_silence)
+
+    def _break_silence(self) -> None:
+        rest_s = self.straight.wrote_s + SILENT_S - time.monotonic()
+        if self._writing.locked():
+            self._look_in(SILENT_S)
+        elif rest_s > 0:
+            self._look_in(rest_s)
+        else:
+            self._comment = asyncio.create_task(self._write_comment())
+            self._look_in(STILL_SILENT_S)
+
+    async def _write_comment(self) -> None:
+        async with self._writing:
+            await self._part(COMMENT)
 
     async def _part(self, data: bytes) -> None:
         """Sends a part of a stream, and before the first one its headers."""
@@ -302,31 +313,29 @@ def _client_tag(request: Request) -> str:
     return tag.decode(errors="ignore")
 
 
-async def _while_there(
-    work: Coroutine[None, None, None], response: _Response, receive: Receive
-) -> None:
-    """Runs `work`, and cancels it at once if the client leaves.
+@asynccontextmanager
+async def _while_there(response: _Response) -> AsyncIterator[None]:
+    """Wraps work that is cancelled at once if the client leaves before its answer is complete.
 
     Raises:
         ClientDisconnect: the client left.
-        Exception: any exception of `work`.
     """
-    task = asyncio.create_task(work)
-    watch = asyncio.create_task(_leaving(receive))
+    task = asyncio.current_task()
+    assert task is not None
+    has_left = False
+
+    def leave() -> None:
+        nonlocal has_left
+        if not response.complete and not has_left:
+            has_left = True
+            task.cancel()
+
+    response.connection.when_lost(leave)
     try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if response.complete:  # Completion wakes the watch, too.
-            await asyncio.wait({task})
+        yield
+    except asyncio.CancelledError:
+        if has_left and not task.uncancel():
+            raise ClientDisconnect from None
+        raise
     finally:
-        task.cancel()
-        watch.cancel()
-        await asyncio.wait({task, watch})
-    if task.cancelled():
-        raise ClientDisconnect
-    task.result()
-
-
-async def _leaving(receive: Receive) -> None:
-    """Returns when the client has left, or the answer is complete."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+        response.connection.when_lost(None)
