@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
 UNBOUNDED: Final = 1 << 31
 """More tokens than any step has."""
+MOST_RANKS: Final = 64
+"""Most ranks of a worker: more than the GPUs of a host. Not tuned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

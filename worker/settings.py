@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from baton.addresses import ROUTER_INTERNAL_ADDRESS, host_of, is_loopback
 from baton.tls import TlsFiles, files_in
+from engine.bounds import MOST_RANKS
 from engine.config import (
     MOST_DRAFTS,
     Attention,
@@ -47,7 +48,6 @@ class Role(StrEnum):
     BOTH = "both"
 
 
-MOST_RANKS: Final = 64
 _ENGINE: Final = EngineConfig(model="demo")
 """The defaults of the engine, which are a worker's, too."""
 _ADMIN_PORT: Final = {Role.PREFILL: 9091, Role.DECODE: 9092, Role.BOTH: 9093}

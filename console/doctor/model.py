@@ -3,7 +3,7 @@ is left beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple, NoReturn
 
@@ -13,9 +13,10 @@ from console.doctor.finding import Finding, error, ok, warning
 from engine import memory
 from engine.attention import choose_backend
 from engine.checkpoints import Weights
+from engine.config import EngineConfig
 from engine.cuda import features
 from engine.cuda.attention_kernels import CudaKernels
-from engine.groups.spec import State, split_layers
+from engine.groups.spec import Full, State, split_layers
 from engine.model import ModelConfig, ModelError, load_model
 from engine.model.families import read_config
 from engine.model.gguf import GgufFile
@@ -25,10 +26,8 @@ from engine.pool.kv_pool import PlainPool
 from engine.pool.state_pool import unit_bytes_of
 from engine.step.attention import AttentionSpec
 
-PAGE_TOKENS: Final = 16
-"""The usual page of a worker."""
-USED_OF_GPU: Final = 0.9
-"""The usual `gpu_memory_utilization`."""
+USUAL: Final = EngineConfig(model="")
+"""What a worker has by default."""
 DTYPES: Final = {"cpu": torch.float32, "cuda": torch.bfloat16}
 """The usual dtype of each kind of device."""
 
@@ -133,25 +132,29 @@ def _implementation(
     yield ok("runs", f"on the GPU with fused kernels; attention: {', '.join(sorted(names))}")
 
 
+def _page(
+    config: ModelConfig, layers: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> PlainPool:
+    kept = config.keepers[layers[0]]
+    return PlainPool(
+        num_pages=1,
+        num_layers=len(layers),
+        num_kv_heads=kept.kv_heads,
+        head_dim=kept.head_dim,
+        page_size=USUAL.page_size,
+        dtype=dtype,
+        device=device,
+    )
+
+
 def _pools(
     config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[PlainPool, tuple[AttentionSpec, ...]]]:
     """A page of each group, and the attention over it."""
-    keepers = config.keepers
     for _, layers in split_layers(lives_of(config)):
-        kept = keepers[layers[0]]
-        pool = PlainPool(
-            num_pages=1,
-            num_layers=len(layers),
-            num_kv_heads=kept.kv_heads,
-            head_dim=kept.head_dim,
-            page_size=PAGE_TOKENS,
-            dtype=dtype,
-            device=device,
-        )
         own = [config.layers[layer].mixer for layer in layers]
         yield (
-            pool,
+            _page(config, layers, dtype, device),
             tuple(
                 AttentionSpec(
                     each.scale,
@@ -172,29 +175,28 @@ def room_of(
     on_gpu, size = device.type == "cuda", dtype.itemsize
     need = memory.Need(weights, size, 0, on_gpu)
     if on_gpu:
-        free = int(torch.cuda.mem_get_info(device)[0] * USED_OF_GPU)
+        free = int(torch.cuda.mem_get_info(device)[0] * USUAL.gpu_memory_utilization)
     else:
         free = memory.available_bytes()
     of_token = of_sequence = 0
-    split = split_layers(lives_of(config))
-    for kind, layers in split:
-        kept = config.keepers[layers[0]]
+    longest = -(-config.max_position_embeddings // USUAL.page_size)
+    for kind, layers in split_layers(lives_of(config)):
         if isinstance(kind, State):
+            kept = config.keepers[layers[0]]
             of_sequence += kept.kv_heads * unit_bytes_of(len(layers), kept.state)
             continue
-        token = 2 * len(layers) * kept.kv_heads * kept.head_dim * size
-        tokens = getattr(kind, "tokens", None)
-        if tokens is None:
-            of_token += token
+        page_bytes = _page(config, layers, dtype, device).page_bytes
+        if isinstance(kind, Full):
+            of_token += page_bytes // USUAL.page_size
         else:
-            of_sequence += token * min(tokens + 2 * PAGE_TOKENS, config.max_position_embeddings)
+            of_sequence += page_bytes * min(kind.most_pages(USUAL.page_size), longest)
     return Room(need.model_bytes, free, of_token, of_sequence)
 
 
 def _fits(room: Room, device: torch.device) -> Finding:
     where = "the GPU" if device.type == "cuda" else "this machine"
     takes = f"weights take {_gib(room.model)} of {_gib(room.free)} that are free on {where}"
-    if room.left <= room.of_sequence + PAGE_TOKENS * room.of_token:
+    if room.left <= room.of_sequence + USUAL.page_size * room.of_token:
         advice = "free memory, take more ranks (--tp), or a checkpoint with smaller weights"
         return error("memory", f"{takes}: nothing is left for KV", advice)
     windows = f", beside {room.of_sequence / (1 << 20):.1f} MiB a sequence in windows or states"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Mapping
 from typing import Final
 
 from rich.columns import Columns
@@ -38,8 +39,14 @@ def draw(view: View, admin: str) -> RenderableType:
         Text(),
         _workers(view),
         *_prompts(view),
-        *_ranks(view),
-        *_drafts(view),
+        *_line(
+            "wait for the slowest rank, a step",
+            {worker.name: _ms(worker.rank_skew_ms) for worker in view.workers},
+        ),
+        *_line(
+            "tokens a row and verified step",
+            {worker.name: _tenths(worker.tokens_a_verify) for worker in view.workers},
+        ),
         *_notes(view),
     )
 
@@ -172,28 +179,18 @@ def _prompts(view: View) -> list[Text]:
     return [text]
 
 
-def _ranks(view: View) -> list[Text]:
-    """How long the fastest rank of a step waited for the slowest, of workers of several ranks."""
-    waits = [
-        f"{worker.name} {milliseconds(worker.rank_skew_ms)} ms"
-        for worker in view.workers
-        if worker.rank_skew_ms is not None
-    ]
-    if not waits:
-        return []
-    return [Text("\nwait for the slowest rank, a step  ", "dim").append(", ".join(waits))]
+def _line(title: str, values: Mapping[str, str]) -> list[Text]:
+    """What some workers alone have: a value by worker, empty where there is none."""
+    shown = ", ".join(f"{name} {value}" for name, value in values.items() if value)
+    return [Text(f"\n{title}  ", "dim").append(shown)] if shown else []
 
 
-def _drafts(view: View) -> list[Text]:
-    """What a row yields in a step that verifies drafts, of workers that do so."""
-    lengths = [
-        f"{worker.name} {worker.tokens_a_verify:.1f}"
-        for worker in view.workers
-        if worker.tokens_a_verify is not None
-    ]
-    if not lengths:
-        return []
-    return [Text("\ntokens a row and verified step  ", "dim").append(", ".join(lengths))]
+def _ms(value: float | None) -> str:
+    return "" if value is None else f"{milliseconds(value)} ms"
+
+
+def _tenths(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
 
 
 def _notes(view: View) -> list[Text]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
 
+from engine.bounds import MOST_RANKS
 from engine.model.config import (
     BesideConfig,
     ExpertsConfig,
@@ -17,9 +17,6 @@ from engine.model.mixers.kinds import parts_of
 from engine.model.precision.base import Part
 from engine.model.precision.choice import Precision
 from engine.model.shard import Shard
-
-MOST_RANKS: Final = 64
-"""Sizes that are tried for an error that names those which fit."""
 
 
 def check_ranks(config: ModelConfig, precision: Precision, count: int) -> None:
