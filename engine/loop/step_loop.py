@@ -165,7 +165,6 @@ class StepLoop:
         verb = self._slow.verb
         with verb("receive"):
             self._receive_until_due()
-        self._pacer.woke()
         failpoints.hit("engine.turn")
         with verb("admit"):
             self._scheduler.admission.admit()
@@ -301,7 +300,6 @@ class StepLoop:
         flight.launched = self._executor.launch(plan)
         flight.launched_s = time.monotonic()
         flight.launched.add_done_callback(lambda _: self._end(flight))
-        self._pacer.launched()
 
     def _end(self, flight: _Flight) -> None:
         """The device has finished a step. Runs on the executor's thread."""

@@ -19,14 +19,11 @@ from engine.step.plan import StepPlan, StepResult
 
 MEMORY: Final = 1000
 """Rows verified after which a share is mostly new."""
-STEPS: Final = 32
-"""Least steps of a width before another one is taken for good."""
 FITTED: Final = 256
 """Steps after which what a fit knows is mostly new: some of them are probes."""
-GAIN: Final = 1.03
-"""Another width must bring this much more."""
 PROBE_STEPS: Final = 64
-"""Every so many steps one has the next width, so that what is known of it stays true."""
+"""Every so many steps one has the next width: at width 1 nothing else tells when drafts are worth
+it again (`bench.constants`: some 5 % of the tokens of full batches)."""
 
 
 class MeasuredWidths:
@@ -46,28 +43,21 @@ class MeasuredWidths:
         """In KV, of all rows of the newest step."""
         self._shares = np.ones(self.most)
         """Shares of rows whose column j counts, j from 0."""
-        self._seen = np.zeros(self.most)
-        """Rows that have told the share."""
-        self._width = self.most
-        self._since, self._turn = STEPS, 0
+        self._seen = np.ones(self.most)
+        """Rows that have told the share, and one whose drafts were all accepted: what the first row
+        tells is chance."""
+        self._turn = 0
 
     def choose(self, rows: int, room: int) -> int:
         """See `Widths`."""
-        self._since += 1
         self._turn += 1
         fitting = [
             width
             for width in self.widths
             if width <= max(room, 1) and rows <= self._rows[width][-1]
         ]
-        if self._width not in fitting:
-            self._take(fitting[-1])
         best = max(fitting, key=lambda width: self._rate(rows, width))
-        if self._since >= STEPS and self._rate(rows, best) > GAIN * self._rate(rows, self._width):
-            self._take(best)
-        if self._turn % PROBE_STEPS == 0:
-            return self._neighbour(fitting)
-        return self._width
+        return best if self._turn % PROBE_STEPS else self._neighbour(fitting, best)
 
     def settled(self, plan: StepPlan, result: StepResult, step_s: float) -> None:
         """A step with decode rows has settled."""
@@ -90,7 +80,7 @@ class MeasuredWidths:
         total, share, ratio = 1.0, 1.0, 1.0
         for column in range(1, width):
             before = share
-            share = float(self._shares[column]) if self._seen[column] else share * ratio
+            share = float(self._shares[column]) if self._seen[column] > 1 else share * ratio
             ratio = share / before if before else 0.0
             total += share
         return total
@@ -111,13 +101,9 @@ class MeasuredWidths:
             captured = self._times[sizes[bisect_left(sizes, rows)], plan.width]
             self._more.add(_features(self._tokens, plan.decode_tokens), step_s - captured)
 
-    def _take(self, width: int) -> None:
-        if width != self._width:
-            self._width, self._since = width, 0
-
-    def _neighbour(self, fitting: list[int]) -> int:
+    def _neighbour(self, fitting: list[int], width: int) -> int:
         """The next width above or below, in turns."""
-        at, up = fitting.index(self._width), self._turn // PROBE_STEPS % 2 == 0
+        at, up = fitting.index(width), self._turn // PROBE_STEPS % 2 == 0
         if up and at + 1 < len(fitting):
             return fitting[at + 1]
         return fitting[at - 1] if at else fitting[min(1, len(fitting) - 1)]
