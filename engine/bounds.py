@@ -70,11 +70,15 @@ class Bounds:
 
         prompt = len(request.prompt_ids)
         slots, pages = self.extent_of(request)
+        most = pages + 2 * (slots - 1)
+        if request.beams is not None:  # They run together or not at all.
+            shared = prompt // self.page_size
+            most = shared + slots * (pages - shared)
         return (
             prompt > 0
             and prompt + request.stop.max_tokens <= self.max_context_tokens
             and slots <= self.max_sequences
-            and pages + 2 * (slots - 1) <= total_pages
+            and most <= total_pages
             and not (request.generated and slots > 1 and request.mode is not Mode.WHOLE)
         )
 

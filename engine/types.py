@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.beams.params import BeamParams
 from engine.checkpoints import SamplingDefaults
 from engine.group_pages import GroupGrant, GroupPages
 from engine.loads import EngineLoad as EngineLoad
@@ -143,11 +144,9 @@ class Request:
     mode: Mode = Mode.WHOLE
     choices: int = 1
     first_choice: int = 0
-    """Added to a choice's index for the noise, because a resumed choice comes in its own
-    request."""
+    """Added to a choice's index for the noise: a resumed choice comes in its own request."""
     generated: tuple[TokenIds, ...] = ()
-    """Tokens already sent, one array per choice. They are forced and never sampled again. Empty if
-    there are none."""
+    """Tokens already sent, one array per choice: forced, never sampled again. Empty if none."""
     priority: int = 0
     tenant: str = ""
     cache_salt: bytes = b""
@@ -163,11 +162,18 @@ class Request:
     """Whether drafts of its output may be verified, where the engine does that."""
     pooling: Pooling | None = None
     """POOL: how."""
+    beams: BeamParams | None = None
+    """Its output is searched for: it has a choice for each beam, one in PREFILL."""
 
     @property
     def reads_whole_prompt(self) -> bool:
         """Whether every token of the prompt must be computed, cached or not."""
         return self.prompt_logprobs or (self.pooling is not None and self.pooling.reads_all)
+
+    @property
+    def first_tokens(self) -> int:
+        """Tokens drawn behind the prompt. Beams begin with the candidates of one."""
+        return self.choices if self.beams is None else 1
 
 
 class TokenRecord(NamedTuple):
@@ -293,6 +299,8 @@ class SequenceEnded:
     """Drafts that were verified for it."""
     accepted_tokens: int = 0
     """Accepted drafts that are in its output."""
+    score: float | None = None
+    """Score of what a search found."""
 
 
 @dataclass(frozen=True, slots=True)

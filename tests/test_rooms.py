@@ -25,7 +25,7 @@ FLOORS = (
     ("serving.net", "serving.models"),
     ("serving.output",),
     ("kv_transfer", "kv_transfer.transports", "kv_transfer.nccl", "kv_transfer.ranks"),
-    ("engine", "engine.pooling"),
+    ("engine", "engine.beams", "engine.pooling"),
     ("engine.groups",),
     ("engine.pool",),
     ("engine.step",),

@@ -30,11 +30,11 @@ from engine.bounds import Bounds
 from engine.pages.blocks import BlockManager
 from engine.pages.prefix import prompt_keys
 from engine.schedule.batch import Batch
-from engine.schedule.budget import StepBudget
 from engine.schedule.policies import SchedulingPolicy
 from engine.schedule.requests import Requests
 from engine.schedule.sequences import ActiveRequest, PrefillTask, RequestState, Sequence
 from engine.schedule.slots import SlotState
+from engine.step.budget import StepBudget
 from engine.tiers.peers import Fetches
 from engine.tiers.protocol import PageTiers, Wait
 from engine.types import Mode, Request, Reserved, TakenOver

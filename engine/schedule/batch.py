@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.bounds import Bounds
-from engine.groups.others import OtherGroups
+from engine.groups.others import OtherGroups, Spares
 from engine.hooks.requests import RequestHooks
 from engine.pages.blocks import BlockManager
 from engine.schedule.sequences import NO_IDS, ChunkPlan, PrefillTask, Sequence
@@ -14,6 +14,7 @@ from engine.schedule.slots import SlotState, SlotTable
 from engine.step.plan import Begins, StepPlan
 from engine.step.sampling import SamplePlanner
 from engine.stopping import end_ids
+from engine.types import PageIds
 
 Int32s = NDArray[np.int32]
 NO_TERMS: Int32s = np.zeros((0, 0), np.int32)
@@ -76,6 +77,7 @@ class Batch:
         self.slots.request_id[slot], self.slots.sink[slot] = request.id, active.sink
         self.slots.set_stop_ids(slot, sorted(end_ids(request.stop, self._config.eos_token_ids)))
         self.slots.is_masked[slot] = sequence.matcher is not None
+        self.slots.is_chosen[slot] = request.beams is not None
         sequence.slot, sequence.drafts = slot, []
         self.owners[slot] = sequence
         if self._begins is not None and request.mode.decodes:
@@ -157,25 +159,63 @@ class Batch:
         leader, *followers = sequences
         active = leader.active
         self.slots.state[leader.slot] = SlotState.RUNNING
-        pages = self.slots.pages(leader.slot)
-        length = int(self.slots.kv_len[leader.slot])
-        partial = length % self._config.page_size != 0
         for i, follower in enumerate(followers):
-            own = pages.copy()
-            if partial:
-                own[-1] = active.spare_pages[i]
-                self._copies[int(own[-1])] = int(pages[-1])
-            self._blocks.share(pages[: len(pages) - partial])
-            self.slots.set_pages(follower.slot, own)
-            self.slots.set_kv(follower.slot, length)
-            spares = active.other_spares if partial else ()
-            self.others.fork(leader.slot, follower.slot, length, spares, i, self.next_step)
+            self._follow(leader, follower, active.spare_pages, active.other_spares, i)
             self.slots.state[follower.slot] = SlotState.RUNNING
-        if followers and partial:
+        if followers and self._has_partial_page(leader):
+            active.spare_pages, active.other_spares = NO_IDS, ()
+
+    def _has_partial_page(self, sequence: Sequence) -> bool:
+        return int(self.slots.kv_len[sequence.slot]) % self._config.page_size != 0
+
+    def _follow(
+        self,
+        leader: Sequence,
+        follower: Sequence,
+        spare_pages: PageIds,
+        other_spares: Spares,
+        at: int,
+    ) -> None:
+        """The follower, which has no pages, gets the leader's. `at`: the place of its spares."""
+        pages, length = self.slots.pages(leader.slot), int(self.slots.kv_len[leader.slot])
+        partial, own = self._has_partial_page(leader), pages.copy()
+        if partial:
+            own[-1] = spare_pages[at]
+            self._copies[int(own[-1])] = int(pages[-1])
             # The source page counts as well: its sequence may end before that step has run, and no
             # other sequence may get the page until then.
-            self._blocks.mark_written(np.append(active.spare_pages, pages[-1:]), self.next_step)
-            active.spare_pages, active.other_spares = NO_IDS, ()
+            copied = np.array([own[-1], pages[-1]], np.int32)
+            self._blocks.mark_written(copied, self.next_step)
+        self._blocks.share(pages[: len(pages) - partial])
+        self.slots.set_pages(follower.slot, own)
+        self.slots.set_kv(follower.slot, length)
+        spares = other_spares if partial else ()
+        self.others.fork(leader.slot, follower.slot, length, spares, at, self.next_step)
+
+    # -- chosen sequences ---------------------------------------------------------------------
+
+    def prune(self, sequence: Sequence) -> None:
+        """Lets the pages of a sequence in its slot go, of which no step is in flight."""
+        self._blocks.release(self.slots.pages(sequence.slot))
+        self.others.release(self.others.take(sequence.slot))
+        self.slots.set_pages(sequence.slot, NO_IDS)
+
+    def graft(self, leader: Sequence, follower: Sequence) -> None:
+        """A sequence that was pruned goes on from the leader's tokens."""
+        count = int(self._has_partial_page(leader))
+        spares = self._blocks.allocate_apart(count), self.others.allocate_spares(count)
+        self._follow(leader, follower, *spares, 0)
+        outputs = self.slots.output_ids(leader.slot)
+        self.slots.outputs[follower.slot, : len(outputs)] = outputs
+        self.slots.output_len[follower.slot] = len(outputs)
+
+    def append(self, sequence: Sequence, token_id: int) -> None:
+        """The next token of a sequence is chosen. It goes into the token table with the next
+        step."""
+        slot = sequence.slot
+        self.slots.outputs[slot, self.slots.output_len[slot]] = token_id
+        self.slots.output_len[slot] += 1
+        self._writes[slot] = token_id
 
     def take_transfers(self) -> tuple[dict[int, int], dict[int, int], Begins | None]:
         """Takes the page copies and table writes with which the next step must begin."""

@@ -28,11 +28,11 @@ from numpy.typing import NDArray
 from engine.bounds import UNBOUNDED, Bounds
 from engine.pages.blocks import BlockManager
 from engine.schedule.batch import Batch
-from engine.schedule.budget import StepBudget
 from engine.schedule.requests import Requests
 from engine.schedule.sequences import ChunkPlan, PrefillTask, Sequence
 from engine.schedule.slots import SlotState
 from engine.speculation.widths import Widths
+from engine.step.budget import StepBudget
 from engine.step.plan import Int32s, ScorePlan, StepPlan, StepResult
 from engine.step.sampling import SamplePlan
 from engine.tiers.protocol import PageTiers
@@ -99,7 +99,7 @@ class Planner:
     def _decode_rows(self) -> Slots:
         """Slots that decode in the next step, each with a page for the token it stores."""
         slots, blocks = self._batch.slots, self._blocks
-        rows = slots.running()
+        rows = slots.ready()
         least = slots.least_kv(rows)
         goes_on = least + 1 < slots.limit_len[rows]
         rows, least = rows[goes_on], least[goes_on]
@@ -174,6 +174,8 @@ class Planner:
         for sequence in reversed(candidates[1:]):
             if coming >= missing:
                 return
+            if sequence.slot < 0 or sequence.active.goes_with(candidates[0]):
+                continue  # Beams are preempted together, and run together.
             coming += int(slots.page_count[sequence.slot])
             self._requests.preempt(sequence)
 
@@ -378,5 +380,5 @@ def _first_draws(task: PrefillTask) -> list[Sequence]:
     if request.mode is Mode.POOL:
         return []
     if request.mode is Mode.PREFILL:
-        return [task.leader] * request.choices
-    return task.sequences
+        return [task.leader] * request.first_tokens
+    return task.sequences[: request.first_tokens] if request.beams else task.sequences

@@ -23,10 +23,10 @@ import torch
 from engine.hooks.requests import RequestHooks
 from engine.pages.blocks import BlockManager
 from engine.schedule.batch import Batch
-from engine.schedule.budget import StepBudget
 from engine.schedule.requests import Requests
 from engine.schedule.sequences import Sequence
 from engine.schedule.slots import SlotState
+from engine.step.budget import StepBudget
 from engine.step.hooks import HookFailure, OnFailure
 from engine.step.plan import StepPlan
 from engine.types import FailureReason, Mode

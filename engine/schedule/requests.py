@@ -17,13 +17,18 @@ waits before all new requests, oldest first, to compute prompt and output again.
 from __future__ import annotations
 
 import time
+from bisect import insort
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.beams.chooser import Candidates
+from engine.beams.results import events_of
+from engine.beams.search import with_candidates
 from engine.bounds import Bounds
 from engine.groups.others import AllKept
 from engine.hooks.requests import RequestHooks, ask_hooks
@@ -31,6 +36,7 @@ from engine.masks.matchers import TokenMatcher
 from engine.pages.blocks import BlockManager
 from engine.pages.prefix import request_keys
 from engine.schedule.batch import Batch
+from engine.schedule.choosing import Choosing
 from engine.schedule.sequences import NO_IDS, ActiveRequest, RequestState, Sequence
 from engine.schedule.slots import SlotState
 from engine.stopping import end_reason
@@ -68,6 +74,7 @@ class Requests:
         self.preempted: list[Sequence] = []
         """Sequences to be computed again."""
         self.preemptions = 0
+        self.choosing = Choosing(config, batch)
         self._config = config
         self._blocks = blocks
         self._batch = batch
@@ -92,6 +99,7 @@ class Requests:
     ) -> None:
         """Accepts a request. `keys` are the known leading keys of its prompt. A request whose
         tokens are restricted waits for its `matchers`."""
+        request = with_candidates(request, self._config.eos_token_ids)
         active = ActiveRequest(request, sink, self._arrivals, keys=list(keys), matchers=matchers)
         self._arrivals += 1
         if request.id in self.by_id:
@@ -125,6 +133,9 @@ class Requests:
             self._delivered.append((leader, leader.slot, generation))
         self._batch.fork(active.sequences)
         self.join(active)
+        if active.request.beams is not None:
+            self.hear(leader, Candidates.of(records[0]))
+            return
         for sequence, record in zip(list(active.sequences), records, strict=True):
             self._accept_delivered(sequence, record)
 
@@ -196,6 +207,11 @@ class Requests:
 
     def drop(self, active: ActiveRequest) -> None:
         """Frees everything that a request holds and forgets it."""
+        self._empty(active)
+        self._forget(active)
+
+    def _empty(self, active: ActiveRequest) -> None:
+        """Frees everything that a request holds."""
         self._release_spares(active)
         self.preempted = [s for s in self.preempted if s.active is not active]
         for sequence in active.sequences:
@@ -204,7 +220,6 @@ class Requests:
                 self._batch.others.release(self._batch.others.take(sequence.slot))
                 self._batch.leave(sequence)
         active.sequences.clear()
-        self._forget(active)
 
     def _release_spares(self, active: ActiveRequest) -> None:
         self._blocks.release(active.spare_pages)
@@ -261,6 +276,32 @@ class Requests:
         if last:
             self._forget(active)
 
+    # -- chosen sequences -----------------------------------------------------------------------
+
+    def hear(self, sequence: Sequence | None, candidates: Candidates) -> None:
+        """Tells the chooser of a sequence, if it is still in its slot, what it may draw. The end of
+        a search is told with all that it found."""
+        if sequence is None:
+            return
+        found = self.choosing.hear(sequence, candidates)
+        if found is None:
+            return
+        active, now_ns = sequence.active, time.time_ns()
+        for event in events_of(active.request.id, found, active.restarts, now_ns):
+            self.emit(active.sink, event)
+        self.drop(active)
+
+    def _restart(self, active: ActiveRequest) -> None:
+        """A search is preempted: its beams let everything go, and it begins again here, with its
+        prompt. Beams that were computed one by one would share no pages."""
+        self._empty(active)
+        active.request = replace(active.request, mode=Mode.WHOLE)
+        active.state, active.wait = RequestState.WAITING, None
+        active.chooser, active.heard = None, {}
+        active.restarts += 1
+        self.preemptions += 1
+        insort(self.waiting, active, key=lambda one: one.seniority)
+
     def let_go(self) -> None:
         """Frees the pages of ended sequences. Full pages are keyed for the next turn of a
         conversation."""
@@ -287,7 +328,9 @@ class Requests:
         """Takes a sequence out of the batch, now or when the steps in flight have told its
         tokens."""
         slots = self._batch.slots
-        if slots.state[sequence.slot] == SlotState.PREFILLING:
+        if sequence.active.request.beams is not None:
+            self._restart(sequence.active)
+        elif slots.state[sequence.slot] == SlotState.PREFILLING:
             tasks = [t for t in self._batch.prefills if t.leader is sequence]
             self._release_spares(sequence.active)
             # One that pools has no task any more once its last chunk is launched.
@@ -309,6 +352,9 @@ class Requests:
             computed: whether the KV of all its tokens but the last is known to be there, if its
                 prompt is computed at all.
         """
+        if sequence.active.request.beams is not None:
+            self._restart(sequence.active)
+            return
         slots, slot = self._batch.slots, sequence.slot
         sequence.append(slots.output_ids(slot)[len(sequence.outputs) :])
         sequence.wait = None

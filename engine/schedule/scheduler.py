@@ -22,7 +22,6 @@ from engine.hooks.requests import RequestHooks
 from engine.pages.blocks import BlockManager
 from engine.schedule.admission import Admission
 from engine.schedule.batch import Batch
-from engine.schedule.budget import StepBudget
 from engine.schedule.masking import Masking
 from engine.schedule.planning import Planner
 from engine.schedule.policies import Fcfs, SchedulingPolicy
@@ -31,6 +30,7 @@ from engine.schedule.requests import Requests
 from engine.schedule.settling import Settler
 from engine.speculation.figures import Figures
 from engine.speculation.widths import Widths
+from engine.step.budget import StepBudget
 from engine.step.sampling import SamplePlanner
 from engine.tiers.peers import Fetches
 from engine.tiers.protocol import NoTiers, PageTiers

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.beams.chooser import Candidates, Chooser
 from engine.groups.others import AllKept, Spares
 from engine.hooks.requests import HookedRequest
 from engine.masks.matchers import TokenMatcher
@@ -69,6 +70,12 @@ class ActiveRequest:
     tokens: TokenIds = field(init=False)
     """The tokens of its first choice that were known when it came: the prompt, and what another
     worker has generated."""
+    chooser: Chooser | None = None
+    """Chooses how its sequences go on, once there are candidates; None: each draws by itself."""
+    restarts: int = 0
+    """How often a search began again."""
+    heard: dict[int, Candidates] = field(default_factory=dict)
+    """What its chooser is to choose from next, by slot."""
     matchers: Future[list[TokenMatcher]] | None = None
     """For each choice the tokens that it may draw; None: all of them may draw any."""
 
@@ -86,6 +93,10 @@ class ActiveRequest:
     def is_prepared(self) -> bool:
         """Whether it need not wait for its matchers."""
         return self.matchers is None or self.matchers.done()
+
+    def goes_with(self, sequence: Sequence) -> bool:
+        """Whether its sequences run only together with this one."""
+        return self.request.beams is not None and sequence.active is self
 
     def matcher_of(self, choice: int) -> TokenMatcher | None:
         """The matcher of a choice, once the request is prepared."""

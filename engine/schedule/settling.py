@@ -17,13 +17,14 @@ from engine.bounds import Bounds
 from engine.pages.blocks import BlockManager
 from engine.pages.prefix import request_keys
 from engine.schedule.batch import Batch
-from engine.schedule.budget import StepBudget
+from engine.schedule.choosing import told
 from engine.schedule.masking import Masking
 from engine.schedule.recovery import Recovery
 from engine.schedule.requests import Requests
 from engine.schedule.sequences import ChunkPlan, RequestState, Sequence
 from engine.schedule.slots import SlotState
 from engine.speculation.figures import Figures
+from engine.step.budget import StepBudget
 from engine.step.plan import ScoreResult, StepPlan, StepResult
 from engine.stopping import end_reason
 from engine.tiers.protocol import PageTiers
@@ -182,6 +183,10 @@ class Settler:
         their chunks carry all events."""
         slots = self._batch.slots
         draws = np.flatnonzero(alive)
+        if (chosen := slots.is_chosen[plan.sample_slots[draws]]).any():
+            for slot, candidates in told(plan, result, draws[chosen]):
+                self._requests.hear(self._batch.owners[slot], candidates)
+            draws = draws[~chosen]
         if draws.size == 0:
             return
         drawn = _Drawn.of(plan, result, draws, slots.output_len)
@@ -316,10 +321,11 @@ class Settler:
         active = leader.active
         index = len(leader.outputs)
         records, ends = [], []
-        for row in range(chunk.first_sample, chunk.first_sample + active.request.choices):
+        for row in range(chunk.first_sample, chunk.first_sample + active.request.first_tokens):
             record = _token_record(leader, result, row)
             records.append(record)
-            ends.append(self._end_reason(leader, record.token_id, index))
+            searched = active.request.beams is not None  # Its first token is not chosen yet.
+            ends.append(None if searched else self._end_reason(leader, record.token_id, index))
         self._requests.emit(
             active.sink, Prefilled(active.request.id, tuple(records), tuple(ends), now_ns)
         )

@@ -94,6 +94,8 @@ class SlotTable:
         self.stop_ids = np.full((max_slots, FEW_STOP_IDS), NO_TOKEN, np.int32)
         """Ids that end the sequence, with end of sequence, padded."""
         self._stop_counts = np.zeros(max_slots, np.int32)
+        self.is_chosen = np.zeros(max_slots, np.bool_)
+        """Whether a chooser says how the sequence goes on. The scheduler sets it."""
         self.is_masked = np.zeros(max_slots, np.bool_)
         """Whether the sequence may draw only some tokens. The scheduler sets it."""
         self.outputs = np.zeros((max_slots, 256), np.int32)
@@ -216,6 +218,16 @@ class SlotTable:
     def running(self) -> NDArray[np.intp]:
         """Slots in the batch, in slot order."""
         return np.flatnonzero(self.state == SlotState.RUNNING)
+
+    def ready(self) -> NDArray[np.intp]:
+        """Slots in the batch whose next step may be planned: a chosen sequence's token is known."""
+        rows = self.running()
+        chosen = self.is_chosen[rows]
+        if not chosen.any():  # The usual case.
+            return rows
+        known = self.kv_len[rows] + 1 == self.prompt_len[rows] + self.output_len[rows]
+        ready: NDArray[np.intp] = rows[known | ~chosen]
+        return ready
 
     def count_in_flight(self, drawn: NDArray[np.int32], step: int) -> None:
         """Adds `step` (1 or -1) to the steps in flight of each slot, for each token drawn."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from engine.beams.params import BeamParams
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.group_pages import GroupPages
@@ -119,8 +120,11 @@ def submit(
     cache_salt: bytes = b"",
     speculates: bool = True,
     pooling: Pooling | None = None,
+    beams: BeamParams | None = None,
     **stop,
 ) -> Run:
+    if beams is not None:
+        choices = 1 if mode is Mode.PREFILL else beams.width
     request = Request(
         secrets.token_bytes(16),
         np.array(prompt, np.int32),
@@ -135,6 +139,7 @@ def submit(
         cache_salt=cache_salt,
         speculates=speculates,
         pooling=pooling,
+        beams=beams,
     )
     run = Run(request)
     engine.submit(request, run.sink)
@@ -187,8 +192,9 @@ def hand_off(
         decode.pools[group].data[torch.from_numpy(target[held:]).long()] = prefill.pools[
             group
         ].data[torch.from_numpy(source[held:]).long()]
-    for choice, record in enumerate(first.prefilled.records):
-        second.records[choice].append(record)
+    if second.request.beams is None:
+        for choice, record in enumerate(first.prefilled.records):
+            second.records[choice].append(record)
     decode.deliver(second.request.id, first.prefilled.records)
     finish(second)
     prefill.release(first.request.id)

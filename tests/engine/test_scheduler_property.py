@@ -13,9 +13,9 @@ from speculation_kit import Switching
 
 from engine.groups.spec import Window
 from engine.pages.eviction import EVICTION_POLICIES
-from engine.schedule.budget import MAX_SHRINKS
 from engine.schedule.policies import POLICIES
 from engine.schedule.recovery import MAX_FAILED_STEPS
+from engine.step.budget import MAX_SHRINKS
 from engine.types import (
     FailureReason,
     Mode,
