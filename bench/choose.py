@@ -45,7 +45,7 @@ class Known:
     """Every twentieth worker holds some pages of any prompt."""
 
     def __init__(self, links: list[WorkerLink]) -> None:
-        self._held = {one.worker_id: Held(n % 60, n % 60) for n, one in enumerate(links[::20])}
+        self._held = {one.worker_id: Held.all(n % 60, n % 60) for n, one in enumerate(links[::20])}
 
     def held(self, _demand: Demand) -> dict[str, Held]:
         """Leading pages by worker."""

@@ -87,7 +87,7 @@ class Machine:
             model=worker_pb2.ModelInfo(name="m", revision="r", fingerprint="f"),
             endpoint=worker_pb2.KvEndpoint(agent_name=name, transport="nixl"),
         )  # fmt: skip
-        self.draining, self.page_bytes = False, PAGE_BYTES
+        self.draining, self.page_bytes, self.resume_bytes = False, PAGE_BYTES, 0
         self.model, self.kind = ("m", "r"), 1 + self.is_decode
         self.prefills, self.decodes = not self.is_decode, self.is_decode
         self.estimate = LoadEstimate()
@@ -196,7 +196,7 @@ class Truth:
         keys, found = demand.keys.tolist(), {}
         for one in self._machines:
             if count := sum(1 for _ in itertools.takewhile(one.told.__contains__, keys)):
-                found[one.worker_id] = Held(count, count)
+                found[one.worker_id] = Held.all(count, count)
         return found
 
 

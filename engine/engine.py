@@ -15,7 +15,7 @@ import torch
 from engine import memory
 from engine.checkpoints import CheckpointError, SamplingDefaults, Weights, sampling_defaults
 from engine.config import EngineConfig
-from engine.groups.spec import State
+from engine.groups.spec import Full, State
 from engine.loop.fetch_port import FetchPort
 from engine.loop.profiling import StepProfiler
 from engine.loop.step_loop import OnLost, OnStep, StepLoop
@@ -252,6 +252,8 @@ class Engine:
 
         def begin(scheduler: Scheduler) -> None:
             report_pages(scheduler.blocks, POOL, tell)
+            for number, group in enumerate(scheduler.others.groups, 1):
+                report_pages(group.blocks, POOL, tell, number)
             scheduler.tiers.report_pages(tell)
 
         self._loop.post(begin)
@@ -368,6 +370,11 @@ def _model_info(
         num_kv_heads=model.kept.kv_heads,
         kv_precision=pool.precision,
         prefix_cache=config.prefix_cache,
+        resume_pages=tuple(
+            kind.pages_before(config.page_size)
+            for kind in (spec.kind for spec in pools.specs)
+            if not isinstance(kind, Full)
+        ),
         extensions=tuple(hook.name for hook in hooks),
         sampling=_sampling(config, loaded),
         pooling=loaded.pooling,

@@ -353,6 +353,8 @@ class ModelInfo:
     """Precision of the KV, which keys of pages name."""
     prefix_cache: bool = False
     """Whether pages are found again by their keys."""
+    resume_pages: tuple[int, ...] = ()
+    """For groups 1, 2, ... the pages right before a place that a prompt needs to go on there."""
     extensions: tuple[str, ...] = ()
     """Names of hooks, for which requests may carry bytes."""
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)

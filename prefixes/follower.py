@@ -25,7 +25,7 @@ from typing import Final
 import numpy as np
 
 from prefixes.codec import Events, MalformedPagesError, Part, Wanted, read_events, read_part
-from prefixes.index import HOST, POOL, SHARDS, PrefixIndex
+from prefixes.index import BOTH, HOST, POOL, SHARDS, PrefixIndex
 from prefixes.keys import ShortKeys
 
 ASK_AGAIN_S: Final = 0.5
@@ -85,7 +85,7 @@ class Follower:
     def events(self, events: Events, now_s: float) -> None:
         """Takes events."""
         try:
-            keys = read_events(events)
+            keys = read_events(events, self._index.groups)
         except MalformedPagesError as error:
             self._drop(error.reason, now_s)
             return
@@ -98,7 +98,7 @@ class Follower:
     def part(self, part: Part, now_s: float) -> None:
         """Takes a part of a snapshot."""
         try:
-            keys = read_part(part)
+            keys = read_part(part, self._index.groups)
         except MalformedPagesError as error:
             self._drop(error.reason, now_s)
             return
@@ -121,8 +121,9 @@ class Follower:
         self._index.clear(self.holder, part.first_shard, part.end_shard)
         tiers = np.frombuffer(part.tiers, np.uint8)
         for tier in (POOL, HOST):
-            there = keys[(tiers & tier) != 0].tolist()
-            self._index.apply(self.holder, there, bytes((tier,)) * len(there))
+            there = (tiers & tier) != 0
+            kinds = (tiers[there] & ~np.uint8(BOTH) | tier).tobytes()
+            self._index.apply(self.holder, keys[there].tolist(), kinds)
 
     def _go_on(self, wanted: Wanted, now_s: float) -> None:
         self._next = wanted

@@ -1,12 +1,16 @@
 """The index of a router: which worker holds which page, as far as the workers have told.
 
 A key has one integer, with two bits for each holder: it has the page in its pool, or in its host
-tier. Keys are spread over 1,024 dicts, because a dict is copied when it grows: one of a million
-keys would hold the event loop for 33 ms. Nothing here takes longer than one shard does.
+tier. If the model has several groups of layers, a holder has two such bits for each group. Group 0
+says what it *has* of a prompt. What it can *use* ends where the pages of the other groups allow a
+prompt to go on: behind a window they must have the last few before that place.
+
+Keys are spread over 1,024 dicts, because a dict is copied when it grows: one of a million keys
+would hold the event loop for 33 ms. Nothing here takes longer than one shard does.
 
 Life of a holder:
 
-1. Joined: it gets a place, which is a pair of bits, and holds nothing.
+1. Joined: it gets a place, which is its lowest bit, and holds nothing.
 2. Told of: `apply` and `clear`, both of which may be repeated.
 3. Left: it is found no more. Its bits are swept later, a shard at a time. Its place is given to
    another only after that.
@@ -31,6 +35,10 @@ HOST: Final = 2
 BOTH: Final = POOL | HOST
 GONE: Final = 4
 """Added to a tier: the page is there no more."""
+GROUP: Final = 8
+"""Added to a tier as often as the number of the page's group says."""
+MOST_GROUPS: Final = 8
+"""As in `kv_transfer.types`."""
 SHARDS: Final = 1024
 """Shard of a key: its lowest ten bits. A power of two."""
 MOST_KEYS: Final = 4_000_000
@@ -48,6 +56,15 @@ class Held(NamedTuple):
     """In its pool."""
     host_pages: int
     """In its pool or its host tier, each of them; at least `pool_pages`."""
+    pool_resume: int
+    """Pages of its pool behind which it can go on, given those of all groups there."""
+    host_resume: int
+    """Likewise of pool and host tier."""
+
+    @classmethod
+    def all(cls, pool: int, host: int) -> Held:
+        """Pages of a model with one group: all of them are of use."""
+        return cls(pool, host, pool, host)
 
 
 class PrefixIndex:
@@ -55,9 +72,17 @@ class PrefixIndex:
 
     Args:
         most_keys: the bound.
+        resume_pages: for groups 1, 2, ... the pages right before a place that a holder needs to go
+            on there.
     """
 
-    def __init__(self, most_keys: int = MOST_KEYS) -> None:
+    def __init__(self, most_keys: int = MOST_KEYS, resume_pages: Sequence[int] = ()) -> None:
+        self.groups = 1 + len(resume_pages)
+        self._resume_pages = tuple(resume_pages)
+        self._stride = 2 * self.groups
+        """Bits of a holder."""
+        self._whole = (1 << self._stride) - 1
+        """All of them, of the first holder."""
         self._shards: list[dict[int, int]] = [{} for _ in range(SHARDS)]
         self._get = [shard.get for shard in self._shards]
         """Look-up of each shard, to spare one."""
@@ -95,9 +120,8 @@ class PrefixIndex:
         """Takes a new holder in. One of that name leaves first."""
         self.leave(holder)
         taken = {*self._places.values(), *self._leaving}
-        self._places[holder] = next(
-            bit for bit in range(0, 2 * len(taken) + 2, 2) if bit not in taken
-        )
+        places = range(0, self._stride * (len(taken) + 1), self._stride)
+        self._places[holder] = next(bit for bit in places if bit not in taken)
         self._counts[holder] = [0, 0]
 
     def leave(self, holder: str) -> None:
@@ -108,15 +132,16 @@ class PrefixIndex:
 
     def apply(self, holder: str, keys: Iterable[int], kinds: bytes) -> None:
         """Pages came to a tier or left it, in order. A kind is POOL or HOST, with GONE added if the
-        page left."""
+        page left, and GROUP for each group before its own."""
         shards, gets, most = self._shards, self._get, self._most
         place = self._places[holder]
-        bit_of = [(kind & BOTH) << place for kind in range(8)]
-        changes = [0] * 8
+        kinds_of_all = range(GROUP * self.groups)
+        bit_of = [(kind & BOTH) << place + kind // GROUP * 2 for kind in kinds_of_all]
+        changes = [0] * len(kinds_of_all)
         for key, kind in zip(keys, kinds, strict=True):
             number = key & _SHARD
             old, bit = gets[number](key, 0), bit_of[kind]
-            if kind < GONE:
+            if not kind & GONE:
                 if old & bit:
                     continue
                 shard = shards[number]
@@ -135,8 +160,8 @@ class PrefixIndex:
 
     def clear(self, holder: str, first: int, end: int) -> None:
         """The holder has none of the pages of these shards."""
-        if any(self._counts[holder]):
-            bits = BOTH << self._places[holder]
+        if self.groups > 1 or any(self._counts[holder]):
+            bits = self._whole << self._places[holder]
             for shard in self._shards[first:end]:
                 self._uncount(_without(shard, bits))
 
@@ -144,7 +169,7 @@ class PrefixIndex:
         """Sweeps one shard. Returns whether more is to be swept."""
         if not self._leaving:
             return False
-        _without(self._shards[self._swept], sum(BOTH << place for place in self._leaving))
+        _without(self._shards[self._swept], sum(self._whole << place for place in self._leaving))
         self._swept = (self._swept + 1) % SHARDS
         left = ((place, shards - 1) for place, shards in self._leaving.items())
         self._leaving = {place: shards for place, shards in left if shards}
@@ -166,8 +191,9 @@ class PrefixIndex:
             while left:
                 number = (left & -left).bit_length() - 1
                 left &= left - 1
-                if counts := counts_at.get(number & ~1):
-                    counts[number & 1] -= keys
+                tier = number % self._stride
+                if tier < HOST and (counts := counts_at.get(number - tier)):
+                    counts[tier] -= keys
 
     # -- what the router asks ---------------------------------------------------------------------
 
@@ -180,12 +206,15 @@ class PrefixIndex:
             return {}
         runs: list[tuple[int, int, int]] = []
         """Where fewer hold the pages: depth, and who still has all of them in either way."""
+        changes: list[tuple[int, int]] = []
+        """Where a key's bits differ from those before: depth and bits."""
         depth = 0
         for depth, key in enumerate(keys.tolist()):
             bits = gets[key & _SHARD](key, 0)
             if bits == last:
                 continue
             last = bits
+            changes.append((depth, bits))
             was = pool, any_tier
             pool &= bits
             any_tier &= bits | bits >> 1
@@ -194,16 +223,48 @@ class PrefixIndex:
                 if not any_tier:
                     break
         runs.append((len(keys), pool, any_tier))
-        return self._by_holder(runs)
+        return self._by_holder(runs, changes)
 
-    def _by_holder(self, runs: Sequence[tuple[int, int, int]]) -> dict[str, Held]:
+    def _by_holder(
+        self, runs: Sequence[tuple[int, int, int]], changes: Sequence[tuple[int, int]]
+    ) -> dict[str, Held]:
         found = {}
         for holder, place in self._places.items():
             pool = next((depth for depth, lost, _ in runs if lost >> place & POOL), 0)
             host = next((depth for depth, _, lost in runs if lost >> place & POOL), 0)
             if host:
-                found[holder] = Held(pool, host)
+                resume = (
+                    self._resume(changes, place, most, tiers)
+                    for most, tiers in ((pool, POOL), (host, BOTH))
+                )
+                found[holder] = Held(pool, host, *resume)
         return found
+
+    def _resume(self, changes: Sequence[tuple[int, int]], place: int, most: int, tiers: int) -> int:
+        """The most leading pages, up to `most`, behind which a holder can go on with what it has in
+        these tiers."""
+        settled = -1
+        while settled != most:
+            settled = most
+            for group, needed in enumerate(self._resume_pages, 1):
+                mask = tiers << place + 2 * group
+                most = _resumable(changes, mask, most, needed)
+        return most
+
+
+def _resumable(changes: Sequence[tuple[int, int]], mask: int, most: int, needed: int) -> int:
+    """The deepest place up to `most` right before which `needed` pages, or all of them, have a bit
+    of the mask. The bits change at the depths of `changes`."""
+    run, end, behind = 0, most, most
+    for depth, bits in reversed(changes):
+        if depth >= behind or run >= needed:
+            continue
+        if bits & mask:
+            run += behind - depth
+        else:
+            run, end = 0, depth
+        behind = depth
+    return end
 
 
 def _without(shard: dict[int, int], bits: int) -> list[int]:

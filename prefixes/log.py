@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from prefixes.codec import MOST_BYTES, MOST_EVENTS, MOST_IN_PART, Events, Part
-from prefixes.index import GONE, SHARDS
+from prefixes.index import BOTH, GONE, GROUP, SHARDS
 from prefixes.keys import SHORT_BYTES, short_keys
 
 RING: Final = 65_536
@@ -44,8 +44,8 @@ class PageLog:
         self._most_in_part = most_in_part
         self._keys = np.zeros(size, "<u8")
         self._kinds = np.zeros(size, np.uint8)
-        self._shards: list[dict[int, int]] = [{} for _ in range(SHARDS)]
-        """Tiers by key."""
+        self._groups: list[list[dict[int, int]]] = []
+        """By group and shard, tiers by key."""
 
     @property
     def first(self) -> int:
@@ -53,8 +53,7 @@ class PageLog:
         return max(1, self.end - self._size)
 
     def write(self, keys: Sequence[bytes], kinds: bytes) -> None:
-        """Pages came to a tier or left it, in order. A kind is POOL or HOST, with GONE added if the
-        page left."""
+        """Pages came to a tier or left it, in order. Kinds are as for `PrefixIndex.apply`."""
         shorts = short_keys(keys)
         self._apply(shorts.tolist(), kinds)
         latest = min(len(kinds), self._size)
@@ -64,10 +63,12 @@ class PageLog:
         self._kinds[places] = np.frombuffer(kinds, np.uint8)[len(kinds) - latest :]
 
     def _apply(self, shorts: list[int], kinds: bytes) -> None:
+        while len(self._groups) <= max(kinds, default=0) // GROUP:
+            self._groups.append([{} for _ in range(SHARDS)])
         for key, kind in zip(shorts, kinds, strict=True):
-            shard = self._shards[key & _SHARD]
-            old = shard.get(key, 0)
-            tiers = old & ~kind if kind & GONE else old | kind
+            shard = self._groups[kind // GROUP][key & _SHARD]
+            old, tier = shard.get(key, 0), kind & BOTH
+            tiers = old & ~tier if kind & GONE else old | tier
             if tiers:
                 shard[key] = tiers
             elif old:
@@ -81,15 +82,25 @@ class PageLog:
     def part(self, first_shard: int) -> Part:
         """All pages in the shards from `first_shard` on, as many shards as fit into a message. Of
         a shard that does not fit, the router's index would drop the rest anyway."""
-        end, count = first_shard + 1, len(self._shards[first_shard])
-        while end < SHARDS and count + len(self._shards[end]) <= self._most_in_part:
-            count += len(self._shards[end])
+        end, count = first_shard + 1, self._count(first_shard)
+        while end < SHARDS and count + self._count(end) <= self._most_in_part:
+            count += self._count(end)
             end += 1
-        shards = self._shards[first_shard:end]
-        keys = np.fromiter(chain.from_iterable(shards), "<u8")[:_MOST_FIT]
-        tiers = bytes(chain.from_iterable(shard.values() for shard in shards))[:_MOST_FIT]
-        return Part(self.end - 1, first_shard, end, keys.tobytes(), tiers)
+        keys, tiers = [], []
+        for group, every in enumerate(self._groups):
+            shards = every[first_shard:end]
+            keys.append(np.fromiter(chain.from_iterable(shards), "<u8"))
+            held = bytes(chain.from_iterable(shard.values() for shard in shards))
+            tiers.append(np.frombuffer(held, np.uint8) + np.uint8(GROUP * group))
+        if not keys:
+            return Part(self.end - 1, first_shard, end, b"", b"")
+        columns = np.concatenate(keys)[:_MOST_FIT], np.concatenate(tiers)[:_MOST_FIT]
+        return Part(self.end - 1, first_shard, end, *(column.tobytes() for column in columns))
 
-    def tiers(self) -> dict[int, int]:
-        """All pages that can be found: short key and tiers."""
-        return {key: tiers for shard in self._shards for key, tiers in shard.items()}
+    def tiers(self, group: int = 0) -> dict[int, int]:
+        """All pages of a group that can be found: short key and tiers."""
+        shards = self._groups[group] if group < len(self._groups) else ()
+        return {key: tiers for shard in shards for key, tiers in shard.items()}
+
+    def _count(self, shard: int) -> int:
+        return sum(len(shards[shard]) for shards in self._groups)

@@ -1,8 +1,10 @@
 """A router's policy for tests: every prompt comes with the word that some worker holds it.
 
-It knows nothing of what workers hold, so most of what it says is wrong, as an index may be. It is
-put on top of the router's own choice of workers. Where holders are named, no worker begins two
-prompts one after the other: the one that began a prompt has its pages, and would fetch nothing.
+It knows nothing of what workers hold, so most of what it says is wrong, as an index may be. Where a
+model has several groups of layers, it says what the router knows: a place behind which nobody can
+go on would bring nothing. It is put on top of the router's own choice of workers. Where holders are
+named, no worker begins two prompts one after the other: the one that began a prompt has its pages,
+and would fetch nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +49,12 @@ def fetching(choose: Callable[..., Any], holders: Sequence[str]) -> Callable[...
         pages = demand.prompt_tokens // demand.model.page_size_tokens
         if not others or not pages:
             return route
-        way = route.way._replace(holder=rng.choice(others), fetched_pages=pages)
+        holder = rng.choice(others)
+        if holder.identity.model.resume_pages:
+            # Of several groups a resume point comes or nothing, so a wrong one would bring nothing.
+            held = args[0]._held.get(holder.worker_id)
+            pages = held.host_resume if held else 0
+        way = route.way._replace(holder=holder, fetched_pages=pages)
         return route._replace(way=way)
 
     return chosen

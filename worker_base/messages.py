@@ -288,6 +288,7 @@ def model_message(model: ModelInfo) -> worker_pb2.ModelInfo:
         page_size_tokens=model.page_size_tokens,
         kv_precision=model.kv_precision,
         prefix_cache=model.prefix_cache,
+        resume_pages=model.resume_pages,
         extensions=model.extensions,
         sampling=worker_pb2.SamplingDefaults(**asdict(model.sampling)),
     )

@@ -50,6 +50,10 @@ class State:
     """A prompt that is cut behind multiples of so many tokens has the same state, bit by bit, as
     one that is not. So it is cut, and states are kept for later prompts, only there."""
 
+    def pages_before(self, page_size: int) -> int:
+        """Pages before a page's border that the token behind it needs: the one with the state."""
+        return 1
+
     def grid_pages(self, page_size: int) -> int:
         """Pages from one place where a state may be kept to the next."""
         return math.lcm(self.grid, page_size) // page_size

@@ -8,25 +8,27 @@ from engine.bounds import Bounds
 from engine.pages.blocks import BlockManager
 from engine.pages.watch import CacheEventKind, CacheEvents
 from engine.types import Request, TokenIds
-from prefixes.index import GONE
+from prefixes.index import GONE, GROUP
 from prefixes.keys import page_keys, salt_of
 
 ReportPages = Callable[[int, Sequence[bytes]], None]
 """Hears that the pages of some keys came to a tier (`prefixes.index`: POOL, HOST), or left it (with
-GONE added). Called on the step loop's thread; must return at once."""
+GONE added), of a group (with GROUP added for each before it). Called on the step loop's thread;
+must return at once."""
 
 
-def report_pages(blocks: BlockManager, tier: int, tell: ReportPages) -> None:
-    """Tells of all pages that have keys, and then of each change."""
-    gone = tier | GONE
+def report_pages(blocks: BlockManager, tier: int, tell: ReportPages, group: int = 0) -> None:
+    """Tells of all pages of a group that have keys, and then of each change."""
+    here = tier + GROUP * group
+    gone = here | GONE
 
     def came(events: CacheEvents) -> None:
-        tell(tier, events.keys)
+        tell(here, events.keys)
 
     def left(events: CacheEvents) -> None:
         tell(gone, events.keys)
 
-    tell(tier, blocks.keys)
+    tell(here, blocks.keys)
     blocks.subscribe(came, (CacheEventKind.STORED,))
     blocks.subscribe(left, (CacheEventKind.EVICTED,))
 

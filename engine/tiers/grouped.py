@@ -100,8 +100,9 @@ class GroupedTiers:
         """See `PageTiers`. There are no stores."""
 
     def report_pages(self, tell: ReportPages) -> None:
-        """See `PageTiers`. Those of group 0."""
-        self._first.report_pages(tell)
+        """See `PageTiers`."""
+        for group, tiers in enumerate(self._all):
+            tiers.report_pages(tell, group)
 
     def note_rate(self, tokens_per_s: float) -> None:
         """See `PageTiers`."""

@@ -118,9 +118,9 @@ class HostTiers:
         if self._stores:
             self._stores.published(keys, first)
 
-    def report_pages(self, tell: ReportPages) -> None:
-        """See `PageTiers`."""
-        report_pages(self._host, prefixes.HOST, tell)
+    def report_pages(self, tell: ReportPages, group: int = 0) -> None:
+        """See `PageTiers`. The pages are those of a group."""
+        report_pages(self._host, prefixes.HOST, tell, group)
 
     def note_rate(self, tokens_per_s: float) -> None:
         """See `PageTiers`."""

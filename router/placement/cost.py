@@ -1,7 +1,8 @@
 """The policy `cost`: a prompt goes where its first token is soonest, given who holds what of it.
 
 A worker may come by the leading pages of a prompt in several ways: it has them in its pool, loads
-them from host memory, or fetches them from a peer. For each way,
+them from host memory, or fetches them from a peer. Only pages count behind which it can go on. For
+each way,
 
     seconds = queue + load or fetch + uncached tokens / rate(context) + delay of its streams
 
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from router.workers.link import WorkerLink
     from router.workers.load_estimate import Capacity
 
-_NOTHING: Final = Held(0, 0)
+_NOTHING: Final = Held.all(0, 0)
 HOLDERS: Final = 4
 """So many holders of a prompt are looked at where there are many workers."""
 TRIED: Final = 4
@@ -103,7 +104,7 @@ class Cost:
         if not len(demand.keys):
             return ()
         held = self._held.items()
-        most = heapq.nlargest(HOLDERS, held, key=lambda item: item[1].host_pages)
+        most = heapq.nlargest(HOLDERS, held, key=lambda item: item[1].host_resume)
         return [*(name for name, _ in most), *self._just_routed.holders(demand.keys)[:HOLDERS]]
 
     def routed(self, demand: Demand, worker: WorkerLink) -> None:
@@ -119,7 +120,7 @@ class Cost:
         """The most leading pages of a prompt that others have reported by now, or that its decode
         worker said it held when it granted the rest."""
         self.look(demand)
-        return max(granted, *(self._reported(one).host_pages for one in others), 0)
+        return max(granted, *(self._reported(one).host_resume for one in others), 0)
 
     # -- choices ------------------------------------------------------------------------------
 
@@ -158,7 +159,7 @@ class Cost:
         """A decode worker whose first token is sooner than that of any rival. Where `mode` is
         `cached`, it must hold the larger part of the prompt."""
         size = demand.model.page_size_tokens
-        held = [self._own(demand, worker).host_pages * size for worker in candidates]
+        held = [self._own(demand, worker).host_resume * size for worker in candidates]
         holds_most = [2 * tokens >= demand.prompt_tokens for tokens in held]
         allowed = [i for i, most in enumerate(holds_most) if most or mode == "auto"]
         if not allowed or demand.prompt_logprobs:
@@ -205,21 +206,23 @@ class Cost:
     ) -> Way:
         """The fastest way of a worker. Of equals it is the one that moves least."""
         own = self._own(demand, worker)
-        ways = [self._way(demand, worker, usual, own.pool_pages, 0.0)]
+        ways = [self._way(demand, worker, usual, own.pool_resume, 0.0)]
         load_s, capacity = 0.0, worker.capacity()
-        here = own.host_pages if capacity.load_bytes_per_s else own.pool_pages
-        if here > own.pool_pages:
-            load_s = (here - own.pool_pages) * worker.page_bytes / capacity.load_bytes_per_s
+        loads = capacity.load_bytes_per_s > 0
+        here, held = own.host_resume if loads else own.pool_resume, own.pool_pages
+        if here > own.pool_resume:
+            load_s = _bytes(worker, here - own.pool_pages) / capacity.load_bytes_per_s
             ways.append(self._way(demand, worker, usual, here, load_s))
-        if (peer := self._source(worker, own, everyone)) is not None:
-            pages = self._fetchable(worker, peer, own)
+            held = max(held, here)
+        peer = self._source(worker, own, everyone)
+        if peer is not None and (pages := self._fetchable(worker, peer, own)) > here:
             fetch_s = load_s + capacity.fetch_latency_s
-            fetch_s += (pages - here) * worker.page_bytes / _path_rate(worker, peer)
+            fetch_s += _bytes(worker, pages - held) / _path_rate(worker, peer)
             way = self._way(demand, worker, usual, pages, fetch_s)
             ways.append(way._replace(holder=peer, fetched_pages=pages))
         best = min(ways, key=lambda way: way.seconds)
         reported = self._reported(worker)
-        return best._replace(just_routed=own.pool_pages > reported.pool_pages)
+        return best._replace(just_routed=own.pool_resume > reported.pool_resume)
 
     def _way(
         self, demand: Demand, worker: WorkerLink, usual: Usual, pages: int, moved_s: float
@@ -243,11 +246,11 @@ class Cost:
         """The worker with the most pages, of those from which this one may fetch; None: nobody
         has more than it."""
         if self._holders is None:
-            holders = [one for one in everyone if self._reported(one).host_pages and fetches(one)]
-            holders.sort(key=lambda one: self._reported(one).host_pages, reverse=True)
+            holders = [one for one in everyone if self._reported(one).host_resume and fetches(one)]
+            holders.sort(key=lambda one: self._reported(one).host_resume, reverse=True)
             self._holders = holders
         for tried, peer in enumerate(self._holders):
-            if self._reported(peer).host_pages <= own.host_pages:
+            if self._reported(peer).host_resume <= own.host_resume:
                 return None
             if _is_reachable(worker, peer):
                 return peer
@@ -271,13 +274,18 @@ class Cost:
         if demand is not self._demand:
             self.look(demand)
         held = self._reported(worker)
-        pages = max(held.pool_pages, self._just_routed.pages(worker.worker_id, demand.keys))
-        return Held(pages, max(pages, held.host_pages))
+        if not (pages := self._just_routed.pages(worker.worker_id, demand.keys)):
+            return held
+        return Held(*(max(pages, own) for own in held))
 
     def _fetchable(self, worker: WorkerLink, peer: WorkerLink, own: Held) -> int:
-        """The leading pages that the worker would have after a fetch from a peer that has more."""
+        """The leading pages that the worker would have after a fetch from a peer that has more. A
+        resume point of several groups comes whole or not at all."""
         most = own.host_pages + worker.capacity().total_pages // FETCHED_SHARE
-        return min(self._reported(peer).host_pages, most)
+        wanted = self._reported(peer).host_resume
+        if wanted > most and worker.identity.model.resume_pages:
+            return own.host_resume
+        return min(wanted, most)
 
     def _again(
         self, demand: Demand, worker: WorkerLink, way: Way, everyone: Sequence[WorkerLink]
@@ -287,12 +295,12 @@ class Cost:
             return {}
         others = [one for one in everyone if one is not worker]
         have = way.cached_tokens // demand.model.page_size_tokens
-        held = max((self._reported(one).host_pages for one in others), default=0)
-        coming = max((self._own(demand, one).host_pages for one in others), default=0)
+        held = max((self._reported(one).host_resume for one in others), default=0)
+        coming = max((self._own(demand, one).host_resume for one in others), default=0)
         own = self._own(demand, worker)
         peer = self._source(worker, own, everyone)
-        reachable = own.host_pages if peer is None else self._reported(peer).host_pages
-        fetchable = own.host_pages if peer is None else self._fetchable(worker, peer, own)
+        reachable = own.host_resume if peer is None else self._reported(peer).host_resume
+        fetchable = own.host_resume if peer is None else self._fetchable(worker, peer, own)
         within = max(have, min(held, fetchable))
         again = Counter({"sooner": within - have})
         again["bound"] += max(0, min(held, reachable) - within)
@@ -309,6 +317,11 @@ def policy_of(name: str, holdings: Holdings | None = None) -> Policy:
         RoundRobin.name: RoundRobin,
     }
     return policies[name]()
+
+
+def _bytes(worker: WorkerLink, pages: int) -> int:
+    """Bytes of so many pages of group 0, and of what a resume point has beside them."""
+    return max(0, pages) * worker.page_bytes + worker.resume_bytes
 
 
 def _usual(workers: Sequence[WorkerLink], everyone: Sequence[WorkerLink]) -> Usual:

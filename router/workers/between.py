@@ -25,11 +25,10 @@ HOLDER_GONE: Final = "holder_gone"
 
 
 def fetches(worker: WorkerLink) -> bool:
-    """Whether the worker fetches pages, and gives its own, at all. Workers of several ranks, and of
-    models with several groups of pages, do not yet."""
+    """Whether the worker fetches pages, and gives its own, at all. Workers of several ranks do not
+    yet."""
     endpoint = worker.identity.endpoint
-    is_plain = not endpoint.ranks and len(endpoint.groups) <= 1
-    return bool(worker.agent_name) and endpoint.transport in FETCHING and is_plain
+    return bool(worker.agent_name) and endpoint.transport in FETCHING and not endpoint.ranks
 
 
 def can_fetch(fetcher: WorkerLink, holder: WorkerLink) -> bool:

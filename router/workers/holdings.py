@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 from baton.worker.v1 import worker_pb2
 from prefixes.codec import Events, Part, Wanted
 from prefixes.follower import Follower
-from prefixes.index import Held, PrefixIndex
+from prefixes.index import MOST_GROUPS, Held, PrefixIndex
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,7 +91,8 @@ class WorkerPages:
             return
         family = self._families.get(model.fingerprint)
         if family is None:
-            family = _Family(model.revision, PrefixIndex())
+            index = PrefixIndex(resume_pages=model.resume_pages[: MOST_GROUPS - 1])
+            family = _Family(model.revision, index)
             self._families[model.fingerprint] = family
         ask = _asker(link)
         follower = Follower(family.pages, link.worker_id, ask, self._dropped, self._asked)

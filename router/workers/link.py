@@ -181,6 +181,9 @@ class WorkerLink:
         """Name of its transfer agent; empty if it has none."""
         self.page_bytes = identity.endpoint.page_bytes
         """Bytes of a KV page; 0 without a transport."""
+        pages = zip(identity.endpoint.groups[1:], identity.model.resume_pages, strict=False)
+        self.resume_bytes = sum(group.page_bytes * count for group, count in pages)
+        """Bytes that a resume point has beside the pages of group 0."""
         self.fingerprint = model.fingerprint
         """Workers with equal ones may exchange KV pages."""
         self.extensions = frozenset(model.extensions)

@@ -84,7 +84,7 @@ def test_the_index_has_the_pages_of_pool_and_host_tier(tmp_path, precision) -> N
         info, ids = engine.model, np.array(prompts[-1], np.uint32)
         keys = prompt_short_keys(ids, PAGE, info.kv_precision, b"acme")
         assert len(keys) == 4
-        assert followed.index.held(keys) == {"w": Held(4, 4)}
+        assert followed.index.held(keys) == {"w": Held.all(4, 4)}
         for others in (b"", b"others"):
             foreign = prompt_short_keys(ids, PAGE, info.kv_precision, others)
             assert followed.index.held(foreign) == {}

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections import Counter, deque
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from prefixes.codec import MOST_BYTES, Events, Part, Wanted
 from prefixes.follower import Follower
-from prefixes.index import BOTH, GONE, HOST, POOL, SHARDS, Held, PrefixIndex
+from prefixes.index import BOTH, GONE, GROUP, HOST, POOL, SHARDS, Held, PrefixIndex
 from prefixes.keys import short_key, short_keys
 from prefixes.log import PageLog
 from prefixes.teller import Teller
@@ -21,15 +23,21 @@ KEYS = [hashlib.sha256(bytes((number,))).digest() for number in range(30)]
 NAMES = ("a", "b")
 keys = st.lists(st.sampled_from(KEYS), min_size=1, max_size=6)
 names = st.sampled_from(NAMES)
-kinds = st.sampled_from((POOL, HOST, POOL | GONE, HOST | GONE))
-faults = st.sampled_from([None, "lose", "repeat", "turn", "cut", "swell", "garble"])
-turns = st.tuples(
-    names,
-    st.lists(st.tuples(kinds, keys), max_size=3),
-    faults,
-    st.integers(0, 3),
-    st.integers(0, 6),
+changed_kinds = (POOL, HOST, POOL | GONE, HOST | GONE)
+kinds = st.sampled_from(changed_kinds)
+group_kinds = st.sampled_from(
+    [kind + GROUP * group for kind in changed_kinds for group in range(3)]
 )
+faults = st.sampled_from([None, "lose", "repeat", "turn", "cut", "swell", "garble"])
+
+
+def turns_of(kinds: st.SearchStrategy[int]) -> st.SearchStrategy:
+    changes = st.lists(st.tuples(kinds, keys), max_size=3)
+    return st.lists(
+        st.tuples(names, changes, faults, st.integers(0, 3), st.integers(0, 6)),
+        min_size=1,
+        max_size=5,
+    )
 
 
 class Worker:
@@ -38,6 +46,9 @@ class Worker:
     def __init__(self) -> None:
         self.log = PageLog(size=8, most_events=3, most_in_part=3)
         self.truth: dict[int, int] = {}
+        """Tiers of group 0 by key."""
+        self.others: dict[tuple[int, int], int] = {}
+        """Tiers by group and key, of other groups."""
         self.connect()
 
     def connect(self) -> None:
@@ -47,12 +58,14 @@ class Worker:
 
     def change(self, kind: int, changed: list[bytes]) -> None:
         self.log.write(changed, bytes((kind,)) * len(changed))
+        group, kind = divmod(kind, GROUP)
         for key in map(short_key, changed):
-            old = self.truth.get(key, 0)
+            truth, name = (self.others, (group, key)) if group else (self.truth, key)
+            old = truth.get(name, 0)
             now = old & ~kind if kind & GONE else old | kind
-            self.truth[key] = now
+            truth[name] = now
             if not now:
-                del self.truth[key]
+                del truth[name]
 
     def turn(self) -> None:
         if self.asked:
@@ -65,6 +78,9 @@ class Worker:
 class Following(RuleBasedStateMachine):
     """Two workers with a tiny ring, one router."""
 
+    needed: tuple[int, ...] = ()
+    """Pages before a place where a prompt goes on, of groups 1, 2, ..."""
+
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 0.0
@@ -72,7 +88,8 @@ class Following(RuleBasedStateMachine):
         self.start_router()
 
     def start_router(self) -> None:
-        self.index, self.dropped, self.asked = PrefixIndex(), Counter(), Counter()
+        self.index = PrefixIndex(resume_pages=self.needed)
+        self.dropped, self.asked = Counter[str](), Counter[str]()
         self.followers: dict[str, Follower] = {}
         for name in NAMES:
             self.connect(name)
@@ -99,7 +116,7 @@ class Following(RuleBasedStateMachine):
                 self.workers[name] = Worker()
             self.connect(name)
 
-    @rule(turns=st.lists(turns, min_size=1, max_size=5))
+    @rule(turns=turns_of(kinds))
     def live(self, turns) -> None:
         for turn in turns:
             self.take_turn(*turn)
@@ -162,11 +179,14 @@ class Following(RuleBasedStateMachine):
                 break
         while self.index.sweep():
             pass
-        truths = [worker.truth for worker in self.workers.values()]
+        truths = [{*one.truth, *(key for _, key in one.others)} for one in self.workers.values()]
         for name, worker in self.workers.items():
             known = {short_key(key): self.index.tiers(name, short_key(key)) for key in KEYS}
             assert {key: tiers for key, tiers in known.items() if tiers} == worker.truth
             assert worker.truth == worker.log.tiers()
+            for group in range(1, 1 + len(self.needed)):
+                own = {key: tiers for (of, key), tiers in worker.others.items() if of == group}
+                assert worker.log.tiers(group) == own
             assert self.followers[name].behind == 0
         assert len(self.index) == len(set().union(*truths))
         prompt = short_keys(KEYS)
@@ -185,12 +205,69 @@ class Following(RuleBasedStateMachine):
                 for t in (POOL, BOTH)
             )
             if host:
-                found[name] = Held(pool, host)
+                usable = (
+                    usable_of(worker.others, prompt, most, tiers, self.needed)
+                    for most, tiers in ((pool, POOL), (host, BOTH))
+                )
+                found[name] = Held(pool, host, *usable)
         return found
 
 
+def usable_of(
+    others: dict[tuple[int, int], int],
+    prompt: list[int],
+    most: int,
+    tiers: int,
+    needed: tuple[int, ...],
+) -> int:
+    """The deepest place up to `most` before which each group has what it needs, by looking."""
+    return next(
+        end
+        for end in range(most, -1, -1)
+        if all(
+            others.get((group, key), 0) & tiers
+            for group, pages in enumerate(needed, 1)
+            for key in prompt[max(0, end - pages) : end]
+        )
+    )
+
+
+class FollowingGroups(Following):
+    """A model with three groups."""
+
+    needed = (1, 3)
+
+    @rule(turns=turns_of(group_kinds))
+    def live(self, turns) -> None:
+        for turn in turns:
+            self.take_turn(*turn)
+
+
 TestFollowing = Following.TestCase
-TestFollowing.settings = settings(stateful_step_count=20)
+TestFollowingGroups = FollowingGroups.TestCase
+TestFollowing.settings = TestFollowingGroups.settings = settings(stateful_step_count=20)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_is_usable_ends_where_all_groups_have_what_they_need(seed: int) -> None:
+    rng = random.Random(seed)
+    needed = rng.choice([(1,), (4,), (2, 7), (0, 3), (40,)])
+    index, prompt = PrefixIndex(resume_pages=needed), list(range(1, 41))
+    others: dict[str, dict[tuple[int, int], int]] = {}
+    for holder in ("a", "b", "c"):
+        index.join(holder)
+        index.apply(holder, prompt, bytes((POOL,)) * 40)
+        others[holder] = {}
+        for group in range(1, 1 + len(needed)):
+            for key in prompt:
+                if rng.random() < 0.8:
+                    tier = rng.choice([POOL, POOL, HOST])
+                    others[holder][group, key] = tier
+                    index.apply(holder, [key], bytes((tier + GROUP * group,)))
+    held = index.held(np.array(prompt, np.uint64))
+    for holder, own in others.items():
+        pool, host = (usable_of(own, prompt, 40, tiers, needed) for tiers in (POOL, BOTH))
+        assert held[holder] == Held(40, 40, pool, host)
 
 
 def test_a_full_shard_drops_what_came_first_and_counts_it() -> None:
@@ -210,7 +287,7 @@ def test_a_full_shard_drops_what_came_first_and_counts_it() -> None:
     while index.sweep():
         pass
     assert len(index) == 3
-    assert index.held(np.array(same_shard[-3:], np.uint64)) == {"b": Held(0, 3)}
+    assert index.held(np.array(same_shard[-3:], np.uint64)) == {"b": Held.all(0, 3)}
 
 
 def test_a_place_is_given_away_only_when_nothing_of_it_is_left() -> None:

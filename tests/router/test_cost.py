@@ -42,6 +42,9 @@ class Worker:
     token_s: float = 25e-6
     """0: not measured yet."""
 
+    resume_bytes: int = 0
+    """Beside the pages of group 0; 0: the model has one group."""
+
     page_bytes = PAGE_BYTES
 
     @property
@@ -50,7 +53,7 @@ class Worker:
 
     @property
     def identity(self) -> worker_pb2.WorkerIdentity:
-        model = worker_pb2.ModelInfo(fingerprint="f")
+        model = worker_pb2.ModelInfo(fingerprint="f", resume_pages=[64] * bool(self.resume_bytes))
         roles = {"d": worker_pb2.WORKER_ROLE_DECODE, "b": worker_pb2.WORKER_ROLE_BOTH}
         return worker_pb2.WorkerIdentity(
             role=roles.get(self.agent_name[0], worker_pb2.WORKER_ROLE_PREFILL),
@@ -94,7 +97,7 @@ class Reported:
 
     def held(self, demand: Demand) -> Mapping[str, Held]:
         return {
-            agent: held if isinstance(held, Held) else Held(held, held)
+            agent: held if isinstance(held, Held) else Held.all(held, held)
             for agent, held in self.by_agent.items()
         }
 
@@ -215,18 +218,51 @@ def test_no_fetch_without_a_path(broken: str) -> None:
 
 def test_host_memory_counts_by_its_rate() -> None:
     worker = Worker("p0", load_gb=45)
-    way = policy(p0=Held(0, 500)).way(demand(8020), worker, [worker])
+    way = policy(p0=Held.all(0, 500)).way(demand(8020), worker, [worker])
     assert way.seconds == pytest.approx(1 / 45 + 20 * 25e-6)
     worker.load_gb = 1
-    way = policy(p0=Held(0, 500)).way(demand(8020), worker, [worker])
+    way = policy(p0=Held.all(0, 500)).way(demand(8020), worker, [worker])
     assert way.cached_tokens == 0
 
 
 def test_pages_in_host_memory_whose_rate_nobody_measured_are_not_free() -> None:
     """They count as what a fetch brings."""
     worker, peer = Worker("p0", path=fast("p1"), load_gb=0), Worker("p1", queued=12_000)
-    way = policy(p0=Held(0, 300), p1=500).way(demand(8020), worker, [worker, peer])
+    way = policy(p0=Held.all(0, 300), p1=500).way(demand(8020), worker, [worker, peer])
     assert way.seconds == pytest.approx(500 * PAGE_BYTES / 50e9 + 20 * 25e-6)
+
+
+def test_what_a_worker_cannot_go_on_behind_counts_for_nothing() -> None:
+    """It has all pages of group 0, and lost those of a window behind page 100."""
+    more, less = Worker("p0", resume_bytes=1 << 20), Worker("p1", resume_bytes=1 << 20)
+    held = policy(p0=Held(500, 500, 100, 100), p1=Held(200, 200, 200, 200))
+    assert held.prefill(demand(8020), [more, less], [more, less]) == 1
+    way = held.way(demand(8020), more, [more])
+    assert (way.cached_tokens, way.holder) == (1600, None)
+
+
+@pytest.mark.parametrize(("load_gb", "loaded"), [(0.0, 0), (45.0, 300)])
+def test_a_fetch_moves_what_the_worker_has_not_and_the_windows(load_gb: float, loaded: int) -> None:
+    """Of group 0 it has 400 pages, of which it can use none, or 300 with host memory."""
+    size = 500_000_000
+    worker = Worker("p0", path=fast("p1"), load_gb=load_gb, resume_bytes=size, token_s=250e-6)
+    peer = Worker("p1", queued=90_000, resume_bytes=size)
+    held = policy(p0=Held(400, 400, 0, 300), p1=500)
+    way = held.way(demand(8020), worker, [worker, peer])
+    assert (way.holder, way.fetched_pages) == (peer, 500)
+    load_s = size / 45e9 if loaded else 0.0
+    moved_s = load_s + (100 * PAGE_BYTES + size) / 50e9
+    assert way.seconds == pytest.approx(moved_s + 20 * 250e-6)
+
+
+def test_a_resume_point_that_a_fetch_may_not_bring_whole_is_not_fetched() -> None:
+    """An eighth of the pool is 1,000 pages. What is short of the point is of no use."""
+    idle = Worker("p1", path=fast("p0"), resume_bytes=1 << 20)
+    holder = Worker("p0", queued=90_000, resume_bytes=1 << 20)
+    way = policy(p0=1250).way(demand(20_020), idle, [holder, idle])
+    assert (way.holder, way.cached_tokens) == (None, 0)
+    assert way.again == {"bound": 1250}
+    assert policy(p0=1000).way(demand(20_020), idle, [holder, idle]).fetched_pages == 1000
 
 
 def test_a_token_takes_longer_behind_others() -> None:

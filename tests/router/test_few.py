@@ -64,7 +64,7 @@ async def test_the_only_ones_with_room_are_found() -> None:
 async def test_who_holds_the_prompt_is_looked_at_wherever_it_is() -> None:
     links = await many()
     holdings = Known([])
-    holdings._held = {links[40].worker_id: Held(64, 64)}
+    holdings._held = {links[40].worker_id: Held.all(64, 64)}
     for _ in range(20):
         route = choose(demand_of(), links, Cost(holdings))
         assert route is not None

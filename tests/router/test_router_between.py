@@ -81,11 +81,14 @@ async def test_the_router_refuses_what_it_cannot_pass_on(cluster: Cluster) -> No
     assert not foreign.count("fetch")
 
 
-@pytest.mark.parametrize(("groups", "fetching"), [(0, True), (1, True), (2, False)])
-async def test_workers_of_one_group_alone_fetch(groups: int, fetching: bool) -> None:
+@pytest.mark.parametrize(
+    ("groups", "ranks", "fetching"), [(0, 0, True), (2, 0, True), (1, 1, False)]
+)
+async def test_workers_of_one_rank_alone_fetch(groups: int, ranks: int, fetching: bool) -> None:
     """A worker of the release before tells of no group, and has one."""
     identity = ScriptedWorker("d0", DECODE, transport="nixl").identity
     identity.endpoint.groups.extend([worker_pb2.KvGroup(page_bytes=4096)] * groups)
+    identity.endpoint.ranks.extend([worker_pb2.KvEndpoint()] * ranks)
     link: Any = SimpleNamespace(identity=identity, agent_name=identity.endpoint.agent_name)
     assert fetches(link) is fetching
 

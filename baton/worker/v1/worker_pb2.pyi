@@ -305,6 +305,7 @@ class ModelInfo(_message.Message):
     PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     EXTENSIONS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    RESUME_PAGES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name that clients use."""
     path: _builtins.str
@@ -337,6 +338,13 @@ class ModelInfo(_message.Message):
     def sampling(self) -> Global___SamplingDefaults:
         """How the model wants to be sampled where a request does not say."""
 
+    @_builtins.property
+    def resume_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For cache groups 1, 2, ... the pages right before a place in a prompt without
+        which nothing goes on there: behind a window the last few, or all if the
+        prompt has no more. Empty where the model has one group.
+        """
+
     def __init__(
         self,
         *,
@@ -352,10 +360,11 @@ class ModelInfo(_message.Message):
         prefix_cache: _builtins.bool = ...,
         extensions: _abc.Iterable[_builtins.str] | None = ...,
         sampling: Global___SamplingDefaults | None = ...,
+        resume_pages: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "extensions", b"extensions", "fingerprint", b"fingerprint", "kv_precision", b"kv_precision", "max_context_tokens", b"max_context_tokens", "name", b"name", "page_size_tokens", b"page_size_tokens", "path", b"path", "prefix_cache", b"prefix_cache", "revision", b"revision", "sampling", b"sampling", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "extensions", b"extensions", "fingerprint", b"fingerprint", "kv_precision", b"kv_precision", "max_context_tokens", b"max_context_tokens", "name", b"name", "page_size_tokens", b"page_size_tokens", "path", b"path", "prefix_cache", b"prefix_cache", "resume_pages", b"resume_pages", "revision", b"revision", "sampling", b"sampling", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1555,7 +1564,7 @@ class PageEvents(_message.Message):
     """The first 8 bytes of the key of each page, one behind the other."""
     kinds: _builtins.bytes
     """A byte for each: 1 found in the KV pool from now on, 2 in the host tier;
-    5 and 6: no more.
+    5 and 6: no more. Of cache group g with 8 g added.
     """
     def __init__(
         self,
@@ -1597,7 +1606,9 @@ class PageSnapshot(_message.Message):
     keys: _builtins.bytes
     """As for PageEvents."""
     tiers: _builtins.bytes
-    """A byte for each: 1 in the KV pool, 2 in the host tier, 3 in both."""
+    """A byte for each: 1 in the KV pool, 2 in the host tier, 3 in both. Of cache
+    group g with 8 g added, so a key may be here several times.
+    """
     def __init__(
         self,
         *,
