@@ -81,7 +81,7 @@ def _kv_gib(options: argparse.Namespace, tokens: int) -> float:
     """KV of so many tokens, on one rank alone. Several ranks have room for more of them."""
     config = read_config(options.model)
     number_bytes = 4 if options.device == "cpu" else 2
-    numbers = 2 * config.num_layers * config.kept.kv_heads * config.kept.head_dim
+    numbers = config.num_layers * config.kept.numbers
     return tokens * numbers * number_bytes / (1 << 30)
 
 

@@ -197,9 +197,27 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Some layers fold tokens into a state. `tests/engine/test_states.py` runs them on every path."""
+LATENT = {
+    "heads": 4, "kv_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 24, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
+    "topk_group": 2, "moe_intermediate_size": 64, "n_shared_experts": 2, "layers": 3,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 2.0,
+    "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3},
+}  # fmt: skip
+LATENTS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": LATENT | {
+        "family": "deepseek_v2", "topk_method": "group_limited_greedy", "q_lora_rank": None,
+    },
+    "deepseek_v3": LATENT | {"family": "deepseek_v3", "q_lora_rank": 48},
+    "glm4_moe_lite": {k: v for k, v in LATENT.items() if k != "first_k_dense_replace"} | {
+        "family": "glm4_moe_lite", "q_lora_rank": 48, "v_head_dim": 24,
+        "rope_parameters": DEFAULT_ROPE, "attention_bias": True,
+    },
+}  # fmt: skip
+"""Attention over latents. There is one page layout, and none of heads."""
 
 FUSED = {**DENSE, **EXPERTS, **IMAGES}
-EVERY = {**FUSED, **UNFUSED, **BY_LAYER}
+EVERY = {**FUSED, **UNFUSED, **BY_LAYER, **LATENTS}
 SLOW = (
     "minimax_m2",
     "hy_v3",
@@ -207,6 +225,8 @@ SLOW = (
     "gemma4",
     "gemma4_experts",
     "lfm2_moe",
+    "deepseek_v2",
+    "glm4_moe_lite",
     *IMAGES.keys() - {"mistral3"},
 )
 """Families whose mechanisms others have, too: `make test` runs their logits, and no more."""

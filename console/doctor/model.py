@@ -22,7 +22,8 @@ from engine.model.families import read_config
 from engine.model.gguf import GgufFile
 from engine.model.mixers.config import AttentionConfig
 from engine.parts.paging import lives_of
-from engine.pool.kv_pool import PlainPool
+from engine.pool.kinds import maker
+from engine.pool.kv_pool import KvPool
 from engine.pool.state_pool import unit_bytes_of
 from engine.step.attention import AttentionSpec
 
@@ -134,22 +135,22 @@ def _implementation(
 
 def _page(
     config: ModelConfig, layers: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> PlainPool:
+) -> KvPool:
     kept = config.keepers[layers[0]]
-    return PlainPool(
-        num_pages=1,
-        num_layers=len(layers),
-        num_kv_heads=kept.kv_heads,
-        head_dim=kept.head_dim,
-        page_size=USUAL.page_size,
+    make = maker(
+        USUAL.kv_cache_dtype,
+        USUAL.page_size,
+        heads=kept.kv_heads,
+        dim=kept.head_dim,
+        values=kept.values,
         dtype=dtype,
-        device=device,
     )
+    return make(num_pages=1, num_layers=len(layers), device=device)
 
 
 def _pools(
     config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> Iterator[tuple[PlainPool, tuple[AttentionSpec, ...]]]:
+) -> Iterator[tuple[KvPool, tuple[AttentionSpec, ...]]]:
     """A page of each group, and the attention over it."""
     for _, layers in split_layers(lives_of(config)):
         own = [config.layers[layer].mixer for layer in layers]

@@ -5,7 +5,8 @@
    view.
 2. A call stores the layer's new K and V, gathers the places and attends. Decode rows are one padded
    batch, prompt rows are computed one by one. A prompt row that begins at position 0 gathers
-   nothing.
+   nothing. Of latents, decode rows read what is stored (the weights of K and V are absorbed by q
+   and the output), and prompt rows make K and V of heads first.
 
 A row reads only the pages of positions [first visible of its first new token, context). So a
 sliding window bounds the work, and not just the mask.
@@ -76,14 +77,13 @@ class SdpaBackend:
         batch, spec = self._batch, self._specs[layer]
         view = self._views[spec.window]
         k, v = self._pool.write(layer, batch.token_pages, batch.token_offsets, k, v)
-        out = torch.empty_like(q)
+        outs = [
+            self._prompt(layer, q[row.new], k[row.new], v[row.new], row, spec)
+            for row in view.prompts
+        ]
         if view.decodes is not None:
-            out[: batch.num_decodes] = self._decode(
-                layer, q[: batch.num_decodes], view.decodes, spec
-            )
-        for row in view.prompts:
-            out[row.new] = self._prompt(layer, q[row.new], k[row.new], v[row.new], row, spec)
-        return out
+            outs.insert(0, self._decode(layer, q[: batch.num_decodes], view.decodes, spec))
+        return torch.cat(outs)
 
     def attend_ends(self, layer: int, q: Tensor, contexts: Tensor, page_table: Tensor) -> Tensor:
         """See `AttentionBackend`."""
@@ -124,12 +124,15 @@ class SdpaBackend:
         """Attention of q [B, Hq, D]. The query heads of a group share one product with their KV
         head."""
         keys, values = self._pool.gather(layer, view.places)
+        if spec.latents is not None:
+            q = spec.latents.absorbed(q)
         grouped = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[2])
         logits = _capped(torch.matmul(grouped * spec.scale, keys.transpose(-1, -2)), spec)
         # Filled, not added: finite bytes in a page's tail may give infinite products.
         logits.masked_fill_(view.hidden, HIDDEN)
         sinks = None if spec.sinks is None else spec.sinks.view(grouped.shape[1:3])[..., None]
-        return torch.matmul(_weights(logits, sinks), values).view(q.shape)
+        out = torch.matmul(_weights(logits, sinks), values).flatten(1, 2)
+        return out if spec.latents is None else spec.latents.values(out)
 
     # -- prompt rows ----------------------------------------------------------------------------
 
@@ -168,6 +171,8 @@ class SdpaBackend:
         if row.places is not None:
             keys, values = self._pool.gather(layer, row.places)
             k, v = keys[:, row.seen], values[:, row.seen]
+        if spec.latents is not None:
+            k, v = spec.latents.expanded(k[0])
         if spec.soft_cap is not None or spec.sinks is not None:
             return _written_out(q, k, v, row.mask, spec).transpose(0, 1)
         out = F.scaled_dot_product_attention(

@@ -73,7 +73,7 @@ def choose_backend(
 
 def _fa3_obstacle(pool: KvPool, specs: Specs) -> str:
     """The obstacle to FlashAttention-3 over this pool; empty if it can run."""
-    if obstacle := _gpu_obstacle(pool):
+    if obstacle := _latents_obstacle(specs) or _gpu_obstacle(pool):
         return obstacle
     if torch.cuda.get_device_capability(pool.device)[0] != 9:
         return "the GPU is not a Hopper"
@@ -93,7 +93,7 @@ def _fa2_obstacle(pool: KvPool, specs: Specs) -> str:
     """The obstacle to FlashAttention-2 over this pool; empty if it can run."""
     if pool.gathers:
         return f"it reads pages in place, and cannot read {pool.precision} KV: fa3 and sdpa can"
-    if obstacle := _gpu_obstacle(pool):
+    if obstacle := _latents_obstacle(specs) or _gpu_obstacle(pool):
         return obstacle
     if torch.cuda.get_device_capability(pool.device)[0] < 8:
         return "the GPU is older than Ampere"
@@ -108,7 +108,7 @@ def _fa2_obstacle(pool: KvPool, specs: Specs) -> str:
 
 def _triton_obstacle(pool: KvPool, specs: Specs) -> str:
     """The obstacle to kernels of our own over this pool; empty if they can run."""
-    if obstacle := _gpu_obstacle(pool):
+    if obstacle := _latents_obstacle(specs) or _gpu_obstacle(pool):
         return obstacle
     if torch.cuda.get_device_capability(pool.device)[0] != 9:
         return "the GPU is not a Hopper"
@@ -122,6 +122,10 @@ def _triton_obstacle(pool: KvPool, specs: Specs) -> str:
 def _no_obstacle(_pool: KvPool, _specs: Specs) -> str:
     """SDPA runs everywhere."""
     return ""
+
+
+def _latents_obstacle(specs: Specs) -> str:
+    return "it does not read latents" if any(spec.latents is not None for spec in specs) else ""
 
 
 def _gpu_obstacle(pool: KvPool) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.model import ModelConfig
 from engine.model.config import BesideConfig
-from engine.model.mixers.config import AttentionConfig, DeltaConfig, ShortConvConfig
+from engine.model.mixers.config import AttentionConfig, DeltaConfig, LatentConfig, ShortConvConfig
 
 
 def obstacle(config: ModelConfig) -> str:
@@ -17,6 +17,8 @@ def obstacle(config: ModelConfig) -> str:
             return "linear attention"
         if isinstance(own, AttentionConfig) and own.gated:
             return "attention with gates"
+        if isinstance(own, LatentConfig):
+            return "attention over latents"
         if own is not None and (own.v_norm or own.v_is_k or own.kv_from is not None):
             return "attention that shares or norms V"
         if isinstance(layer.feed_forward, BesideConfig):

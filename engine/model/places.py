@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.model.linear import Linear, RmsNorm
 from engine.model.precision.base import Format, Get, Part, TensorSpec
+from engine.model.precision.dense import dequantised
 from engine.model.region import Range
 from engine.model.shard import Shard
 
@@ -65,6 +66,25 @@ def of_linear(linear: Linear, form: Format | None, shard: Shard) -> Iterator[Pla
             adds = shard.rank == 0 or region.columns.size == region.shape[1]
             yield bias if adds else bias._replace(fill=partial(_fill_zeros, target, bias))
         first += part.rows
+
+
+def widened(part: Part, target: Tensor, form: Format | None) -> Place:
+    """A part of a weight [N, K] that is kept in the model's dtype, however the checkpoint has
+    it."""
+    module, region = part.module, part.region
+    if form is None or form.scheme(module) is None:
+        specs = {f"{module}.weight": TensorSpec(region.shape, FLOATS)}
+    else:
+        specs = form.specs(module, region.shape)
+    return Place(specs, partial(_fill_widened, part, target, form))
+
+
+def _fill_widened(part: Part, target: Tensor, form: Format | None, get: Get) -> None:
+    module, region = part.module, part.region
+    if form is None or form.scheme(module) is None:
+        target.copy_(get(f"{module}.weight", region.rows, region.columns))
+    else:
+        target.copy_(dequantised(form.read(module, region, get)))
 
 
 def _fill_float(linear: Linear, first: int, part: Part, get: Get) -> None:

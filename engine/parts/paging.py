@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -14,8 +16,9 @@ from engine.groups.sizing import pages_of_groups
 from engine.groups.spec import Full, GroupSpec, Kind, Plane, State, name_of, split_layers
 from engine.model import LoadedModel, ModelConfig
 from engine.model.mixers.config import Kept
-from engine.pool.kinds import pool_type
+from engine.pool.kinds import PoolError, maker
 from engine.pool.kv_pool import KvPool
+from engine.pool.page_pool import PagePool
 from engine.pool.pools import KvPools, make_pools
 from engine.pool.state_pool import StatePool, unit_bytes_of
 from engine.speculation.choosing import pages_ahead
@@ -80,6 +83,8 @@ def check_groups(config: EngineConfig, loaded: LoadedModel) -> None:
     Raises:
         EngineError: it names it.
     """
+    if config.hooks and loaded.config.kept.values is not None:
+        raise EngineError("hooks are set: they see K and V of heads, and this model keeps latents")
     if not loaded.config.shapes_differ:
         return
     convolves = any(kept.is_state for kept in loaded.config.keepers.values())
@@ -140,15 +145,35 @@ def share_of(specs: tuple[GroupSpec, ...], loaded: LoadedModel) -> tuple[GroupSp
 
 def _page(config: EngineConfig, loaded: LoadedModel, num_layers: int, kept: Kept) -> KvPool:
     """A page of a rank, without memory."""
-    return pool_type(config.kv_cache_dtype, config.page_size)(
-        num_pages=1,
-        num_layers=num_layers,
-        num_kv_heads=loaded.model.shard.shared(kept.kv_heads).size,
-        head_dim=kept.head_dim,
-        page_size=config.page_size,
-        dtype=dtype_of(config.dtype),
-        device=torch.device("meta"),
-    )
+    make = _maker(config, loaded, kept)
+    return make(num_pages=1, num_layers=num_layers, device=torch.device("meta"))
+
+
+def _any_maker(config: EngineConfig, loaded: LoadedModel, kept: Kept) -> Callable[..., PagePool]:
+    """What makes a rank's pool of layers that keep this, whatever it is."""
+    if not kept.state:
+        return _maker(config, loaded, kept)
+    units = loaded.model.shard.shared(kept.kv_heads).size
+    return partial(StatePool, units=units, numbers=kept.state)
+
+
+def _maker(config: EngineConfig, loaded: LoadedModel, kept: Kept) -> Callable[..., KvPool]:
+    """What makes a rank's pool of layers that keep K and V.
+
+    Raises:
+        EngineError: they cannot be kept as configured.
+    """
+    try:
+        return maker(
+            config.kv_cache_dtype,
+            config.page_size,
+            heads=loaded.model.shard.shared(kept.kv_heads).size,
+            dim=kept.head_dim,
+            values=kept.values,
+            dtype=dtype_of(config.dtype),
+        )
+    except PoolError as error:
+        raise EngineError(str(error)) from error
 
 
 def page_of(config: EngineConfig, loaded: LoadedModel) -> KvPool:
@@ -224,21 +249,9 @@ def _allocate(
     loaded: LoadedModel,
     device: torch.device,
 ) -> KvPools:
-    keepers, shard = loaded.config.keepers, loaded.model.shard
-    kept = [keepers[spec.layers[0]] for spec in specs]
-    shapes = [
-        (shard.shared(spec.units).size, own.state or own.head_dim)
-        for spec, own in zip(specs, kept, strict=True)
-    ]
-    return make_pools(
-        pool_type(config.kv_cache_dtype, config.page_size),
-        specs,
-        counts,
-        shapes,
-        page_size=config.page_size,
-        dtype=dtype_of(config.dtype),
-        device=device,
-    )
+    keepers = loaded.config.keepers
+    kinds = [_any_maker(config, loaded, keepers[spec.layers[0]]) for spec in specs]
+    return make_pools(kinds, specs, counts, device)
 
 
 def make_arena(config: EngineConfig, pool: KvPool) -> HostArena:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
 from engine.pool.fp8_pool import Fp8Pool
 from engine.pool.kv_pool import KvPool, PlainPool
+from engine.pool.latent_pool import LatentPool
 
 POOLS: dict[str, type[KvPool]] = {"auto": PlainPool, "fp8": Fp8Pool}
 """By `kv_cache_dtype`. `auto` is the model's dtype."""
@@ -29,3 +35,37 @@ def pool_type(kv_cache_dtype: str, page_size: int) -> type[KvPool]:
             " kv_cache_dtype to auto"
         )
     return kind
+
+
+def maker(
+    kv_cache_dtype: str,
+    page_size: int,
+    *,
+    heads: int,
+    dim: int,
+    values: int | None,
+    dtype: torch.dtype,
+) -> Callable[..., KvPool]:
+    """What makes a rank's pool of a group, given pages, layers and a device.
+
+    Args:
+        kv_cache_dtype: how KV is stored.
+        page_size: tokens of a page.
+        heads: KV heads that this rank holds.
+        dim: their numbers.
+        values: of these the numbers that are V, too, if the group keeps latents.
+        dtype: the model's.
+
+    Raises:
+        PoolError: there is none.
+    """
+    kind: Callable[..., KvPool] = pool_type(kv_cache_dtype, page_size)
+    if values is not None:
+        if kind is not PlainPool:
+            raise PoolError(
+                f"kv_cache_dtype {kv_cache_dtype} cannot be set: all heads of this model read one"
+                " latent of each token, and nobody has shown here that it answers as well when"
+                " rounded to 8 bits; set it to auto"
+            )
+        kind = partial(LatentPool, values=values)
+    return partial(kind, num_kv_heads=heads, head_dim=dim, page_size=page_size, dtype=dtype)

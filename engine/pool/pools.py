@@ -13,10 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.groups.spec import Full, GroupSpec, Plane, State
+from engine.groups.spec import Full, GroupSpec, Plane
 from engine.pool.kv_pool import KvPool
 from engine.pool.page_pool import PagePool
-from engine.pool.state_pool import StatePool
 
 ALIGNMENT = 4096
 """A group's run begins at a multiple of so many bytes."""
@@ -97,20 +96,15 @@ def starts_of(sizes: Sequence[int]) -> list[int]:
 
 
 def make_pools(
-    kind: type[KvPool],
+    kinds: Sequence[Callable[..., PagePool]],
     specs: Sequence[GroupSpec],
     counts: Sequence[int],
-    shapes: Sequence[tuple[int, int]],
-    *,
-    page_size: int,
-    dtype: torch.dtype,
     device: torch.device,
 ) -> KvPools:
-    """Allocates `counts` pages of each group. `shapes`: the KV heads of each that this rank holds,
-    and their numbers; or the units of a state, and their numbers in a layer."""
+    """Allocates `counts` pages of each group. `kinds`: what makes the pool of each
+    (`engine.pool.kinds.maker`)."""
     makers = [
-        _maker(kind, spec, shape, page_size, dtype)
-        for spec, shape in zip(specs, shapes, strict=True)
+        partial(make, num_layers=len(spec.layers)) for make, spec in zip(kinds, specs, strict=True)
     ]
     nowhere, sizes = torch.device("meta"), []
     for make, count in zip(makers, counts, strict=True):
@@ -122,27 +116,6 @@ def make_pools(
         own = data[start : start + size]
         pools.append(make(num_pages=count, device=device, data=own))
     return KvPools(specs, pools, data)
-
-
-def _maker(
-    kind: type[KvPool],
-    spec: GroupSpec,
-    shape: tuple[int, int],
-    page_size: int,
-    dtype: torch.dtype,
-) -> Callable[..., PagePool]:
-    """Makes the pool of a group, but for its memory."""
-    layers, (units, numbers) = len(spec.layers), shape
-    if isinstance(spec.kind, State):
-        return partial(StatePool, num_layers=layers, units=units, numbers=numbers)
-    return partial(
-        kind,
-        num_layers=layers,
-        num_kv_heads=units,
-        head_dim=numbers,
-        page_size=page_size,
-        dtype=dtype,
-    )
 
 
 def one_group(pool: KvPool) -> KvPools:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -49,6 +50,41 @@ class Recurrence(Protocol):
         ...
 
 
+class Latents(NamedTuple):
+    """How K and V of heads are made of one latent of each token.
+
+    Shapes: Hq heads, N numbers of a head's K that the latent makes, R numbers that are rotated and
+    that all heads share, V numbers of a head's V, C numbers of a latent.
+    """
+
+    weight: Tensor
+    """[Hq, N + V, C]: K's numbers, then V's."""
+    k_dim: int
+    """N."""
+
+    @property
+    def v_dim(self) -> int:
+        """V."""
+        return self.weight.shape[1] - self.k_dim
+
+    def absorbed(self, q: Tensor) -> Tensor:
+        """[T, Hq, N + R] -> [T, Hq, C + R]: queries whose products with latents are those of `q`
+        with K."""
+        made = torch.einsum("thn,hnc->thc", q[..., : self.k_dim], self.weight[:, : self.k_dim])
+        return torch.cat((made, q[..., self.k_dim :]), dim=-1)
+
+    def values(self, latents: Tensor) -> Tensor:
+        """[T, Hq, C], sums of latents by weights of the heads -> [T, Hq, V], those of V."""
+        return torch.einsum("thc,hvc->thv", latents, self.weight[:, self.k_dim :])
+
+    def expanded(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """[L, C + R] -> K [Hq, L, N + R] and V [Hq, L, V]."""
+        rank = self.weight.shape[2]
+        made = torch.matmul(latents[:, :rank], self.weight.transpose(1, 2))
+        turned = latents[None, :, rank:].expand(len(made), -1, -1)
+        return torch.cat((made[..., : self.k_dim], turned), dim=-1), made[..., self.k_dim :]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionSpec:
     """Attention of one layer, or what stands in its place."""
@@ -66,6 +102,8 @@ class AttentionSpec:
     """The layer convolves, and attends to nothing."""
     recurrence: Recurrence | None = None
     """The layer folds tokens into a state, and attends to nothing."""
+    latents: Latents | None = None
+    """K is a latent, and V a part of it. Heads have their own, which are made of them."""
 
 
 Specs = tuple[AttentionSpec, ...]
@@ -106,7 +144,8 @@ class StepAttention(Protocol):
         ...
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """One layer. `q` [T, Hq, D], `k` and `v` [T, Hkv, D]; returns [T, Hq, D]."""
+        """One layer. `q` [T, Hq, D], `k` and `v` [T, Hkv, D]; returns [T, Hq, D]. With latents, `q`
+        has as many numbers as K of a head, and the result as many as V."""
         ...
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from test_doctor import doctor, plain
-from tiny_families import BY_LAYER, EXPERTS, IMAGES
+from tiny_families import BY_LAYER, EXPERTS, IMAGES, LATENTS
 from tiny_models import write_tiny_model
 
 from engine import memory
@@ -37,6 +37,18 @@ def test_a_config_alone_is_enough_and_windows_are_counted_by_sequence(tmp_path):
     assert "Gemma4ForCausalLM: 6 layers" in text
     # One layer sees all tokens (2 heads of 32), two have a window of 12 tokens (2 heads of 16).
     assert "tokens of 0.5 KiB, beside 0.0 MiB a sequence in windows" in text
+
+
+def test_of_latents_a_token_has_one_for_all_heads(tmp_path):
+    """Three layers of 32 + 8 numbers, float32: 480 bytes a token."""
+    path = write_tiny_model(tmp_path, tokenizer=False, **LATENTS["deepseek_v3"])
+    code, text = text_of(str(path))
+    assert code == 0, text
+    assert "tokens of 0.5 KiB" in text
+    tokens, left = (float(text.split(before)[0].split()[-1].replace(",", "")) for before in (
+        " tokens of 0.5 KiB", " GiB are left for KV"
+    ))  # fmt: skip
+    assert tokens * 480 == pytest.approx(left * (1 << 30), rel=0.02)
 
 
 def test_the_text_part_of_an_image_checkpoint_is_said(tmp_path):

@@ -42,6 +42,7 @@ from engine.hooks.attention import Attend
 from engine.hooks.steps import StepHooks
 from engine.model import LoadedModel
 from engine.model.precision.choice import Precision
+from engine.pool.kinds import maker
 from engine.pool.kv_pool import KvPool, PlainPool
 from engine.pool.pools import make_pools
 from engine.step.attention import AttentionBatch, Specs
@@ -117,11 +118,11 @@ class Fused:
             GroupSpec(name_of(kind), kind, (Plane(layers, 0, ""),), kept.kv_heads)
             for kind, layers in split_layers([spec.window for spec in specs])
         ]
-        self.pools = make_pools(
-            PlainPool, groups, [PAGES] * len(groups),
-            [(kept.kv_heads, kept.head_dim)] * len(groups),
-            page_size=PAGE, dtype=torch.float32, device=CPU,
+        make = maker(
+            "auto", PAGE, heads=kept.kv_heads, dim=kept.head_dim, values=kept.values,
+            dtype=torch.float32,
         )  # fmt: skip
+        self.pools = make_pools([make] * len(groups), groups, [PAGES] * len(groups), CPU)
         self.pool = self.pools.first
         for pool in self.pools:
             pool.elements.fill_(3e4)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 INPUT_SCALE = 0.03
 GROUP = 32
-PROJECTIONS = ("_proj", ".w1", ".w2", ".w3")
+PROJECTIONS = ("_proj", "_proj_with_mqa", ".w1", ".w2", ".w3")
 """Ends of the names of modules that are quantised. The last three are Mixtral's experts."""
 
 

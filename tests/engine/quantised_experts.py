@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 NAMES = {"mixtral": ("block_sparse_moe.experts", "w1", "w3", "w2")}
 USUAL = ("mlp.experts", "gate_proj", "up_proj", "down_proj")
+WIDENED = ".kv_b_proj"
+"""What makes K and V of a latent is widened in any form, since queries and outputs absorb it."""
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
@@ -81,6 +83,10 @@ def rule_of(
 
     def rule(module: str) -> Rule | None:
         if module not in checkpoint.weights or form.startswith(FLOAT_INPUT):
+            return None
+        if module.endswith(WIDENED) or (
+            form.endswith("blocks") and len(checkpoint.weights[module]) % 128
+        ):
             return None
         if form not in STATIC:
             return Rule(group=128) if form.endswith("blocks") else Rule()

@@ -17,7 +17,7 @@ from quantised_folders import FLOAT_INPUT, write_quantised
 from references import references
 from safetensors.torch import load_file, save_file
 from test_model_logits import Runner, load, reference
-from tiny_families import EXPERTS
+from tiny_families import EVERY, EXPERTS
 from tiny_models import write_tiny_model
 
 from engine.model import ModelError, UnsupportedModelError, load_model
@@ -32,6 +32,14 @@ WIDTHS = {
     "mixtral": {"head_dim": 64},
     "qwen2_moe": {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 256},
     "qwen3_moe": {"moe_intermediate_size": 128, "head_dim": 64},
+    "deepseek_v3": {
+        "moe_intermediate_size": 128,
+        "q_lora_rank": 128,
+        "kv_lora_rank": 128,
+        "v_head_dim": 32,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+    },
 }
 SCALES = {
     "lm_head.weight": 0.25,
@@ -40,7 +48,7 @@ SCALES = {
     ".w2.weight": 0.5,
     ".w3.weight": 0.5,
 }
-QUICK = [("mixtral", "fp8-static"), ("qwen3_moe", "fp8-blocks"), ("qwen2_moe", "gptq")]
+QUICK = [("mixtral", "fp8-static"), ("deepseek_v3", "fp8-blocks"), ("qwen2_moe", "gptq")]
 TOKENS = 40
 LOGITS = 1e-4
 PROMPTS, MOST_FLIPS = 12, 6
@@ -61,7 +69,7 @@ def floats(tmp_path_factory) -> dict[str, Path]:
     class Folders(dict[str, Path]):
         def __missing__(self, family: str) -> Path:
             folder = tmp_path_factory.mktemp(family) / "float"
-            write_tiny_model(folder, **SHAPE, **(EXPERTS[family] | WIDTHS[family]))
+            write_tiny_model(folder, **(SHAPE | EVERY[family] | WIDTHS[family]))
             self[family] = scaled(folder, SCALES)
             return self[family]
 
@@ -114,7 +122,7 @@ def test_a_bias_that_the_model_lacks_must_be_zero(floats, tmp_path):
 def mxfp4(tmp_path_factory) -> tuple[Path, Path]:
     """gpt-oss as it is published, and its weights as floats."""
     folder = tmp_path_factory.mktemp("gpt-oss")
-    source = write_tiny_model(folder / "source", tokenizer=False, **EXPERTS["gpt_oss"])
+    source = write_tiny_model(folder / "source", tokenizer=False, **EVERY["gpt_oss"])
     write_mxfp4(source, folder / "mxfp4", folder / "floats")
     return folder / "mxfp4", folder / "floats"
 
@@ -172,7 +180,7 @@ def test_parts_of_ranks_are_slices_of_the_width(family, mxfp4, tmp_path):
     if family == "mxfp4":
         path = mxfp4[0]
     else:
-        path = write_tiny_model(tmp_path, tokenizer=False, **EXPERTS[family])
+        path = write_tiny_model(tmp_path, tokenizer=False, **EVERY[family])
     whole = load(path)
     ranks = [load(path, shard=Shard(rank, 2)) for rank in range(2)]
     assert {loaded.revision for loaded in ranks} == {whole.revision}

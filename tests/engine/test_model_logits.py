@@ -13,7 +13,7 @@ from engine.attention import choose_backend
 from engine.attention.grouped import GroupedAttention
 from engine.cuda.attention_kernels import CudaKernels
 from engine.model import LoadedModel, UnsupportedModelError, load_model
-from engine.pool.kv_pool import PlainPool
+from engine.pool.kinds import maker
 from engine.pool.pools import Place
 from engine.step.attention import AttentionBatch
 
@@ -49,16 +49,15 @@ class Runner:
         self.model = loaded.model
         self.model.finish()  # as the engine does
         dtype = loaded.model.embedding.dtype
-        groups: dict[tuple[int, int], list[int]] = {}
+        groups: dict[tuple[int, int, int | None], list[int]] = {}
         for layer, kept in config.keepers.items():
-            groups.setdefault((kept.kv_heads, kept.head_dim), []).append(layer)
+            shape = kept.kv_heads, kept.head_dim, kept.values
+            groups.setdefault(shape, []).append(layer)
         places: dict[int, Place] = {}
         backends, specs = [], loaded.model.attention_specs
-        for (heads, dim), layers in groups.items():
-            self.pool = PlainPool(
-                num_pages=num_pages, num_layers=len(layers), num_kv_heads=heads, head_dim=dim,
-                page_size=page_size, dtype=dtype, device=CPU,
-            )  # fmt: skip
+        for (heads, dim, values), layers in groups.items():
+            make = maker("auto", page_size, heads=heads, dim=dim, values=values, dtype=dtype)
+            self.pool = make(num_pages=num_pages, num_layers=len(layers), device=CPU)
             own = tuple(specs[layer] for layer in layers)
             places |= {layer: Place(len(backends), at) for at, layer in enumerate(layers)}
             backends.append(choose_backend("auto", self.pool, own, CudaKernels()))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from engine.model.config import ModelConfig, ModelError, UnsupportedModelError, read_json
 from engine.model.families import (
@@ -26,6 +26,7 @@ from engine.model.families import (
 )
 from engine.model.families.hybrids import qwen3_next
 from engine.model.families.mixtures import (
+    deepseek,
     dots1,
     ernie4_5,
     glm4_moe,
@@ -47,13 +48,19 @@ from engine.pooling.checkpoint import CLASSIFIES
 
 _FILES = (
     *(llama, mistral, qwen2, qwen3, gemma, gemma4, glm4, phi3, cohere, olmo),
-    *(mixtral, gpt_oss, glm4_moe, minimax_m2, hy_v3, ernie4_5, dots1, lfm2),
+    *(mixtral, gpt_oss, glm4_moe, minimax_m2, hy_v3, ernie4_5, dots1, lfm2, deepseek),
     qwen3_next,
 )
 FAMILIES: dict[str, Family] = {
     name: each for file in _FILES for name, each in file.FAMILIES.items()
 }
 """Families by the model type of their configs."""
+SPARSE: Final = (
+    ": attention over tokens that an index chooses is not built: pages have no place for the"
+    " index's keys yet, and transformers' own cached runs do not agree with its whole ones"
+)
+REASONS: Final = {"deepseek_v32": SPARSE, "glm_moe_dsa": SPARSE}
+"""Why models of a type are not supported, where that is known."""
 
 
 def read_config(folder: Path, max_context_tokens: int = 0) -> ModelConfig:
@@ -67,8 +74,6 @@ def read_config(folder: Path, max_context_tokens: int = 0) -> ModelConfig:
         UnsupportedModelError: the engine does not support the model.
         ModelError: there is no readable config.
     """
-    from transformers import AutoConfig
-
     stated = read_json(folder / "config.json")
     check_names(stated)
     text = text_of(stated)
@@ -78,12 +83,22 @@ def read_config(folder: Path, max_context_tokens: int = 0) -> ModelConfig:
     model_type = _model_type(stated)
     check_stated({**stated, **text})
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = _config_of(folder, stated, FAMILIES[model_type].reads_as)
     except Exception as error:  # Of any kind: transformers computes with what it has not checked.
         name = FAMILIES[model_type].architecture
         raise ModelError(f"{name}: {folder / 'config.json'} is not a valid config") from error
     ends = _eos_token_ids(config, folder)
     return build_config(model_type, config, ends, max_context_tokens)
+
+
+def _config_of(folder: Path, stated: Mapping[str, Any], reads_as: str) -> Any:
+    """The config as transformers reads it."""
+    from transformers import AutoConfig
+
+    if not reads_as:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    own = {key: value for key, value in stated.items() if key not in ("model_type", "auto_map")}
+    return AutoConfig.for_model(reads_as, **own)
 
 
 def build_config(
@@ -127,7 +142,7 @@ def _model_type(stated: Mapping[str, Any]) -> str:
         those = ", ".join(family.architecture for family in FAMILIES.values())
         raise UnsupportedModelError(
             f"architecture {', '.join(names)} (model type {model_type}) has no file in"
-            f" engine/model/families; those that have one are {those}"
+            f" engine/model/families{REASONS.get(model_type, '')}; those that have one are {those}"
         )
     return model_type
 

@@ -57,6 +57,8 @@ class Family:
     """Layers may keep K and V of several shapes, or none."""
     has_images: bool = False
     """Checkpoints read images, too. Their text part is read alone; it is what `read` gets."""
+    reads_as: str = ""
+    """Model type under which transformers knows such configs, if that is another."""
     drafts: str = ""
     """Where checkpoints may have draft layers: `layers` behind the last, or another module.
     That of a name like `/mtp` is beside the body."""
@@ -183,8 +185,8 @@ def shared_experts(config: Any, count: int | None) -> GatedConfig | None:
     )
 
 
-def deepseek_experts(config: Any) -> tuple[FeedForwardConfig, ...]:
-    """Experts in all layers but the first ones, as DeepSeek-V3 has them."""
+def deepseek_experts(config: Any, first: int | None = None) -> tuple[FeedForwardConfig, ...]:
+    """Experts as DeepSeek-V3 has them in all layers from `first` on, which a config states."""
     silu_only(config)
     how = sigmoid_routing(
         config.n_routed_experts,
@@ -197,7 +199,7 @@ def deepseek_experts(config: Any) -> tuple[FeedForwardConfig, ...]:
     )
     shared = shared_experts(config, config.n_shared_experts)
     experts = ExpertsConfig(config.moe_intermediate_size, how, shared=shared)
-    plain = config.first_k_dense_replace
+    plain = config.first_k_dense_replace if first is None else first
     layers = range(int(config.num_hidden_layers))
     return tuple(experts if index >= plain else gated(config) for index in layers)
 

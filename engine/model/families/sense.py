@@ -21,7 +21,8 @@ from engine.model.config import (
     ModelError,
     UnsupportedModelError,
 )
-from engine.model.mixers.config import AttentionConfig, DeltaConfig
+from engine.model.mixers.config import AttentionConfig, DeltaConfig, LatentConfig
+from engine.model.mixers.rope import Rope
 
 MOST_LAYERS: Final = 1024
 MOST_EXPERTS: Final = 1 << 16
@@ -157,6 +158,8 @@ def _layer_faults(layer: LayerConfig) -> Iterator[str]:
         yield from _attention_faults(layer.mixer)
     elif isinstance(layer.mixer, DeltaConfig):
         yield from _delta_faults(layer.mixer)
+    elif isinstance(layer.mixer, LatentConfig):
+        yield from _latent_faults(layer.mixer)
     elif layer.mixer is not None:
         yield from _outside("the number of channels", layer.mixer.channels, MOST_SIZE)
     if layer.feed_forward is not None:
@@ -173,7 +176,26 @@ def _attention_faults(own: AttentionConfig) -> Iterator[str]:
     if own.window is not None and own.window < 1:
         yield f"a window of {own.window} tokens shows nothing"
     yield from _cap_faults(own.soft_cap)
-    numbers = (*own.rope.frequencies, own.rope.scale) if own.rope else ()
+    yield from _rope_faults(own.rope)
+
+
+def _latent_faults(own: LatentConfig) -> Iterator[str]:
+    sizes = {
+        "the number of heads": own.heads,
+        "the latent of K and V": own.rank,
+        "the latent of queries": own.q_rank if own.q_rank is not None else 1,
+    }
+    for name, size in sizes.items():
+        yield from _outside(name, size, MOST_SIZE)
+    yield from _outside("K of a head that a latent makes", own.k_dim, MOST_HEAD_DIM)
+    yield from _outside("V of a head", own.v_dim, MOST_HEAD_DIM)
+    if not math.isfinite(own.scale):
+        yield f"the scale of attention is {own.scale}"
+    yield from _rope_faults(own.rope)
+
+
+def _rope_faults(rope: Rope | None) -> Iterator[str]:
+    numbers = (*rope.frequencies, rope.scale) if rope else ()
     if not all(map(math.isfinite, numbers)):
         yield "a frequency of rope is no number"
 

@@ -29,6 +29,14 @@ class Kept(NamedTuple):
     the units. 0: it keeps K and V."""
     grid: int = 0
     """Tokens behind multiples of which a state may be cut (`engine.groups.spec.State`)."""
+    values: int | None = None
+    """V is the first so many numbers of K, which is a latent (`LatentConfig`); None: V lies beside
+    K."""
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of a token."""
+        return self.kv_heads * self.head_dim * (2 if self.values is None else 1)
 
 
 class QkNorm(StrEnum):
@@ -172,5 +180,47 @@ class DeltaConfig:
         return ""
 
 
-MixerConfig = AttentionConfig | ShortConvConfig | DeltaConfig
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """The features of latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1). K and V of all
+    heads are made of one latent of each token, and a part of K that is rotated is shared by all."""
+
+    heads: int
+    q_rank: int | None
+    """Numbers of the latent that makes the queries; None: they are made of the input."""
+    rank: int
+    """Numbers of the latent that makes K and V."""
+    k_dim: int
+    """Numbers of a head's K that the latent makes."""
+    v_dim: int
+    rope: Rope
+    scale: float
+    """Factor on the products of q and k."""
+    norm_eps: float
+    """Epsilon of the norms of both latents."""
+    bias: bool = False
+    """What makes the latents, and the output, have biases."""
+    module: str = "self_attn"
+
+    @property
+    def turned(self) -> int:
+        """Numbers of a head's K, and of its q, that are rotated."""
+        return 2 * len(self.rope.frequencies)
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a head's q and K."""
+        return self.k_dim + self.turned
+
+    @property
+    def kept(self) -> Kept:
+        """What a layer keeps of each token."""
+        return Kept(1, self.rank + self.turned, values=self.rank)
+
+    def obstacle(self, ranks: int) -> str:
+        """Why so many ranks cannot share it; empty: they can."""
+        return f"it does not divide the {self.heads} attention heads" if self.heads % ranks else ""
+
+
+MixerConfig = AttentionConfig | LatentConfig | ShortConvConfig | DeltaConfig
 """What stands before the feed-forward in a layer. See `engine.model.mixers.kinds`."""

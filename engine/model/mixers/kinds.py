@@ -5,34 +5,39 @@ On a GPU `engine.cuda.mixers` runs the same modules with fused kernels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from engine.model.config import ModelConfig
 from engine.model.linear import Build
-from engine.model.mixers import attention, delta, short_conv
-from engine.model.mixers.config import DeltaConfig, MixerConfig, ShortConvConfig
+from engine.model.mixers import attention, delta, latent, short_conv
+from engine.model.mixers.config import DeltaConfig, LatentConfig, MixerConfig, ShortConvConfig
 from engine.model.precision.base import Part
 from engine.model.shard import Shard
 
 
 def mixer(
     config: ModelConfig, index: int, own: MixerConfig, build: Build
-) -> attention.Attention | short_conv.ShortConv | delta.DeltaRule:
+) -> attention.Attention | latent.LatentAttention | short_conv.ShortConv | delta.DeltaRule:
     """The mixer of layer `index`, with weights that are not filled yet."""
     if isinstance(own, ShortConvConfig):
         return short_conv.ShortConv(config, index, own, build)
     if isinstance(own, DeltaConfig):
         return delta.DeltaRule(config, index, own, build)
+    if isinstance(own, LatentConfig):
+        return latent.LatentAttention(config, index, own, build)
     return attention.Attention(config, index, own, build)
 
 
 def parts_of(config: ModelConfig, index: int, own: MixerConfig, shard: Shard) -> Iterator[Part]:
     """A rank's parts of the weights of its products."""
+    parts: Iterable[list[Part]]
     if isinstance(own, ShortConvConfig):
-        found: tuple[list[Part], ...] = short_conv.parts_of(own, config, index, shard)
+        parts = short_conv.parts_of(own, config, index, shard)
     elif isinstance(own, DeltaConfig):
-        found = delta.parts_of(own, config, index, shard)
+        parts = delta.parts_of(own, config, index, shard)
+    elif isinstance(own, LatentConfig):
+        parts = latent.parts_of(own, config, index, shard)
     else:
-        found = attention.parts_of(own, config, index, shard)
-    for parts in found:
-        yield from parts
+        parts = attention.parts_of(own, config, index, shard)
+    return chain.from_iterable(parts)

@@ -1,0 +1,242 @@
+"""Attention over latents: one page for all heads, on every path of an engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from engine_kit import Run, build, check_baseline, finish, hand_off, held, submit
+from references import NOISE, references
+from test_attention import Row, make_batch, written_out
+from test_engine_demo_model import first_difference
+from test_model_logits import load
+from test_tiers_stores import COUNT, SMALL, conversations
+from tiny_families import LATENTS
+from tiny_models import write_tiny_model
+from waiting import wait_until
+
+from engine.attention import AttentionError, choose_backend
+from engine.config import EngineConfig
+from engine.cuda.attention_kernels import CudaKernels
+from engine.engine import Engine
+from engine.model import ModelError, UnsupportedModelError
+from engine.model.families import read_config
+from engine.parts.paging import EngineError, check_groups
+from engine.pool.latent_pool import LatentPool
+from engine.step.attention import AttentionSpec, Latents
+
+MAX_TOKENS, LATENT, TURNED = 24, 32, 8
+SLOW = (1, 15, 16, 17, 64, 300)
+LENGTHS = [65, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)]
+PAGE_BYTES = 16 * 3 * (LATENT + TURNED) * 4
+"""16 tokens, three layers, float32."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    return {
+        name: write_tiny_model(tmp_path_factory.mktemp(name), tokenizer=False, **options)
+        for name, options in LATENTS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def path(folders) -> Path:
+    return folders["deepseek_v3"]
+
+
+@pytest.fixture(scope="module")
+def engines(path):
+    options: dict[str, Any] = {"max_sequences": 6, "poison_freed_pages": True}
+    both = [build(path, max_step_tokens=tokens, **options) for tokens in (64, 32)]
+    yield both
+    for engine in both:
+        check_baseline(engine)
+        engine.stop()
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(1000 * seed + length).integers(1, 384, length).tolist()
+
+
+def check(path: Path, run: Run, max_tokens: int = MAX_TOKENS, given: int = 0) -> None:
+    want = references(path)(run.request.prompt_ids.tolist(), max_tokens, past_end=True)
+    for tokens in run.tokens:
+        found = want.tokens[:given] + tokens
+        if found != want.tokens:
+            assert want.margins[first_difference(found, want.tokens)] < NOISE
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_whole_in_chunks_cached_forked_resumed_and_handed_off(engines, path, length):
+    one, other = engines
+    assert [pool.page_bytes for pool in one.pools] == [PAGE_BYTES]
+    for engine in engines:
+        for choices in (1, 1, 3):
+            before = engine.load().prompt_tokens_cached
+            run = submit(engine, prompt_of(length), MAX_TOKENS, choices=choices, ignore_eos=True)
+            finish(run)
+            check(path, run)
+        assert engine.load().prompt_tokens_cached - before == (length - 1) // 16 * 16
+    run = hand_off(other, one, prompt_of(length, 1), MAX_TOKENS, choices=2, ignore_eos=True)
+    check(path, run)
+    given = run.tokens[0][:7]
+    run = submit(one, prompt_of(length, 1), MAX_TOKENS, generated=[given], ignore_eos=True)
+    finish(run)
+    check(path, run, given=7)
+
+
+def crowd(engine: Engine, path: Path) -> None:
+    with held(engine):
+        runs = [submit(engine, prompt_of(20 + i), 80, ignore_eos=True) for i in range(6)]
+    finish(*runs)
+    for run in runs:
+        check(path, run, 80)
+    check_baseline(engine)
+    engine.stop()
+
+
+@pytest.mark.parametrize("host", [0, 1 << 22])
+def test_preempted_and_swapped(host, path):
+    engine = build(path, max_sequences=6, max_step_tokens=64, num_pages=26, kv_host_bytes=host)
+    crowd(engine, path)
+    load = engine.load()
+    assert load.preemptions > 0
+    assert (load.tiers is not None and load.tiers.loaded_tokens.total() > 0) is (host > 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_every_rank_has_the_whole_latent_and_some_heads(count, path, tmp_path):
+    """What several ranks have stored, one rank reads."""
+    secret = tmp_path / "secret"
+    secret.write_text("a secret of some length")
+    options: dict[str, Any] = SMALL | {
+        "kv_stores": (f"dir:{tmp_path}/kv?gib=0.1",), "kv_secret_file": str(secret)
+    }  # fmt: skip
+    prompts = conversations(COUNT)
+    for ranks in (count, 1):
+        options["kv_host_bytes"] = SMALL["kv_host_bytes"] * ranks
+        engine = build(path, tp=ranks, **options)
+        assert engine.pools.first.page_bytes == 4 * PAGE_BYTES
+        for prompt in prompts:
+            run = submit(engine, prompt, 5, ignore_eos=True)
+            finish(run)
+            check(path, run, 5)
+        wait_until(lambda engine=engine: engine.load().tiers.held_slots == 0)
+        check_baseline(engine)
+        engine.stop()
+    assert engine.load().tiers.loaded_tokens["dir"] >= 256
+
+
+# -- attention alone ----------------------------------------------------------------------------
+
+
+class Shape(NamedTuple):
+    heads: int
+    rank: int
+    made: int
+    turned: int
+    values: int
+
+
+@pytest.mark.parametrize("size", [4, 16])
+@pytest.mark.parametrize("shape", [Shape(3, 24, 8, 4, 12), Shape(4, 16, 16, 8, 4)])
+def test_decode_rows_and_prompts_equal_heads_written_out(shape, size):
+    """Absorbed or expanded, it is attention over K and V that each head makes of the latents."""
+    torch.manual_seed(0)
+    heads, rank, made, turned, values = shape
+    weight = torch.randn(heads, made + values, rank) / rank**0.5
+    spec = AttentionSpec(0.3, latents=Latents(weight, made))
+    pool = LatentPool(
+        values=rank, num_pages=96, num_layers=2, num_kv_heads=1, head_dim=rank + turned,
+        page_size=size, dtype=torch.float32, device=torch.device("cpu"),
+    )  # fmt: skip
+    pool.elements.fill_(3e4)
+    rows = [Row(1, 1), Row(1, 37), Row(9, 9), Row(7, 40), Row(1, 5)][:4]
+    batch = make_batch(rows, size, np.random.default_rng(1), decodes=2)
+    contexts = [torch.randn(row.context, rank + turned) for row in rows]
+    for context, row, table in zip(contexts, rows, batch.page_table, strict=True):
+        for at, latent in enumerate(context[: row.context - row.new]):
+            pool.layer(1)[0][table[at // size], 0, at % size] = latent
+    q = torch.randn(sum(row.new for row in rows), heads, made + turned)
+    k = torch.cat([c[-row.new :] for c, row in zip(contexts, rows, strict=True)])[:, None]
+    backend = choose_backend("auto", pool, (spec, spec), CudaKernels())
+    assert backend.name == "sdpa"
+    backend.begin(batch)
+    found = backend(1, q, k, k[..., :rank])
+    for context, row, own, out in zip(
+        contexts,
+        rows,
+        q.split([row.new for row in rows]),
+        found.split([row.new for row in rows]),
+        strict=True,
+    ):
+        both = torch.einsum("lc,hmc->lhm", context[:, :rank], weight)
+        shared = context[:, None, rank:].expand(-1, heads, -1)
+        keys, v = torch.cat((both[..., :made], shared), dim=-1), both[..., made:]
+        padded = torch.nn.functional.pad(v, (0, made + turned - values))
+        want = written_out(own, keys, padded, spec)[..., :values]
+        torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=1e-5)
+        stored = pool.layer(1)[0]
+        table = batch.page_table[rows.index(row)]
+        for at in range(row.context):
+            assert torch.equal(stored[table[at // size], 0, at % size], context[at])
+
+
+# -- what is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8 cannot be set: all heads .* one latent"),
+        ({"tp": 3}, "it does not divide the 4 attention heads; these fit: 1, 2, 4"),
+    ],
+)
+def test_what_does_not_go_with_latents_is_named(options, words, path):
+    with pytest.raises((EngineError, UnsupportedModelError), match=words):
+        build(path, **options)
+
+
+def test_hooks_are_refused(path):
+    with pytest.raises(EngineError, match="hooks are set: they see K and V of heads"):
+        check_groups(EngineConfig(model=str(path), hooks=("any",)), load(path))
+
+
+def test_a_kernel_that_reads_no_latents_says_so(path):
+    with pytest.raises((EngineError, AttentionError), match="it does not read latents"):
+        build(path, attention="triton")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("deepseek_v3", {"qk_rope_head_dim": 7}, "pairs"),
+        ("deepseek_v3", {"kv_lora_rank": 0}, "the latent of K and V is 0"),
+        ("deepseek_v3", {"kv_lora_rank": 10**12}, "the latent of K and V is 1000000000000"),
+        ("deepseek_v3", {"v_head_dim": 10**9}, "V of a head is 1000000000"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func softmax; it is sigmoid"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method greedy"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method noaux_tc"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob"),
+        ("deepseek_v2", {"attention_bias": True}, "attention_bias without a latent of queries"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense", "odd", "sparse"]}, "mlp_layer_types"),
+    ],
+)
+def test_what_cannot_be_is_named_before_weights_are_read(family, changes, words, folders, tmp_path):
+    config = json.loads((folders[family] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ModelError, match=words):
+        load(tmp_path)
+
+
+def test_kimi_k2_is_deepseek_v3_by_another_name(path, tmp_path):
+    config = json.loads((path / "config.json").read_text())
+    config |= {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "own_code.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_config(tmp_path) == read_config(path)
