@@ -27,7 +27,7 @@ from opentelemetry.context import Context
 from baton.worker.v1 import worker_pb2
 from decode_service.service import DecodeService
 from engine.bounds import Bounds
-from engine.loop.step_loop import hand_out
+from engine.loop.sinks import hand_out
 from engine.pages.blocks import BlockManager
 from engine.sampling import Sampler
 from engine.schedule.scheduler import Scheduler

@@ -176,7 +176,8 @@ class Engine:
         Args:
             on_step: called once per settled step with its seconds and the number of sequences that
                 it decoded, on the loop's thread. It must return at once.
-            on_lost: called on that thread when the device, or a rank, will run no further step.
+            on_lost: called on that thread when no step will run any more: the device or a rank is
+                lost, or the loop failed.
         """
         self._loop.start(on_step, on_lost)
         self.ranks.call_when_lost(lambda _: self._loop.lose())

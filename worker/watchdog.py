@@ -40,7 +40,7 @@ STDERR: Final = 2
 EXIT_HUNG: Final = 3
 """Status of the process after a step or turn that did not end; documented."""
 EXIT_DEVICE_LOST: Final = 4
-"""Status of the process after an error of the device; documented."""
+"""Status of the process after an error of the device or in the step loop; documented."""
 
 StopServing = Callable[[], Awaitable[None]]
 
@@ -118,7 +118,7 @@ class Watchdog:
 
 def device_lost() -> None:
     """Ends the process at once, on any thread. Its routers see the stream break."""
-    logger.error("the device runs nothing any more: this worker ends")
+    logger.error("no step runs any more: this worker ends")
     os._exit(EXIT_DEVICE_LOST)
 
 

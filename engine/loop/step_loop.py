@@ -11,6 +11,7 @@ use `post` and read `load`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -24,13 +25,14 @@ from engine.loop.load import load_of
 from engine.loop.pacing import LaunchPacer
 from engine.loop.profiling import StepProfiler
 from engine.loop.rates import StepRates
+from engine.loop.sinks import hand_out
 from engine.loop.slow_steps import SlowSteps
 from engine.masks.matchers import MaskFiller, TokenMatcher
 from engine.pages.prefix import prompt_keys
 from engine.schedule.scheduler import Scheduler
 from engine.step.executor import Executor, Launched
 from engine.step.plan import StepPlan
-from engine.types import EngineLoad, Event, Prefilled, Request, Sink
+from engine.types import EngineLoad, Prefilled, Request, Sink
 from faults import failpoints
 
 log = logging.getLogger("baton.engine")
@@ -39,7 +41,7 @@ Command = Callable[[Scheduler], None]
 OnStep = Callable[[float, int], None]
 """Called for a settled step on the loop's thread, with its seconds and the sequences it decoded."""
 OnLost = Callable[[], None]
-"""Called on the loop's thread when the device will run no further step."""
+"""Called on the loop's thread when no step will run any more: the device or the loop failed."""
 IDLE_TURN_S = 0.25
 """Longest wait of an idle turn for a command, seconds. Progress is shown at least this often."""
 LONG_STEP_S = 1.0
@@ -156,10 +158,25 @@ class StepLoop:
         self._commands.put(command)
 
     def _run(self) -> None:
-        while not self._stopping:
-            self._turn()
+        try:
+            while not self._stopping:
+                self._turn()
+        except Exception:
+            log.exception("the step loop failed: no step will run any more")
+            self._on_lost()
+            self._refuse_all()
         for flight in self._flights:
             flight.launched.exception()  # It may hang; `stop` waits only so long.
+
+    def _refuse_all(self) -> None:
+        """Fails the requests that are here, and those that still come."""
+        while not self._stopping:
+            self._scheduler.requests.abandon()
+            self._flush()
+            for command in self._pending(None):
+                if not isinstance(command, _Flight):
+                    with contextlib.suppress(Exception):
+                        command(self._scheduler)
 
     def _turn(self) -> None:
         verb = self._slow.verb
@@ -381,17 +398,3 @@ def _unanswered() -> None:
 
 def _unobserved(_seconds: float, _decoded_sequences: int) -> None:
     """Default for `on_step`: does nothing."""
-
-
-def hand_out(events: list[tuple[Sink, Event]]) -> None:
-    """Calls the sinks with their events, in order. Adjacent events of one sink make one call."""
-    start = 0
-    for end in range(1, len(events) + 1):
-        if end < len(events) and events[end][0] == events[start][0]:
-            continue
-        sink = events[start][0]
-        try:
-            sink([event for _, event in events[start:end]])
-        except Exception:
-            log.exception("a sink failed")
-        start = end

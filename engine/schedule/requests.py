@@ -240,6 +240,14 @@ class Requests:
             self.drop(active)
         self.emit(active.sink, RequestFailed(active.request.id, reason, hook))
 
+    def abandon(self) -> None:
+        """Tells all requests that they failed, and forgets them. No step will run any more, and
+        what one left behind may not be right: no page is given back."""
+        for active in self.by_id.values():
+            self.emit(active.sink, RequestFailed(active.request.id, FailureReason.INTERNAL))
+        self.by_id.clear()
+        self.waiting.clear()
+
     # -- joining and ending ---------------------------------------------------------------------
 
     def join(self, active: ActiveRequest) -> None:

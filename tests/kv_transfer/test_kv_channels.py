@@ -279,8 +279,11 @@ def test_a_stranger_that_says_nothing_keeps_nobody_out(monkeypatch: pytest.Monke
 
 def test_a_push_is_read_whole_whatever_signal_comes_in_the_middle() -> None:
     """Such as the one that wakes a stopped process."""
-    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
-        sender = socket.create_connection(server.getsockname())
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        ThreadPoolExecutor(1) as pool,
+        socket.create_connection(server.getsockname()) as sender,  # Its end ends the pool's thread.
+    ):
         wire = Wire(server.accept()[0])
         reader = pool.submit(threading.get_ident).result()
         heard = pool.submit(wire.next_push)
@@ -293,8 +296,7 @@ def test_a_push_is_read_whole_whatever_signal_comes_in_the_middle() -> None:
         sender.sendall(told[18:])
         push = heard.result(timeout=WAIT_S)
         signal.signal(signal.SIGUSR1, before)
-        sender.close()
-        wire.close()
+    wire.close()
     assert (push.handle, push.target.tolist(), push.payload) == (7, [5, 6], b"end")
     assert push.group == 1
 

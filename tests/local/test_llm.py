@@ -478,10 +478,15 @@ def test_a_profile_is_written_where_one_is_asked_for(tiny, tmp_path) -> None:
         wait_until(lambda: list(tmp_path.iterdir()))
 
 
-def test_a_device_that_is_lost_ends_everything(tiny, slow) -> None:
+@pytest.mark.parametrize("failed", ["device", "loop"])
+def test_what_runs_no_steps_any_more_ends_everything(tiny, slow, failed) -> None:
     with LLM(tiny, **SETTINGS) as llm, llm.stream(TEXTS[0], **LONG) as stream:
         next(stream)
-        llm.engine._loop._on_lost()
+        loop = llm.engine._loop
+        if failed == "loop":
+            loop._turn = None
+        else:
+            loop.post(lambda _: loop._on_lost())
         with pytest.raises(ServerError):
             list(stream)
         with pytest.raises(BatonError):

@@ -32,7 +32,7 @@ from worker.engine_config import engine_config
 from worker.router_addresses import RouterAddresses
 from worker.server import SERVICE_NAME, Worker
 from worker.settings import Role, WorkerSettings
-from worker.watchdog import EXIT_HUNG
+from worker.watchdog import EXIT_DEVICE_LOST, EXIT_HUNG
 
 START_S = 150.0
 """It was seen to take 45 s beside twenty other busy processes on two cores."""
@@ -267,3 +267,11 @@ async def test_a_step_that_hangs_does_not_hold_up_the_end(tiny: Path) -> None:
         await router.heard("first_token")
         process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(process.wait, START_S) == EXIT_HUNG
+
+
+async def test_an_error_in_the_step_loop_ends_the_worker_at_once(tiny: Path) -> None:
+    async with a_process(tiny, failpoints="engine.turn=raise@300") as (process, router):
+        stopping = worker_pb2.Stopping(max_tokens=2000, ignore_eos=True)
+        await router.say(submit=submit(WHOLE, [5] * 40, b"r" * 16, stopping=stopping))
+        await router.heard("first_token")
+        assert await asyncio.to_thread(process.wait, START_S) == EXIT_DEVICE_LOST
