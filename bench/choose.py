@@ -8,8 +8,8 @@ without streams. Medians and the largest of all calls, by the process's CPU time
 - choose: a route for a prompt of 1,024 ids whose pages some workers hold, as `routing.choose` finds
   it. `full`: no worker has room, so that the head of a queue waits.
 - admit: what the largest route could hold, which decides whether a request is refused.
-- report: a load report of a worker that knows all others as its peers, of which nothing or one is
-  new; and what becomes of it while a request waits that fits nowhere.
+- report: a load report of a worker that knows all others as its peers. They are left out where
+  none is new.
 """
 
 from __future__ import annotations
@@ -116,10 +116,15 @@ async def measure(count: int) -> dict[str, tuple[float, float]]:
     found["admit"] = cost_ms(lambda: routing.largest_pool_tokens(demand, of, local))
     progress = itertools.count(2)
     told = worker_pb2.WorkResponse(load=load_of(0, count, 0))
+    peers = list(told.load.peers)
+    del told.load.peers[:]
 
     def report(*, new: bool) -> None:
         told.load.progress = next(progress)
+        told.load.same_peers = not new
         if new:
+            del told.load.peers[:]
+            told.load.peers.extend(peers)
             told.load.peers[count // 2].gigabytes_per_s += 1
         data = told.SerializeToString()
         began_s = time.thread_time()

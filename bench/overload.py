@@ -134,7 +134,8 @@ class Worker:
         """See `WorkerLink`."""
         return False
 
-    complained_of = gave_up_on = frozenset[str]()
+    complained_of = gave_up_on = extensions = frozenset[str]()
+    fingerprint = "f"
     """See `WorkerLink`."""
 
     def send(self, message: worker_pb2.WorkRequest) -> None:

@@ -142,7 +142,8 @@ class Machine:
         """See `WorkerLink`."""
         return False
 
-    complained_of = gave_up_on = frozenset[str]()
+    complained_of = gave_up_on = extensions = frozenset[str]()
+    fingerprint = "f"
     """See `WorkerLink`."""
 
     @property

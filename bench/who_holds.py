@@ -118,7 +118,8 @@ class Machine:
         """See `WorkerLink`."""
         return False
 
-    complained_of = gave_up_on = frozenset[str]()
+    complained_of = gave_up_on = extensions = frozenset[str]()
+    fingerprint = "f"
     """See `WorkerLink`."""
 
     def path_bytes_per_s(self, other: Machine) -> float:

@@ -25,7 +25,7 @@ from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from faults import failpoints
 from serving.net.internal_net import ClearNet, InternalNet
 from serving.net.refusals import Cause
-from serving.release import version_mismatch
+from serving.release import Protocol, protocol_of, version_mismatch
 from worker.load import Report
 from worker_base.messages import MalformedMessage, failed_message
 from worker_base.outbox import Outbox
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+KEEPS_PEERS: Final = Protocol(1, 1)
+"""Routers of this protocol on remember the peers of a report."""
 REPORT_INTERVAL_S: Final = 0.1
 """Time between load reports. An expired leg is noticed this late at most."""
 ATTACH_TIMEOUT_S: Final = 10.0
@@ -122,9 +124,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if why := self._net.not_a_router(context):
             self._net.refusals.refuse(Cause.NOT_A_ROUTER, why, peer=context.peer())
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, why)
-        router = await self._attach(request_iterator, context)
-        overflowed = asyncio.Event()
-        outbox = Outbox(on_overflow=overflowed.set)
+        attach = await self._attach(request_iterator, context)
+        router, overflowed = attach.router_id, asyncio.Event()
+        protocol = protocol_of(attach)
+        keeps_peers = protocol is not None and protocol >= KEEPS_PEERS
+        outbox = Outbox(on_overflow=overflowed.set, keeps_peers=keeps_peers)
         self._outboxes.add(outbox)
         outbox.report(self._make_report().load, lambda _: True)
         tasks: list[asyncio.Task[object]] = [
@@ -180,7 +184,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     async def _attach(
         self, requests: AsyncIterator[worker_pb2.WorkRequest], context: Context
-    ) -> str:
+    ) -> worker_pb2.Attach:
         try:
             async with asyncio.timeout(ATTACH_TIMEOUT_S):
                 first = await anext(aiter(requests), None)
@@ -194,7 +198,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, why)
         attached = worker_pb2.Attached(worker=self._identity)
         await context.write(worker_pb2.WorkResponse(attached=attached))
-        return router
+        return first.attach
 
     async def _read(self, requests: AsyncIterator[worker_pb2.WorkRequest], outbox: Outbox) -> None:
         async for request in requests:

@@ -37,8 +37,18 @@ class Outbox:
     report waits, the newest. A closed or finished outbox takes nothing more.
     """
 
-    def __init__(self, on_overflow: Action, max_entries: int = MAX_QUEUED_ENTRIES) -> None:
+    def __init__(
+        self,
+        on_overflow: Action,
+        max_entries: int = MAX_QUEUED_ENTRIES,
+        *,
+        keeps_peers: bool = False,
+    ) -> None:
+        """An empty outbox. `keeps_peers`: the router remembers the peers of the last report."""
         self.closed = False
+        self._keeps_peers = keeps_peers
+        self._peers: list[worker_pb2.PeerHealth] = []
+        """Peers that the last report named."""
         self._untold: set[bytes] = set()
         """Attempts that no report has named yet."""
         self._on_overflow = on_overflow
@@ -98,6 +108,7 @@ class Outbox:
         message = self._next()
         if message is self._load:
             self._load = None
+            self._leave_out_known(message.load)
         if not (message.HasField("tokens") and self._tokens_wait()):
             return message
         tokens = [message.tokens]
@@ -118,6 +129,16 @@ class Outbox:
 
     def _tokens_wait(self) -> bool:
         return bool(self._queue) and self._queue[0].HasField("tokens")
+
+    def _leave_out_known(self, load: worker_pb2.Load) -> None:
+        """Leaves peers out of a report that a router knows from the one before. There may be a
+        thousand, and each of them reports ten times a second."""
+        peers = list(load.peers)
+        load.same_peers = self._keeps_peers and peers == self._peers
+        if load.same_peers:
+            del load.peers[:]
+        else:
+            self._peers = peers
 
     def _next(self) -> worker_pb2.WorkResponse:
         message = self._queue.popleft()

@@ -32,7 +32,6 @@ from router.dispatch import merge
 from router.dispatch.clocks import Clocks
 from router.dispatch.fault import Fault
 from router.dispatch.leg import Leg
-from router.dispatch.pace import Mean
 from router.jobs import ChoiceEnded, JobTimings
 from router.placement.placing import LocalReason
 
@@ -80,8 +79,8 @@ class Attempt:
         self.is_delivered = False
         """Whether its KV has come to the decode worker, whose word may overtake the other's."""
         self._dispatched_s = self._first_s = self._last_s = time.monotonic()
-        self._beside = Mean()
-        """Attempts that ran as tokens came."""
+        self._came, self._beside = 0, 0
+        """Runs of tokens that came, and the sum of the attempts that ran as they did."""
         self._on_over = on_over
         self._fault: Fault | None = None
         self._first_ids: list[int] = []
@@ -165,7 +164,8 @@ class Attempt:
             self._over(Fault(worker, worker_pb2.FAILURE_REASON_KV_TRANSFER))
             return False
         self._last_s = now_s
-        self._beside.add(self.run.pace.running)
+        self._came += 1
+        self._beside += self.run.pace.running
         if (choice := choices[tokens.choice]) != tokens.choice:
             tokens = tokens._replace(choice=choice)
         return self.run.add(tokens)
@@ -202,7 +202,7 @@ class Attempt:
                 self._first_s - self._dispatched_s,
                 max(0.0, self._last_s - self._first_s),
                 [len(choice.token_ids) for choice in choices],
-                beside=self._beside.value or self.run.pace.running,
+                beside=self._beside / self._came if self._came else self.run.pace.running,
                 whole=self.group.complete,
             )
         else:

@@ -141,13 +141,14 @@ class RequestSpan:
         Call it after the output was sent, so that a first token does not wait for its figures."""
         match output:
             case TextDelta():
-                self._observe_tokens(output, left_s)
+                self.observe_tokens(output, left_s)
             case Started():
                 self._observe_cached(output.cached_prompt_tokens)
             case Finished():
                 self._observe_end(output)
 
-    def _observe_tokens(self, delta: TextDelta, now_s: float) -> None:
+    def observe_tokens(self, delta: TextDelta, now_s: float) -> None:
+        """Notes tokens that left for the client."""
         if not delta.token_ids:  # Text that was held back.
             return
         if self._first_token_s is None:
@@ -196,7 +197,7 @@ class ObservedWay:
         """Sends a delta if it can."""
         if not self._short_way.take(delta):
             return False
-        self._span.observe(delta, self._call.passed_s)
+        self._span.observe_tokens(delta, self._call.passed_s)
         return True
 
 

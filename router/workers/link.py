@@ -321,7 +321,8 @@ class WorkerLink:
         step before it begins."""
         now_s = self._clock()
         self.estimate.report(load)
-        self._read_peers(load.peers)
+        if not load.same_peers:
+            self._read_peers(load.peers)
         if load.progress != self.progress:
             self.progress = load.progress
             self._alive_until_s = now_s + self._stale_after_s + load.long_step_ms / 1e3

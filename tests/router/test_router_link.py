@@ -122,6 +122,22 @@ async def test_a_submit_that_was_overtaken_shifts_no_count(worker: ScriptedWorke
         await until(lambda: link.capacity().queued_prefill_tokens == 0)
 
 
+async def test_peers_are_remembered_until_a_report_names_others(worker: ScriptedWorker) -> None:
+    link = WorkerLink(worker.identity, "r", Owner(), stale_after_s=3.0, attach_timeout_s=60.0)
+    attached = worker_pb2.Attached(worker=worker.identity)
+    link._receive(worker_pb2.WorkResponse(attached=attached))
+    one = [worker_pb2.PeerHealth(agent_name="a", gigabytes_per_s=1.0, cause="slow")]
+    for progress, load, named in (
+        (1, worker_pb2.Load(peers=one), {"a"}),
+        (2, worker_pb2.Load(same_peers=True), {"a"}),
+        (3, worker_pb2.Load(), set()),
+    ):
+        load.progress = progress
+        link._receive(worker_pb2.WorkResponse(load=load))
+        assert set(link.measured) == set(link.complained_of) == named
+    link.end(Loss.CLOSED)
+
+
 async def test_another_epoch_answers(worker: ScriptedWorker) -> None:
     announced = worker_pb2.WorkerIdentity()
     announced.CopyFrom(worker.identity)

@@ -6,6 +6,7 @@ import asyncio
 import threading
 
 import numpy as np
+import pytest
 
 from baton.worker.v1 import worker_pb2
 from engine.types import NewTokens, TokenRecord
@@ -170,3 +171,29 @@ async def test_an_attempt_is_told_as_known_once_by_the_report_that_contains_it()
     message = await outbox.get()
     assert message is not None
     assert list(message.load.known_attempts) == [b"c"]
+
+
+@pytest.mark.parametrize("keeps_peers", [True, False])
+async def test_a_report_names_peers_when_they_are_new(keeps_peers: bool) -> None:
+    outbox = Outbox(on_overflow=lambda: None, keeps_peers=keeps_peers)
+
+    def report(*names: str) -> None:
+        peers = [worker_pb2.PeerHealth(agent_name=name) for name in names]
+        outbox.report(worker_pb2.Load(peers=peers), lambda _: True)
+
+    async def told() -> list[str] | None:
+        message = await outbox.get()
+        assert message is not None
+        named = [peer.agent_name for peer in message.load.peers]
+        assert not (message.load.same_peers and named)
+        return None if message.load.same_peers else named
+
+    report("a", "b")
+    assert await told() == ["a", "b"]
+    report("a", "b")
+    assert await told() == (None if keeps_peers else ["a", "b"])
+    report("a")
+    report("a")  # The report that waited names them; this one takes its place.
+    assert await told() == ["a"]
+    report()
+    assert await told() == []

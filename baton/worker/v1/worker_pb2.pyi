@@ -1684,6 +1684,7 @@ class Load(_message.Message):
     PIECE_TOKENS_FIELD_NUMBER: _builtins.int
     LOAD_GIGABYTES_PER_S_FIELD_NUMBER: _builtins.int
     FETCH_LATENCY_MS_FIELD_NUMBER: _builtins.int
+    SAME_PEERS_FIELD_NUMBER: _builtins.int
     progress: _builtins.int
     """Counts steps and idle turns of the step loop; one that stands still for
     3 s means a frozen worker.
@@ -1748,9 +1749,15 @@ class Load(_message.Message):
     """What recent fetches from peers took beyond the time that their bytes take at
     the measured rate of the path, milliseconds; 0 while unknown.
     """
+    same_peers: _builtins.bool
+    """The peers are those of the report before this one of this stream. Routers of
+    protocol 1.0 get all peers in every report.
+    """
     @_builtins.property
     def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerHealth]:
-        """The workers that this one was introduced to."""
+        """The workers that this one was introduced to. Left out where `same_peers` is
+        set.
+        """
 
     @_builtins.property
     def known_attempts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
@@ -1788,10 +1795,11 @@ class Load(_message.Message):
         piece_tokens: _builtins.float = ...,
         load_gigabytes_per_s: _builtins.float = ...,
         fetch_latency_ms: _builtins.float = ...,
+        same_peers: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "evictable_pages", b"evictable_pages", "fetch_latency_ms", b"fetch_latency_ms", "free_pages", b"free_pages", "granted_pages", b"granted_pages", "known_attempts", b"known_attempts", "load_gigabytes_per_s", b"load_gigabytes_per_s", "long_step_ms", b"long_step_ms", "max_sequences", b"max_sequences", "page_sequence", b"page_sequence", "peers", b"peers", "piece_delay_ms", b"piece_delay_ms", "piece_tokens", b"piece_tokens", "prefill_context_s", b"prefill_context_s", "prefill_credit_tokens", b"prefill_credit_tokens", "prefill_rate_age_s", b"prefill_rate_age_s", "prefill_token_s", b"prefill_token_s", "prefill_tokens_per_s", b"prefill_tokens_per_s", "progress", b"progress", "quarantined_pages", b"quarantined_pages", "queued_prefill_tokens", b"queued_prefill_tokens", "running_sequences", b"running_sequences", "step_ms", b"step_ms", "total_pages", b"total_pages", "waiting_requests", b"waiting_requests", "wanted_pages", b"wanted_pages", "wanted_sequences", b"wanted_sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "evictable_pages", b"evictable_pages", "fetch_latency_ms", b"fetch_latency_ms", "free_pages", b"free_pages", "granted_pages", b"granted_pages", "known_attempts", b"known_attempts", "load_gigabytes_per_s", b"load_gigabytes_per_s", "long_step_ms", b"long_step_ms", "max_sequences", b"max_sequences", "page_sequence", b"page_sequence", "peers", b"peers", "piece_delay_ms", b"piece_delay_ms", "piece_tokens", b"piece_tokens", "prefill_context_s", b"prefill_context_s", "prefill_credit_tokens", b"prefill_credit_tokens", "prefill_rate_age_s", b"prefill_rate_age_s", "prefill_token_s", b"prefill_token_s", "prefill_tokens_per_s", b"prefill_tokens_per_s", "progress", b"progress", "quarantined_pages", b"quarantined_pages", "queued_prefill_tokens", b"queued_prefill_tokens", "running_sequences", b"running_sequences", "same_peers", b"same_peers", "step_ms", b"step_ms", "total_pages", b"total_pages", "waiting_requests", b"waiting_requests", "wanted_pages", b"wanted_pages", "wanted_sequences", b"wanted_sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
