@@ -39,6 +39,10 @@ DENSE: dict[str, dict[str, Any]] = {
         "family": "granite", "attention_multiplier": 0.1, "embedding_multiplier": 3.0,
         "residual_multiplier": 0.5, "logits_scaling": 4.0, "attention_bias": True,
     },
+    "cohere2": {
+        "family": "cohere2", "layers": 4, "sliding_window": 12, "logit_scale": 0.5,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "tie_word_embeddings": True,
+    },
     "glm4": {"family": "glm4", "head_dim": 32, "attention_bias": True},
     "smollm3": {"family": "smollm3", "no_rope_layer_interval": 2},
     "olmo2": {"family": "olmo2"},
@@ -146,13 +150,6 @@ GEMMA_4 = {
     "hidden_size_per_layer_input": 0, "tie_word_embeddings": True, "sliding_window": 12,
     "layer_types": ["sliding_attention", "full_attention"] * 2, "final_logit_softcapping": 4.0,
 }  # fmt: skip
-UNFUSED: dict[str, dict[str, Any]] = {
-    "cohere2": {
-        "family": "cohere2", "layers": 4, "sliding_window": 12, "logit_scale": 0.5,
-        "layer_types": ["sliding_attention", "full_attention"] * 2, "tie_word_embeddings": True,
-    },
-}  # fmt: skip
-"""Families without fused kernels yet whose layers are alike."""
 BY_LAYER: dict[str, dict[str, Any]] = {
     "gemma4": GEMMA_4,
     "gemma4_shared": GEMMA_4 | {
@@ -173,7 +170,7 @@ BY_LAYER: dict[str, dict[str, Any]] = {
         "num_dense_layers": 1, "kv_heads": 4,
     },
 }  # fmt: skip
-"""Layers keep K and V of several shapes, or none. They have no fused kernels yet."""
+"""Layers keep K and V of several shapes, or none."""
 
 HYBRID: dict[str, Any] = {
     "layers": 3, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
@@ -216,8 +213,8 @@ LATENTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Attention over latents. There is one page layout, and none of heads."""
 
-FUSED = {**DENSE, **EXPERTS, **IMAGES}
-EVERY = {**FUSED, **UNFUSED, **BY_LAYER, **LATENTS}
+FUSED = {**DENSE, **EXPERTS, **IMAGES, **BY_LAYER}
+EVERY = {**FUSED, **LATENTS}
 SLOW = (
     "minimax_m2",
     "hy_v3",

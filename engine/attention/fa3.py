@@ -14,7 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.attention.paged import PagedAttention, PagedStep, views_of
-from engine.attention.parts import PLAIN, Division, division
+from engine.attention.parts import Division, TileSet, division, tiles_of
 from engine.pool.kv_pool import KvPool
 from engine.step.attention import AttentionSpec, Specs
 
@@ -62,7 +62,8 @@ class Fa3Backend(PagedAttention):
     """`PagedAttention` over `flash_attn_interface`."""
 
     name = "fa3"
-    tiles = PLAIN
+    tiles: TileSet | None = None
+    """Tiles for decode rows; None: by the size of heads."""
 
     def __init__(
         self,
@@ -80,9 +81,8 @@ class Fa3Backend(PagedAttention):
 
     def attend_ends(self, layer: int, q: Tensor, contexts: Tensor, page_table: Tensor) -> Tensor:
         """See `PagedAttention`."""
-        divided = division(
-            len(contexts), self._pool.num_kv_heads, differ=self._step.differ, tiles=self.tiles
-        )
+        tiles, kv_heads = self.tiles or tiles_of(self._pool.head_dim), self._pool.num_kv_heads
+        divided = division(len(contexts), kv_heads, differ=self._step.differ, tiles=tiles)
         spec = self._specs[layer]
         return self._decode_kernel(q, self._pool, layer, contexts, page_table, spec, divided)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.paged import Decode, PagedAttention, PagedStep
+from engine.attention.recurrent.short_conv import ShortConvBackend
 from engine.attention.recurrent.states import RecurrentBackend
 from engine.pool.pools import Place
 from engine.step.attention import AttentionBackend, AttentionBatch, StepAttention
@@ -54,27 +55,42 @@ class GroupEnds(NamedTuple):
     width: int = 1
 
 
-class PagedGroups:
-    """`PagedAttention` of each group, by layer of the model."""
+Member = PagedAttention | ShortConvBackend
+"""What kernels read pages of a group with."""
 
-    def __init__(self, members: Sequence[PagedAttention], places: Sequence[Place]) -> None:
+
+class PagedGroups:
+    """`PagedAttention` of each group, or its convolutions, by layer of the model."""
+
+    def __init__(self, members: Sequence[Member], places: Sequence[Place]) -> None:
         """`places`: by layer of the model."""
-        self._members = members
+        self.members = members
         self._places = places
 
     @property
     def first(self) -> PagedAttention:
         """Attention of group 0."""
-        return self._members[0]
+        return self._of(0)
+
+    def _of(self, group: int) -> PagedAttention:
+        member = self.members[group]
+        assert isinstance(member, PagedAttention), "convolutions are not asked to attend"
+        return member
+
+    def step(self, group: int) -> PagedStep:
+        """The step as a group of convolutions has it."""
+        member = self.members[group]
+        assert isinstance(member, ShortConvBackend)
+        return member.step
 
     def reserve(self, tokens: int, rows: int) -> None:
         """See `PagedAttention`."""
-        for member in self._members:
+        for member in self.members:
             member.reserve(tokens, rows)
 
     def prepare(self, steps: Sequence[PagedStep]) -> None:
         """Sets the step for the next calls, in each group."""
-        for member, step in zip(self._members, steps, strict=True):
+        for member, step in zip(self.members, steps, strict=True):
             member.prepare(step)
 
     def attend(
@@ -82,13 +98,13 @@ class PagedGroups:
     ) -> Tensor:
         """See `PagedAttention`."""
         group, own = self._places[layer]
-        return self._members[group].attend(own, q, k, v, decode)
+        return self._of(group).attend(own, q, k, v, decode)
 
     def attend_ends(self, layer: int, q: Tensor, ends: Sequence[GroupEnds]) -> Tensor:
         """See `PagedAttention`. `ends`: by group."""
         group, own = self._places[layer]
         contexts, table, decodes, width = ends[group]
-        attend = self._members[group].attend_ends
+        attend = self._of(group).attend_ends
         if decodes == 0 or width == 1:
             return attend(own, q, contexts, table)
         tokens = decodes * width
@@ -100,5 +116,5 @@ def paged_groups(
     backends: Sequence[AttentionBackend], places: Sequence[Place]
 ) -> PagedGroups | None:
     """The backends of all groups as one; None: one does not read pages by kernels."""
-    paged = [backend for backend in backends if isinstance(backend, PagedAttention)]
+    paged = [backend for backend in backends if isinstance(backend, Member)]
     return PagedGroups(paged, places) if len(paged) == len(backends) else None

@@ -69,9 +69,19 @@ LARGE, MIDDLE, SMALL = Tiles(128, 4, 3), Tiles(64, 4, 3), Tiles(32, 2, 4)
 OF_FEW = Tiles(64, 2, 3)
 PLAIN = TileSet(OF_FEW, LARGE, LARGE, MIDDLE, SMALL)
 """For 16 bits."""
+_WIDE, _WIDEST = Tiles(64, 4, 3), Tiles(32, 4, 3)
+WIDE = TileSet(_WIDE, _WIDE, _WIDE, _WIDE, SMALL)
+WIDEST = TileSet(*[_WIDEST] * 5)
+"""For heads of more than 128 and 256 numbers. Compiled for Hopper, larger tiles spill registers;
+not measured on a GPU yet."""
 FP8_WHOLE = Tiles(64, 2, 5)
 FP8 = TileSet(Tiles(128, 2, 2), FP8_WHOLE, FP8_WHOLE, FP8_WHOLE, FP8_WHOLE)
 """For FP8, where converting limits, not memory: small tiles of few warps and many rounds."""
+
+
+def tiles_of(head_dim: int) -> TileSet:
+    """For 16 bits."""
+    return PLAIN if head_dim <= 128 else WIDE if head_dim <= 256 else WIDEST
 
 
 def has_two(rows: int, kv_heads: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable
+from typing import cast
 
 import torch
 
@@ -29,7 +30,7 @@ FA3_HEAD_DIMS = (64, 128, 256)
 """Head dimensions for which its wheel has kernels."""
 FA2_MOST_HEAD_DIM = 256
 """FlashAttention-2's own bound."""
-TRITON_MOST_HEAD_DIM = 256
+TRITON_MOST_HEAD_DIM = 512
 """A tile of queries of larger heads does not fit the registers."""
 
 
@@ -54,7 +55,7 @@ def choose_backend(
     """
     if isinstance(pool, StatePool):
         return RecurrentBackend(pool, specs)
-    assert isinstance(pool, KvPool), "a pool has states, or K and V"
+    pool = cast("KvPool", pool)
     if specs and specs[0].taps is not None:
         return ShortConvBackend(pool, specs)
     if name not in BACKENDS:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.attention.fa3 import DecodeKernel
 from engine.attention.paged import PagedAttention, PagedStep
-from engine.attention.parts import division
+from engine.attention.parts import division, tiles_of
 from engine.pool.kv_pool import KvPool
 from engine.step.attention import AttentionSpec, Specs
 
@@ -50,7 +50,8 @@ class TritonBackend(PagedAttention):
 
     def attend_ends(self, layer: int, q: Tensor, contexts: Tensor, page_table: Tensor) -> Tensor:
         """See `PagedAttention`."""
-        divided = division(len(contexts), self._pool.num_kv_heads, differ=self._step.differ)
+        tiles, kv_heads = tiles_of(self._pool.head_dim), self._pool.num_kv_heads
+        divided = division(len(contexts), kv_heads, differ=self._step.differ, tiles=tiles)
         spec = self._specs[layer]
         return self._decode_kernel(q, self._pool, layer, contexts, page_table, spec, divided)
 

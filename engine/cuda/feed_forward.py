@@ -1,36 +1,53 @@
-"""A layer's feed-forward with fused kernels, over the modules of `engine.model.feed_forward`.
+"""What stands behind the mixer in a layer, with fused kernels, over the modules of
+`engine.model.feed_forward` and `engine.model.decoder`.
 
 Another kind has its own case in `reader_of` and `run`.
 """
 
 from __future__ import annotations
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from engine.cuda import kernels
 from engine.cuda.experts.mixing import parts_of
 from engine.cuda.experts.routing import route
 from engine.cuda.experts.summing import Parts, add_up
+from engine.cuda.products.joins import join
 from engine.cuda.products.rounding import rounded, silu_mul_rounded
 from engine.model.config import Activation
+from engine.model.decoder import Input
+from engine.model.experts.beside import Beside
 from engine.model.experts.layer import Experts
+from engine.model.experts.routing import Chosen
 from engine.model.experts.stacked import Stacked
 from engine.model.feed_forward import Gated
-from engine.model.linear import Linear
+from engine.model.linear import Linear, RmsNorm
 from engine.model.precision.rounding import Rounded, Rounding
 
 
-def reader_of(module: Gated | Experts) -> Rounding | None:
+def reader_of(module: Gated | Experts | Beside) -> Rounding | None:
     """How it takes its input; None: in the model's dtype."""
-    return None if isinstance(module, Experts) else module.gate_up.method.input
+    return module.gate_up.method.input if isinstance(module, Gated) else None
 
 
-def run(module: Gated | Experts, x: Tensor | Rounded) -> Tensor | Parts:
+def run(module: Gated | Experts | Beside, x: Tensor | Rounded) -> Tensor | Parts:
     """[T, H] in the form of `reader_of` -> [T, H], of experts perhaps not added up."""
-    if isinstance(module, Experts):
-        assert isinstance(x, Tensor)
-        return _experts(module, x)
-    return _gated(module, x)
+    if isinstance(module, Gated):
+        return _gated(module, x)
+    assert isinstance(x, Tensor)
+    return _experts(module, x) if isinstance(module, Experts) else _beside(module, x)
+
+
+def layer_input(module: Input, x: Tensor | Rounded, own: Tensor) -> Tensor:
+    """What a layer makes of its inputs [T, P], opened by [T, H], before the norm -> [T, H]."""
+    gate = module.gate(x)
+    if module.activation is Activation.SILU:
+        middle = kernels.silu_mul(torch.cat((gate, own), dim=1))
+    else:
+        middle = kernels.gelu_mul(gate, own, by_tanh=module.activation is Activation.GELU_TANH)
+    out: Tensor = module.product(middle)
+    return out
 
 
 def _gated(module: Gated, x: Tensor | Rounded) -> Tensor:
@@ -39,17 +56,46 @@ def _gated(module: Gated, x: Tensor | Rounded) -> Tensor:
         middle = gated(x, module.gate_up, reader)
     else:
         by_tanh = module.activation is Activation.GELU_TANH
-        middle = kernels.gelu_mul(module.gate_up(x), by_tanh=by_tanh)
+        middle = kernels.gelu_mul(*module.gate_up(x).chunk(2, dim=1), by_tanh=by_tanh)
     out: Tensor = module.down(middle)
     return out
 
 
-def _experts(module: Experts, x: Tensor) -> Tensor | Parts:
-    """The router reads the model's dtype, so experts round for themselves."""
+def _beside(module: Beside, x: Tensor) -> Tensor:
+    """Its norms are over whole sums, so ranks add up each part before."""
+    before, after, before_experts, after_experts = map(_norm_of, module.norms)
+    gated, collective = module.gated, module.experts.collective
+    assert isinstance(gated, Gated)
+    routed = _normed(x, module.router_norm)
+    chosen = route(module.experts.router(routed), module.experts.own.routing, None)
+    scales = module.expert_scale.float().index_select(0, chosen.experts.flatten())
+    chosen = chosen._replace(weights=chosen.weights * scales.view_as(chosen.weights))
+    plain = _gated(gated, as_read(_normed(x, before), reader_of(gated)))
+    out = _normed(collective.all_reduce(plain), after)
+    parts = _parts_of(module.experts, _normed(x, before_experts), chosen)
+    mixed = collective.all_reduce(add_up(parts))
+    return join(out, mixed, after_experts.weight, None, after_experts.eps, 1.0)
+
+
+def _norm_of(module: nn.Module) -> RmsNorm:
+    assert isinstance(module, RmsNorm)
+    return module
+
+
+def _normed(x: Tensor, norm: RmsNorm) -> Tensor:
+    return kernels.rms_norm(x, norm.weight, norm.eps)
+
+
+def _parts_of(module: Experts, x: Tensor, chosen: Chosen) -> Parts:
     assert isinstance(module.gate_up, Stacked)
     assert isinstance(module.down, Stacked)
+    return parts_of(x, chosen, module.gate_up, module.down, module.own.gate)
+
+
+def _experts(module: Experts, x: Tensor) -> Tensor | Parts:
+    """The router reads the model's dtype, so experts round for themselves."""
     chosen = route(module.router(x), module.own.routing, module.choice_bias)
-    parts = parts_of(x, chosen, module.gate_up, module.down, module.own.gate)
+    parts = _parts_of(module, x, chosen)
     if not isinstance(module.shared, Gated):
         return parts
     shared = _gated(module.shared, as_read(x, reader_of(module.shared)))

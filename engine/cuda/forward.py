@@ -15,14 +15,14 @@ from torch import Tensor
 from engine.attention.grouped import PagedGroups
 from engine.cuda import feed_forward
 from engine.cuda.experts.summing import Parts
-from engine.cuda.joining import Join, entered, joiner
+from engine.cuda.joining import Join, Joined, entered, joined, joiner
 from engine.cuda.mixers.attention import RopeTables
 from engine.cuda.mixers.base import FusedMixer, RowEnds, StepTokens
 from engine.cuda.mixers.kinds import fused
 from engine.cuda.products import CudaProducts
 from engine.hooks.attention import Attend
 from engine.model import Model
-from engine.model.decoder import Layer
+from engine.model.decoder import Input, Layer
 from engine.model.experts.beside import Beside
 from engine.model.experts.layer import Experts
 from engine.model.feed_forward import Gated
@@ -31,15 +31,32 @@ from engine.model.mixers.base import Mixer
 from engine.model.precision.rounding import Rounding
 from engine.pool.pools import KvPools
 
+Behind = Gated | Experts | Beside | Input
+"""What may stand in a layer beside its mixer."""
+
 
 class _Part(NamedTuple):
-    """A mixer or a feed-forward, with its norms."""
+    """A mixer, or what stands behind it, with its norms."""
 
+    layer: int
     before: RmsNorm | None
     reader: Rounding | None
     """How it takes its input."""
-    run: FusedMixer | Gated | Experts
+    run: FusedMixer | Behind
     after: RmsNorm | None
+    scalar: Tensor | None = None
+    """A factor on the residual behind it."""
+    again: bool = False
+    """It reads what the part before it reads."""
+
+    def factor_of(self, model: float) -> float:
+        """The factor on its output. `model`: on those of mixers and feed-forwards."""
+        return 1.0 if isinstance(self.run, Input) else model
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its output is no rank's part, but the sum."""
+        return isinstance(self.run, Beside | Input)
 
 
 class FusedForward:
@@ -52,21 +69,25 @@ class FusedForward:
         model.finish(self._products)
         self._model = model
         self._attention = attention
-        self._joined = joiner(model.collective)
+        by_all = joiner(model.collective)
         ropes = RopeTables(model, max_context_tokens)
         layers = cast("list[Layer]", list(model.layers))
         fuse = partial(fused, pools=pools, attention=attention, ropes=ropes)
         parts = [part for layer in layers for part in _parts_of(layer, fuse)]
         self._entry = Join(None, parts[0].before, parts[0].reader, 1.0)
         factor = model.config.residual_scale
-        readers = [*((part.before, part.reader) for part in parts[1:]), (model.norm, None)]
-        self._parts = [
-            (part, Join(part.after, *reader, factor))
-            for part, reader in zip(parts, readers, strict=True)
+        readers = [*((part.before, part.reader, part.again) for part in parts[1:])]
+        readers.append((model.norm, None, False))
+        self._parts: list[tuple[_Part, Join, Joined]] = [
+            (
+                part,
+                Join(part.after, before, reader, part.factor_of(factor), part.scalar, again),
+                joined if part.is_whole else by_all,
+            )
+            for part, (before, reader, again) in zip(parts, readers, strict=True)
         ]
-        self._last_mixer = [
-            part.run for part in parts if not isinstance(part.run, Gated | Experts)
-        ][-1]
+        mixers = [part.run for part in parts if not isinstance(part.run, Behind)]
+        self._last_keeper = [mixer for mixer in mixers if mixer.keeps][-1]
 
     def hidden(
         self,
@@ -78,28 +99,41 @@ class FusedForward:
     ) -> Tensor:
         """[T] int32 ids at [T] positions, stored at [T] places of each group's pool -> [T, H].
 
-        With `ends` the result is [S, H] of those tokens only. In the last mixer only what it keeps
-        of the other tokens is read later, so the rest of their work is left out.
+        With `ends` the result is [S, H] of those tokens only. Of the last mixer that keeps anything
+        of the other tokens only that is read later, so the rest of their work is left out.
         With `hooked`, hooks are around attention, and every layer computes all tokens. Else the
         attention backend must have been prepared for this step.
         """
-        step = StepTokens(positions, stores, hooked or self._attention.attend)
         residual = self._model.embed(token_ids)
+        inputs = self._model.inputs
+        step = StepTokens(
+            positions,
+            stores,
+            hooked or self._attention.attend,
+            {},
+            None if inputs is None else inputs(token_ids, residual),
+        )
         x = entered(residual, self._entry)
         out: Tensor | Parts
-        for part, join in self._parts:
+        for part, join, add in self._parts:
             own = part.run
-            if isinstance(own, Gated | Experts):
+            if isinstance(own, Input):
+                assert step.inputs is not None, "the model has them"
+                out = feed_forward.layer_input(own, x, step.inputs[:, part.layer])
+            elif isinstance(own, Behind):
                 out = feed_forward.run(own, x)
-            elif ends is None or hooked is not None or own is not self._last_mixer:
+            elif ends is None or hooked is not None or (own.keeps and own is not self._last_keeper):
                 out = own.run(x, step)
             elif len(ends.tokens) == 0:
                 own.store(x, step)
                 return residual[:0]
             else:
                 out = own.run_ends(x, step, ends)
-                residual = residual.index_select(0, ends.tokens)
-            x = self._joined(residual, out, join)
+                if own is self._last_keeper:
+                    step, residual = step.ends(ends), residual.index_select(0, ends.tokens)
+                    x = x.index_select(0, ends.tokens) if isinstance(x, Tensor) else x
+            after = add(residual, out, join)
+            x = x if join.keeps else after
         assert isinstance(x, Tensor)
         return x if ends is None or hooked is None else x.index_select(0, ends.tokens)
 
@@ -109,10 +143,21 @@ class FusedForward:
 
 
 def _parts_of(layer: Layer, fuse: Callable[[Mixer], FusedMixer]) -> Iterator[_Part]:
+    found: list[_Part] = []
+    own, is_parallel = layer.feed_forward, layer.parallel and layer.mixer is not None
     if layer.mixer is not None:
         mixer = fuse(layer.mixer)
-        yield _Part(layer.before_mixer, mixer.reader, mixer, layer.after_mixer)
-    if (own := layer.feed_forward) is not None:
-        assert not isinstance(own, Beside), "see `engine.cuda.features`"
-        reader = feed_forward.reader_of(own)
-        yield _Part(layer.before_feed_forward, reader, own, layer.after_feed_forward)
+        # Two that read the same round it for themselves.
+        reader = None if is_parallel else mixer.reader
+        found.append(_Part(layer.index, layer.before_mixer, reader, mixer, layer.after_mixer))
+    if own is not None:
+        before, reader = layer.before_feed_forward, feed_forward.reader_of(own)
+        if is_parallel:
+            before = reader = None
+        after = layer.after_feed_forward
+        found.append(_Part(layer.index, before, reader, own, after, again=is_parallel))
+    if (given := layer.input) is not None:
+        found.append(_Part(layer.index, None, given.gate.method.input, given, given.norm))
+    if found and layer.scalar is not None:
+        found[-1] = found[-1]._replace(scalar=layer.scalar)
+    yield from found

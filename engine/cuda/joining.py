@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.cuda import kernels
 from engine.cuda.experts.summing import Parts, add_up, add_up_norm
 from engine.cuda.feed_forward import as_read
+from engine.cuda.products.joins import join
 from engine.cuda.products.rounding import add_rms_norm_rounded, rms_norm_rounded
 from engine.cuda.ranks.collective import CudaCollective
 from engine.model.linear import RmsNorm
@@ -34,6 +35,16 @@ class Join(NamedTuple):
     """How the next product rounds its input."""
     factor: float
     """On the output."""
+    scalar: Tensor | None = None
+    """One number, the factor on the sum."""
+    keeps: bool = False
+    """The second one reads what the first one has read, and not the sum."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a sum and its norm, without a factor, as in Llama."""
+        has_norm = self.before is not None and not self.before.centred
+        return has_norm and self.after is None and self.factor == 1.0 and self.scalar is None
 
 
 Joined = Callable[[Tensor, Tensor | Parts, Join], Tensor | Rounded]
@@ -45,6 +56,8 @@ def entered(x: Tensor, how: Join) -> Tensor | Rounded:
     norm, reader = how.before, how.reader
     if norm is None:
         return as_read(x, reader)
+    if norm.centred:
+        return as_read(norm(x), reader)
     if reader is None:
         return kernels.rms_norm(x, norm.weight, norm.eps)
     return rms_norm_rounded(x, norm.weight, norm.eps, reader)
@@ -53,7 +66,7 @@ def entered(x: Tensor, how: Join) -> Tensor | Rounded:
 def joined(residual: Tensor, x: Tensor | Parts, how: Join) -> Tensor | Rounded:
     """Adds `x` to `residual` in place; returns what the next product reads."""
     norm, reader = how.before, how.reader
-    if norm is None or how.after is not None or how.factor != 1.0:
+    if norm is None or not how.is_plain:
         return _joined_otherwise(residual, _added_up(x), how)
     if isinstance(x, Parts):
         return add_up_norm(residual, x, norm.weight, norm.eps, reader)
@@ -66,7 +79,9 @@ def _joined_otherwise(residual: Tensor, x: Tensor, how: Join) -> Tensor | Rounde
     """With norms elsewhere, or a factor. Rounding is a pass of its own here."""
     after, before = (None if norm is None else norm.weight for norm in (how.after, how.before))
     eps = next((norm.eps for norm in (how.after, how.before) if norm is not None), 0.0)
-    return as_read(kernels.join(residual, x, after, before, eps, how.factor), how.reader)
+    centred = how.before is not None and how.before.centred
+    arguments = (residual, x, after, before, eps, how.factor, how.scalar)
+    return as_read(join(*arguments, centred=centred), how.reader)
 
 
 def _added_up(x: Tensor | Parts) -> Tensor:
@@ -87,6 +102,6 @@ def _joined_by_all(
     """`x` is this rank's part."""
     x = _added_up(x)
     norm = how.before
-    if norm is None or how.after is not None or how.factor != 1.0 or how.reader is not None:
+    if norm is None or not how.is_plain or how.reader is not None:
         return joined(residual, ranks.all_reduce(x), how)
     return ranks.add_rms_norm(residual, x, norm.weight, norm.eps)

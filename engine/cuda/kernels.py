@@ -104,61 +104,6 @@ def norm_parts(x: Tensor, first: Tensor, second: Tensor, eps: float) -> None:
     launch(_norm_part, (len(x), 2), x, first, second, eps, x.shape[1], *sizes, block)
 
 
-@triton.jit
-def _join(
-    residual,
-    x,
-    after,
-    before,
-    out,
-    eps,
-    factor,
-    size: tl.constexpr,
-    has_after: tl.constexpr,
-    scales: tl.constexpr,
-    has_before: tl.constexpr,
-    block: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, block)
-    inside = at < size
-    dtype: tl.constexpr = residual.dtype.element_ty
-    value = tl.load(x + row * size + at, mask=inside, other=0.0).to(tl.float32)
-    if has_after:
-        scale = tl.rsqrt(tl.sum(value * value) / size + eps)
-        gain = tl.load(after + at, mask=inside, other=0.0).to(tl.float32)
-        value = (value * scale * gain).to(dtype).to(tl.float32)
-    if scales:
-        value = (value * factor).to(dtype).to(tl.float32)
-    value += tl.load(residual + row * size + at, mask=inside, other=0.0).to(tl.float32)
-    rounded = value.to(dtype)
-    tl.store(residual + row * size + at, rounded, mask=inside)
-    if has_before:
-        value = rounded.to(tl.float32)
-        scale = tl.rsqrt(tl.sum(value * value) / size + eps)
-        gain = tl.load(before + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + row * size + at, value * scale * gain, mask=inside)
-
-
-def join(
-    residual: Tensor,
-    x: Tensor,
-    after: Tensor | None,
-    before: Tensor | None,
-    eps: float,
-    factor: float,
-) -> Tensor:
-    """Adds the norm of `x`, times a factor, to `residual` in place; returns the norm of the sum,
-    which overwrites `x`, or the sum itself. `after` and `before` are the gains of the norms; None:
-    there is no such norm. `residual` and `x` are [T, H]."""
-    size = x.shape[1]
-    given = (residual if after is None else after, residual if before is None else before)
-    kinds = (after is not None, factor != 1.0, before is not None)
-    block = triton.next_power_of_2(size)
-    launch(_join, (len(x),), residual, x, *given, x, eps, factor, size, *kinds, block)
-    return residual if before is None else x
-
-
 # -- activation ---------------------------------------------------------------------------------
 
 
@@ -187,12 +132,14 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 @triton.jit
-def _gelu_mul(gate_up, out, size, by_tanh: tl.constexpr, block: tl.constexpr):
+def _gelu_mul(
+    gates, ups, out, size, gate_stride, up_stride, by_tanh: tl.constexpr, block: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * block + tl.arange(0, block)
     inside = at < size
-    gate = tl.load(gate_up + row * 2 * size + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * size + size + at, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gates + row * gate_stride + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(ups + row * up_stride + at, mask=inside, other=0.0).to(tl.float32)
     if by_tanh:  # (1 + tanh(x)) / 2 is the sigmoid of 2 x.
         share = tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
     else:
@@ -201,12 +148,14 @@ def _gelu_mul(gate_up, out, size, by_tanh: tl.constexpr, block: tl.constexpr):
     tl.store(out + row * size + at, activated * up, mask=inside)
 
 
-def gelu_mul(gate_up: Tensor, *, by_tanh: bool) -> Tensor:
-    """As `silu_mul`, with GELU, or its approximation by tanh (Hendrycks and Gimpel 2016)."""
-    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out = gate_up.new_empty(rows, size)
+def gelu_mul(gate: Tensor, up: Tensor, *, by_tanh: bool) -> Tensor:
+    """As `silu_mul`, with GELU, or its approximation by tanh (Hendrycks and Gimpel 2016). `gate`
+    and `up` are [T, I], with any stride between tokens."""
+    rows, size = gate.shape
+    out = gate.new_empty(rows, size)
     grid = (rows, triton.cdiv(size, _ACTIVATION_BLOCK))
-    launch(_gelu_mul, grid, gate_up, out, size, by_tanh, _ACTIVATION_BLOCK)
+    arguments = (gate, up, out, size, gate.stride(0), up.stride(0), by_tanh, _ACTIVATION_BLOCK)
+    launch(_gelu_mul, grid, *arguments)
     return out
 
 

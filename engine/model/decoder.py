@@ -84,6 +84,7 @@ class Input(nn.Module):
         self.gate = linear("per_layer_input_gate", own.width, hidden)
         self.product = linear("per_layer_projection", hidden, own.width)
         self.norm = RmsNorm(hidden, config.norm_eps, build)
+        self.activation = own.activation
         self._activate = ACTIVATIONS[own.activation]
         self._norm_name = config.layer_name(index, "post_per_layer_input_norm")
 
@@ -107,7 +108,7 @@ class Layer(nn.Module):
         super().__init__()
         self.index = index
         self.config = config
-        self._parallel = config.layers[index].parallel
+        self.parallel = config.layers[index].parallel
         own, norms = config.layers[index], config.layers[index].norms
 
         def norm(name: str | None) -> RmsNorm | None:
@@ -136,7 +137,7 @@ class Layer(nn.Module):
             read = _normed(x, self.before_mixer)
             x = self._added(x, _normed(self.mixer(read, step), self.after_mixer))
         if self.feed_forward is not None:
-            if read is None or not self._parallel:
+            if read is None or not self.parallel:
                 read = _normed(x, self.before_feed_forward)
             out = self.feed_forward(read)
             x = self._added(x, _normed(out, self.after_feed_forward))

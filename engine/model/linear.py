@@ -61,7 +61,8 @@ class RmsNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.eps = eps
-        self._centred = centred
+        self.centred = centred
+        """It subtracts the mean first."""
         self.plus = 1.0 if plus_one else 0.0
         """What is added to the checkpoint's weight."""
         dtype = torch.float32 if plus_one else build.dtype
@@ -69,7 +70,7 @@ class RmsNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises over the last dimension."""
-        if self._centred:
+        if self.centred:
             weight = self.weight.float()
             return F.layer_norm(x.float(), weight.shape, weight, None, self.eps).to(x.dtype)
         if self.weight.dtype == x.dtype:

@@ -29,7 +29,9 @@ from tiny_models import write_tiny_model
 from torch import Tensor
 from triton.runtime import interpreter
 
-from engine.attention.grouped import GroupEnds, PagedGroups
+from engine.attention.grouped import GroupEnds, Member, PagedGroups
+from engine.attention.paged import PagedStep
+from engine.attention.recurrent.short_conv import ShortConvBackend
 from engine.attention.triton import TritonBackend
 from engine.cuda.decode_attention import decode_attention
 from engine.cuda.forward import FusedForward
@@ -85,7 +87,8 @@ ONE_ROW: dict[str, tuple[dict[str, int], dict[str, int]]] = {
 }
 """Kernels of a layer with experts for one decode row, products as well; and those of the rest."""
 LAUNCHERS = (
-    "kernels", "kv.rope_store", "kv.prompt_attention", "decode_attention", "products.single_row",
+    "kernels", "kv.rope_store", "kv.short_conv", "kv.prompt_attention", "decode_attention",
+    "products.single_row", "products.joins",
     "products.one_row", "products.unrounded_row", "products.rounding", "experts.routing",
     "experts.products", "experts.one_row", "experts.four_bits", "experts.four_bits_row",
     "experts.summing",
@@ -112,17 +115,20 @@ class Fused:
     """The forward pass over a pool whose pages are scattered."""
 
     def __init__(self, loaded: LoadedModel) -> None:
-        config = loaded.config
-        kept, specs = config.kept, loaded.model.attention_specs
+        keepers, specs = loaded.config.keepers, loaded.model.attention_specs
         groups = [
-            GroupSpec(name_of(kind), kind, (Plane(layers, 0, ""),), kept.kv_heads)
-            for kind, layers in split_layers([spec.window for spec in specs])
+            GroupSpec(name_of(kind), kind, (Plane(layers, 0, ""),), keepers[layers[0]].kv_heads)
+            for kind, layers in split_layers([kept.window for kept in keepers.values()])
         ]
-        make = maker(
-            "auto", PAGE, heads=kept.kv_heads, dim=kept.head_dim, values=kept.values,
-            dtype=torch.float32,
-        )  # fmt: skip
-        self.pools = make_pools([make] * len(groups), groups, [PAGES] * len(groups), CPU)
+        keeps = [keepers[each.layers[0]] for each in groups]
+        makers = [
+            maker(
+                "auto", PAGE, heads=kept.kv_heads, dim=kept.head_dim, values=kept.values,
+                dtype=torch.float32,
+            )
+            for kept in keeps
+        ]  # fmt: skip
+        self.pools = make_pools(makers, groups, [PAGES] * len(groups), CPU)
         self.pool = self.pools.first
         for pool in self.pools:
             pool.elements.fill_(3e4)
@@ -138,7 +144,9 @@ class Fused:
         self.table = self.table[: 2 * (PAGES // 2 - 1)].view(2, -1)
 
     @staticmethod
-    def over(pool: KvPool, specs: Specs) -> TritonBackend:
+    def over(pool: KvPool, specs: Specs) -> Member:
+        if specs[0].taps is not None:
+            return ShortConvBackend(pool, specs)
         return TritonBackend(pool, specs, prompt_attention, decode_attention)
 
     def step(
@@ -171,8 +179,11 @@ class Fused:
             own = table.gather(1, at.clamp_max(table.shape[1] - 1).long())
             lens_here = contexts - skipped * np.int32(PAGE)
             batches.append(AttentionBatch(queries, lens_here, decodes, own, pages, offsets))
-        for member, batch in zip(self.groups._members, batches, strict=True):
-            member.begin(batch)
+        for member, batch in zip(self.groups.members, batches, strict=True):
+            if isinstance(member, ShortConvBackend):
+                member.prepare(paged(batch))
+            else:
+                member.begin(batch)
         hooked: Attend | None = None
         if hooks is not None:
             heads = self.over(self.pool.by_head(), self.site.specs)
@@ -194,6 +205,15 @@ class Fused:
         return self.forward.logits(
             self.forward.hidden(ids, positions.int(), [stores] * len(self.pools), last, hooked)
         )
+
+
+def paged(batch: AttentionBatch) -> PagedStep:
+    """As a kernel has it."""
+    first = batch.num_decodes
+    lens = torch.from_numpy(batch.query_lens[first:])
+    starts = torch.nn.functional.pad(lens.cumsum(0), (1, 0)).int() if len(lens) else None
+    contexts, table = torch.from_numpy(batch.context_lens), batch.page_table.int().contiguous()
+    return PagedStep(first, contexts, table, starts, int(lens.max()) if len(lens) else 0, False)
 
 
 def check(folder: Path, case: str) -> None:

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from console.doctor.model import weights_of
 from engine.model import ModelConfig, ModelError, UnsupportedModelError
 from engine.model.families import FAMILIES, read_config
-from engine.model.mixers.config import AttentionConfig, LatentConfig
+from engine.model.mixers.config import AttentionConfig, DeltaConfig, LatentConfig, ShortConvConfig
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     each["name"]: each
@@ -41,7 +41,8 @@ def described(config: ModelConfig) -> str:
     parts += dict.fromkeys(f"{own.heads} heads over {own.rank} + {own.turned}" for own in latent)
     counts = {
         "windows": sum(own.window is not None for own in attention),
-        "convolutions": len(config.mixers) - len(attention) - len(latent),
+        "convolutions": sum(isinstance(own, ShortConvConfig) for own in config.mixers),
+        "states": sum(isinstance(own, DeltaConfig) for own in config.mixers),
         "that share KV": sum(own.kv_from is not None for own in attention),
     }
     parts += [f"{count} {what}" for what, count in counts.items() if count]

@@ -1,7 +1,8 @@
 """Short convolutions in the place of attention: each token reads the last few ones.
 
 A page has the inputs of the convolution, a half of each block of channels as K and the other as V.
-The reference for other devices, as `sdpa` is.
+The reference is for all devices, as `sdpa` is; on the fast path a kernel convolves
+(`engine.cuda.kv.short_conv`), which is told of the step here.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.attention.paged import PagedStep
 from engine.pool.kv_pool import KvPool
 from engine.step.attention import AttentionBatch, Specs, Taps
 
@@ -64,7 +66,15 @@ class ShortConvBackend:
 
     def attend_ends(self, layer: int, q: Tensor, contexts: Tensor, page_table: Tensor) -> Tensor:
         """See `AttentionBackend`."""
-        raise NotImplementedError("only kernels ask for ends, and convolutions have none yet")
+        raise NotImplementedError("the kernel computes all tokens")
+
+    def reserve(self, tokens: int, rows: int) -> None:
+        """See `PagedAttention`."""
+        return
+
+    def prepare(self, step: PagedStep) -> None:
+        """Sets the step for a kernel that convolves."""
+        self.step = step
 
     def _read(self, stored: Tensor, own: Tensor, taps: Taps) -> Tensor:
         """[T, K, blocks, D]: a half of each token's inputs and of those before it."""

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.cuda.experts.cutting import Tiles, expert_of, whose, with_bias
-from engine.cuda.experts.routing import Order, gated, numbers
+from engine.cuda.experts.routing import Order, form_of, gated, numbers
 from engine.cuda.kernels import launch
 from engine.model.experts.config import Gate
 from engine.model.experts.stacked import Stacked
@@ -216,7 +216,7 @@ def _sums(
 def _product(
     values, scales, zeros, bias, x, out, pairs, starts, experts,
     width, size, sharpness, shift, limit,
-    programs: tl.constexpr, places: tl.constexpr, gate: tl.constexpr, limited: tl.constexpr,
+    programs: tl.constexpr, places: tl.constexpr, gate: tl.constexpr, form: tl.constexpr,
     has_bias: tl.constexpr, mxfp4: tl.constexpr, has_zeros: tl.constexpr,
     group: tl.constexpr, spread: tl.constexpr,
     bn: tl.constexpr, bm: tl.constexpr, bk: tl.constexpr,
@@ -242,7 +242,7 @@ def _product(
         acc = with_bias(acc, bias, row, inside, has_bias)
         if gate:
             up = with_bias(up, bias, row + width, inside, has_bias)
-            acc = gated(acc, up, dtype, sharpness, shift, limit, limited)
+            acc = gated(acc, up, dtype, sharpness, shift, limit, form)
         target = out + place[None, :].to(tl.int64) * width + channel[:, None]
         tl.store(target, acc, mask=inside[:, None] & seen[None, :])
 
@@ -288,7 +288,7 @@ def product(
         whose(len(order.experts), len(out), weights.shape[0]),
         places,
         gate is not None,
-        gate is not None and gate.limit is not None,
+        form_of(gate),
         weights.bias is not None,
         weights.kind is Kind.MXFP4,
         points is not None,

@@ -29,7 +29,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.cuda.early import early
 from engine.cuda.experts.cutting import Tiles, with_bias
-from engine.cuda.experts.routing import gated, numbers
+from engine.cuda.experts.routing import form_of, gated, numbers
 from engine.cuda.kernels import launch
 from engine.model.experts.config import Gate
 from engine.model.experts.stacked import Stacked
@@ -260,7 +260,7 @@ def _part(
 def _four_bits_row(
     values, scales, zeros, bias, x, out, experts, width, sharpness, shift, limit,
     units: tl.constexpr, spread: tl.constexpr, by_token: tl.constexpr, gate: tl.constexpr,
-    limited: tl.constexpr, has_bias: tl.constexpr, mxfp4: tl.constexpr, has_zeros: tl.constexpr,
+    form: tl.constexpr, has_bias: tl.constexpr, mxfp4: tl.constexpr, has_zeros: tl.constexpr,
     even: tl.constexpr, pdl: tl.constexpr, bn: tl.constexpr, bu: tl.constexpr,
 ):  # fmt: skip
     """`spread`: units of a group. `even`: no program has channels that are not there."""
@@ -306,7 +306,7 @@ def _four_bits_row(
     if gate:
         up_sums = tl.sum(up, axis=0)[:, None]
         up_sums = with_bias(up_sums, bias, up_row + channel, inside, has_bias)
-        sums = gated(sums, up_sums, dtype, sharpness, shift, limit, limited)
+        sums = gated(sums, up_sums, dtype, sharpness, shift, limit, form)
     target = out + pair * width + begin + channel
     tl.store(target[:, None], sums, mask=inside[:, None])
 
@@ -348,7 +348,7 @@ def product(
         weights.group // UNIT,
         by_token,
         gate is not None,
-        gate is not None and gate.limit is not None,
+        form_of(gate),
         weights.bias is not None,
         weights.kind is Kind.MXFP4,
         points is not None,

@@ -31,7 +31,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.cuda.early import early
 from engine.cuda.experts.cutting import Tiles, with_bias
-from engine.cuda.experts.routing import gated, numbers
+from engine.cuda.experts.routing import form_of, gated, numbers
 from engine.cuda.kernels import launch
 from engine.cuda.products.own_rounding import (
     KINDS,
@@ -74,7 +74,7 @@ def _named(specialised: Any) -> str:
 @triton.jit(repr=_named)
 def _one_row(
     values, scales, bias, x, given, out, experts, width, sharpness, shift, limit,
-    inputs: tl.constexpr, by_token: tl.constexpr, gate: tl.constexpr, limited: tl.constexpr,
+    inputs: tl.constexpr, by_token: tl.constexpr, gate: tl.constexpr, form: tl.constexpr,
     has_bias: tl.constexpr, kind: tl.constexpr, group: tl.constexpr, pdl: tl.constexpr,
     bn: tl.constexpr, bk: tl.constexpr,
 ):  # fmt: skip
@@ -117,7 +117,7 @@ def _one_row(
     if gate:
         up_total = _finished(up, up_scale, bias, row + width, inside, has_bias)
         dtype: tl.constexpr = out.dtype.element_ty
-        total = gated(total, up_total, dtype, sharpness, shift, limit, limited)
+        total = gated(total, up_total, dtype, sharpness, shift, limit, form)
     target = out + pair * width + channel
     tl.store(target[:, None], total, mask=inside[:, None])
 
@@ -159,7 +159,7 @@ def product(
         weights.inputs,
         by_token,
         gate is not None,
-        gate is not None and gate.limit is not None,
+        form_of(gate),
         weights.bias is not None,
         KINDS[weights.kind],
         group,

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from engine.cuda.experts import four_bits, four_bits_row, one_row
 from engine.cuda.experts.cutting import Tiles, expert_of, whose, with_bias
-from engine.cuda.experts.routing import Order, gated, numbers
+from engine.cuda.experts.routing import Order, form_of, gated, numbers
 from engine.cuda.kernels import launch
 from engine.model.experts.config import Gate
 from engine.model.experts.stacked import Stacked
@@ -107,7 +107,7 @@ def _sums(
 def _product(
     values, scales, bias, x, x_scales, out, pairs, starts, experts,
     width, inputs, x_step, sharpness, shift, limit,
-    programs: tl.constexpr, places: tl.constexpr, gate: tl.constexpr, limited: tl.constexpr,
+    programs: tl.constexpr, places: tl.constexpr, gate: tl.constexpr, form: tl.constexpr,
     has_bias: tl.constexpr, kind: tl.constexpr,
     bn: tl.constexpr, bm: tl.constexpr, bk: tl.constexpr,
 ):  # fmt: skip
@@ -136,7 +136,7 @@ def _product(
                 kind, bn, bm, bk,
             )  # fmt: skip
             up = with_bias(up, bias, row + width, inside, has_bias)
-            acc = gated(acc, up, dtype, sharpness, shift, limit, limited)
+            acc = gated(acc, up, dtype, sharpness, shift, limit, form)
         target = out + place[None, :].to(tl.int64) * width + channel[:, None]
         tl.store(target, acc, mask=inside[:, None] & seen[None, :])
 
@@ -197,7 +197,7 @@ def product(
         whose(tokens, pairs, experts),
         places if by_token else 0,
         gate is not None,
-        gate is not None and gate.limit is not None,
+        form_of(gate),
         weights.bias is not None,
         _KINDS[weights.kind],
         cut.outputs,

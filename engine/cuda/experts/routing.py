@@ -28,6 +28,8 @@ _SOFTMAX: Final = tl.constexpr(0)
 _SIGMOID: Final = tl.constexpr(1)
 _OF_CHOSEN: Final = tl.constexpr(2)
 _KINDS: Final = {Scores.SOFTMAX: 0, Scores.SIGMOID: 1, Scores.SOFTMAX_OF_CHOSEN: 2}
+_LIMITED: Final = tl.constexpr(1)
+_GELU: Final = tl.constexpr(2)
 _NO_EXPERT: Final = tl.constexpr(1 << 30)
 _PAIRS_AT_ONCE: Final = 2048
 """Pairs that a program looks at in a turn. Not tuned: counting them is no part that shows."""
@@ -176,26 +178,30 @@ def _numbered(count: int, device: torch.device) -> Tensor:
 
 
 @triton.jit
-def gated(opening, up, dtype: tl.constexpr, sharpness, shift, limit, limited: tl.constexpr):
-    """What an expert does with gate and up, in float32; both were rounded to `dtype`."""
+def gated(opening, up, dtype: tl.constexpr, sharpness, shift, limit, form: tl.constexpr):
+    """What an expert does with gate and up, in float32; both were rounded to `dtype`. `form`: see
+    `form_of`."""
     opening, up = opening.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-    if limited:
+    if form == _LIMITED:
         opening = tl.where(opening > limit, limit, opening)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    opening = (opening * tl.sigmoid(opening * sharpness)).to(dtype).to(tl.float32)
+    steep = opening * sharpness
+    if form == _GELU:  # (1 + tanh(x)) / 2 is the sigmoid of 2 x.
+        steep = 1.5957691216057308 * (opening + 0.044715 * opening * opening * opening)
+    opening = (opening * tl.sigmoid(steep)).to(dtype).to(tl.float32)
     return opening * (up + shift)
 
 
 @triton.jit
 def _activate(
-    gate_up, out, width, sharpness, shift, limit, limited: tl.constexpr, block: tl.constexpr
+    gate_up, out, width, sharpness, shift, limit, form: tl.constexpr, block: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * block + tl.arange(0, block)
     inside = at < width
     opening = tl.load(gate_up + row * 2 * width + at, mask=inside, other=0.0)
     up = tl.load(gate_up + row * 2 * width + width + at, mask=inside, other=0.0)
-    value = gated(opening, up, out.dtype.element_ty, sharpness, shift, limit, limited)
+    value = gated(opening, up, out.dtype.element_ty, sharpness, shift, limit, form)
     tl.store(out + row * width + at, value, mask=inside)
 
 
@@ -208,6 +214,13 @@ def activate(gate_up: Tensor, gate: Gate) -> Tensor:
     return out
 
 
-def numbers(gate: Gate) -> tuple[float, float, float, bool]:
+def numbers(gate: Gate) -> tuple[float, float, float, int]:
     """The last arguments of `gated`."""
-    return gate.sharpness, gate.shift, gate.limit or 0.0, gate.limit is not None
+    return gate.sharpness, gate.shift, gate.limit or 0.0, form_of(gate)
+
+
+def form_of(gate: Gate | None) -> int:
+    """Which formula `gated` computes: 0 the plain one, 1 with limits, 2 GELU by tanh."""
+    if gate is None:
+        return 0
+    return _GELU.value if gate.gelu else int(gate.limit is not None)

@@ -84,6 +84,7 @@ def _rope_store_fp8(
     neighbours: tl.constexpr,
     page_size: tl.constexpr,
     head_norms: tl.constexpr,
+    v_norm: tl.constexpr,
     head_block: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -104,6 +105,7 @@ def _rope_store_fp8(
         padded,
         neighbours,
         head_norms,
+        v_norm,
     )
     keeps = exists & (heads >= num_heads)[:, None]
     found, rounded, rounded2, first, second = _round_heads(first, second, keeps, least, most)
@@ -137,7 +139,7 @@ def rope_store_fp8(
     """`rope_store` over a pool in FP8. k and v are rounded in place, too."""
     kv_heads, dim = pool.num_kv_heads, pool.head_dim
     heads = qkv.shape[1] // dim - 2 * kv_heads
-    q_weight, k_weight, eps = norms or HeadNorms(rope.angles, rope.angles, 0.0)
+    q_weight, k_weight, eps, norms_v = norms or HeadNorms(rope.angles, rope.angles, 0.0)
     grid = (len(qkv), triton.cdiv(heads + 2 * kv_heads, HEADS_AT_ONCE))
     launch(
         _rope_store_fp8,
@@ -161,6 +163,7 @@ def rope_store_fp8(
         *rope.pairs(dim),
         pool.page_size,
         norms is not None,
+        norms_v,
         HEADS_AT_ONCE,
     )
     q, k, v = qkv.view(len(qkv), -1, dim).split((heads, kv_heads, kv_heads), dim=1)

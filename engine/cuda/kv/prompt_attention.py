@@ -30,7 +30,9 @@ class PromptTiles(NamedTuple):
 
 
 NARROW, WIDE = PromptTiles(128, 64, 8, 2), PromptTiles(64, 32, 4, 2)
-"""For heads of up to 128 numbers, and of more. Not measured on a GPU yet."""
+WIDEST = PromptTiles(64, 32, 8, 2)
+"""For heads of up to 128 numbers, of up to 256, and of up to 512: there the tiles of a program take
+192 KiB, and all registers. Not measured on a GPU yet."""
 
 
 @triton.jit
@@ -150,7 +152,7 @@ def prompt_attention(
         [T, Hq, D]
     """
     tokens, heads, dim = q.shape
-    tiles = NARROW if dim <= 128 else WIDE
+    tiles = NARROW if dim <= 128 else WIDE if dim <= 256 else WIDEST
     out = q.new_empty(tokens, heads, dim)
     seen = 1 << 30 if spec.window is None else spec.window
     grid = (triton.cdiv(max_query, tiles.queries), heads, len(contexts))

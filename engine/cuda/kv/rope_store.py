@@ -30,6 +30,8 @@ class HeadNorms(NamedTuple):
     """[D]"""
     k_weight: Tensor
     eps: float
+    norms_v: bool = False
+    """v is normed, too, without a weight."""
 
 
 @triton.jit
@@ -49,6 +51,7 @@ def rotated(
     padded: tl.constexpr,
     neighbours: tl.constexpr,
     head_norms: tl.constexpr,
+    v_norm: tl.constexpr,
 ):
     """Some heads of a token in pairs of numbers that are rotated together, [heads, padded] each,
     rounded to the dtype of `qkv`; where the pairs lie in a head, [1, padded] each; where the heads
@@ -76,7 +79,9 @@ def rotated(
     dtype: tl.constexpr = qkv.dtype.element_ty
     if head_norms:
         power = tl.sum(first * first + second * second, axis=1)[:, None]
-        scale = tl.where(rotates, tl.rsqrt(power / (2 * half) + eps), 1.0)
+        scale = tl.rsqrt(power / (2 * half) + eps)
+        if not v_norm:
+            scale = tl.where(rotates, scale, 1.0)
         is_q = exists & (heads < num_heads)[:, None]
         for_k = exists & rotates & (heads >= num_heads)[:, None]
         gain = tl.load(q_weight + one + 0 * heads[:, None], mask=is_q, other=1.0).to(tl.float32)
@@ -120,6 +125,7 @@ def _rope_store(
     neighbours: tl.constexpr,
     page_size: tl.constexpr,
     head_norms: tl.constexpr,
+    v_norm: tl.constexpr,
     pdl: tl.constexpr,
     head_block: tl.constexpr,
 ):
@@ -144,9 +150,11 @@ def _rope_store(
         padded,
         neighbours,
         head_norms,
+        v_norm,
     )
-    tl.store(source + one, rotated_first, mask=exists & rotates)
-    tl.store(source + two, rotated_second, mask=exists & rotates)
+    changes = exists & (rotates | v_norm)
+    tl.store(source + one, rotated_first, mask=changes)
+    tl.store(source + two, rotated_second, mask=changes)
     kept = heads - num_heads
     place = tl.load(stores + token).to(tl.int64)
     is_value = (kept >= num_kv_heads).to(tl.int64)
@@ -184,6 +192,8 @@ def rope_store(
     pool: KvPool,
     layer: int,
     norms: HeadNorms | None,
+    *,
+    keeps: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalises (if the model does) and rotates q and k in place. Stores k and v in the pool.
 
@@ -195,13 +205,14 @@ def rope_store(
         pool: the pool for k and v.
         layer: layer of the pool.
         norms: None if the model has none.
+        keeps: there are K and V; else `qkv` has q alone, and nothing is stored.
 
     Returns:
         q [T, Hq, D], k and v [T, Hkv, D], views of `qkv`.
     """
-    kv_heads, dim = pool.num_kv_heads, pool.head_dim
+    kv_heads, dim = pool.num_kv_heads if keeps else 0, pool.head_dim
     heads = qkv.shape[1] // dim - 2 * kv_heads
-    q_weight, k_weight, eps = norms or HeadNorms(rope.angles, rope.angles, 0.0)
+    q_weight, k_weight, eps, norms_v = norms or HeadNorms(rope.angles, rope.angles, 0.0)
     grid = (len(qkv), triton.cdiv(heads + 2 * kv_heads, HEADS_AT_ONCE))
     launch(
         _rope_store,
@@ -222,6 +233,7 @@ def rope_store(
         *rope.pairs(dim),
         pool.page_size,
         norms is not None,
+        norms_v,
         early(),
         HEADS_AT_ONCE,
         launch_pdl=early(),

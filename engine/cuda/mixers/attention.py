@@ -1,4 +1,4 @@
-"""Attention with fused kernels: the norms of q and k, rope and the stores are one."""
+"""Attention with fused kernels: the norms of q, k and v, rope and the stores are one."""
 
 from __future__ import annotations
 
@@ -64,26 +64,38 @@ class FusedAttention:
     def __init__(
         self, module: Attention, pools: KvPools, attention: PagedGroups, ropes: RopeTables
     ) -> None:
-        self._module = module
-        self._group = pools.places[module.index].group
-        self._pool, self._layer = pools.of_layer(module.index)
+        self._module, own = module, module.own
+        self._keeper = module.index if own.kv_from is None else own.kv_from
+        """The layer whose K and V it reads."""
+        self._group = pools.places[self._keeper].group
+        self._pool, self._layer = pools.of_layer(self._keeper)
         self._attention = attention
-        self._rope = ropes.of(module.own.rope, module.own.head_dim)
-        self._growth = ropes.growth(module.own.rope)
+        self._rope = ropes.of(own.rope, own.head_dim)
+        self._growth = ropes.growth(own.rope)
         self._store = _STORES.get(self._pool.precision, rope_store)
         self._head_norms = None
         if isinstance(norms := module.qk_norm, HeadNorm):
-            assert norms.k is not None, "see `engine.cuda.features`"
-            self._head_norms = HeadNorms(norms.q.weight, norms.k.weight, norms.q.eps)
+            k_norm = norms.q if norms.k is None else norms.k
+            weights = norms.q.weight, k_norm.weight
+            self._head_norms = HeadNorms(*weights, norms.q.eps, own.v_norm)
 
     @property
     def reader(self) -> Rounding | None:
         """See `FusedMixer`."""
         return self._module.qkv.method.input
 
+    @property
+    def keeps(self) -> bool:
+        """See `FusedMixer`."""
+        return self._keeper == self._module.index
+
     def run(self, x: Tensor | Rounded, step: StepTokens) -> Tensor:
         """See `FusedMixer`."""
-        return self._output(step.attend(self._module.index, *self._project(x, step)))
+        if self.keeps:
+            q, k, v = self._project(x, step)
+        else:
+            q, (k, v) = self._query(x, step), step.lent[self._keeper]
+        return self._output(step.attend(self._keeper, q, k, v))
 
     def store(self, x: Tensor | Rounded, step: StepTokens) -> None:
         """See `FusedMixer`."""
@@ -91,9 +103,12 @@ class FusedAttention:
 
     def run_ends(self, x: Tensor | Rounded, step: StepTokens, ends: RowEnds) -> Tensor:
         """See `FusedMixer`."""
-        q, _, _ = self._project(x, step)
-        q = q.index_select(0, ends.tokens)
-        return self._output(self._attention.attend_ends(self._module.index, q, ends.groups))
+        if self.keeps:
+            q, _, _ = self._project(x, step)
+            q = q.index_select(0, ends.tokens)
+        else:
+            q = self._query(x, step)
+        return self._output(self._attention.attend_ends(self._keeper, q, ends.groups))
 
     def _output(self, attended: Tensor) -> Tensor:
         out: Tensor = self._module.output(attended.flatten(1))
@@ -101,15 +116,30 @@ class FusedAttention:
 
     def _project(self, x: Tensor | Rounded, step: StepTokens) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, with q and k rotated. k and v are also stored in the pool."""
-        module = self._module
+        module, own = self._module, self._module.own
         qkv = module.qkv(x)
+        if own.v_is_k:
+            width = module.heads[1] * own.head_dim
+            qkv = torch.cat((qkv, qkv[:, -width:]), dim=1)
         if isinstance(module.qk_norm, WholeNorm):
             _norm_whole(qkv, module, module.qk_norm)
         to = step.positions, step.stores[self._group], self._pool
         q, k, v = self._store(qkv, self._rope, *to, self._layer, self._head_norms)
-        if self._growth is not None:
-            q = q * self._growth.index_select(0, step.positions)[:, None, None]
-        return q, k, v
+        if own.lends:
+            step.lent[module.index] = k, v
+        return self._grown(q, step), k, v
+
+    def _query(self, x: Tensor | Rounded, step: StepTokens) -> Tensor:
+        """q, rotated, where K and V are another layer's."""
+        to = step.positions, step.positions, self._pool
+        kept = self._layer, self._head_norms
+        q, _, _ = rope_store(self._module.qkv(x), self._rope, *to, *kept, keeps=False)
+        return self._grown(q, step)
+
+    def _grown(self, q: Tensor, step: StepTokens) -> Tensor:
+        if self._growth is None:
+            return q
+        return q * self._growth.index_select(0, step.positions)[:, None, None]
 
 
 def _norm_whole(qkv: Tensor, module: Attention, norm: WholeNorm) -> None:

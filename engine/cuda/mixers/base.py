@@ -33,6 +33,16 @@ class StepTokens(NamedTuple):
     """[T] int32, their places in the pool of each group."""
     attend: Attend
     """Attention of this step."""
+    lent: dict[int, tuple[Tensor, Tensor]]
+    """K and V that later layers read, by the layer that made them."""
+    inputs: Tensor | None
+    """[T, layers, numbers]: see `engine.model.decoder.Inputs`."""
+
+    def ends(self, ends: RowEnds) -> StepTokens:
+        """The S last ones of rows. Their stores and K and V are not among it."""
+        inputs = None if self.inputs is None else self.inputs.index_select(0, ends.tokens)
+        positions = self.positions.index_select(0, ends.tokens)
+        return self._replace(positions=positions, stores=(), lent={}, inputs=inputs)
 
 
 class FusedMixer(Protocol):
@@ -41,6 +51,11 @@ class FusedMixer(Protocol):
     @property
     def reader(self) -> Rounding | None:
         """How it takes its input; None: in the model's dtype."""
+        ...
+
+    @property
+    def keeps(self) -> bool:
+        """Whether it keeps anything of the tokens."""
         ...
 
     def run(self, x: Tensor | Rounded, step: StepTokens) -> Tensor:
@@ -52,5 +67,6 @@ class FusedMixer(Protocol):
         ...
 
     def run_ends(self, x: Tensor | Rounded, step: StepTokens, ends: RowEnds) -> Tensor:
-        """As `run` -> [S, H] of those tokens."""
+        """As `run` -> [S, H] of those tokens. One that keeps nothing gets these alone: `x` is
+        [S, H], and `step` has them."""
         ...

@@ -80,14 +80,14 @@ class Experts(nn.Module):
         if own.shared_gate is not None:
             self.shared_gate = Linear(parts.shared_gate, False, plain_build)
         self._bias_name = config.layer_name(index, own.names.bias)
-        self._collective = build.collective
+        self.collective = build.collective
 
     def forward(self, x: Tensor, chosen: Chosen | None = None) -> Tensor:
         """[T, H] -> [T, H], with the ranks' sum. `chosen`: the experts; None: those of `x`."""
         out = mixed(x, chosen or self.choose(x), self.gate_up, self.down, self.own.gate)
         if self.shared is not None:
             out = out + self.common(x, self.shared(x))
-        return self._collective.all_reduce(out)
+        return self.collective.all_reduce(out)
 
     def choose(self, x: Tensor) -> Chosen:
         """The experts of [T, H]."""
