@@ -130,7 +130,7 @@ class Rig:
             copy_target=nothing,
             write_slots=np.arange(decodes, dtype=np.int32),
             write_tokens=tokens[:decodes],
-            hook_terms=terms.astype(np.int32)[None],
+            hook_tags=terms.astype(np.int32)[None],
         )
         self._number += 1
         self._steps.prepare(plan)

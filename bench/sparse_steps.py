@@ -151,11 +151,11 @@ class Rig:
         self._pools = make_pages(config.num_pages, config, self._loaded, where)
         self._pools.data.random_(0, HIGHEST_BYTE)
         chooses = {"sparse_tokens": str(budget)}
-        term = np.where(np.arange(rows) < rows - dense, budget // PAGE, 0)
+        tag = np.where(np.arange(rows) < rows - dense, budget // PAGE, 0)
         hooks: dict[str, tuple[Hook | None, np.ndarray]] = {
-            "no hook": (None, term),
-            "quest": (quest(chooses), term),
-            "quest eager": (quest(chooses), term),
+            "no hook": (None, tag),
+            "quest": (quest(chooses), tag),
+            "quest eager": (quest(chooses), tag),
             "capturable": (Idle(capturable=True), np.ones(rows)),
             "eager": (Idle(capturable=False), np.ones(rows)),
         }
@@ -165,7 +165,7 @@ class Rig:
             if name in ("no hook", *(only or hooks))
         ]
 
-    def _case(self, name: str, hook: Hook | None, term: np.ndarray) -> Case:
+    def _case(self, name: str, hook: Hook | None, tag: np.ndarray) -> Case:
         began_s, before = time.perf_counter(), self._free()
         device, vocab = self._pools.first.device, self._loaded.config.vocab_size
         sampler = Sampler(self._rows, vocab, device, [0])
@@ -175,7 +175,7 @@ class Rig:
         hooks = [] if hook is None else [hook]
         config = replace(self._config, cuda_graphs=name != "quest eager")
         executor = build_executor(config, self._loaded, self._pools, sampler, hooks, None)
-        plan = self._plan(sampler, np.tile(term.astype(np.int32), (len(hooks), 1)))
+        plan = self._plan(sampler, np.tile(tag.astype(np.int32), (len(hooks), 1)))
         executor.launch(self._arriving(plan)).result(STEP_S)
         ready_s = time.perf_counter() - began_s
         return Case(name, executor, plan, [], ready_s, (before - self._free()) / 2**20)
@@ -209,7 +209,7 @@ class Rig:
             copy_target=NOTHING,
             write_slots=NOTHING,
             write_tokens=NOTHING,
-            hook_terms=terms,
+            hook_tags=terms,
         )
 
     def _arriving(self, plan: StepPlan) -> StepPlan:

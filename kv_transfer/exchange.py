@@ -18,7 +18,7 @@ from kv_transfer.events import QuiesceAnswered, TransferCounters, TransferEvent
 from kv_transfer.peers import Peers
 from kv_transfer.receiving import Receiver
 from kv_transfer.sending import Sender
-from kv_transfer.settling_writes import Aftermath
+from kv_transfer.settling_writes import SettlingWrites
 from kv_transfer.tables import Clock
 from kv_transfer.transports.processes import ProcessWatch
 from kv_transfer.types import Endpoint, KvTransport, Notification, PushState
@@ -61,7 +61,7 @@ class Exchange:
         self._on_event = emit
         self._counters = counters
         self._processes = ProcessWatch()
-        self._aftermath = Aftermath(clock)
+        self._settling = SettlingWrites(clock)
         self._found: list[Notification] = []
         """To be read by the next `work`."""
         self._later: list[Notification] = []
@@ -97,7 +97,7 @@ class Exchange:
         self._read_all_of(agent_name)
         self.peers.bury(agent_name)
         self.sender.peer_dead(agent_name)
-        self._aftermath.begin(agent_name)
+        self._settling.begin(agent_name)
 
     def quiesce(self, decode_agent: str, message: Quiesce) -> None:
         """See `TransferThread.quiesce`."""
@@ -130,7 +130,7 @@ class Exchange:
             self._guard(self._dispatch, notification)
         for agent_name in self._processes.gone():
             self._guard(self.part, agent_name, True)
-        for agent_name in self._aftermath.over():
+        for agent_name in self._settling.over():
             self._guard(self._nothing_lands_of, agent_name)
         self._guard(self.receiver.tick)
         self._guard(self.sender.tick)
@@ -147,7 +147,7 @@ class Exchange:
         if self.sender.in_progress or self.receiver.is_waiting or self.peers.any_testing:
             return ACTIVE_POLL_S
         due = [self.sender.next_after_s(), self.receiver.next_after_s()]
-        if self.peers.any_known or self._aftermath.is_pending:
+        if self.peers.any_known or self._settling.is_pending:
             due.append(IDLE_POLL_S)
         return min((after_s for after_s in due if after_s is not None), default=None)
 

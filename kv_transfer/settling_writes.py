@@ -7,7 +7,7 @@ under a push: up to 48 pages of 90 KiB were written within 13 ms after the write
 So the pages that it was granted stay out of use for far longer than that.
 
 1. `begin`: the process is proven gone.
-2. `over`: this process has been awake for `AFTERMATH_S` since. Time in which it stood still (a
+2. `over`: this process has been awake for `SETTLING_S` since. Time in which it stood still (a
    stopped process, a debugger) does not count: nothing was taken in it.
 """
 
@@ -17,13 +17,13 @@ from typing import Final
 
 from kv_transfer.tables import Clock
 
-AFTERMATH_S: Final = 1.0
+SETTLING_S: Final = 1.0
 """Many times what it took; a dead peer's pages are rarely missed for a second."""
 LONGEST_TURN_S: Final = 0.1
 """Most that counts between two looks. The thread looks every 20 ms while it knows any peer."""
 
 
-class Aftermath:
+class SettlingWrites:
     """Peers that are proven dead, until nothing of them can land any more."""
 
     def __init__(self, clock: Clock) -> None:
@@ -39,7 +39,7 @@ class Aftermath:
     def begin(self, agent_name: str) -> None:
         """The process of a peer is proven gone; saying so again changes nothing."""
         if agent_name not in self._left_s:
-            self._left_s[agent_name] = AFTERMATH_S
+            self._left_s[agent_name] = SETTLING_S
             self._looked_s = self._clock()
 
     def over(self) -> list[str]:

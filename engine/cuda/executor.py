@@ -48,7 +48,7 @@ from engine.cuda.ranks.drawing import (
     pooling,
     telling,
 )
-from engine.cuda.speculation.drawing import Drafting, DrawingDrafts
+from engine.cuda.speculation.drawing import Drafting, DraftSampling
 from engine.cuda.steps.inputs import Inputs, attention_of, ends_of, narrowed_of
 from engine.cuda.steps.packing import (
     PackedStep,
@@ -118,7 +118,7 @@ class CudaExecutor:
             self._drawing: Drawing = drawing_of(model, sampler, self._token_table)
         else:
             self._token_table = drafting.tables.next
-            self._drawing = DrawingDrafts(sampler, drafting)
+            self._drawing = DraftSampling(sampler, drafting)
         self._most_chosen = min(hooked.graph_pages, max_pages)
         """Pages that a KV head of a narrowed row reads in a graph."""
         self._kv_heads = pools.first.num_kv_heads

@@ -10,29 +10,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.step.hooks import Narrowed, StepRows, Term
+from engine.step.hooks import HookTag, Narrowed, StepRows
 
 MOST: Final = np.iinfo(np.int32).max
-"""Terms travel as int32."""
+"""Tags travel as int32."""
 
 
-def check_term(term: object) -> Term | None:
-    """A term, or none.
+def check_tag(tag: object) -> HookTag | None:
+    """A tag, or none.
 
     Raises:
         TypeError: it is something else, or has other things than numbers.
         ValueError: a number is out of its range.
     """
-    if term is None:
+    if tag is None:
         return None
-    if not isinstance(term, Term):
-        raise TypeError("a term is a Term")
-    value, exact = operator.index(term.value), term.exact_tokens
+    if not isinstance(tag, HookTag):
+        raise TypeError("a tag is a HookTag")
+    value, exact = operator.index(tag.value), tag.exact_tokens
     if not 1 <= value <= MOST:
-        raise ValueError("a term's value is not from 1 to the largest int32")
+        raise ValueError("a tag's value is not from 1 to the largest int32")
     if exact is not None and operator.index(exact) < 0:
-        raise ValueError("a term's exact tokens are negative")
-    return Term(value, exact)
+        raise ValueError("a tag's exact tokens are negative")
+    return HookTag(value, exact)
 
 
 def check_narrowed(narrowed: object, step: StepRows) -> Narrowed | None:
@@ -40,7 +40,7 @@ def check_narrowed(narrowed: object, step: StepRows) -> Narrowed | None:
 
     Raises:
         TypeError: it is something else.
-        ValueError: a row is no decode row with a term of the hook, comes twice or out of order, or
+        ValueError: a row is no decode row with a tag of the hook, comes twice or out of order, or
             reads no page, or more than it has.
     """
     if narrowed is None:
@@ -58,8 +58,8 @@ def check_narrowed(narrowed: object, step: StepRows) -> Narrowed | None:
         raise ValueError("rows and counts are not two columns of integers")
     if rows[0] < 0 or rows[-1] >= step.num_decodes or (np.diff(rows) <= 0).any():
         raise ValueError("rows are not decode rows in ascending order")
-    if (step.terms[rows] == 0).any():
-        raise ValueError("a row has no term of the hook")
+    if (step.tags[rows] == 0).any():
+        raise ValueError("a row has no tag of the hook")
     pages = -(-step.context_lens[rows] // step.page_size)
     if ((counts < 1) | (counts > pages)).any():
         raise ValueError("a count is not from 1 to the pages of its row")

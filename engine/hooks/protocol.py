@@ -7,10 +7,10 @@ from engine.step.hooks import (
     Hook,
     HookError,
     HookSite,
+    HookTag,
     Narrowed,
     OnFailure,
     StepRows,
-    Term,
 )
 
 __all__ = [
@@ -20,8 +20,8 @@ __all__ = [
     "Hook",
     "HookError",
     "HookSite",
+    "HookTag",
     "Narrowed",
     "OnFailure",
     "StepRows",
-    "Term",
 ]

@@ -1,6 +1,6 @@
 """Hooks and requests, on the step loop's thread of rank 0.
 
-A request's terms are asked for once, when it comes. They stand in columns by slot, so a plan takes
+A request's tags are asked for once, when it comes. They stand in columns by slot, so a plan takes
 those of its rows at once. `engine.schedule.recovery` deals with a hook that has failed in a step.
 """
 
@@ -14,15 +14,15 @@ import numpy as np
 
 from engine.bounds import UNBOUNDED
 from engine.hooks.calling import Caller
-from engine.hooks.checking import check_term
+from engine.hooks.checking import check_tag
 from engine.step.hooks import (
     AttentionHook,
     ExtensionError,
     Hook,
     HookFailure,
+    HookTag,
     Int32s,
     OnFailure,
-    Term,
 )
 from engine.types import FailureReason, Request, RequestFailed
 
@@ -32,8 +32,8 @@ class HookedRequest:
     """A request, and what the hooks have to do with it."""
 
     request: Request
-    terms: tuple[int, ...] = ()
-    """By hook, if there are hooks (`engine.step.hooks.Term`)."""
+    tags: tuple[int, ...] = ()
+    """By hook, if there are hooks (`engine.step.hooks.HookTag`)."""
     heard_by: tuple[int, ...] = ()
     """The hooks that hear of its end, by their indices."""
     exact_tokens: int = UNBOUNDED
@@ -46,7 +46,7 @@ class RequestHooks:
     def __init__(self, hooks: Sequence[Hook], max_slots: int, limit_s: float) -> None:
         self._callers = [Caller(index, hook, limit_s) for index, hook in enumerate(hooks)]
         self._names = frozenset(hook.name for hook in hooks)
-        self.terms: Int32s = np.zeros((len(hooks), max_slots), np.int32)
+        self.tags: Int32s = np.zeros((len(hooks), max_slots), np.int32)
         """By hook and slot; 0: the hook leaves the sequence alone."""
         self.failures: Counter[tuple[str, str]] = Counter()
         """By hook and point, since the start."""
@@ -59,10 +59,10 @@ class RequestHooks:
         request = hooked.request
         if unknown := set(request.extensions) - self._names:
             return RequestFailed(request.id, FailureReason.EXTENSION, min(unknown))
-        terms, refusal = [], None
+        tags, refusal = [], None
         for caller in self._callers:
             try:
-                term = self._ask(caller, hooked)
+                tag = self._ask(caller, hooked)
             except ExtensionError:
                 refusal = RequestFailed(request.id, FailureReason.EXTENSION, caller.hook.name)
                 break
@@ -71,17 +71,17 @@ class RequestHooks:
                 if caller.hook.on_failure is OnFailure.FAIL:
                     refusal = RequestFailed(request.id, FailureReason.HOOK, caller.hook.name)
                     break
-            terms.append(term.value if term else 0)
-            if term:
-                exact = _exact_tokens(caller.hook, term, request)
+            tags.append(tag.value if tag else 0)
+            if tag:
+                exact = _exact_tokens(caller.hook, tag, request)
                 hooked.exact_tokens = min(hooked.exact_tokens, exact)
-        hooked.terms = tuple(terms)
+        hooked.tags = tuple(tags)
         if refusal is not None:
             self._tell_end(hooked)
         return refusal
 
-    def _ask(self, caller: Caller, hooked: HookedRequest) -> Term | None:
-        """A hook's term for a request. A term that comes too late has an end, too.
+    def _ask(self, caller: Caller, hooked: HookedRequest) -> HookTag | None:
+        """A hook's tag for a request. A tag that comes too late has an end, too.
 
         Raises:
             ExtensionError: the request's bytes mean nothing to it.
@@ -89,28 +89,28 @@ class RequestHooks:
         refused: list[ExtensionError] = []
         request = hooked.request
 
-        def request_began() -> Term | None:
+        def request_began() -> HookTag | None:
             try:
                 return caller.hook.request_began(request, request.extensions.get(caller.hook.name))
             except ExtensionError as error:
                 refused.append(error)
                 return None
 
-        def check(term: object) -> Term | None:
-            checked = check_term(term)
+        def check(tag: object) -> HookTag | None:
+            checked = check_tag(tag)
             if checked is not None:
                 hooked.heard_by += (caller.index,)
             return checked
 
         caller.restart()
-        term = caller.call(request_began, check=check)
+        tag = caller.call(request_began, check=check)
         if refused:
             raise refused[0]
-        return term
+        return tag
 
     def entered(self, slot: int, hooked: HookedRequest) -> None:
         """A sequence of the request has got a slot."""
-        self.terms[:, slot] = hooked.terms
+        self.tags[:, slot] = hooked.tags
 
     def ended(self, hooked: HookedRequest, step: int) -> None:
         """The engine holds nothing of the request any more. Steps up to `step` may have a row of
@@ -136,11 +136,11 @@ class RequestHooks:
     def leave(self, hooked: HookedRequest, index: int, slots: Sequence[int]) -> None:
         """A hook leaves a request, which has these slots, alone from now on. What it has done
         counts as inexact still."""
-        terms = list(hooked.terms)
-        terms[index] = 0
-        hooked.terms = tuple(terms)
+        tags = list(hooked.tags)
+        tags[index] = 0
+        hooked.tags = tuple(tags)
         for slot in slots:
-            self.terms[:, slot] = terms
+            self.tags[:, slot] = tags
 
     def hook(self, failure: HookFailure) -> Hook:
         """The hook that has failed."""
@@ -151,9 +151,9 @@ class RequestHooks:
         self.failures[failure.name, failure.point] += 1
 
 
-def _exact_tokens(hook: Hook, term: Term, request: Request) -> int:
-    if term.exact_tokens is not None:
-        return term.exact_tokens
+def _exact_tokens(hook: Hook, tag: HookTag, request: Request) -> int:
+    if tag.exact_tokens is not None:
+        return tag.exact_tokens
     chooses = isinstance(hook, AttentionHook) and hook.chooses_pages
     return len(request.prompt_ids) if chooses else UNBOUNDED
 

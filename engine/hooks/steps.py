@@ -110,7 +110,7 @@ class StepHooks:
         if self.narrowed is not None and self.narrowed.counts.max() > self.graph_pages:
             return True
         return any(
-            not hook.capturable and plan.hook_terms[caller.index].any()
+            not hook.capturable and plan.hook_tags[caller.index].any()
             for caller, hook in self._hearing
         )
 
@@ -155,13 +155,13 @@ class StepHooks:
 
     def begin(self, plan: StepPlan, prompts_at: int | None = None) -> None:
         """The step begins. Its prompts' tokens begin at `prompts_at` if it is padded."""
-        self._has_rows = bool(plan.hook_terms.any())
+        self._has_rows = bool(plan.hook_tags.any())
         at = plan.num_decodes if prompts_at is None else prompts_at
         self._steps = [self._rows_of(plan, caller.index, at) for caller in self._callers]
         self._called = [
             (caller, hook)
             for caller, hook in self._hearing
-            if hook.capturable or plan.hook_terms[caller.index].any()
+            if hook.capturable or plan.hook_tags[caller.index].any()
         ]
         for caller, step in zip(self._callers, self._steps, strict=True):
             caller.call(caller.hook.step_began, step)
@@ -269,7 +269,7 @@ class StepHooks:
     def _rows_of(self, plan: StepPlan, index: int, prompts_at: int) -> StepRows:
         return StepRows(
             number=plan.number,
-            terms=plan.hook_terms[index],
+            tags=plan.hook_tags[index],
             query_lens=plan.query_lens,
             context_lens=plan.context_lens,
             num_decodes=plan.num_decodes,

@@ -33,10 +33,10 @@ COLUMNS: Final = (
     "write_slots",
     "write_tokens",
     "arrived",
-    "hook_terms",
+    "hook_tags",
     "pools",
 )
-"""Columns that travel. The page table, the hooks' terms and the pools have two dimensions."""
+"""Columns that travel. The page table, the hooks' tags and the pools have two dimensions."""
 BEGUN: Final = ("slots", "lens", "prompt_lens", "choices", "seeds", "ids")
 """Columns of `Begins`, which travel behind those, if there are any."""
 HEAD: Final = (
@@ -60,7 +60,7 @@ GROUP: Final = ("pages", "skipped", "copy_source", "copy_target")
 def encode(plan: StepPlan) -> list[memoryview]:
     """The frames of a step."""
     head = [plan.number, plan.num_decodes, plan.shape, plan.sample is not None, plan.whole_logits]
-    head += [plan.page_table.shape[-1], len(plan.hook_terms), plan.width, plan.begins is not None]
+    head += [plan.page_table.shape[-1], len(plan.hook_tags), plan.width, plan.begins is not None]
     for wanted in plan.scores:
         head += [wanted.first_token, wanted.top_n]
     columns = [getattr(plan, name) for name in COLUMNS]
@@ -78,7 +78,7 @@ def decode(frames: Sequence[bytes]) -> StepPlan:
     columns: dict[str, Any] = dict(zip(COLUMNS, arrays, strict=False))
     hooks, arrays = told["hooks"], arrays[len(COLUMNS) :]
     columns["page_table"] = columns["page_table"].reshape(-1, told["table_width"])
-    columns["hook_terms"] = columns["hook_terms"].reshape(hooks, len(columns["row_slots"]))
+    columns["hook_tags"] = columns["hook_tags"].reshape(hooks, len(columns["row_slots"]))
     columns["pools"] = columns["pools"].reshape(-1, 4)
     asked = head[len(HEAD) :].reshape(-1, 2).tolist()
     begins = None

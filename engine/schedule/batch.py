@@ -17,7 +17,7 @@ from engine.stopping import end_ids
 from engine.types import PageIds
 
 Int32s = NDArray[np.int32]
-NO_TERMS: Int32s = np.zeros((0, 0), np.int32)
+NO_TAGS: Int32s = np.zeros((0, 0), np.int32)
 
 
 class Batch:
@@ -82,7 +82,7 @@ class Batch:
         self.owners[slot] = sequence
         if self._begins is not None and request.mode.decodes:
             self._begins[slot] = sequence
-            self.slots.drafts[slot] = request.speculates and not any(active.hooked.terms)
+            self.slots.drafts[slot] = request.speculates and not any(active.hooked.tags)
         if self._hooks is not None:
             self._hooks.entered(slot, active.hooked)
         self._assign_sampler(sequence)
@@ -149,9 +149,9 @@ class Batch:
         """Prompt tokens that are admitted and not launched."""
         return sum(task.remaining for task in self.prefills)
 
-    def hook_terms(self, row_slots: Int32s) -> Int32s:
+    def hook_tags(self, row_slots: Int32s) -> Int32s:
         """[H, R]: what each hook has to do with each row."""
-        return NO_TERMS if self._hooks is None else self._hooks.terms[:, row_slots]
+        return NO_TAGS if self._hooks is None else self._hooks.tags[:, row_slots]
 
     def fork(self, sequences: list[Sequence]) -> None:
         """Lets every sequence run from the leader's KV, which is computed or will be by the step

@@ -127,7 +127,7 @@ class Planner:
         slots = self._batch.slots
         if self._widths is None or not slots.drafts[rows].any():
             return 1
-        if self._batch.others or self._batch.hook_terms(rows.astype(np.int32)).any():
+        if self._batch.others or self._batch.hook_tags(rows.astype(np.int32)).any():
             return 1  # Other groups have pages for one more token. Hooks are told of lengths.
         room = (self._budget.tokens - self._config.page_size) // rows.size
         return self._widths.choose(rows.size, room)
@@ -296,7 +296,7 @@ class Planner:
             write_slots=np.fromiter(writes.keys(), np.int32, len(writes)),
             write_tokens=np.fromiter(writes.values(), np.int32, len(writes)),
             arrived=self._blocks.arrivals.take(),
-            hook_terms=self._batch.hook_terms(row_slots),
+            hook_tags=self._batch.hook_tags(row_slots),
             masked=masked,
             whole_logits=masked.size > 0 or (sample is not None and not sample.is_greedy),
             scores=tuple(scores),

@@ -91,7 +91,7 @@ class Recovery:
         for failure in failures:
             hooks.count(failure)
             hook = hooks.hook(failure)
-            for active in [one for one in touched if one.hooked.terms[failure.hook]]:
+            for active in [one for one in touched if one.hooked.tags[failure.hook]]:
                 if hook.on_failure is OnFailure.LEAVE:
                     slots = [one.slot for one in active.sequences if one.slot >= 0]
                     hooks.leave(active.hooked, failure.hook, slots)

@@ -4,7 +4,7 @@ A hook is an object of an installed package, named by `--hook`. It lives as long
 
 1. Made from its options, before the model is loaded, on every rank.
 2. `attach`: the pool is there.
-3. Per request: `request_began`, which says by a *term* whether the hook has to do with it, and
+3. Per request: `request_began`, which says by a *tag* whether the hook has to do with it, and
    `request_ended`. On rank 0, on the step loop's thread.
 4. Per step, on the device's thread of every rank: `rows_narrowed`, by which rank 0 decides for all
    where they have GPUs; `step_began`; `choosing_began`; in each layer `attention_began`,
@@ -49,7 +49,7 @@ class OnFailure(enum.Enum):
     """They go on, and the hook leaves them alone from then on."""
 
 
-class Term(NamedTuple):
+class HookTag(NamedTuple):
     """A tag that a hook attaches to a request, and gets back with each of its rows."""
 
     value: int
@@ -93,8 +93,8 @@ class StepRows:
 
     number: int
     """Number of the step."""
-    terms: Int32s
-    """[R], the hook's own (`Term.value`); 0: it leaves the row alone."""
+    tags: Int32s
+    """[R], the hook's own (`HookTag.value`); 0: it leaves the row alone."""
     query_lens: Int32s
     """[R] new tokens; 1 in decode rows."""
     context_lens: Int32s
@@ -132,7 +132,7 @@ class StepRows:
 
 
 class Narrowed(NamedTuple):
-    """Decode rows with a term that read some of their pages only, in ascending order."""
+    """Decode rows with a tag that read some of their pages only, in ascending order."""
 
     rows: NDArray[np.intp]
     """[B]"""
@@ -182,7 +182,7 @@ class Hook:
         """The pool is there. Raises HookError if the hook cannot work here."""
         return
 
-    def request_began(self, request: Request, extension: bytes | None) -> Term | None:
+    def request_began(self, request: Request, extension: bytes | None) -> HookTag | None:
         """A request has come. None: the hook leaves it alone.
 
         Args:
@@ -196,7 +196,7 @@ class Hook:
 
     def request_ended(self, request_id: bytes) -> None:
         """The engine holds nothing of a request any more, for whatever reason, and no step to come
-        has a row of it. Called for requests for which `request_began` returned a term."""
+        has a row of it. Called for requests for which `request_began` returned a tag."""
         return
 
     def step_began(self, step: StepRows) -> None:

@@ -111,8 +111,8 @@ class StepPlan:
     """Token table entries that only the host knows (delivered first tokens)."""
     arrived: Int32s = field(default_factory=lambda: np.zeros(0, np.int32))
     """[A]. Pages whose KV came from another worker or a lower tier since the last step."""
-    hook_terms: Int32s = field(default_factory=lambda: np.zeros((0, 0), np.int32))
-    """[H, R]. What each of H hooks has to do with each row (`engine.step.hooks.Term`)."""
+    hook_tags: Int32s = field(default_factory=lambda: np.zeros((0, 0), np.int32))
+    """[H, R]. What each of H hooks has to do with each row (`engine.step.hooks.HookTag`)."""
     masked: Int32s = field(default_factory=lambda: np.zeros(0, np.int32))
     """[M]. Rows among the samples that may draw only some tokens. Their masks come after the
     launch, by `Executor.sample`."""

@@ -34,10 +34,10 @@ from engine.hooks.protocol import (
     ExtensionError,
     HookError,
     HookSite,
+    HookTag,
     Narrowed,
     OnFailure,
     StepRows,
-    Term,
 )
 from engine.pool.kv_pool import KvPool
 from engine.types import Mode, PageIds, Request
@@ -102,7 +102,7 @@ class Quest(AttentionHook):
         self._summarise_all(nowhere)
         self._is_summarised.zero_()
 
-    def request_began(self, request: Request, extension: bytes | None) -> Term | None:
+    def request_began(self, request: Request, extension: bytes | None) -> HookTag | None:
         tokens = self._sparse_tokens if extension is None else _tokens_of(extension)
         if not tokens or request.mode is Mode.PREFILL:
             return None
@@ -110,7 +110,7 @@ class Quest(AttentionHook):
         if tokens < LEAST_TOKENS or pages < LEAST_PAGES:
             raise ExtensionError("too few tokens")
         # The first row that does not read all stores this token.
-        return Term(pages, max(len(request.prompt_ids), pages * self._pool.page_size))
+        return HookTag(pages, max(len(request.prompt_ids), pages * self._pool.page_size))
 
     # -- summaries ------------------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ class Quest(AttentionHook):
 
     def rows_narrowed(self, step: StepRows) -> Narrowed | None:
         count, size = step.num_decodes, step.page_size
-        pages, budgets = -(-step.context_lens[:count] // size), step.terms[:count]
+        pages, budgets = -(-step.context_lens[:count] // size), step.tags[:count]
         rows = np.flatnonzero((budgets > 0) & (pages > budgets))
         return Narrowed(rows, budgets[rows]) if self._places and rows.size else None
 

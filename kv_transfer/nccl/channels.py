@@ -5,7 +5,7 @@ A channel is a communicator of two ranks, of which the sender is rank 0, a socke
 own towards the other. On a shared one, two sends that meet would each wait for the other's end.
 
 Life of a channel: FORMING until both ends have found each other and are connected, for bounded time
--> OPEN: pushes go through in the order given, cut into pieces, `slots` staging buffers deep ->
+-> OPEN: pushes go through in the order given, cut into segments, `slots` staging buffers deep ->
 FAILED, by `close` or by an error. Nobody knows how pushes in progress ended -> OVER at the sender,
 once the receiver's end is closed. The receiver closes it when it writes no page any more.
 
@@ -33,7 +33,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
 from kv_transfer.nccl.groups import RECEIVER, SENDER, abort_group, form_group, receive, send
-from kv_transfer.nccl.staging import ChannelOptions, Piece, Staging
+from kv_transfer.nccl.staging import ChannelOptions, Segment, Staging
 from kv_transfer.nccl.wire import KEY_BYTES, Push, Wire
 from kv_transfer.transports.pool import PoolMemory
 from kv_transfer.types import PageIds
@@ -113,8 +113,8 @@ class Channel(ABC):
         """Moves pushes until the channel is closed."""
 
     @abstractmethod
-    def _move(self, piece: Piece) -> None:
-        """Queues, or does, what a piece takes."""
+    def _move(self, segment: Segment) -> None:
+        """Queues, or does, what a segment takes."""
 
     @abstractmethod
     def _leave(self, wire: Wire) -> None:
@@ -174,16 +174,16 @@ class SendChannel(Channel):
         while (put := self._pushes.get()) is not None:
             source, push = put
             wire.tell_push(push)
-            for piece in staging.pieces(source, push):
+            for segment in staging.segments(source, push):
                 if self.failed:
                     return
-                self._move(piece)
+                self._move(segment)
 
-    def _move(self, piece: Piece) -> None:
-        slot = piece.slot
+    def _move(self, segment: Segment) -> None:
+        slot = segment.slot
         with slot.queue():
-            staged = slot.staged(piece)
-            torch.index_select(piece.pool, 0, slot.ids(piece), out=staged)
+            staged = slot.staged(segment)
+            torch.index_select(segment.pool, 0, slot.ids(segment), out=staged)
             send(self._group, staged.view(-1))
 
     def _leave(self, wire: Wire) -> None:
@@ -193,7 +193,7 @@ class SendChannel(Channel):
 class ReceiveChannel(Channel):
     """The end that pages arrive at.
 
-    A piece is scattered when the host has seen it arrive. It is not queued behind its receive,
+    A segment is scattered when the host has seen it arrive. It is not queued behind its receive,
     since a receive that is torn down ends, too.
     """
 
@@ -201,10 +201,10 @@ class ReceiveChannel(Channel):
 
     def __init__(self, name: str, pool: PoolMemory, address: str, options: ChannelOptions) -> None:
         self._address = address
-        self._due: deque[tuple[Piece, torch.cuda.Event | None]] = deque()
-        """Pieces to be scattered, and when they are here."""
+        self._due: deque[tuple[Segment, torch.cuda.Event | None]] = deque()
+        """Segments to be scattered, and when they are here."""
         self._landing: deque[tuple[Push | None, torch.cuda.Event | None]] = deque()
-        """Pieces that are scattered: the push that ends with it, and when it is in the pool."""
+        """Segments that are scattered: the push that ends with it, and when it is in the pool."""
         self._landed: deque[bytes] = deque()
         """Payloads of pushes that are there, not told to the process yet."""
         super().__init__(name, pool, options)
@@ -230,8 +230,8 @@ class ReceiveChannel(Channel):
 
     def _serve(self, wire: Wire, staging: Staging) -> None:
         while (push := self._next(wire)) is not None:
-            for piece in staging.pieces(push.target, push):
-                self._move(piece)
+            for segment in staging.segments(push.target, push):
+                self._move(segment)
             while self._due:
                 self._scatter()
 
@@ -244,26 +244,26 @@ class ReceiveChannel(Channel):
         except EOFError:
             return None
 
-    def _move(self, piece: Piece) -> None:
+    def _move(self, segment: Segment) -> None:
         if len(self._due) == self._options.slots:
             self._scatter()
-        slot = piece.slot
+        slot = segment.slot
         with slot.queue():
-            receive(self._group, slot.staged(piece).view(-1))
+            receive(self._group, slot.staged(segment).view(-1))
             # A thread that waits for a frozen peer sleeps.
             received = slot.queue.end(blocking=True)
-        self._due.append((piece, received))
+        self._due.append((segment, received))
 
     def _scatter(self) -> None:
-        piece, received = self._due[0]
+        segment, received = self._due[0]
         if received is not None:
             received.synchronize()
         if self.failed:
             raise EOFError("torn down")
-        slot = piece.slot
+        slot = segment.slot
         with slot.queue():
-            piece.pool.index_copy_(0, slot.ids(piece), slot.staged(piece))
-        self._landing.append((piece.ends, slot.queue.end()))
+            segment.pool.index_copy_(0, slot.ids(segment), slot.staged(segment))
+        self._landing.append((segment.ends, slot.queue.end()))
         self._due.popleft()
         self._tell_landed(waits=False)
 

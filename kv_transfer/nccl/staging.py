@@ -1,6 +1,6 @@
-"""Staging buffers of a channel, through which the pages of a push go in pieces.
+"""Staging buffers of a channel, through which the pages of a push go in segments.
 
-A piece is gathered from the pool into a slot's buffer and sent, or received there and scattered.
+A segment is gathered from the pool into a slot's buffer and sent, or received there and scattered.
 Slots are taken in turn. While one is on the wire, the next is gathered or the one before scattered.
 """
 
@@ -26,8 +26,8 @@ from kv_transfer.types import PageIds
 class ChannelOptions:
     """How a channel cuts pushes. Both ends must have the same."""
 
-    piece_bytes: int = 64 << 20
-    """Size of a staging buffer, and the most that a piece has."""
+    segment_bytes: int = 64 << 20
+    """Size of a staging buffer, and the most that a segment has."""
     slots: int = 3
     """Number of staging buffers: one on the wire, one that is gathered into or scattered from, and
     one that is queued."""
@@ -70,24 +70,24 @@ class Slot:
         self._copied: torch.cuda.Event | None = None
         """When the device has read those."""
 
-    def staged(self, piece: Piece) -> Tensor:
-        """[n, page_bytes] as words of the pool: where the piece's pages are staged."""
-        pool, count = piece.pool, len(piece.pages)
+    def staged(self, segment: Segment) -> Tensor:
+        """[n, page_bytes] as words of the pool: where the segment's pages are staged."""
+        pool, count = segment.pool, len(segment.pages)
         size = count * pool.shape[1] * pool.itemsize
         return self._buffer[:size].view(count, -1).view(pool.dtype)
 
-    def ids(self, piece: Piece) -> Tensor:
-        """[n] int64: the piece's pages in the pool, queued to be copied to the device."""
-        count = len(piece.pages)
+    def ids(self, segment: Segment) -> Tensor:
+        """[n] int64: the segment's pages in the pool, queued to be copied to the device."""
+        count = len(segment.pages)
         if self._copied is not None:
             self._copied.synchronize()
-        self._host_ids[:count].numpy()[:] = piece.pages
+        self._host_ids[:count].numpy()[:] = segment.pages
         self._ids[:count].copy_(self._host_ids[:count], non_blocking=True)
         self._copied = self.queue.end(blocking=True)
         return self._ids[:count]
 
 
-class Piece(NamedTuple):
+class Segment(NamedTuple):
     """Some pages of a push on their way through a slot."""
 
     pages: PageIds
@@ -96,7 +96,7 @@ class Piece(NamedTuple):
     """[num_pages, page_bytes] as `words`: all pages of the group."""
     slot: Slot
     ends: Push | None
-    """The push, if it ends with this piece."""
+    """The push, if it ends with this segment."""
 
 
 class Staging:
@@ -104,7 +104,7 @@ class Staging:
 
     def __init__(self, pool: PoolMemory, options: ChannelOptions) -> None:
         self._pools = [words(pool.pages(group)) for group in range(len(pool.groups))]
-        self._most = [max(1, options.piece_bytes // group.page_bytes) for group in pool.groups]
+        self._most = [max(1, options.segment_bytes // group.page_bytes) for group in pool.groups]
         sizes = [
             most * group.page_bytes for most, group in zip(self._most, pool.groups, strict=True)
         ]
@@ -112,14 +112,14 @@ class Staging:
         slots = [Slot(max(sizes), max(self._most), device) for _ in range(options.slots)]
         self._turns = cycle(slots)
 
-    def pieces(self, pages: PageIds, push: Push) -> Iterator[Piece]:
-        """The pieces of a push with these `pages` at this end. Each takes its slot when it is asked
-        for."""
+    def segments(self, pages: PageIds, push: Push) -> Iterator[Segment]:
+        """The segments of a push with these `pages` at this end. Each takes its slot when it is
+        asked for."""
         most, pool = self._most[push.group], self._pools[push.group]
         for start in range(0, len(pages), most):
             part = pages[start : start + most]
             ends = push if start + most >= len(pages) else None
-            yield Piece(part, pool, next(self._turns), ends)
+            yield Segment(part, pool, next(self._turns), ends)
 
 
 def words(pages: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Pages moved by NCCL: gathered into a staging buffer, sent, scattered. Opt-in.
 
 The wire runs at its full rate whatever the size of a page. The price is staging memory
-(2 * slots * piece_bytes a peer) and processors of both GPUs while pages move. Notifications,
+(2 * slots * segment_bytes a peer) and processors of both GPUs while pages move. Notifications,
 metadata and where to meet go over NIXL. Pools without a GPU use Gloo, so that the same protocol is
 tested without one.
 

@@ -117,11 +117,11 @@ class Generations:
                 self._limits.max_unread_tokens,
                 request.input.output.min_message_ms / 1e3,
             )
-            outbox = OutputBuffer(most, whole=call.whole, short_way=seen, min_message_s=apart_s)
-            generation = _Generation(self._dispatcher, job, outbox, plan)
+            buffer = OutputBuffer(most, whole=call.whole, short_way=seen, min_message_s=apart_s)
+            generation = _Generation(self._dispatcher, job, buffer, plan)
             generation.choices += choices_of(job, request.input, tokenizer, plan)
             async with generation.running():
-                while (output := await outbox.take()) is not None:
+                while (output := await buffer.take()) is not None:
                     left_s = call.passed_s
                     try:
                         yield output
@@ -282,11 +282,11 @@ class _Generation:
     """A job on its way through the dispatcher."""
 
     def __init__(
-        self, dispatcher: Dispatcher, job: Job, outbox: OutputBuffer, plan: AnswerPlan
+        self, dispatcher: Dispatcher, job: Job, buffer: OutputBuffer, plan: AnswerPlan
     ) -> None:
         self._dispatcher = dispatcher
         self._job = job
-        self._outbox = outbox
+        self._buffer = buffer
         self._plan = plan
         self.choices: list[ChoiceOutput] = []
         self._started: Started | None = None
@@ -296,7 +296,7 @@ class _Generation:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Runs the job while its outputs are taken out of the outbox."""
+        """Runs the job while its outputs are taken out of the buffer."""
         work = asyncio.create_task(self._run())
         try:
             yield
@@ -306,20 +306,20 @@ class _Generation:
                 await asyncio.wait([work])
 
     async def _run(self) -> None:
-        """Runs the job to its end, and closes the outbox in every case."""
+        """Runs the job to its end, and closes the buffer in every case."""
         try:
-            async with until(self._job.deadline_ns, lambda: self._outbox.tokens_put):
+            async with until(self._job.deadline_ns, lambda: self._buffer.tokens_put):
                 await self._dispatcher.run(self._job, self._hear)
             if not self._finished:
                 raise RuntimeError("the dispatcher returned before JobFinished")
         except Exception as error:
-            self._outbox.close(error)
+            self._buffer.close(error)
         except asyncio.CancelledError:
             # The reader left. If it did not, the cancellation came from the dispatcher.
-            self._outbox.close(RuntimeError("cancelled from inside"))
+            self._buffer.close(RuntimeError("cancelled from inside"))
             raise
         else:
-            self._outbox.close()
+            self._buffer.close()
 
     def _hear(self, event: JobEvent) -> None:
         match event:
@@ -327,7 +327,7 @@ class _Generation:
                 self._take_tokens(event)
             case JobStarted():
                 self._started = Started(self._job, *event, self._plan.dropped, self._plan.ignored)
-                self._outbox.put(self._started)
+                self._buffer.put(self._started)
             case ChoiceEnded():
                 self._end_by_worker(event)
             case JobFinished():
@@ -340,7 +340,7 @@ class _Generation:
         choice = self.choices[event.choice]
         if choice.ended:
             return
-        self._outbox.put(choice.push(event))
+        self._buffer.put(choice.push(event))
         if choice.stop_text is not None:
             self._dispatcher.end_choice(self._job, choice.choice)
             self._end(choice, api.FINISH_REASON_STOP, choice.stop_text)
@@ -360,13 +360,13 @@ class _Generation:
     ) -> None:
         """Announces the end of a choice; the last one's waits for the totals."""
         if (rest := choice.rest(reason)) is not None:
-            self._outbox.put(rest)
+            self._buffer.put(rest)
         choice.ended = True
         finished = Finished(choice.choice, choice.reason(reason), stop_text)
         if all(one.ended for one in self.choices):
             self._last = finished
         else:
-            self._outbox.put(finished)
+            self._buffer.put(finished)
 
     def _finish(self, event: JobFinished) -> None:
         if self._last is None or self._started is None:
@@ -382,4 +382,4 @@ class _Generation:
         )
         last = self._last
         finished = Finished(last.choice, last.reason, last.stop_text, usage, event.timings)
-        self._outbox.put(finished)
+        self._buffer.put(finished)

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import torch
 
-from engine.step.hooks import AttentionHook, ExtensionError, Hook, Narrowed, OnFailure, Term
+from engine.step.hooks import AttentionHook, ExtensionError, Hook, HookTag, Narrowed, OnFailure
 
 POINTS = (
     "request_began",
@@ -48,22 +48,22 @@ class Breaking(AttentionHook):
         if extension == b"nonsense":
             raise ExtensionError("no")
         self._hit("request_began")
-        return Term(7, len(request.prompt_ids))
+        return HookTag(7, len(request.prompt_ids))
 
     def request_ended(self, request_id):
         self._hit("request_ended")
 
     def step_began(self, step):
-        self._step, self._mine = step, bool(step.terms.any())
-        assert set(step.terms.tolist()) <= {0, 7}
+        self._step, self._mine = step, bool(step.tags.any())
+        assert set(step.tags.tolist()) <= {0, 7}
         self._hit("step_began", self._mine)
 
     def step_ended(self, step):
         self._hit("step_ended", self._mine)
 
     def rows_narrowed(self, step):
-        self._hit("rows_narrowed", bool(step.terms.any()))
-        rows = np.flatnonzero(step.terms[: step.num_decodes])
+        self._hit("rows_narrowed", bool(step.tags.any()))
+        rows = np.flatnonzero(step.tags[: step.num_decodes])
         self._rows = rows
         return Narrowed(rows, np.ones(len(rows), np.int32))
 
@@ -93,10 +93,10 @@ class OnRank1(AttentionHook):
     def __init__(self, *, capturable: bool, attaches: bool) -> None:
         self.capturable, self._attaches = capturable, attaches
         self._is_there = os.environ.get("RANK") == "1"
-        self._terms: set[int] = set()
+        self._tags: set[int] = set()
 
     def _hit(self, point: str) -> None:
-        if self._is_there and 1 + POINTS.index(point) in self._terms:
+        if self._is_there and 1 + POINTS.index(point) in self._tags:
             raise ZeroDivisionError(point)
 
     def attach(self, site):
@@ -107,17 +107,17 @@ class OnRank1(AttentionHook):
     def request_began(self, request, extension):
         if extension is None:
             return None
-        return Term(1 + POINTS.index(extension.decode()) if extension else 99)
+        return HookTag(1 + POINTS.index(extension.decode()) if extension else 99)
 
     def rows_narrowed(self, step):
-        self._terms = set(step.terms.tolist())
+        self._tags = set(step.tags.tolist())
         self._hit("rows_narrowed")
-        rows = np.flatnonzero(step.terms[: step.num_decodes])
+        rows = np.flatnonzero(step.tags[: step.num_decodes])
         pages = -(-step.context_lens[rows] // step.page_size)
         return Narrowed(rows, np.minimum(pages, 2))
 
     def step_began(self, step):
-        self._terms = set(step.terms.tolist())
+        self._tags = set(step.tags.tolist())
         self._hit("step_began")
 
     def choosing_began(self, rows):
@@ -162,10 +162,10 @@ class SlowAtFirst(AttentionHook):
         self._heads = site.pool.num_kv_heads
 
     def request_began(self, request, extension):
-        return Term(1)
+        return HookTag(1)
 
     def rows_narrowed(self, step):
-        rows = np.flatnonzero(step.terms[: step.num_decodes])
+        rows = np.flatnonzero(step.tags[: step.num_decodes])
         return Narrowed(rows, np.minimum(-(-step.context_lens[rows] // step.page_size), 2))
 
     def choosing_began(self, rows):
@@ -190,10 +190,10 @@ class OfSteps(Hook):
     on_failure = OnFailure.LEAVE
 
     def request_began(self, request, extension):
-        return Term(1)
+        return HookTag(1)
 
     def step_began(self, step):
-        if step.terms.any():
+        if step.tags.any():
             raise ZeroDivisionError
 
 
@@ -204,7 +204,7 @@ class Quiet(AttentionHook):
         self.capturable = capturable
 
     def request_began(self, request, extension):
-        return Term(1)
+        return HookTag(1)
 
     def attention_began(self, layer, q, k, v):
         return

@@ -273,7 +273,7 @@ class Reversing(AttentionHook):
         self.narrowed: list[int] = []
 
     def rows_narrowed(self, step):
-        rows = np.flatnonzero(step.terms[: step.num_decodes])
+        rows = np.flatnonzero(step.tags[: step.num_decodes])
         return Narrowed(rows, -(-step.context_lens[rows] // PAGE))
 
     def choosing_began(self, rows):
@@ -303,7 +303,7 @@ def check_hooks(fused: Fused, first: list[int], second: list[int], want: list[Te
         queries = np.array([len(tokens) for _, _, tokens in rows])
         starts, decodes = np.array([21, 51]), len(counts or [0])
         plan = SimpleNamespace(
-            number=0, hook_terms=np.array([[*(counts or [1]), 1][:2]]), query_lens=queries,
+            number=0, hook_tags=np.array([[*(counts or [1]), 1][:2]]), query_lens=queries,
             num_decodes=decodes, context_lens=starts + queries, page_table=fused.table.numpy(),
             arrived=nothing,
         )  # fmt: skip

@@ -44,7 +44,7 @@ def step_of(table: np.ndarray) -> StepRows:
     """A step in which most pages come, and two are completed."""
     return StepRows(
         number=0,
-        terms=np.full(len(CONTEXTS), 16, np.int32),
+        tags=np.full(len(CONTEXTS), 16, np.int32),
         query_lens=np.ones(len(CONTEXTS), np.int32),
         context_lens=np.array([512, 30, 700, 1, 1440], np.int32),
         num_decodes=len(CONTEXTS),

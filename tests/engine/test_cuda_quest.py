@@ -198,7 +198,7 @@ def test_kernels_choose_what_pytorch_chooses(kind):
     hook.attach(HookSite(pool, (AttentionSpec(1.0),) * 4, decodes=True))
     table = np.stack([np.random.default_rng(row).permutation(pages)[:1300] for row in range(5)])
     step = StepRows(
-        number=0, terms=np.full(5, 128, np.int32), query_lens=np.ones(5, np.int32),
+        number=0, tags=np.full(5, 128, np.int32), query_lens=np.ones(5, np.int32),
         context_lens=contexts, num_decodes=5, prompts_at=5, page_table=table.astype(np.int32),
         page_size=PAGE, arrived=np.arange(8, pages, dtype=np.int32),
     )  # fmt: skip

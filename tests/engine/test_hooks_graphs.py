@@ -46,7 +46,7 @@ class Choosing(Heard):
     beyond = False
 
     def rows_narrowed(self, step):
-        rows = np.flatnonzero(step.terms[: step.num_decodes])
+        rows = np.flatnonzero(step.tags[: step.num_decodes])
         return Narrowed(rows, np.full(len(rows), 2, np.int32))
 
     def pages_wanted(self, layer, q):
@@ -72,11 +72,11 @@ def steps_of(pool, *hooks) -> StepHooks:
     return StepHooks(hooks, HookSite(pool, (AttentionSpec(1.0),), decodes=True), 60.0)
 
 
-def plan_of(*terms: int, hooks: int = 1) -> StepPlan:
-    """Decode rows at position 12, each with four pages. `terms` are of the first hook."""
-    count = len(terms)
+def plan_of(*tags: int, hooks: int = 1) -> StepPlan:
+    """Decode rows at position 12, each with four pages. `tags` are of the first hook."""
+    count = len(tags)
     columns = np.zeros((hooks, count), np.int32)
-    columns[0] = terms
+    columns[0] = tags
     return StepPlan(
         number=0,
         token_ids=np.zeros(count, np.int32),
@@ -95,7 +95,7 @@ def plan_of(*terms: int, hooks: int = 1) -> StepPlan:
         copy_target=NOTHING,
         write_slots=NOTHING,
         write_tokens=NOTHING,
-        hook_terms=columns,
+        hook_tags=columns,
     )
 
 
@@ -121,8 +121,8 @@ def test_a_step_with_rows_of_a_hook_that_fits_no_graph_is_eager(pool, hook, eage
     hook.name = "one"
     steps = steps_of(pool, hook, Heard("other"))
     assert steps.graph_pages == graph_pages
-    for terms, wanted in (((0, 7), eager), ((0, 0), False)):
-        plan = plan_of(*terms, hooks=2)
+    for tags, wanted in (((0, 7), eager), ((0, 0), False)):
+        plan = plan_of(*tags, hooks=2)
         steps.narrow(plan)
         assert steps.is_eager(plan) == wanted
 
@@ -141,9 +141,9 @@ def test_layers_call_a_hook_that_fits_and_others_in_steps_with_their_rows(pool):
     steps = steps_of(pool, plain, fits)
     attend = CalledAttention(lambda layer, q, k, v: q, steps)
     nothing = torch.zeros(1)
-    for terms, heard in (((0, 0), 0), ((0, 7), 2)):
-        steps.narrow(plan_of(*terms, hooks=2))
-        steps.begin(plan_of(*terms, hooks=2), 8)
+    for tags, heard in (((0, 0), 0), ((0, 7), 2)):
+        steps.narrow(plan_of(*tags, hooks=2))
+        steps.begin(plan_of(*tags, hooks=2), 8)
         attend(0, nothing, nothing, nothing)
         assert steps.end_queued()() == ()
         assert len(plain.layers) == heard

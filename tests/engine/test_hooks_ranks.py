@@ -97,7 +97,7 @@ class Narrowing(Choosing):
     def rows_narrowed(self, step):
         if self._is_at(step, "raises"):
             raise ZeroDivisionError
-        rows = np.flatnonzero(step.terms[: step.num_decodes])
+        rows = np.flatnonzero(step.tags[: step.num_decodes])
         if self._is_at(step, "nothing") or not rows.size:
             return None
         return Narrowed(rows, np.full(len(rows), 3 if self._is_at(step, "more") else 2, np.int32))
@@ -108,8 +108,8 @@ class Narrowing(Choosing):
             raise ZeroDivisionError
 
 
-def plan_of(number: int, terms: list[list[int]], prompt: int = 0) -> StepPlan:
-    """Two decode rows, and perhaps a prompt. Terms by hook and row."""
+def plan_of(number: int, tags: list[list[int]], prompt: int = 0) -> StepPlan:
+    """Two decode rows, and perhaps a prompt. Tags by hook and row."""
     lens = np.array([1, 1, prompt][: 3 if prompt else 2], np.int32)
     contexts = np.array([13, 13, prompt][: len(lens)], np.int32)
     columns = -(-max(13, prompt) // PAGE)
@@ -123,7 +123,7 @@ def plan_of(number: int, terms: list[list[int]], prompt: int = 0) -> StepPlan:
         sample_tokens=(lens.cumsum() - 1).astype(np.int32), sample_slots=slots,
         sample_generations=slots, sample_indices=slots, sample=SamplePlan(len(lens)),
         copy_source=NOTHING, copy_target=NOTHING, write_slots=NOTHING, write_tokens=NOTHING,
-        hook_terms=np.array([[*row, 0][: len(lens)] for row in terms], np.int32),
+        hook_tags=np.array([[*row, 0][: len(lens)] for row in tags], np.int32),
     )  # fmt: skip
 
 

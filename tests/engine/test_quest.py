@@ -84,7 +84,7 @@ def test_the_pages_with_the_best_bounds_are_read(kind, in_graph):
     hook.attach(HookSite(pool, (plain, plain, plain, sliding), decodes=True))
     step = StepRows(
         number=0,
-        terms=np.array([16, 16, 20], np.int32),
+        tags=np.array([16, 16, 20], np.int32),
         query_lens=np.ones(3, np.int32),
         context_lens=contexts,
         num_decodes=3,

@@ -157,7 +157,7 @@ def test_a_step_comes_over_as_it_was_sent(whole):
     }
     columns["page_table"] = rng.integers(0, 99, (4, 7)).astype(np.int32)[:, ::2]
     columns["sample_slots"] = np.zeros(3, np.int32)
-    columns["hook_terms"] = rng.integers(0, 99, (2, len(columns["row_slots"]))).astype(np.int32)
+    columns["hook_tags"] = rng.integers(0, 99, (2, len(columns["row_slots"]))).astype(np.int32)
     columns["pools"] = rng.integers(0, 99, (3, 4)).astype(np.int32)
     nothing = np.zeros(0, np.int32)
     scores = tuple(ScorePlan(at, np.arange(5 + at, dtype=np.int32), at + 1) for at in (3, 9))

@@ -13,7 +13,7 @@ from hooks_kit import (  # The fixtures are used by their names.
     fixture_of_path,  # noqa: F401
     fixture_of_want,  # noqa: F401
 )
-from wrong_hooks import TERMS
+from wrong_hooks import TAGS
 
 from engine.types import FailureReason
 
@@ -30,7 +30,7 @@ ROWS = (
 )
 WANTED = ("no tensor", "fractions", "below", "above")
 AT = {
-    **dict.fromkeys([*TERMS, "leaves the process at once"], "request_began"),
+    **dict.fromkeys([*TAGS, "leaves the process at once"], "request_began"),
     **dict.fromkeys(ROWS, "rows_narrowed"),
     **dict.fromkeys(WANTED, "pages_wanted"),
     "leaves the process": "step_began",
@@ -58,7 +58,7 @@ def test_what_a_hook_must_not_return_is_a_failure_of_it_alone(path, want, how):
 
 
 def test_what_a_hook_that_chooses_pages_has_touched_is_never_keyed(path):
-    """Its term does not say from where on KV is not exact. So nothing decoded is."""
+    """Its tag does not say from where on KV is not exact. So nothing decoded is."""
     engine = build(path, hooks=("wrong?how=well",))
     cached: list = []
     engine.subscribe(cached.append)

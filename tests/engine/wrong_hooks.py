@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from engine.step.hooks import AttentionHook, ExtensionError, Hook, Narrowed, OnFailure, Term
+from engine.step.hooks import AttentionHook, ExtensionError, Hook, HookTag, Narrowed, OnFailure
 
-TERMS = {
-    "no term": 7,
-    "huge": Term(1 << 40),
-    "zero": Term(0),
-    "text": Term("7"),
-    "before the start": Term(7, -8),
+TAGS = {
+    "no tag": 7,
+    "huge": HookTag(1 << 40),
+    "zero": HookTag(0),
+    "text": HookTag("7"),
+    "before the start": HookTag(7, -8),
 }
 
 
@@ -31,18 +31,18 @@ class Wrong(AttentionHook):
             return None
         if self._how == "leaves the process at once":
             raise SystemExit
-        return TERMS.get(self._how, Term(7))
+        return TAGS.get(self._how, HookTag(7))
 
     def request_ended(self, request_id):
         self.ended.append(request_id)
 
     def step_began(self, step):
-        if self._how == "leaves the process" and step.terms.any():
+        if self._how == "leaves the process" and step.tags.any():
             raise SystemExit
 
     def rows_narrowed(self, step):
         self._step, count = step, step.num_decodes
-        rows = np.flatnonzero(step.terms[:count])
+        rows = np.flatnonzero(step.tags[:count])
         if not rows.size:
             return None
         counts = np.ones(len(rows), np.int32)
@@ -81,10 +81,10 @@ class Late(AttentionHook):
         self.on_failure, self._steps = on_failure, 0
 
     def request_began(self, request, extension):
-        return None if extension is None else Term(1)
+        return None if extension is None else HookTag(1)
 
     def rows_narrowed(self, step):
-        self._rows = np.flatnonzero(step.terms[: step.num_decodes])
+        self._rows = np.flatnonzero(step.tags[: step.num_decodes])
         self._steps += bool(self._rows.size)
         pages = -(-step.context_lens[self._rows] // step.page_size)
         return Narrowed(self._rows, pages)
@@ -96,7 +96,7 @@ class Late(AttentionHook):
 
 
 class Counting(Hook):
-    """Gives each request a term of its own, and raises if a step has one whose request ended."""
+    """Gives each request a tag of its own, and raises if a step has one whose request ended."""
 
     def __init__(self) -> None:
         self.began: dict[bytes, int] = {}
@@ -105,14 +105,14 @@ class Counting(Hook):
 
     def request_began(self, request, extension):
         self.began[request.id] = len(self.began) + 1
-        return Term(self.began[request.id])
+        return HookTag(self.began[request.id])
 
     def request_ended(self, request_id):
         self.ended.append(request_id)
         self._gone.add(self.began[request_id])
 
     def step_began(self, step):
-        assert not self._gone & set(step.terms.tolist())
+        assert not self._gone & set(step.tags.tolist())
 
 
 class Refusing(Hook):

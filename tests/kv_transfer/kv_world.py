@@ -20,7 +20,7 @@ from kv_transfer.ranks.group import GroupTransport, rank_agent
 from kv_transfer.ranks.part import LocalPart, Part
 from kv_transfer.ranks.plan import units_of
 from kv_transfer.ranks.remote import RankAgent, RemotePart
-from kv_transfer.settling_writes import AFTERMATH_S, LONGEST_TURN_S
+from kv_transfer.settling_writes import LONGEST_TURN_S, SETTLING_S
 from kv_transfer.specs import Range, ReceiveSpec, SendSpec, Source, Target
 from kv_transfer.transports.factory import TRANSPORTS, make_transport
 from kv_transfer.transports.loopback import LoopbackTransport
@@ -235,7 +235,7 @@ class World:
     def die(self, peer: Side, at: Side) -> None:
         """The process of `peer` is proven gone at the other side, and the aftermath is over."""
         at.exchange.part(peer.name, proven_dead=True)
-        for _ in range(2 + round(AFTERMATH_S / LONGEST_TURN_S)):
+        for _ in range(2 + round(SETTLING_S / LONGEST_TURN_S)):
             self.clock.advance(LONGEST_TURN_S)
             at.exchange.turn()
 

@@ -1,4 +1,4 @@
-"""Pages through staging buffers of every size and number, gathered, sent, scattered in pieces."""
+"""Pages through staging buffers of every size and number, gathered, sent, scattered in segments."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from kv_transfer.types import Notification, PageGroup, PushState, TransportError
 @pytest.mark.parametrize(
     "options",
     [
-        ChannelOptions(piece_bytes=1, slots=1),
-        ChannelOptions(piece_bytes=3 * PAGE_BYTES + 1, slots=1),
-        ChannelOptions(piece_bytes=5 * PAGE_BYTES, slots=2),
-        ChannelOptions(piece_bytes=NUM_PAGES * PAGE_BYTES, slots=3),
+        ChannelOptions(segment_bytes=1, slots=1),
+        ChannelOptions(segment_bytes=3 * PAGE_BYTES + 1, slots=1),
+        ChannelOptions(segment_bytes=5 * PAGE_BYTES, slots=2),
+        ChannelOptions(segment_bytes=NUM_PAGES * PAGE_BYTES, slots=3),
     ],
 )
 def test_every_piece_arrives_whatever_its_size(
@@ -57,25 +57,26 @@ def send(world: World, num_pages: int) -> None:
     assert written == num_pages, "pages were written that nobody granted"
 
 
-@pytest.mark.parametrize("piece_bytes", [1, PAGE_BYTES - 1, PAGE_BYTES, 5 * PAGE_BYTES + 1])
-def test_what_a_buffer_holds_bounds_all_pieces(piece_bytes: int) -> None:
+@pytest.mark.parametrize("segment_bytes", [1, PAGE_BYTES - 1, PAGE_BYTES, 5 * PAGE_BYTES + 1])
+def test_what_a_buffer_holds_bounds_all_pieces(segment_bytes: int) -> None:
     pool = PoolMemory.of(torch.zeros(32, PAGE_BYTES, dtype=torch.uint8), GROUPS)
-    staging = Staging(pool, ChannelOptions(piece_bytes))
-    most = max(1, piece_bytes // PAGE_BYTES)
+    staging = Staging(pool, ChannelOptions(segment_bytes))
+    most = max(1, segment_bytes // PAGE_BYTES)
     for _ in range(3):
-        pieces = list(staging.pieces(FIRST, Push(1, SECOND, b"")))
-        assert np.concatenate([piece.pages for piece in pieces]).tolist() == FIRST.tolist()
-        assert {len(piece.pages) for piece in pieces[:-1]} <= {most}
-        for piece in pieces:
-            staged, ids = piece.slot.staged(piece), piece.slot.ids(piece)
-            assert len(staged) == len(ids) == len(piece.pages) <= most
-        assert [piece.ends is not None for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+        segments = list(staging.segments(FIRST, Push(1, SECOND, b"")))
+        assert np.concatenate([segment.pages for segment in segments]).tolist() == FIRST.tolist()
+        assert {len(segment.pages) for segment in segments[:-1]} <= {most}
+        for segment in segments:
+            staged, ids = segment.slot.staged(segment), segment.slot.ids(segment)
+            assert len(staged) == len(ids) == len(segment.pages) <= most
+        assert not any(segment.ends for segment in segments[:-1])
+        assert segments[-1].ends is not None
 
 
 def meet() -> tuple[NcclTransport, NcclTransport]:
     pools = [torch.zeros(32, PAGE_BYTES, dtype=torch.uint8) for _ in "ab"]
     pools[0].random_(1, 255)
-    options = ChannelOptions(piece_bytes=2 * PAGE_BYTES)
+    options = ChannelOptions(segment_bytes=2 * PAGE_BYTES)
     a, b = (
         NcclTransport(name, PoolMemory.of(pool, GROUPS), options)
         for name, pool in zip("ab", pools, strict=True)
@@ -172,11 +173,11 @@ def test_pushes_end_where_a_lane_fails_and_the_next_one_forms_another(
     a, b = meet_and_push()
     move, moved = end._move, []
 
-    def broken(self: Channel, piece: object) -> None:
-        moved.append(piece)
+    def broken(self: Channel, segment: object) -> None:
+        moved.append(segment)
         if len(moved) == broken_at:
             raise RuntimeError
-        move(self, piece)
+        move(self, segment)
 
     monkeypatch.setattr(end, "_move", broken)
     b._pool.pages(0).zero_()

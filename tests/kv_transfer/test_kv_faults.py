@@ -27,7 +27,7 @@ from kv_transfer.exchange import ACTIVE_POLL_S, FRESH_POLL_S, FRESH_S, IDLE_POLL
 from kv_transfer.outgoing import SendState
 from kv_transfer.peers import PARTED_S
 from kv_transfer.receiving import ReceiveState
-from kv_transfer.settling_writes import AFTERMATH_S, LONGEST_TURN_S
+from kv_transfer.settling_writes import LONGEST_TURN_S, SETTLING_S
 from kv_transfer.tables import BoundedMemory, Timers
 from kv_transfer.types import TransportError
 from kv_transfer.wire import Chunk, Quiesce, decode
@@ -143,7 +143,7 @@ def test_what_a_dead_peer_had_posted_lands_in_nobodys_pages(loopback: World) -> 
     world.decode.exchange.part(world.prefill.name, proven_dead=True)
     world.decode.exchange.turn()
     world.clock.advance(3600.0)
-    for _ in range(round(AFTERMATH_S / LONGEST_TURN_S) - 2):
+    for _ in range(round(SETTLING_S / LONGEST_TURN_S) - 2):
         world.decode.exchange.turn()
         assert not world.decode.of(ReceiveFreed)
         world.clock.advance(LONGEST_TURN_S)

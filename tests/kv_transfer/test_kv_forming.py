@@ -20,13 +20,13 @@ from waiting import wait_until
 from kv_transfer.events import Delivered, Sent
 from kv_transfer.nccl import channels, groups
 from kv_transfer.nccl.channels import Channel, ReceiveChannel, SendChannel
-from kv_transfer.nccl.staging import ChannelOptions, Piece
+from kv_transfer.nccl.staging import ChannelOptions, Segment
 from kv_transfer.transports.pool import PoolMemory
 from kv_transfer.types import PageGroup
 
 SOON = timedelta(seconds=2)
 POOL = PoolMemory.of(torch.zeros(4, 64, dtype=torch.uint8), [PageGroup(64, 4)])
-OPTIONS = ChannelOptions(piece_bytes=64)
+OPTIONS = ChannelOptions(segment_bytes=64)
 STOPS_HALF_WAY = """
 import sys, time, torch
 from kv_transfer.nccl import channels
@@ -41,9 +41,9 @@ def stop(*_):
 channels.form_group = stop
 pool = PoolMemory.of(torch.zeros(4, 64, dtype=torch.uint8), [PageGroup(64, 4)])
 if sys.argv[1:]:
-    channels.ReceiveChannel("in", pool, sys.argv[1], ChannelOptions(piece_bytes=64))
+    channels.ReceiveChannel("in", pool, sys.argv[1], ChannelOptions(segment_bytes=64))
 else:
-    print(channels.SendChannel("out", pool, ChannelOptions(piece_bytes=64)).address, flush=True)
+    print(channels.SendChannel("out", pool, ChannelOptions(segment_bytes=64)).address, flush=True)
 time.sleep(600)
 """
 
@@ -131,11 +131,11 @@ def test_a_lane_that_is_formed_waits_longer_than_forming_may_take(
     monkeypatch.setattr(channels, "CONNECT_S", SOON)
     move, stood_still = ReceiveChannel._move, []
 
-    def late(self: ReceiveChannel, piece: Piece) -> None:
+    def late(self: ReceiveChannel, segment: Segment) -> None:
         if not stood_still:
-            stood_still.append(piece)
+            stood_still.append(segment)
             time.sleep(1.3 * SOON.total_seconds())
-        move(self, piece)
+        move(self, segment)
 
     with a_world("nccl") as world:
         monkeypatch.setattr(ReceiveChannel, "_move", late)

@@ -35,7 +35,7 @@ from kv_transfer.exchange import Exchange
 from kv_transfer.ranks.group import _HEADER, _MAGIC, GroupTransport, rank_agent
 from kv_transfer.ranks.part import LocalPart
 from kv_transfer.receiving import ReceiveState
-from kv_transfer.settling_writes import AFTERMATH_S, LONGEST_TURN_S
+from kv_transfer.settling_writes import LONGEST_TURN_S, SETTLING_S
 from kv_transfer.specs import ReceiveSpec, SendSpec, Source
 from kv_transfer.transports.loopback import LoopbackTransport
 from kv_transfer.transports.pool import PoolMemory
@@ -459,7 +459,7 @@ def test_nothing_is_claimed_that_is_not_true(seed: int, ranks: Ranks) -> None:
         model.decode.exchange.part(party.name, proven_dead=True)
         for key in list(model.can_land):
             model.can_land[key] = 0
-    for _ in range(2 + round(AFTERMATH_S / LONGEST_TURN_S)):
+    for _ in range(2 + round(SETTLING_S / LONGEST_TURN_S)):
         model.clock.advance(LONGEST_TURN_S)
         model.decode.exchange.turn()
     model.observe()

@@ -95,15 +95,15 @@ def drawing_of(model: Model, sampler: Sampler | None, token_table: Tensor) -> Dr
     """The drawing of a rank. Only the first has a sampler."""
     ranks = model.collective
     if sampler is not None and ranks.size == 1:
-        return DrawingAlone(sampler, token_table)
+        return SingleRankSampling(sampler, token_table)
     assert isinstance(ranks, CudaCollective)
     part = _Part(ranks, model.shard.vocab(model.config).start, model.config.vocab_size)
     if sampler is not None:
-        return DrawingForAll(sampler, token_table, part)
-    return DrawingAlong(token_table, part)
+        return LeaderSampling(sampler, token_table, part)
+    return FollowerSampling(token_table, part)
 
 
-class DrawingAlone:
+class SingleRankSampling:
     """Draws the tokens of a worker of one rank."""
 
     def __init__(self, sampler: Sampler, token_table: Tensor) -> None:
@@ -179,7 +179,7 @@ class _Part(NamedTuple):
         return self.ranks.gather(logits, self.vocab_size)
 
 
-class DrawingForAll(DrawingAlone):
+class LeaderSampling(SingleRankSampling):
     """Draws the tokens for all ranks, on the first of them."""
 
     def __init__(self, sampler: Sampler, token_table: Tensor, part: _Part) -> None:
@@ -200,7 +200,7 @@ class DrawingForAll(DrawingAlone):
         return told
 
     def best(self, logits: Tensor, slots: Tensor) -> Tensor:
-        """See `DrawingAlone`."""
+        """See `SingleRankSampling`."""
         return self._part.best(logits, slots, self._token_table)
 
     def _is_best(self, draw: Draw, masks: Masks | None) -> bool:
@@ -218,7 +218,7 @@ class DrawingForAll(DrawingAlone):
         return tokens
 
 
-class DrawingAlong:
+class FollowerSampling:
     """Follows the drawing on the other ranks: the same collectives in the same order. The host
     reads nothing."""
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from engine.cuda.kernels import best_of_rows
 from engine.cuda.ranks.drawing import (
     Draw,
-    DrawingAlone,
     HostScores,
+    SingleRankSampling,
     Verified,
     nothing_drawn,
     to_pinned,
@@ -92,7 +92,7 @@ class _Host(NamedTuple):
         )
 
 
-class DrawingDrafts(DrawingAlone):
+class DraftSampling(SingleRankSampling):
     """Drawing with drafts, on a worker of one rank. Tokens go into the tables by slot, which have
     the token table."""
 

@@ -27,37 +27,37 @@ class ChatForm:
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def choice(self, piece: ReplyPart) -> JSON:
+    def choice(self, part: ReplyPart) -> JSON:
         """A whole choice."""
-        calls = joined_calls(piece.calls)
-        content = None if calls and not piece.text else piece.text
+        calls = joined_calls(part.calls)
+        content = None if calls and not part.text else part.text
         message: JSON = {"role": "assistant", "content": content, "refusal": None}
-        message |= _reasoning(piece)
+        message |= _reasoning(part)
         if calls:
             message["tool_calls"] = [_call(call) for call in calls]
-        return self._with("message", message, piece)
+        return self._with("message", message, part)
 
-    def delta(self, piece: ReplyPart) -> JSON:
-        """A piece of a choice. The role comes with the first text, because load generators would
+    def delta(self, part: ReplyPart) -> JSON:
+        """A part of a choice. The role comes with the first text, because load generators would
         time an extra chunk as a token."""
-        delta: JSON = {"role": "assistant"} if piece.first else {}
-        if piece.finish_reason is None:
-            delta |= _reasoning(piece)
-            if piece.calls:
+        delta: JSON = {"role": "assistant"} if part.first else {}
+        if part.finish_reason is None:
+            delta |= _reasoning(part)
+            if part.calls:
                 delta["tool_calls"] = [
-                    {"index": call.index, **_call(call)} for call in joined_calls(piece.calls)
+                    {"index": call.index, **_call(call)} for call in joined_calls(part.calls)
                 ]
-            if piece.text or len(delta) == piece.first:
-                delta["content"] = piece.text
-        return self._with("delta", delta, piece)
+            if part.text or len(delta) == part.first:
+                delta["content"] = part.text
+        return self._with("delta", delta, part)
 
-    def _with(self, name: str, content: JSON, piece: ReplyPart) -> JSON:
+    def _with(self, name: str, content: JSON, part: ReplyPart) -> JSON:
         return {
-            "index": piece.choice,
+            "index": part.choice,
             name: content,
-            "logprobs": None if piece.scored is None else chat_logprobs(piece.scored),
-            "finish_reason": piece.finish_reason,
-            **({} if piece.token_ids is None else {"token_ids": piece.token_ids}),
+            "logprobs": None if part.scored is None else chat_logprobs(part.scored),
+            "finish_reason": part.finish_reason,
+            **({} if part.token_ids is None else {"token_ids": part.token_ids}),
         }
 
     def prompt_ids(self, token_ids: list[int]) -> tuple[JSON, JSON]:
@@ -65,11 +65,11 @@ class ChatForm:
         return {"prompt_token_ids": token_ids}, {}
 
 
-def _reasoning(piece: ReplyPart) -> JSON:
+def _reasoning(part: ReplyPart) -> JSON:
     """What the model thought, under both names that clients know."""
-    if not piece.reasoning:
+    if not part.reasoning:
         return {}
-    text = "".join(piece.reasoning)
+    text = "".join(part.reasoning)
     return {"reasoning_content": text, "reasoning": text}
 
 

@@ -29,14 +29,14 @@ class CompletionForm:
     whole_object = "text_completion"
     chunk_object = "text_completion"
 
-    def choice(self, piece: ReplyPart) -> JSON:
+    def choice(self, part: ReplyPart) -> JSON:
         """A whole choice."""
         return {
-            "index": piece.choice,
-            "text": piece.text,
-            "logprobs": None if piece.scored is None else completion_logprobs(piece.scored),
-            "finish_reason": piece.finish_reason,
-            **({} if piece.token_ids is None else {"token_ids": piece.token_ids}),
+            "index": part.choice,
+            "text": part.text,
+            "logprobs": None if part.scored is None else completion_logprobs(part.scored),
+            "finish_reason": part.finish_reason,
+            **({} if part.token_ids is None else {"token_ids": part.token_ids}),
         }
 
     delta = choice

@@ -1,4 +1,4 @@
-"""Answers a request: runs its generations, one for each prompt, and joins their pieces.
+"""Answers a request: runs its generations, one for each prompt, and joins their parts.
 
 Choice `c` of prompt `p` is the reply's choice `p * n + c`. All generations run at once. If one
 fails, or the caller leaves, the others end. The result is a series of `ReplyPart`s, in order within
@@ -75,12 +75,12 @@ class Form(Protocol):
     whole_object: str
     chunk_object: str
 
-    def choice(self, piece: ReplyPart) -> JSON:
+    def choice(self, part: ReplyPart) -> JSON:
         """A whole choice."""
         ...
 
-    def delta(self, piece: ReplyPart) -> JSON:
-        """A piece of a choice, in a stream."""
+    def delta(self, part: ReplyPart) -> JSON:
+        """A part of a choice, in a stream."""
         ...
 
     def prompt_ids(self, token_ids: list[int]) -> tuple[JSON, JSON]:
@@ -166,14 +166,14 @@ class Reply:
             RouterError: the reply failed.
         """
         whole: dict[int, ReplyPart] = {}
-        async with aclosing(self._pieces()) as pieces:
-            async for piece in pieces:
-                if (earlier := whole.get(piece.choice)) is not None:
-                    earlier.extend(piece)
+        async with aclosing(self._parts()) as parts:
+            async for part in parts:
+                if (earlier := whole.get(part.choice)) is not None:
+                    earlier.extend(part)
                 else:
-                    whole[piece.choice] = piece
+                    whole[part.choice] = part
         form = self._order.form
-        choices = [{**form.choice(piece), **piece.extra} for _, piece in sorted(whole.items())]
+        choices = [{**form.choice(part), **part.extra} for _, part in sorted(whole.items())]
         return {**self._head, "choices": choices, "usage": self._usage.json()}
 
     async def chunks(self) -> AsyncGenerator[JSON, None]:
@@ -182,9 +182,9 @@ class Reply:
         Raises:
             RouterError: the reply is incomplete.
         """
-        async with aclosing(self._pieces()) as pieces:
-            async for piece in pieces:
-                yield self._chunk(piece)
+        async with aclosing(self._parts()) as parts:
+            async for part in parts:
+                yield self._chunk(part)
         if self._order.stream_options.include_usage:
             yield {**self._head, "choices": [], "usage": self._usage.json()}
 
@@ -205,15 +205,15 @@ class Reply:
     def _template(self, choice: int, kind: str, straight: Straight) -> Template | None:
         if not self._choices[choice].begun:
             return None
-        piece = ReplyPart(choice, [MARK] if kind == "text" else [])
-        piece.reasoning = [MARK] if kind == "thinking" else []
-        template = Template(straight.frame(self._chunk(piece)))
+        part = ReplyPart(choice, [MARK] if kind == "text" else [])
+        part.reasoning = [MARK] if kind == "thinking" else []
+        template = Template(straight.frame(self._chunk(part)))
         self._templates[choice, kind] = template
         return template
 
-    def _chunk(self, piece: ReplyPart) -> JSON:
+    def _chunk(self, part: ReplyPart) -> JSON:
         options = self._order.stream_options
-        choice = {**self._order.form.delta(piece), **piece.extra}
+        choice = {**self._order.form.delta(part), **part.extra}
         chunk: JSON = {**self._head, "choices": [choice]}
         if options.include_usage:
             chunk["usage"] = self._usage.json() if options.continuous_usage_stats else None
@@ -227,15 +227,15 @@ class Reply:
         """The error itself."""
         return error
 
-    async def _pieces(self) -> AsyncGenerator[ReplyPart, None]:
+    async def _parts(self) -> AsyncGenerator[ReplyPart, None]:
         with renamed(self._order.name_of):
             async with aclosing(merged(self._streams)) as outputs:
                 async for prompt, output in outputs:
-                    for piece in self._take(prompt, output):
-                        yield piece
+                    for part in self._take(prompt, output):
+                        yield part
 
     def _take(self, prompt: int, output: Output) -> list[ReplyPart]:
-        """The pieces that one output of a prompt's generation makes."""
+        """The parts that one output of a prompt's generation makes."""
         first = prompt * self._choices_per_prompt
         match output:
             case TextDelta() if self._order.echo_only:
@@ -254,7 +254,7 @@ class Reply:
                 return [self._choices[first + output.choice].finish(output)]
 
     def _start(self, prompt: int, started: Started) -> list[ReplyPart]:
-        """Notes the start of a prompt's generation; returns the pieces that echo the prompt."""
+        """Notes the start of a prompt's generation; returns the parts that echo the prompt."""
         self._usage.prompt_tokens += started.job.prompt_tokens
         echo = self._order.echoes[prompt]
         form = self._order.form
@@ -286,7 +286,7 @@ class Reply:
 
 
 class _Choice:
-    """One choice of a reply, while its pieces come."""
+    """One choice of a reply, while its parts come."""
 
     def __init__(
         self, index: int, order: ReplyOrder, prompt_ids: PromptIds, echo: Echo | None
@@ -312,29 +312,29 @@ class _Choice:
 
     def echo(self, echo: Echo, records: Sequence[TokenScore]) -> ReplyPart:
         """The prompt. Its first token has no log probability."""
-        piece = self._piece([echo.text])
+        part = self._part([echo.text])
         if self._scorer is not None:
-            piece.scored = self._scorer.score(echo.token_ids, [None, *records], echo.text)
-        return piece
+            part.scored = self._scorer.score(echo.token_ids, [None, *records], echo.text)
+        return part
 
     def add(self, delta: TextDelta) -> ReplyPart:
-        """New tokens. Tokens without text make a piece, too, since clients count and time them."""
-        piece = self._piece(delta.texts)
-        piece.reasoning, piece.calls = delta.reasoning, delta.calls
+        """New tokens. Tokens without text make a part, too, since clients count and time them."""
+        part = self._part(delta.texts)
+        part.reasoning, part.calls = delta.reasoning, delta.calls
         if self._token_ids:
-            piece.token_ids = [*delta.token_ids]
+            part.token_ids = [*delta.token_ids]
         if self._scorer is not None:
-            piece.scored = self._scorer.score(delta.token_ids, delta.logprobs)
-        return piece
+            part.scored = self._scorer.score(delta.token_ids, delta.logprobs)
+        return part
 
     def finish(self, finished: Finished) -> ReplyPart:
         """The end."""
-        piece = self._piece([])
+        part = self._part([])
         reason = api.FINISH_REASON_LENGTH if self._echo_only else finished.reason
-        piece.finish_reason = FINISH_WORDS[reason]
-        return piece
+        part.finish_reason = FINISH_WORDS[reason]
+        return part
 
-    def _piece(self, texts: list[str]) -> ReplyPart:
+    def _part(self, texts: list[str]) -> ReplyPart:
         first, self.begun = not self.begun, True
         part = ReplyPart(self.index, texts, first=first, extra=self.extra if first else {})
         part.token_ids = [] if self._token_ids else None
