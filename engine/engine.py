@@ -153,8 +153,8 @@ class Engine:
         executor = ranks.executor(own)
         ranks.wait_until_ready()
         profiler = StepProfiler(nvtx=device.type == "cuda")
-        kv_heads = loaded.config.kept.kv_heads
-        heads = [Shard(rank, config.tp).shared(kv_heads) for rank in range(config.tp)]
+        shards = [Shard(rank, config.tp) for rank in range(config.tp)]
+        heads = [[shard.shared(spec.units) for shard in shards] for spec in pools.specs]
         stores = StoreConfig(
             config.kv_stores, config.kv_secret_file, info.fingerprint, heads, ranks.memories
         )

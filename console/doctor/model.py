@@ -16,7 +16,7 @@ from engine.checkpoints import Weights
 from engine.config import EngineConfig
 from engine.cuda import features
 from engine.cuda.attention_kernels import CudaKernels
-from engine.groups.spec import Full, State, split_layers
+from engine.groups.spec import Full, State, name_of, split_layers
 from engine.model import ModelConfig, ModelError, load_model
 from engine.model.families import read_config
 from engine.model.gguf import GgufFile
@@ -40,16 +40,39 @@ class _CountedError(Exception):
         self.weights = weights
 
 
+class GroupRoom(NamedTuple):
+    """What sequences keep in a group of layers."""
+
+    name: str
+    layers: int
+    page_bytes: int
+    most_pages: int
+    """Pages of a sequence."""
+
+
 class Room(NamedTuple):
     """What a model and its KV take, bytes."""
 
     model: int
     free: int
     """Free memory that a worker may use."""
-    of_token: int
-    """KV of a token in layers that see all tokens."""
-    of_sequence: int
-    """KV of a sequence in layers with windows, and its state."""
+    groups: Sequence[GroupRoom]
+    """Group 0 first."""
+
+    @property
+    def of_token(self) -> int:
+        """KV of a token in layers that see all tokens."""
+        return self.groups[0].page_bytes // USUAL.page_size
+
+    @property
+    def of_sequence(self) -> int:
+        """Most KV of a sequence in layers with windows, and its state."""
+        return sum(group.page_bytes * group.most_pages for group in self.groups[1:])
+
+    def held(self, tokens: int) -> int:
+        """KV and state of a sequence of so many tokens."""
+        pages = -(-tokens // USUAL.page_size)
+        return sum(group.page_bytes * min(pages, group.most_pages) for group in self.groups)
 
     @property
     def left(self) -> int:
@@ -76,7 +99,10 @@ def check_model(name: str) -> Iterator[Finding]:
     if any(unread.what == "images" for unread in config.unread):
         yield ok("images", "its text part is read; a request with an image is refused")
     yield from _implementation(config, dtype, device)
-    yield _fits(room_of(config, weights, dtype, device), device)
+    room = room_of(config, weights, dtype, device)
+    yield _fits(room, device)
+    if len(room.groups) > 1:
+        yield ok("groups", _by_group(room, config.max_position_embeddings))
 
 
 def _config_of(path: Path) -> ModelConfig:
@@ -179,19 +205,36 @@ def room_of(
         free = int(torch.cuda.mem_get_info(device)[0] * USUAL.gpu_memory_utilization)
     else:
         free = memory.available_bytes()
-    of_token = of_sequence = 0
+    groups = []
     longest = -(-config.max_position_embeddings // USUAL.page_size)
     for kind, layers in split_layers(lives_of(config)):
         if isinstance(kind, State):
             kept = config.keepers[layers[0]]
-            of_sequence += kept.kv_heads * unit_bytes_of(len(layers), kept.state)
-            continue
-        page_bytes = _page(config, layers, dtype, device).page_bytes
-        if isinstance(kind, Full):
-            of_token += page_bytes // USUAL.page_size
+            page_bytes, most = kept.kv_heads * unit_bytes_of(len(layers), kept.state), 1
         else:
-            of_sequence += page_bytes * min(kind.most_pages(USUAL.page_size), longest)
-    return Room(need.model_bytes, free, of_token, of_sequence)
+            page_bytes, most = _page(config, layers, dtype, device).page_bytes, longest
+            if not isinstance(kind, Full):
+                most = min(kind.most_pages(USUAL.page_size), longest)
+        groups.append(GroupRoom(name_of(kind), len(layers), page_bytes, most))
+    return Room(need.model_bytes, free, groups)
+
+
+def _by_group(room: Room, longest: int) -> str:
+    """Layers and bytes of each group, and what a sequence holds of all."""
+    first, *others = room.groups
+    parts = [f"{first.name}: {first.layers} layers, {room.of_token / 1024:.1f} KiB a token"]
+    parts += [
+        f"{group.name}: {group.layers} layers,"
+        f" at most {_mib(group.page_bytes * group.most_pages)} a sequence"
+        for group in others
+    ]
+    lengths = [tokens for tokens in (1024, 8192, 32768) if tokens <= longest] or [longest]
+    held = [f"{_mib(room.held(tokens))} with {tokens:,} tokens" for tokens in lengths]
+    return f"{'; '.join(parts)}; a sequence holds {', '.join(held)}"
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):.1f} MiB"
 
 
 def _fits(room: Room, device: torch.device) -> Finding:

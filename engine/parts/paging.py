@@ -22,7 +22,7 @@ from engine.pool.page_pool import PagePool
 from engine.pool.pools import KvPools, make_pools
 from engine.pool.state_pool import StatePool, unit_bytes_of
 from engine.speculation.choosing import pages_ahead
-from engine.tiers.arena import HostArena
+from engine.tiers.arena import HostArena, divided
 from engine.tiers.touching import HostMemoryError
 
 log = logging.getLogger("baton.engine")
@@ -50,10 +50,6 @@ def dtype_of(name: str) -> torch.dtype:
 
 def why_one_group(config: EngineConfig) -> str:
     """Why layers with a window keep the pages of all tokens here; empty: they do not."""
-    if config.kv_stores:
-        return "kv_store is set: stores have pages of one kind"
-    if config.kv_host_bytes and config.tp > 1:
-        return "kv_host_gib is set: ranks copy pages of one kind"
     if config.hooks:
         return "hooks are set: they see the pages of all layers"
     return ""
@@ -101,6 +97,11 @@ def check_groups(config: EngineConfig, loaded: LoadedModel) -> None:
             else "K and V of this model's layers differ in shape"
         )
         raise EngineError(f"{reason}, and {why}")
+    if has_states and config.kv_stores:
+        raise EngineError(
+            "kv_store is set, and some layers keep states: their last place to go on from is no end"
+            " of an object of 256 tokens, so little could be found"
+        )
     if has_states:
         _check_states(config, cut_tokens(config, loaded))
 
@@ -254,14 +255,18 @@ def _allocate(
     return make_pools(kinds, specs, counts, device)
 
 
-def make_arena(config: EngineConfig, pool: KvPool) -> HostArena:
-    """A rank's part of the host memory.
+def make_arenas(config: EngineConfig, pools: KvPools) -> list[HostArena]:
+    """A rank's part of the host memory, by group.
 
     Raises:
         EngineError: it is not there, or holds too few pages.
     """
+    sizes = divided(config.rank_host_bytes, [pool.data.nbytes for pool in pools])
     try:
-        return HostArena(config.rank_host_bytes, pool.data.shape[1], pool.device)
+        return [
+            HostArena(size, pool.data.shape[1], pool.device)
+            for size, pool in zip(sizes, pools, strict=True)
+        ]
     except (HostMemoryError, ValueError) as error:
         raise EngineError(str(error)) from error
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from engine.config import EngineConfig, tiers_obstacle
 from engine.groups.others import OtherGroups, other_groups
@@ -17,14 +17,10 @@ from engine.schedule.policies import POLICIES
 from engine.schedule.scheduler import Scheduler
 from engine.speculation.widths import Widths
 from engine.step.hooks import Hook
-from engine.tiers.build import StoreConfig, build_tiers
-from engine.tiers.movers import PageMover
+from engine.tiers.build import Shared, StoreConfig, build_tiers
 from engine.tiers.protocol import PageTiers
 from engine.tiers.stores.protocol import StoreError
 from engine.tiers.touching import HostMemoryError
-
-MakeMover = Callable[[PageMover], PageMover]
-"""Makes rank 0's mover one of all ranks."""
 
 
 def scheduler_of(
@@ -33,7 +29,7 @@ def scheduler_of(
     sampler: Sampler,
     hooks: Sequence[Hook],
     stores: StoreConfig,
-    mover: MakeMover | None,
+    mover: Shared | None,
     widths: Widths | None,
 ) -> Scheduler:
     """The scheduler of rank 0.
@@ -63,7 +59,7 @@ def _build_tiers(
     managers: Sequence[BlockManager],
     others: OtherGroups,
     stores: StoreConfig,
-    mover: MakeMover | None,
+    mover: Shared | None,
 ) -> PageTiers:
     host, wanted = config.kv_host_bytes > 0, bool(config.kv_stores)
     obstacle = tiers_obstacle(host=host, stores=wanted, prefix_cache=config.prefix_cache)

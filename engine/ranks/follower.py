@@ -26,7 +26,7 @@ from engine.model import LoadedModel, ModelError
 from engine.model.shard import Shard
 from engine.parent import end_with_parent
 from engine.parts.building import cuda_executor, load, open_all, pages_that_fit, torch_steps
-from engine.parts.paging import EngineError, make_arena, make_pages, resolved
+from engine.parts.paging import EngineError, make_arenas, make_pages, resolved
 from engine.pool.pools import KvPools
 from engine.ranks.copies import begin_copying, send_memory
 from engine.ranks.figures import RankFigures, Stage, watched
@@ -122,15 +122,16 @@ class Follower:
         if told[0] != PAGES:
             return
         pools = make_pages(int(json.loads(told[1])), config, loaded, device)
-        pool = pools.first
         if self._beside:
             self._begin_beside(pools)
         if config.kv_host_bytes:
-            arena = make_arena(config, pool)
-            mover = mover_for(pool.data, arena.slots)
-            begin_copying(self._shard.rank, mover, self._connect_copies)
+            arenas = make_arenas(config, pools)
+            movers = [
+                mover_for(own.data, arena.slots) for own, arena in zip(pools, arenas, strict=True)
+            ]
+            begin_copying(self._shard.rank, movers, self._connect_copies)
             if config.kv_stores:
-                send_memory(self._folder, self._shard.rank, arena.fd)
+                send_memory(self._folder, self._shard.rank, [arena.fd for arena in arenas])
         failpoints.hit("rank.join", str(self._shard.rank))
         self._reach(Stage.JOINING)
         self._group.join(self._folder / STORE)

@@ -29,7 +29,7 @@ import torch
 import zmq
 
 from engine.config import EngineConfig
-from engine.ranks.copies import DIRECTIONS, LOAD, SAVE, MemoryInbox, SharedMover
+from engine.ranks.copies import DIRECTIONS, LOAD, SAVE, CopyingRanks, MemoryInbox, SharedMover
 from engine.ranks.executor import RankedExecutor
 from engine.ranks.figures import RankFigures, RankLoad, Stage, watched
 from engine.ranks.groups import device_of, group_on
@@ -65,9 +65,9 @@ class Ranks(Protocol):
     beside: list[zmq.Socket[bytes]]
     """Sockets to what runs beside the steps of ranks 1, 2, ..., for one thread to use. They end
     with the ranks."""
-    memories: list[int]
-    """The memory files of the host slots of ranks 1, 2, ..., if there are stores. They end with
-    the ranks."""
+    memories: list[list[int]]
+    """The memory files of the host slots of ranks 1, 2, ..., by group, if there are stores. They
+    end with the ranks."""
 
     @property
     def lost(self) -> str:
@@ -114,8 +114,8 @@ class Ranks(Protocol):
         """Calls `on_lost` once, with the reason, when they are lost."""
         ...
 
-    def mover(self, own: PageMover) -> PageMover:
-        """Copies pages on all of them; `own` copies this rank's part."""
+    def mover(self, own: PageMover, group: int) -> PageMover:
+        """Copies pages of a group on all of them; `own` copies this rank's part."""
         ...
 
     def watch(self, pulse: Callable[[], Pulse]) -> None:
@@ -147,7 +147,7 @@ class NoRanks:
     def __init__(self) -> None:
         self.collective: Collective = Alone()
         self.beside: list[zmq.Socket[bytes]] = []
-        self.memories: list[int] = []
+        self.memories: list[list[int]] = []
         self.lost = ""
         self.skew_s: float | None = None
 
@@ -171,7 +171,7 @@ class NoRanks:
         """See `Ranks`."""
         return own
 
-    def mover(self, own: PageMover) -> PageMover:
+    def mover(self, own: PageMover, group: int) -> PageMover:
         """See `Ranks`."""
         return own
 
@@ -206,7 +206,7 @@ class HostRanks:
                 `engine.ranks.follower.Beside`. Empty: nothing.
         """
         self.beside: list[zmq.Socket[bytes]] = []
-        self.memories: list[int] = []
+        self.memories: list[list[int]] = []
         self._beside = beside
         self._group = group_on(device_of(config.device, 0), 0, config.tp)
         self._folder = Path(tempfile.mkdtemp(prefix="baton-ranks-"))
@@ -219,7 +219,7 @@ class HostRanks:
         self._context = zmq.Context()
         self._steps: list[zmq.Socket[bytes]] = []
         self._copies: dict[str, list[zmq.Socket[bytes]]] = {name: [] for name in DIRECTIONS}
-        self._mover: SharedMover | None = None
+        self._copying: CopyingRanks | None = None
         self._inbox: MemoryInbox | None = None
         self._keeper: Keeper | None = None
 
@@ -347,10 +347,11 @@ class HostRanks:
             self.figures.step_ended,
         )
 
-    def mover(self, own: PageMover) -> PageMover:
+    def mover(self, own: PageMover, group: int) -> PageMover:
         """See `Ranks`."""
-        self._mover = SharedMover(own, self._copies[SAVE], self._copies[LOAD], self._why_gone)
-        return self._mover
+        if self._copying is None:
+            self._copying = CopyingRanks(self._copies[SAVE], self._copies[LOAD], self._why_gone)
+        return SharedMover(own, self._copying, group)
 
     def _why_gone(self) -> str:
         return self.lost or ("the ranks are closed" if self._closed else "")
@@ -382,8 +383,8 @@ class HostRanks:
             self._keeper.close(lambda: self._send([STOP]))
             torch.set_num_threads(self._threads)
         self._group.close()
-        if self._mover is not None:
-            self._mover.close()
+        if self._copying is not None:
+            self._copying.close()
         if self._inbox is not None:
             self._inbox.close()
         self._context.destroy(linger=0)

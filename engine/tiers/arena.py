@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -17,6 +18,11 @@ SLOT_ALIGNMENT: Final = 4096
 def slot_bytes(page_bytes: int) -> int:
     """Bytes of a slot: those of a page, padded."""
     return -(-page_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+
+
+def divided(host_bytes: int, pools: Sequence[int]) -> list[int]:
+    """The host memory of each group: they divide it as they do the pool. `pools`: bytes of each."""
+    return [host_bytes * size // sum(pools) for size in pools]
 
 
 class HostArena:

@@ -6,14 +6,15 @@ import logging
 import queue
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from functools import partial
+from typing import Final, NamedTuple, Protocol
 
 from torch import Tensor
 
 from engine.groups.others import OtherGroups
 from engine.pages.blocks import BlockManager
 from engine.pages.eviction import EVICTION_POLICIES
-from engine.tiers.arena import HostArena
+from engine.tiers.arena import HostArena, divided
 from engine.tiers.fetching import StoreTiers
 from engine.tiers.grouped import GroupedTiers
 from engine.tiers.lanes import Lanes, measure
@@ -21,6 +22,7 @@ from engine.tiers.movers import PageMover, mover_for
 from engine.tiers.protocol import NoTiers, PageTiers
 from engine.tiers.stores.messages import Opening
 from engine.tiers.stores.objects import OBJECT_TOKENS
+from engine.tiers.stores.opening import address_of
 from engine.tiers.stores.process import Job, StoreProcess
 from engine.tiers.stores.protocol import StoreError
 from engine.tiers.tiers import HostTiers
@@ -31,19 +33,42 @@ log = logging.getLogger("baton.engine")
 
 @dataclass(frozen=True, slots=True)
 class StoreConfig:
-    """The stores below a host tier, and what names their objects."""
+    """The stores below host tiers, and what names their objects."""
 
     addresses: Sequence[str] = ()
     secret_file: str = ""
     fingerprint: str = ""
-    heads: Sequence[tuple[int, int]] = ((0, 0),)
-    """For each rank the KV heads whose pages it has, [first, end)."""
-    memories: Sequence[int] = ()
-    """The memory files of the host slots of ranks 1, 2, ..."""
+    heads: Sequence[Sequence[tuple[int, int]]] = (((0, 0),),)
+    """By group, for each rank the units of a page that it has, [first, end): KV heads."""
+    memories: Sequence[Sequence[int]] = ()
+    """The memory files of the host slots of ranks 1, 2, ..., by group."""
+
+
+class GroupStores(NamedTuple):
+    """Stores of one group."""
+
+    addresses: list[str]
+    secret_file: str
+    fingerprint: str
+    heads: list[tuple[int, int]]
+    """For each rank."""
+    memories: list[int]
+    """The memory files of the slots of ranks 1, 2, ..."""
+    stride: int
+    """Pages from the end of an object to that of the next."""
+    pages: int
+    """Pages of an object."""
 
 
 NO_STORES: Final = StoreConfig()
-Shared = Callable[[PageMover], PageMover]
+
+
+class Shared(Protocol):
+    """Makes rank 0's mover of a group one of all ranks."""
+
+    def __call__(self, own: PageMover, group: int) -> PageMover:
+        """See the class."""
+        ...
 
 
 def build_tiers(
@@ -65,9 +90,8 @@ def build_tiers(
         books: by group, the pool's pages.
         eviction: policy of the slots, of `EVICTION_POLICIES`.
         page_tokens: tokens in a page.
-        stores: what is below the host tier, if there is one group.
-        shared: makes this rank's mover one of all ranks; None: there is one rank. Only for one
-            group.
+        stores: what is below the host tiers.
+        shared: makes this rank's mover of a group one of all ranks; None: there is one rank.
         others: groups 1, 2, ...
 
     Raises:
@@ -77,13 +101,18 @@ def build_tiers(
     """
     if not host_bytes:
         return NoTiers()
-    sizes = [own.nbytes for own in pages]
-    tiers = [
-        _host_tier(
-            host_bytes * size // sum(sizes), own, blocks, eviction, page_tokens, shared, stores
-        )
-        for size, own, blocks in zip(sizes, pages, books, strict=True)
-    ]
+    tiers: list[HostTiers] = []
+    below = _by_group(stores, [own.shape[1] for own in pages], page_tokens, others)
+    sizes = divided(host_bytes, [own.nbytes for own in pages])
+    for group, (size, own, blocks) in enumerate(zip(sizes, pages, books, strict=True)):
+        mover = partial(shared, group=group) if shared is not None else None
+        try:
+            made = _host_tier(size, own, blocks, eviction, page_tokens, mover, below[group])
+        except BaseException:
+            for other in tiers:
+                other.stop()
+            raise
+        tiers.append(made)
     return GroupedTiers(tiers[0], tiers[1:], others) if others else tiers[0]
 
 
@@ -93,8 +122,8 @@ def _host_tier(
     blocks: BlockManager,
     eviction: str,
     page_tokens: int,
-    shared: Shared | None,
-    stores: StoreConfig,
+    shared: Callable[[PageMover], PageMover] | None,
+    stores: GroupStores,
 ) -> HostTiers:
     """The tiers of one group."""
     arena = HostArena(host_bytes, pages.shape[1], pages.device)
@@ -112,12 +141,35 @@ def _host_tier(
         },
     )
     lanes = Lanes(mover, pages.shape[1], rates)
-    below = _open_stores(stores, arena, blocks, host, max(1, OBJECT_TOKENS // page_tokens))
+    below = _open_stores(stores, arena, blocks, host)
     return HostTiers(blocks, host, lanes, page_tokens, arena.close, below)
 
 
+def _by_group(
+    config: StoreConfig, page_bytes: Sequence[int], page_tokens: int, others: OtherGroups | None
+) -> list[GroupStores]:
+    """The stores of each group. Groups divide a store's size as they do the bytes of objects."""
+    secret, stride = config.secret_file, max(1, OBJECT_TOKENS // page_tokens)
+    names, pages = [""], [stride]
+    for other in others.groups if others else ():
+        names.append(other.name)
+        pages.append(max(1, stride - other.begins(stride)))
+    sizes = [count * size for count, size in zip(pages, page_bytes, strict=True)]
+    found = []
+    for group, name in enumerate(names):
+        addresses = [
+            address_of(address, name, sizes[group] / sum(sizes)) for address in config.addresses
+        ]
+        fingerprint = f"{config.fingerprint}.{name}" if name else config.fingerprint
+        heads = list(config.heads[group]) if config.addresses else []
+        memories = [files[group] for files in config.memories]
+        own = GroupStores(addresses, secret, fingerprint, heads, memories, stride, pages[group])
+        found.append(own)
+    return found
+
+
 def _open_stores(
-    config: StoreConfig, arena: HostArena, blocks: BlockManager, host: BlockManager, pages: int
+    config: GroupStores, arena: HostArena, blocks: BlockManager, host: BlockManager
 ) -> StoreTiers | None:
     if not config.addresses:
         return None
@@ -131,8 +183,8 @@ def _open_stores(
                 arena.num_slots,
                 arena.slot_bytes,
                 config.fingerprint,
-                list(config.heads),
-                pages,
+                config.heads,
+                config.pages,
                 config.secret_file,
                 failpoints.specification(),
             )
@@ -143,4 +195,4 @@ def _open_stores(
         for process in processes:
             process.stop()
         raise
-    return StoreTiers(blocks, host, processes, done, pages)
+    return StoreTiers(blocks, host, processes, done, config.stride, config.pages)

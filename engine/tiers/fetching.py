@@ -1,6 +1,7 @@
 """The stores below the host tier, as the step loop sees them: seeking, fetching, storing.
 
-An object is the pages of 256 tokens. Its pages are loaded into host slots; from there they go on
+An object is the pages of 256 tokens; of a window's group, the last ones of them that somebody reads
+who goes on behind them. Its pages are loaded into host slots; from there they go on
 like all others. A slot's page is stored before it is evicted: a quarter of the slots is kept ready.
 
     a prompt goes on below the host tier -> SEEK: all stores are asked -> FETCH: objects are read
@@ -55,16 +56,27 @@ class Seek:
     """Pages that the prompt must leave in the pool."""
     wait: Wait
     lookups: dict[Job, StoreProcess] = field(default_factory=dict)
-    found: dict[StoreProcess, int] = field(default_factory=dict)
-    """Leading objects that a store has."""
+    found: dict[StoreProcess, list[bool]] = field(default_factory=dict)
+    """For each store, and each object, whether it has it."""
     fetches: set[Job] = field(default_factory=set)
+
+    def leading(self) -> tuple[StoreProcess | None, int]:
+        """The store that has most of the leading objects, or of several the fastest, and how many
+        it has."""
+        counts = {process: _leading(flags) for process, flags in self.found.items()}
+        having = {process: count for process, count in counts.items() if count}
+        if not having:
+            return None, 0
+        process = max(having, key=lambda one: (having[one], one.bytes_per_s))
+        return process, having[process]
 
 
 class Seeker(Protocol):
     """What `StoreTiers` asks of its owner."""
 
-    def is_fetched_sooner(self, seek: Seek, seconds: float, pages: int) -> bool:
-        """Whether to fetch so many pages, in so many seconds, is sooner than computing them."""
+    def found(self, seek: Seek) -> None:
+        """All stores have answered a seek, or are late. `StoreTiers.fetch` takes what is to
+        come."""
         ...
 
     def sought(self, seek: Seek) -> None:
@@ -80,7 +92,8 @@ class StoreTiers:
         host: the slots.
         processes: the stores.
         done: where their jobs end.
-        pages: pages of an object.
+        stride: pages from the end of an object to that of the next.
+        pages: pages of an object, the last ones up to its end.
     """
 
     def __init__(
@@ -89,12 +102,14 @@ class StoreTiers:
         host: BlockManager,
         processes: Sequence[StoreProcess],
         done: queue.SimpleQueue[tuple[StoreProcess, Job]],
+        stride: int,
         pages: int,
     ) -> None:
         self._blocks = blocks
         self._host = host
         self.processes = processes
         self._done = done
+        self.stride = stride
         self.pages = pages
         self._group_of: dict[bytes, tuple[bytes, ...]] = {}
         """For the key of each page in the pool or in a slot: the keys of its object."""
@@ -117,10 +132,15 @@ class StoreTiers:
 
     def published(self, keys: Sequence[bytes], first: int) -> None:
         """The pages of a sequence from `first` on have keys now. `keys` are those of all pages."""
-        size = self.pages
-        for start in range(first // size * size, len(keys) - size + 1, size):
-            group = tuple(keys[start : start + size])
-            self._group_of.update(dict.fromkeys(group, group))
+        size = self.stride
+        for end in range((first // size + 1) * size, len(keys) + 1, size):
+            group = tuple(keys[end - self.pages : end])
+            if all(self._is_here(key) for key in group):
+                self._group_of.update(dict.fromkeys(group, group))
+
+    def _is_here(self, key: bytes) -> bool:
+        """Pages behind a window may be gone already. What is here now is heard of when it goes."""
+        return any(books.page_of(key) is not None for books in (self._blocks, self._host))
 
     def _evicted(self, events: CacheEvents) -> None:
         for key in events.keys:
@@ -133,7 +153,7 @@ class StoreTiers:
 
     def seek(self, keys: Sequence[bytes], known: int) -> list[bytes]:
         """The objects of a prompt that reach beyond its first `known` pages."""
-        size = self.pages
+        size = self.stride
         return [keys[end - 1] for end in range((known // size + 1) * size, len(keys) + 1, size)]
 
     def begin(self, seek: Seek) -> bool:
@@ -185,7 +205,7 @@ class StoreTiers:
             self._settle_fetch(process, job)
         elif job in self._seeks:
             (seek,) = self._seeks[job]
-            seek.found[process] = _leading(job.good)
+            seek.found[process] = job.good
         self._advance(job, seeker)
 
     def _advance(self, job: Job, seeker: Seeker) -> None:
@@ -197,21 +217,14 @@ class StoreTiers:
             was_lookup = seek.lookups.pop(job, None) is not None
             seek.fetches.discard(job)
             if was_lookup and not seek.lookups:
-                self._choose(seek, seeker)
+                seeker.found(seek)
             if not seek.lookups and not seek.fetches:
                 seeker.sought(seek)
 
-    def _choose(self, seek: Seek, seeker: Seeker) -> None:
-        """Fetches from the store that has most, or of several the fastest."""
-        having = {process: count for process, count in seek.found.items() if count}
-        if not having:
-            return
-        process = max(having, key=lambda one: (having[one], one.bytes_per_s))
-        count = having[process]
-        if not seeker.is_fetched_sooner(seek, process.expected_s(count), count * self.pages):
-            return
-        for start in range(0, count, FETCHED_AT_ONCE):
-            self._fetch(process, seek, start, min(count, start + FETCHED_AT_ONCE))
+    def fetch(self, process: StoreProcess, seek: Seek, first: int, end: int) -> None:
+        """Fetches objects [first, end) of a seek."""
+        for start in range(first, end, FETCHED_AT_ONCE):
+            self._fetch(process, seek, start, min(end, start + FETCHED_AT_ONCE))
 
     def _fetch(self, process: StoreProcess, seek: Seek, start: int, end: int) -> None:
         missing = []
@@ -247,7 +260,7 @@ class StoreTiers:
         _, seek = self._fetches.pop(job)
         for last, slots, good in zip(job.keys, job.slots, job.good, strict=True):
             if good and not job.late:
-                end = (seek.first + seek.objects.index(last) + 1) * self.pages
+                end = (seek.first + seek.objects.index(last) + 1) * self.stride
                 keys = seek.keys[end - self.pages : end]
                 self._host.adopt(slots.tolist(), keys, range(end - self.pages, end))
                 self.published(seek.keys[:end], end - self.pages)

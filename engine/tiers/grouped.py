@@ -6,6 +6,8 @@ looks for the deepest such place in pool and host memory together, and brings wh
 there, of all groups. Its request waits until the last of it is there. If a part fails, the rest is
 in the cache all the same, and the rule for hits says where the prompt goes on.
 
+With stores below the host tiers, each group has stores of its own (`engine.tiers.stores.seeking`).
+
 Pages that wait for others are held. Those of a window are counted among what its sequences were
 promised, so a load begins only where that leaves room.
 """
@@ -25,6 +27,7 @@ from engine.loads import TierLoad
 from engine.pages.prefix import ReportPages
 from engine.tiers.loading import Looked
 from engine.tiers.protocol import Wait
+from engine.tiers.stores.seeking import GroupSeek, GroupSeeks
 from engine.tiers.tiers import HostTiers
 from engine.types import PageIds
 
@@ -57,6 +60,7 @@ class GroupedTiers:
         self._groups = groups
         self._all = (first, *others)
         self._parts: dict[Wait, list[_Part]] = {}
+        self._seeks = GroupSeeks(self._all, groups, self._sought)
         groups.count_lent(lambda group: self._all[group].count_held())
 
     def wakes(self, wake: Callable[[], None]) -> None:
@@ -79,17 +83,34 @@ class GroupedTiers:
         others_room: Sequence[int] = (),
     ) -> Wait | None:
         """See `PageTiers`."""
-        end = self._reachable(keys)
-        looked = self._look(keys, end)
-        if all(one.is_here for one in looked):
+        end, rooms = self._reachable(keys), (room, *others_room)
+        looked, seeks = self._look(keys, end), self._seeks.has_objects(keys, end)
+        is_here = all(one.is_here for one in looked)
+        if is_here and not seeks:
             return Wait()
         gained = (end - self._resumable(keys)) * self._first.page_tokens
         missing = [len(one.missing) for one in looked]
-        if gained <= 0 or not self._is_worth_it(missing, queued_tokens + gained):
+        if not is_here and (gained <= 0 or not self._is_worth_it(missing, queued_tokens + gained)):
             return Wait()
-        if not self._has_room(looked, (room, *others_room)):
+        if not self._has_room(looked, rooms):
             return None
-        return self._start(looked)
+        wait = Wait()
+        self._start(wait, looked)
+        if seeks:
+            available = [tiers.available_pages for tiers in self._all]
+            kept_back = [own - most for own, most in zip(available, rooms, strict=True)]
+            self._seeks.begin(GroupSeek(keys, queued_tokens, wait, kept_back), end)
+        self._settle(wait)
+        return wait
+
+    def _sought(self, whole: GroupSeek) -> None:
+        """What comes from stores for a prompt has come."""
+        looked = self._look(whole.keys, self._reachable(whole.keys))
+        available = [tiers.available_pages for tiers in self._all]
+        rooms = [own - kept for own, kept in zip(available, whole.kept_back, strict=True)]
+        if not any(tiers.is_late for tiers in self._all) and self._has_room(looked, rooms):
+            self._start(whole.wait, looked)
+        self._settle(whole.wait)
 
     def preempted(self, pages: PageIds) -> None:
         """See `PageTiers`. Those of windows stay in the cache, and are saved before others get
@@ -97,7 +118,9 @@ class GroupedTiers:
         self._first.preempted(pages)
 
     def published(self, keys: Sequence[bytes], first: int) -> None:
-        """See `PageTiers`. There are no stores."""
+        """See `PageTiers`."""
+        for tiers in self._all:
+            tiers.published(keys, first)
 
     def report_pages(self, tell: ReportPages) -> None:
         """See `PageTiers`."""
@@ -150,22 +173,24 @@ class GroupedTiers:
         is_here = all(one.is_here for one in looked)
         if not is_whole or is_here or any(tiers.is_late for tiers in self._all):
             return Wait()
-        return self._start(looked) if self._has_room(looked, rooms) else Wait()
+        wait = Wait()
+        if self._has_room(looked, rooms):
+            self._start(wait, looked)
+            self._settle(wait)
+        return wait
 
     def _has_room(self, looked: Sequence[Looked], rooms: Sequence[int]) -> bool:
         wanted = zip(self._all, looked, rooms, strict=True)
         return all(tiers.has_room(one, room) for tiers, one, room in wanted)
 
-    def _start(self, looked: Sequence[Looked]) -> Wait:
+    def _start(self, wait: Wait, looked: Sequence[Looked]) -> None:
         """Lets come what was looked for, by group."""
-        wait = Wait()
-        self._parts[wait] = [_Part(tiers, Wait({_GATE})) for tiers in self._others]
-        for part, one in zip(self._parts[wait], looked[1:], strict=True):
+        parts = [_Part(tiers, Wait({_GATE})) for tiers in self._others]
+        for part, one in zip(parts, looked[1:], strict=True):
             part.tiers.start(part.wait, one)
             wait.under_way.add(part)
+        self._parts.setdefault(wait, []).extend(parts)
         self._first.start(wait, looked[0])
-        self._settle(wait)
-        return wait
 
     def _reachable(self, keys: Sequence[bytes]) -> int:
         """The most leading pages behind which a prompt could go on, if all came that can."""

@@ -31,7 +31,7 @@ from engine.loads import TierLoad
 from engine.pages.blocks import BlockManager
 from engine.pages.prefix import ReportPages, report_pages
 from engine.pages.watch import CacheEventKind, CacheEvents
-from engine.tiers.fetching import Seek, StoreTiers
+from engine.tiers.fetching import Seek, Seeker, StoreTiers
 from engine.tiers.lanes import Lanes
 from engine.tiers.loading import HostKeys, Load, Looked
 from engine.tiers.protocol import Wait
@@ -72,7 +72,9 @@ class HostTiers:
         self._lanes = lanes
         self.page_tokens = page_tokens
         self._close = close
-        self._stores = stores
+        self.stores = stores
+        self.seeker: Seeker = self
+        """Who decides what comes from stores."""
         self._waits: set[Wait] = set()
         """Waits that hold pages."""
         self._tokens_per_s = 0.0
@@ -95,7 +97,7 @@ class HostTiers:
     def wakes(self, wake: Callable[[], None]) -> None:
         """See `PageTiers`."""
         self._lanes.wakes(wake)
-        for process in self._stores.processes if self._stores else ():
+        for process in self.stores.processes if self.stores else ():
             process.wake = wake
 
     def turn(self) -> None:
@@ -109,14 +111,14 @@ class HostTiers:
         self._saves.expire(now)
         for load in [one for one in self._open if not one.late and one.due_s < now]:
             self._give_up(load)
-        if self._stores:
-            self._stores.turn(self)
+        if self.stores:
+            self.stores.turn(self.seeker)
         self._saves.ahead()
 
     def published(self, keys: Sequence[bytes], first: int) -> None:
         """See `PageTiers`."""
-        if self._stores:
-            self._stores.published(keys, first)
+        if self.stores:
+            self.stores.published(keys, first)
 
     def report_pages(self, tell: ReportPages, group: int = 0) -> None:
         """See `PageTiers`. The pages are those of a group."""
@@ -134,7 +136,7 @@ class HostTiers:
     def wait_s(self, most_s: float) -> float:
         """See `PageTiers`."""
         dues = [copy.due_s for copy in self._open | self._saves.open if not copy.late]
-        if self._stores and (due := self._stores.due_s()) is not None:
+        if self.stores and (due := self.stores.due_s()) is not None:
             dues.append(due)
         return min([most_s, *(max(0.001, due - time.monotonic()) for due in dues)])
 
@@ -149,7 +151,7 @@ class HostTiers:
             *(saves.ahead_pages, saves.bytes_moved, saves.failures),
             *(loads.ahead_pages, loads.bytes_moved, loads.failures),
             *(self._decisions.total(), self._host.evictable, self._host.available),
-            self._stores.version if self._stores else 0,
+            self.stores.version if self.stores else 0,
         )
         if version != self._version:
             self._version, self._figures = version, self._load_now()
@@ -160,8 +162,8 @@ class HostTiers:
         moved = {lane.name: lane.bytes_moved for lane in lanes}
         rates = {lane.name: lane.bytes_per_s for lane in lanes}
         late = +Counter({lane.name: lane.failures for lane in lanes})
-        if self._stores:
-            more_moved, more_rates, failures = self._stores.figures()
+        if self.stores:
+            more_moved, more_rates, failures = self.stores.figures()
             moved, rates, late = moved | more_moved, rates | more_rates, late + failures
         return TierLoad(
             loaded_tokens=self._loaded_tokens.copy(),
@@ -184,8 +186,8 @@ class HostTiers:
 
     def stop(self) -> None:
         """See `PageTiers`."""
-        if self._stores:
-            self._stores.stop()
+        if self.stores:
+            self.stores.stop()
         if self._lanes.stop():
             self._close()
 
@@ -218,7 +220,7 @@ class HostTiers:
     ) -> Wait | None:
         """See `PageTiers`. There is one group."""
         looked = self.look(keys)
-        objects = self._stores.seek(keys, looked.total) if self._stores else []
+        objects = self.stores.seek(keys, looked.total) if self.stores else []
         if looked.is_here and not objects:
             return Wait()
         gained = (looked.total - self.count_cached(keys)) * self.page_tokens
@@ -231,10 +233,10 @@ class HostTiers:
             return None
         wait = Wait()
         self.start(wait, looked)
-        if self._stores and objects:
+        if self.stores and objects:
             kept_back = self._blocks.available - room
-            first = len(keys) // self._stores.pages - len(objects)
-            self._stores.begin(Seek(keys, first, objects, queued_tokens, kept_back, wait))
+            first = len(keys) // self.stores.stride - len(objects)
+            self.stores.begin(Seek(keys, first, objects, queued_tokens, kept_back, wait))
         self._end_if_over(wait)
         return wait
 
@@ -255,11 +257,16 @@ class HostTiers:
             load.waits.append(wait)
         self._decisions["loaded"] += bool(loads)
 
-    def is_fetched_sooner(self, seek: Seek, seconds: float, pages: int) -> bool:
+    def found(self, seek: Seek) -> None:
         """See `Seeker`."""
+        assert self.stores is not None
+        process, count = seek.leading()
+        if process is None:
+            return
+        pages = count * self.stores.pages
         tokens = seek.queued_tokens + pages * self.page_tokens
-        load_s = seconds + self._lanes.loads.expected_s(pages)
-        return self._is_sooner(load_s, tokens)
+        if self.is_sooner(process.expected_s(count) + self.expected_s(pages), tokens):
+            self.stores.fetch(process, seek, 0, count)
 
     def sought(self, seek: Seek) -> None:
         """See `Seeker`."""
@@ -312,6 +319,11 @@ class HostTiers:
         """Leading pages that are in the pool."""
         return self._blocks.count_cached(keys)
 
+    @property
+    def available_pages(self) -> int:
+        """Pages of the pool that can be allocated now."""
+        return self._blocks.available
+
     def count_held(self) -> int:
         """Pages of the pool that are held for loads and for who waits for them."""
         loads = sum(len(load.pages) for load in self._open)
@@ -332,9 +344,9 @@ class HostTiers:
         if is_late:
             self._decisions["stuck"] += 1
             return False
-        return self._is_sooner(seconds, tokens)
+        return self.is_sooner(seconds, tokens)
 
-    def _is_sooner(self, seconds: float, tokens: int) -> bool:
+    def is_sooner(self, seconds: float, tokens: int) -> bool:
         """Whether so many seconds pass before `tokens` tokens are computed."""
         if not self._tokens_per_s:
             return True
@@ -359,7 +371,7 @@ class HostTiers:
         return load
 
     def _tier_of(self, key: bytes) -> str:
-        return self._stores.came_from.get(key, HOST) if self._stores else HOST
+        return self.stores.came_from.get(key, HOST) if self.stores else HOST
 
     def _settle_load(self, load: Load) -> None:
         good = not (load.late or load.failed)

@@ -37,6 +37,11 @@ def test_a_config_alone_is_enough_and_windows_are_counted_by_sequence(tmp_path):
     assert "Gemma4ForCausalLM: 6 layers" in text
     # One layer sees all tokens (2 heads of 32), two have a window of 12 tokens (2 heads of 16).
     assert "tokens of 0.5 KiB, beside 0.0 MiB a sequence in windows" in text
+    assert (
+        "full: 1 layers, 0.5 KiB a token; window-12: 2 layers, at most 0.0 MiB a sequence" in text
+    )
+    # 3 pages of windows, 16 tokens x 2 layers x 2 x 2 heads x 16 x 4 bytes each, and 1,024 tokens.
+    assert f"a sequence holds {(3 * 8192 + 1024 * 512) / (1 << 20):.1f} MiB with 1,024" in text
 
 
 def test_of_latents_a_token_has_one_for_all_heads(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 import torch
 import zmq
 
-from engine.ranks.copies import SharedMover, begin_copying
+from engine.ranks.copies import CopyingRanks, SharedMover, begin_copying
 from engine.ranks.keeper import RankError
 from engine.tiers import movers
 from engine.tiers.arena import HostArena
@@ -108,12 +108,16 @@ def test_a_steps_input_does_not_wait_for_a_load() -> None:
 def test_a_copy_fails_if_another_rank_cannot_make_its_part() -> None:
     """The next one is a copy like any other."""
     made: list[tuple[list[int], list[int]]] = []
+    other: list[tuple[list[int], list[int]]] = []
 
     class Part:
+        def __init__(self, made: list[tuple[list[int], list[int]]]) -> None:
+            self._made = made
+
         def save(self, pages: np.ndarray, slots: np.ndarray) -> None:
             if 13 in pages:
                 raise OSError
-            made.append((pages.tolist(), slots.tolist()))
+            self._made.append((pages.tolist(), slots.tolist()))
 
         load = save
 
@@ -127,11 +131,14 @@ def test_a_copy_fails_if_another_rank_cannot_make_its_part() -> None:
         other.connect(f"inproc://{direction}")
         return other
 
-    begin_copying(1, Part(), connect)
+    begin_copying(1, [Part(made), Part(other)], connect)
     rank_0 = SimpleNamespace(save=lambda *_: None)
-    both = SharedMover(rank_0, [ends["save"]], [ends["load"]], str)
+    ranks = CopyingRanks([ends["save"]], [ends["load"]], str)
+    both = SharedMover(rank_0, ranks)
     with pytest.raises(RankError, match=r"could not copy their parts: \[1\]"):
         both.save(np.array([13]), np.array([0]))
     both.save(np.array([4, 5]), np.array([1, 2]))
+    SharedMover(rank_0, ranks, 1).save(np.array([6]), np.array([3]))
     assert made == [([4, 5], [1, 2])]
-    both.close()
+    assert other == [([6], [3])]
+    ranks.close()

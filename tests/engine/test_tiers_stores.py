@@ -204,7 +204,7 @@ def test_damage_on_the_disk_is_a_miss(path, want, tmp_path):
 
 def test_a_store_ends_with_its_worker(path, tmp_path):
     engine = build(path, **SMALL, kv_stores=(f"disk:{tmp_path}/kv?gib=0.1",))
-    (process,) = engine._loop._scheduler.tiers._stores.processes
+    (process,) = engine._loop._scheduler.tiers.stores.processes
     os.kill(process.pid, 0)
     engine.stop()
     with pytest.raises(ProcessLookupError):

@@ -164,11 +164,6 @@ def test_a_small_pool_over_host_memory_speaks_as_a_large_one(tmp_path, count):
 
 
 def test_where_one_group_is_left():
-    config = EngineConfig(model="m", kv_host_bytes=1 << 30)
+    config = EngineConfig(model="m", kv_host_bytes=1 << 30, tp=2, kv_stores=("disk:kv",))
     assert why_one_group(config) == ""
-    for more, word in (
-        ({"tp": 2}, "ranks"),
-        ({"kv_stores": ("disk:kv",)}, "kv_store"),
-        ({"hooks": ("a:b",)}, "hooks"),
-    ):
-        assert word in why_one_group(replace(config, **more))
+    assert "hooks" in why_one_group(replace(config, hooks=("a:b",)))

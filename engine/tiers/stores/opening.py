@@ -9,9 +9,10 @@ NAME:...             an installed package's, by the entry point `baton.kv_stores
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import entry_points
 from typing import Final
-from urllib.parse import SplitResult, parse_qs, urlsplit
+from urllib.parse import SplitResult, parse_qs, urlencode, urlsplit
 
 from engine.tiers.stores.disk import DiskStore
 from engine.tiers.stores.folder import FolderStore
@@ -19,6 +20,8 @@ from engine.tiers.stores.objects import ObjectForm
 from engine.tiers.stores.protocol import PageStore, StoreError
 
 ENTRY_POINTS: Final = "baton.kv_stores"
+BOUNDED_TOGETHER: Final = frozenset({"dir"})
+"""Stores whose size is a bound of all who write there, whatever they write."""
 MakeStore = Callable[[str, int], PageStore]
 """Makes a store of an address, for objects of so many bytes. Raises StoreError."""
 
@@ -26,6 +29,26 @@ MakeStore = Callable[[str, int], PageStore]
 def scheme_of(address: str) -> str:
     """The part of an address before the first colon."""
     return address.partition(":")[0]
+
+
+def address_of(address: str, group: str, share: float) -> str:
+    """The address of a group's part of a store.
+
+    Args:
+        address: the store's.
+        group: the group's name; empty for group 0. On a disk it has a folder of that name there.
+            The names of objects have it, too.
+        share: the group's part of the store's size, if it has one.
+    """
+    parts = urlsplit(address)
+    options = parse_qs(parts.query)
+    if share == 1 or parts.scheme in BOUNDED_TOGETHER or "gib" not in options:
+        return address
+    with suppress(ValueError):  # Whoever opens it says so.
+        options["gib"] = [str(float(options["gib"][-1]) * share)]
+    path = f"{parts.path.rstrip('/')}/{group}" if group and parts.scheme == "disk" else parts.path
+    query = urlencode(options, doseq=True, safe="/:,")
+    return parts._replace(path=path, query=query).geturl()
 
 
 def open_store(address: str, form: ObjectForm) -> PageStore:
