@@ -181,6 +181,12 @@ QWEN_MIXTURE: dict[str, Any] = {
     "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 48,
 }  # fmt: skip
+MAMBA: dict[str, Any] = {
+    "family": "granitemoehybrid", "layers": 3, "layer_types": ["mamba", "mamba", "attention"],
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 12, "mamba_n_groups": 1,
+    "shared_intermediate_size": 96, "attention_multiplier": 0.1, "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5, "logits_scaling": 0.5,
+}  # fmt: skip
 HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_next": HYBRID | QWEN_MIXTURE | {
         "family": "qwen3_next", "decoder_sparse_step": 1, "norm_topk_prob": True,
@@ -188,6 +194,11 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     },
     "qwen3_5": HYBRID | {"family": "qwen3_5_text", "attention_bias": True},
     "qwen3_5_moe": HYBRID | QWEN_MIXTURE | {"family": "qwen3_5_moe_text"},
+    "granite4": MAMBA | {"num_local_experts": 0, "mamba_conv_bias": True},
+    "granite4_experts": MAMBA | {
+        "num_local_experts": 8, "num_experts_per_tok": 3, "mamba_n_groups": 2,
+        "mamba_proj_bias": True, "position_embedding_type": "rope",
+    },
     "qwen3_5_images": {
         "family": "qwen3_5", "layers": 3, "vision": QWEN_VISION,
         "text": {k: v for k, v in HYBRID.items() if k != "layers"},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.model import ModelConfig
-from engine.model.mixers.config import AttentionConfig, DeltaConfig, LatentConfig
+from engine.model.mixers.config import AttentionConfig, DeltaConfig, LatentConfig, MambaConfig
 
 
 def obstacle(config: ModelConfig) -> str:
@@ -12,6 +12,8 @@ def obstacle(config: ModelConfig) -> str:
         own = layer.mixer
         if isinstance(own, DeltaConfig):
             return "linear attention"
+        if isinstance(own, MambaConfig):
+            return "Mamba"
         if isinstance(own, AttentionConfig) and own.gated:
             return "attention with gates"
         if isinstance(own, LatentConfig):

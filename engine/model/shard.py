@@ -98,7 +98,7 @@ class Shard:
             tensor, turn, turns = f"{names.experts}.{name}", 0, 1
         else:
             region = Region.some_rows((own.width, config.hidden_size), middle)
-            tensor, turn, turns = f"{names.experts}.gate_up_proj", int(name == names.up), 2
+            tensor, turn, turns = f"{names.experts}.{names.gate_up}", int(name == names.up), 2
         stack = None
         if names.stacked:
             tensor = config.layer_name(index, tensor)

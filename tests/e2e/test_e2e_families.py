@@ -11,7 +11,7 @@ from cluster import make_cluster
 from quantised_experts import write_mxfp4
 from references import References, references
 from streams import prompt_of
-from tiny_families import EVERY, EXPERTS
+from tiny_families import EVERY, EXPERTS, HYBRIDS
 from tiny_models import write_tiny_model, write_tokenizer
 
 FAMILIES: Mapping[str, dict[str, Any]] = {
@@ -22,6 +22,7 @@ FAMILIES: Mapping[str, dict[str, Any]] = {
     },
     "qwen3": {"family": "qwen3", "head_dim": 32},
     **EVERY,
+    **HYBRIDS,
 }  # fmt: skip
 """All but Llama, which the other tests between processes have."""
 QUICK = "gemma3"
@@ -36,7 +37,7 @@ LENGTHS = (1, 16, 17, 100, 300)
 )
 def test_disaggregated(family, tmp_path):
     path = write_tiny_model(tmp_path / "model", **FAMILIES[family])
-    check(path, references(path), tmp_path / "logs")
+    check(path, references(path, whole=family in HYBRIDS), tmp_path / "logs")
 
 
 @pytest.mark.matrix

@@ -14,7 +14,7 @@ import pytest
 from cluster import Cluster, make_cluster
 from otlp_receiver import OtlpReceiver, attributes, otlp_receiver
 from references import NOISE, references
-from tiny_families import EVERY
+from tiny_families import EVERY, HYBRIDS
 from tiny_models import write_tiny_model
 from waiting import wait_until
 
@@ -31,11 +31,17 @@ DEMO_TEXTS = ("The capital of France is", "Zwölf Boxkämpfer jagen", "🏃 bato
 EIGHT_HEADS: Mapping[str, Any] = {"heads": 8, "kv_heads": 4, "hidden": 128}
 WINDOWS = {**EVERY["gemma3"], **EIGHT_HEADS, "sliding_window": 24}
 """With two groups of pages."""
+STATES = {**HYBRIDS["qwen3_5"], **EIGHT_HEADS, "linear_num_key_heads": 4}
+"""With pages of states beside those of tokens."""
 CASES = [
     pytest.param(
         model, shape, marks=() if shape == QUICK and model is WINDOWS else pytest.mark.matrix
     )
-    for model, shapes in ((EIGHT_HEADS, SHAPES), (WINDOWS, (QUICK, (1, 2), (2, 4), (8, 1))))
+    for model, shapes in (
+        (EIGHT_HEADS, SHAPES),
+        (WINDOWS, (QUICK, (1, 2), (2, 4), (8, 1))),
+        (STATES, ((2, 1), (1, 2), (2, 4))),
+    )
     for shape in shapes
 ]
 
@@ -45,12 +51,13 @@ def ranks_of(cluster: Cluster, name: str) -> list[psutil.Process]:
     return [child for child in children if "engine.ranks" in child.cmdline()]
 
 
-def check(cluster: Cluster, model: Path, lengths: tuple[int, ...] = (5, 40, 200)) -> None:
+def check(cluster: Cluster, model: Path, *, whole: bool = False) -> None:
     with cluster.client() as client:
-        for length in lengths:
+        for length in (5, 40, 200):
             prompt = np.random.default_rng(length).integers(1, 384, length).tolist()
             answer = client.generate(token_ids=prompt, **OPTIONS)
-            assert list(answer.token_ids) == references(model)(prompt, 12, past_end=True).tokens
+            want = references(model, whole=whole)(prompt, 12, past_end=True)
+            assert list(answer.token_ids) == want.tokens
 
 
 def ranked(model: Path, logs: Path, shape: tuple[int, int], **options: Any) -> Cluster:
@@ -69,10 +76,10 @@ def test_pages_go_from_any_ranks_to_any_others(
         cluster.start_all()
         for name, count in zip(("prefill-0", "decode-0"), shape, strict=True):
             assert len(ranks_of(cluster, name)) == count - 1
-        check(cluster, model)
+        check(cluster, model, whole=shapes is STATES)
         assert cluster.metric(PREFILL_TOKENS, "prefill-0") >= 245
         assert cluster.metric(PREFILL_TOKENS, "decode-0", source="computed") == 0
-        check(cluster, model)  # with pages that decode holds already
+        check(cluster, model, whole=shapes is STATES)  # with pages that decode holds already
         cluster.check_baseline()
     finally:
         cluster.stop()

@@ -177,7 +177,7 @@ class Reference:
         for name, module in self.model.named_modules():
             if not (isinstance(module, nn.Linear) and name.startswith("model.layers.")):
                 continue
-            if weights == "fp8":
+            if weights == "fp8" and rule(name) is not None:
                 module.weight.data = by_channel(module.weight.data)
             elif isinstance(weights, Mapping) and name in weights:
                 module.weight.data = weights[name].float()

@@ -73,8 +73,9 @@ def reference_of(source: Path, form: str, checkpoint: Checkpoint) -> Reference:
 
 
 def fp8_reference(source: Path) -> Reference:
-    """The reference of `quantization="fp8"`."""
-    return Reference(source, "fp8", lambda _: Rule())
+    """The reference of `quantization="fp8"`. Gates of a delta rule stay as they are."""
+    gates = "in_proj_a", "in_proj_b", "in_proj_ba"
+    return Reference(source, "fp8", lambda name: None if name.endswith(gates) else Rule())
 
 
 def calibrated(source: Path, ids: Sequence[int]) -> dict[str, float]:

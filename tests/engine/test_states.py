@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from engine_kit import build, check_baseline, finish, hand_off, held, prefill_pages, submit
-from references import NOISE, references
+from quantised_folders import fp8_reference
+from references import References, references
 from test_engine_demo_model import first_difference
 from test_model_logits import load
 from tiny_families import HYBRIDS
@@ -19,11 +20,14 @@ from tiny_models import write_tiny_model
 from engine.groups.spec import State
 from engine.groups.state import DECODED_TOKENS
 from engine.model import ModelError
-from engine.model.mixers.delta import fold
+from engine.model.mixers import delta, mamba
 from engine.parts.paging import EngineError
 from engine.types import FailureReason, Mode
 
 GRID, MAX_TOKENS = 64, 24
+FLIP = 0.25
+"""By how much inputs that are rounded the other way move the distance of two logits. A state keeps
+what they have changed."""
 ALL_LENGTHS = (1, 5, 63, 64, 65, 128, 129, 200, 300)
 CASES = [
     pytest.param(
@@ -73,12 +77,16 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 def check(path: Path, run, max_tokens: int = MAX_TOKENS, given: int = 0) -> None:
-    want = references(path, whole=True)(run.request.prompt_ids.tolist(), max_tokens, past_end=True)
+    check_with(references(path, whole=True), run, max_tokens, given)
+
+
+def check_with(answers: References, run, max_tokens: int, given: int = 0) -> None:
+    want = answers(run.request.prompt_ids.tolist(), max_tokens, past_end=True)
     assert run.failed is None
     for tokens in run.tokens:
         found = want.tokens[:given] + tokens
         if found != want.tokens:
-            assert want.margins[first_difference(found, want.tokens)] < NOISE
+            assert want.margins[first_difference(found, want.tokens)] < answers.noise
 
 
 def border(length: int) -> int:
@@ -106,16 +114,22 @@ def test_whole_in_chunks_cached_forked_resumed_and_handed_off(engines, folder, f
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("family", "options"),
     [
-        {"num_pages": 40},
-        pytest.param({"num_pages": 40, "kv_host_bytes": 1 << 22}, marks=pytest.mark.matrix),
-        pytest.param({"tp": 2}, marks=pytest.mark.matrix),
-        pytest.param({"kv_cache_dtype": "fp8"}, marks=pytest.mark.matrix),
+        ("qwen3_5", {"num_pages": 40}),
+        *(
+            pytest.param(family, options, marks=pytest.mark.matrix)
+            for family in ("qwen3_5", "granite4", "granite4_experts")
+            for options in (
+                {"num_pages": 40, "kv_host_bytes": 1 << 22},
+                {"tp": 2},
+                {"kv_cache_dtype": "fp8"},
+            )
+        ),
     ],
 )
-def test_preempted_swapped_and_of_two_ranks(options, folder):
-    path = folder("qwen3_5")
+def test_preempted_swapped_and_of_two_ranks(family, options, folder):
+    path = folder(family)
     engine = build(path, max_sequences=6, max_step_tokens=128, **options)
     with held(engine):
         runs = [submit(engine, prompt_of(60 + i), 80, ignore_eos=True) for i in range(6)]
@@ -126,6 +140,26 @@ def test_preempted_swapped_and_of_two_ranks(options, folder):
             check(path, run, 80)
     check_baseline(engine)
     engine.stop()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("family", ["qwen3_5", "granite4"])
+def test_weights_in_fp8(family, folder):
+    """Tokens of transformers with the same rounding; the state is float32 all the same."""
+    path = folder(family)
+    load = lambda: fp8_reference(path).model  # noqa: E731
+    answers = References(path, "fp8", load, FLIP, whole=True)
+    one, other = (build(path, max_step_tokens=n, quantization="fp8") for n in (512, 80))
+    for length in (5, 130):
+        for engine in (one, one, other):
+            run = submit(engine, prompt_of(length), 8, ignore_eos=True)
+            finish(run)
+            check_with(answers, run, 8)
+        check_with(answers, hand_off(other, one, prompt_of(length), 8, ignore_eos=True), 8)
+    for engine in (one, other):
+        assert engine.pools[1].precision == "float32"
+        check_baseline(engine)
+        engine.stop()
 
 
 def states_of(engine, prompt: list[int], length: int) -> tuple[torch.Tensor, ...]:
@@ -211,18 +245,24 @@ def test_a_stale_state_fails_its_request_and_no_other(where, folder):
     engine.stop()
 
 
-def test_blocks_fold_what_single_tokens_fold():
+@pytest.mark.parametrize("rule", ["delta", "scan"])
+def test_blocks_fold_what_single_tokens_fold(rule):
     """Against the rule as it is written down, token by token, in float64."""
     torch.manual_seed(0)
     q, k = (torch.nn.functional.normalize(torch.randn(130, 2, 1, 8), dim=-1) for _ in range(2))
     v, beta = torch.randn(130, 2, 3, 4), torch.rand(130, 2, 3)
     log_decay, state = -torch.rand(130, 2, 3) / 10, torch.randn(2, 3, 8, 4)
-    out, after = fold(q, k, v, log_decay, beta, state)
+    if rule == "delta":
+        out, after = delta.fold(q, k, v, log_decay, beta, state)
+    else:
+        out, after = mamba.fold(q, k, v, log_decay, state)
     want = state.double()
     for at in range(130):
         want = want * log_decay[at].double().exp()[..., None, None]
-        key = k[at].double().expand(2, 3, 8)
-        change = (v[at] - torch.einsum("urk,urkv->urv", key, want)) * beta[at][..., None]
+        key, change = k[at].double().expand(2, 3, 8), v[at].double()
+        if rule == "delta":
+            found = torch.einsum("urk,urkv->urv", key, want)
+            change = (change - found) * beta[at][..., None]
         want = want + key[..., None] * change[..., None, :]
         read = torch.einsum("urk,urkv->urv", q[at].double().expand(2, 3, 8), want)
         torch.testing.assert_close(out[at].double(), read, atol=1e-4, rtol=1e-4)

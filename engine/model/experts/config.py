@@ -79,6 +79,8 @@ class ExpertNames:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    gate_up: str = "gate_up_proj"
+    """Gate and up of all experts, where tensors hold all."""
     bias: str = "mlp.gate.e_score_correction_bias"
     """Name of the bias of the choice."""
     stacked: bool = False

@@ -21,7 +21,7 @@ from engine.model.config import (
     ModelError,
     UnsupportedModelError,
 )
-from engine.model.mixers.config import AttentionConfig, DeltaConfig, LatentConfig
+from engine.model.mixers.config import AttentionConfig, DeltaConfig, LatentConfig, MambaConfig
 from engine.model.mixers.rope import Rope
 
 MOST_LAYERS: Final = 1024
@@ -160,6 +160,8 @@ def _layer_faults(layer: LayerConfig) -> Iterator[str]:
         yield from _delta_faults(layer.mixer)
     elif isinstance(layer.mixer, LatentConfig):
         yield from _latent_faults(layer.mixer)
+    elif isinstance(layer.mixer, MambaConfig):
+        yield from _mamba_faults(layer.mixer)
     elif layer.mixer is not None:
         yield from _outside("the number of channels", layer.mixer.channels, MOST_SIZE)
     if layer.feed_forward is not None:
@@ -209,6 +211,16 @@ def _delta_faults(own: DeltaConfig) -> Iterator[str]:
     yield from _outside("the width of a linear value head", own.value_dim, MOST_STATE_DIM)
     if own.kernel not in KERNELS:
         yield f"linear_conv_kernel_dim is {own.kernel}; it can be 2 to {KERNELS[-1]}"
+
+
+def _mamba_faults(own: MambaConfig) -> Iterator[str]:
+    yield from _outside("the number of Mamba heads", own.heads, MOST_SIZE)
+    yield from _outside("the width of a Mamba head", own.head_dim, MOST_STATE_DIM)
+    yield from _outside("the width of a Mamba state", own.state_dim, MOST_STATE_DIM)
+    if own.kernel not in KERNELS:
+        yield f"Mamba's convolution reads {own.kernel} tokens; it can be 2 to {KERNELS[-1]}"
+    if not 0 <= own.least_step < own.most_step:
+        yield f"time steps are between {own.least_step} and {own.most_step}"
 
 
 def _feed_forward_faults(own: FeedForwardConfig) -> Iterator[str]:

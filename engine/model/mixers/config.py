@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from engine.model.mixers.rope import Rope
 
-DELTA_CHUNK = 64
-"""Tokens of a prompt that the delta rule takes at once. It is the number of all who have published
-kernels for it, and of transformers."""
+GRID = 64
+"""Tokens of a prompt that a recurrence takes at once. For the delta rule it is the number of all
+who have published kernels, and of transformers."""
 
 
 class Kept(NamedTuple):
@@ -171,7 +171,7 @@ class DeltaConfig:
         """What a layer keeps: the inputs that the convolution reads later, and the rule's
         matrices."""
         numbers = (self.kernel - 1) * self.channels + self.key_dim * self.values
-        return Kept(self.key_heads, 0, state=numbers, grid=DELTA_CHUNK)
+        return Kept(self.key_heads, 0, state=numbers, grid=GRID)
 
     def obstacle(self, ranks: int) -> str:
         """Why so many ranks cannot share it; empty: they can."""
@@ -222,5 +222,58 @@ class LatentConfig:
         return f"it does not divide the {self.heads} attention heads" if self.heads % ranks else ""
 
 
-MixerConfig = AttentionConfig | LatentConfig | ShortConvConfig | DeltaConfig
+@dataclass(frozen=True, slots=True)
+class MambaConfig:
+    """The features of a Mamba-2 layer."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    """Heads that are neighbours share B and C: so many sets of these."""
+    state_dim: int
+    """Numbers of B, and of C."""
+    kernel: int
+    """Tokens that the convolution of a position reads, with itself."""
+    units: int
+    """Parts of the state that ranks divide. Each has some heads of one group."""
+    least_step: float
+    """Bounds of the time steps."""
+    most_step: float
+    conv_bias: bool
+    bias: bool
+    """The projections have biases."""
+    module: str = "mamba"
+
+    @property
+    def rope(self) -> None:
+        """It has none."""
+        return
+
+    @property
+    def values(self) -> int:
+        """Numbers of the heads of a unit."""
+        return self.heads // self.units * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution that a unit has: its heads', and B and C of its group."""
+        return self.values + 2 * self.state_dim
+
+    @property
+    def kept(self) -> Kept:
+        """What a layer keeps: the inputs that the convolution reads later, and the heads'
+        matrices."""
+        numbers = (self.kernel - 1) * self.channels + self.state_dim * self.values
+        return Kept(self.units, 0, state=numbers, grid=GRID)
+
+    def obstacle(self, ranks: int) -> str:
+        """Why so many ranks cannot share it; empty: they can."""
+        if self.units % ranks:
+            return f"it does not divide the {self.units} units of a Mamba layer's heads"
+        if self.groups % ranks and ranks % self.groups:
+            return f"it neither divides the {self.groups} Mamba groups nor is a multiple of them"
+        return ""
+
+
+MixerConfig = AttentionConfig | LatentConfig | ShortConvConfig | DeltaConfig | MambaConfig
 """What stands before the feed-forward in a layer. See `engine.model.mixers.kinds`."""

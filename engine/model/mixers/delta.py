@@ -33,9 +33,11 @@ from torch import Tensor, nn
 from engine.model.config import ModelConfig
 from engine.model.linear import Build, Linear, RmsNorm
 from engine.model.mixers.base import Step
-from engine.model.mixers.config import DELTA_CHUNK, DeltaConfig
+from engine.model.mixers.config import GRID, DeltaConfig
+from engine.model.mixers.convolution import convolved, join_state, split_state
 from engine.model.places import FLOATS, Place, of_linear, of_norm, plain
 from engine.model.precision.base import Format, Get, Part, TensorSpec, parameter
+from engine.model.precision.choice import Precision
 from engine.model.region import Range
 from engine.model.shard import Shard, columns, stacked
 from engine.step.attention import AttentionSpec
@@ -93,13 +95,13 @@ class Rule:
         """See `Recurrence`."""
         before, matrices = self._parts(state)
         window = torch.cat((before, inputs.float()[..., None]), dim=-1)
-        q, k, v = self._heads(self._convolved(window, 1))
+        q, k, v = self._heads(convolved(window, self._taps).squeeze(-1))
         matrices = matrices * first.float().exp()[..., None, None]
         found = (matrices * k[..., None]).sum(-2)
         change = (v - found) * second.float()[..., None]
         matrices = matrices + k[..., None] * change[..., None, :]
         out = (matrices * q[..., None]).sum(-2)
-        return out, torch.cat((window[..., 1:].flatten(2), matrices.flatten(2)), dim=-1)
+        return out, join_state(window, self._own.kernel, matrices)
 
     def fold(
         self, state: Tensor, inputs: Tensor, first: Tensor, second: Tensor
@@ -107,31 +109,16 @@ class Rule:
         """See `Recurrence`."""
         before, matrices = self._parts(state)
         window = torch.cat((before, inputs.float().permute(1, 2, 0)), dim=-1)
-        q, k, v = self._heads(self._convolved(window, len(inputs)))
+        q, k, v = self._heads(convolved(window, self._taps).permute(2, 0, 1))
         out, matrices = fold(q, k, v, first.float(), second.float(), matrices)
-        rest = window[..., window.shape[-1] - (self._own.kernel - 1) :]
-        return out, torch.cat((rest.flatten(1), matrices.flatten(1)), dim=-1)
+        return out, join_state(window, self._own.kernel, matrices)
 
     def _parts(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """The inputs of the K - 1 tokens before, [..., U, C, K - 1], and the matrices,
         [..., U, R, Dk, Dv]."""
         own = self._own
-        sizes = own.channels * (own.kernel - 1), own.key_dim * own.values
-        before, matrices = torch.split(state, list(sizes), dim=-1)
-        return (
-            torch.unflatten(before, -1, (own.channels, own.kernel - 1)),
-            torch.unflatten(matrices, -1, (-1, own.key_dim, own.value_dim)),
-        )
-
-    def _convolved(self, window: Tensor, tokens: int) -> Tensor:
-        """[..., U, C, K - 1 + L] -> [..., L, U, C], or without L where there is one token. Taps are
-        added one by one, so a token's sum does not depend on how many there are."""
-        taps = self._taps.float()
-        out = window[..., :tokens] * taps[..., :1]
-        for tap in range(1, self._own.kernel):
-            out = out + window[..., tap : tap + tokens] * taps[..., tap : tap + 1]
-        out = F.silu(out)
-        return out.squeeze(-1) if window.dim() == 4 else out.permute(2, 0, 1)
+        before, rest = split_state(state, own.channels, own.kernel)
+        return before, torch.unflatten(rest, -1, (-1, own.key_dim, own.value_dim))
 
     def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[..., U, C] -> q and k [..., U, 1, Dk], and v [..., U, R, Dv]."""
@@ -158,7 +145,7 @@ def fold(
     Returns:
         Out [L, U, R, Dv], and the new state.
     """
-    tokens, fill = len(q), -len(q) % DELTA_CHUNK
+    tokens, fill = len(q), -len(q) % GRID
     # Tokens that fill the last block change nothing: their keys and beta are 0, and nothing fades.
     q, k, v, log_decay, beta = (
         F.pad(x, (0, 0) * (x.dim() - 1) + (0, fill)) for x in (q, k, v, log_decay, beta)
@@ -166,11 +153,11 @@ def fold(
 
     def blocks(x: Tensor) -> Tensor:
         """[N * 64, U, R, ...] -> [N, U, R, 64, ...]."""
-        return torch.unflatten(x, 0, (-1, DELTA_CHUNK)).movedim(1, 3)
+        return torch.unflatten(x, 0, (-1, GRID)).movedim(1, 3)
 
     q, k, v, beta = blocks(q), blocks(k), blocks(v), blocks(beta)[..., None]
     faded = blocks(log_decay).cumsum(-1)
-    later = torch.ones(DELTA_CHUNK, DELTA_CHUNK, dtype=torch.bool, device=q.device).triu(1)
+    later = torch.ones(GRID, GRID, dtype=torch.bool, device=q.device).triu(1)
     # [.., i, j]: what is left at token i of what token j has added.
     left = (faded[..., :, None] - faded[..., None, :]).masked_fill(later, -torch.inf).exp()
     system = (beta * (k @ k.mT)) * left
@@ -200,7 +187,9 @@ class DeltaRule(nn.Module):
         self._collective = build.collective
         parts = parts_of(own, config, index, build.shard)
         self.inputs = Linear(parts.inputs, False, build)
-        self.gates = Linear(parts.gates, False, build)
+        # Checkpoints keep these as floats, and small errors of a decay add up.
+        plain_build = build._replace(precision=Precision(build.device, build.dtype))
+        self.gates = Linear(parts.gates, False, plain_build)
         self.output = Linear(parts.output, False, build)
         units, shared = build.shard.even(own.key_heads).size, own.value_heads // own.key_heads
         self.taps = parameter((units, own.channels, own.kernel), build.dtype, build.device)

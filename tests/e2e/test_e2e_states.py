@@ -1,0 +1,107 @@
+"""States between real processes: hand-offs, next turns, structured output, and kills of either side
+around the push of a state. Greedy answers are what one whole forward of transformers says."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import Cluster, make_cluster
+from references import references
+from streams import prompt_of
+from tiny_families import HYBRIDS
+from tiny_models import write_tiny_model
+
+TOKENS, LENGTHS = 24, (17, 64, 130, 200)
+SCHEMA = {
+    "type": "object", "properties": {"n": {"enum": [1, 2, 3]}}, "required": ["n"],
+    "additionalProperties": False,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"), **HYBRIDS["qwen3_5"])
+
+
+@pytest.fixture(scope="module")
+def cluster(model, tmp_path_factory):
+    logs = tmp_path_factory.mktemp("logs")
+    options: dict[str, Any] = {"failpoints": "live", "local_prefill": "never"}
+    cluster = make_cluster(model, logs, prefill=2, decode=2, **options)
+    try:
+        cluster.start_all()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+def ask(client, prompt: list[int], **options: Any) -> list[int]:
+    result = client.generate(token_ids=prompt, temperature=0.0, ignore_eos=True, **options)
+    return list(result.token_ids)
+
+
+def ask_all(client, seed: int) -> list[list[int]]:
+    """Answers to some prompts, asked at once."""
+    found: dict[int, list[int]] = {}
+
+    def one(length: int) -> None:
+        found[length] = ask(client, prompt_of(length + seed), max_tokens=TOKENS)
+
+    threads = [threading.Thread(target=one, args=(length,)) for length in LENGTHS]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    return [found.get(length, []) for length in LENGTHS]
+
+
+def wanted(model: Path, seed: int) -> list[list[int]]:
+    answer = references(model, whole=True)
+    return [answer(prompt_of(length + seed), TOKENS, past_end=True).tokens for length in LENGTHS]
+
+
+@pytest.mark.slow
+def test_a_hand_off_moves_the_state_and_the_next_turn_goes_on(cluster, model) -> None:
+    with cluster.client() as client:
+        assert ask_all(client, 0) == wanted(model, 0)
+        turn = prompt_of(200) + wanted(model, 0)[-1] + prompt_of(30)
+        assert (
+            ask(client, turn, max_tokens=TOKENS)
+            == references(model, whole=True)(turn, TOKENS, past_end=True).tokens
+        )
+        form = client.generate(token_ids=prompt_of(70), max_tokens=60, json_schema=SCHEMA)
+        assert json.loads(form.text)["n"] in (1, 2, 3)
+    moved = "baton_kv_group_pages"
+    assert cluster.metric(moved, "decode-0", group="state", state="free") > 0
+    cluster.check_baseline()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("worker", "moment"),
+    [
+        ("prefill-0", "prefill.chunk=kill@2"),
+        ("prefill-0", "transfer.pushed=kill@2"),
+        ("prefill-1", "transfer.before_last_push=kill@2"),
+        ("prefill-1", "transfer.last_pushed=kill@2"),
+        ("decode-0", "transfer.chunk_landed=kill@2"),
+        ("decode-1", "decode.delivered=kill@2"),
+        ("decode-0", "decode.tokens=kill@60"),
+    ],
+)
+def test_streams_go_on_equally_after_a_kill(cluster: Cluster, model, worker, moment) -> None:
+    with cluster.client(retries=True) as client:
+        cluster.arm(worker, moment)
+        for turn in range(12):
+            assert ask_all(client, turn % 2) == wanted(model, turn % 2)
+            if cluster.processes[worker].poll() is not None:
+                break
+        assert cluster.wait_gone(worker) < 0, "it was not killed"
+    cluster.start(worker)
+    cluster.wait_ready()
+    cluster.wait_attached(worker)
+    cluster.check_baseline()
