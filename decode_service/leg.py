@@ -192,7 +192,8 @@ class DecodeLeg(WorkerLeg):
         drafts = event.drafted_tokens, event.accepted_tokens
         self.drafted_tokens += drafts[0]
         self.accepted_tokens += drafts[1]
-        self.send_finished(event.choice, event.reason, event.output_tokens, timings, drafts)
+        told = event.choice, event.reason, event.output_tokens, timings, drafts, event.score
+        self.send_finished(*told)
 
     def _timings(self, event: SequenceEnded) -> worker_pb2.WorkTimings:
         return worker_pb2.WorkTimings(

@@ -199,6 +199,9 @@ class DecodeService(LegService[DecodeLeg]):
             case Joined():
                 leg.state = DecodeState.RUNNING
                 leg.joined_ns = event.at_ns
+                if leg.is_whole and leg.request.beams is not None and not leg.computed_ns:
+                    leg.compute(event.at_ns)  # No token will tell: they come with the end.
+                    leg.send_first_tokens(())
             case SequenceEnded():
                 self._token_stream.choice_ended(leg, event)
                 if event.last:
@@ -221,7 +224,7 @@ class DecodeService(LegService[DecodeLeg]):
                 ranges=leg.ranges,
                 num_tokens=kv_tokens(leg.request),
                 timeout_s=self._grant_lasts_s(leg),
-                on_ready=partial(self._ready, leg.id, leg.request.choices),
+                on_ready=partial(self._ready, leg.id, leg.request.first_tokens),
             )
         )
         leg.send_granted(event, self._epoch, self._agent_name)
@@ -277,7 +280,7 @@ class DecodeService(LegService[DecodeLeg]):
         failpoints.hit("decode.delivered")
         leg.receive(event)
         try:
-            first = decode_first_tokens(event.payload, leg.request.choices)
+            first = decode_first_tokens(event.payload, leg.request.first_tokens)
         except MalformedMessage:
             leg.answer_wanted_abort(already_ready=True)
             leg.fail(worker_pb2.FAILURE_REASON_KV_TRANSFER)
@@ -289,8 +292,9 @@ class DecodeService(LegService[DecodeLeg]):
         delivered = worker_pb2.Delivered(attempt_id=leg.id, delivered_unix_ns=event.delivered_ns)
         leg.tell(delivered=delivered)
         leg.answer_wanted_abort(already_ready=True)
-        tokens = first_tokens(leg.request, first.records, event.delivered_ns)
-        leg.tell(tokens=tokens_message(tokens, range(len(first.records))))
+        if leg.request.beams is None:
+            tokens = first_tokens(leg.request, first.records, event.delivered_ns)
+            leg.tell(tokens=tokens_message(tokens, range(len(first.records))))
 
     def _receive_aborted(self, leg: DecodeLeg, *, already_ready: bool) -> None:
         """Takes the answer to `abort_receive`, for the router's Abort or an end from this side."""

@@ -101,6 +101,10 @@ class EngineLoad:
     """Prompt tokens of such a piece, on average."""
     steps: int = 0
     preemptions: int = 0
+    beam_searches: int = 0
+    """Beam searches that have ended."""
+    beam_forks: int = 0
+    """Beams that went on from the pages of another one."""
     prompt_tokens_computed: int = 0
     prompt_tokens_cached: int = 0
     prompt_tokens_loaded: Mapping[str, int] = field(default_factory=dict)

@@ -81,6 +81,7 @@ class _Running:
             prompt_logprobs=job.prompt_logprobs,
             extensions=job.extensions,
             no_speculation=not job.speculates,
+            beams=job.beams,
         )
 
     def drew(self, tokens: jobs.JobTokens, at_ns: int) -> None:
@@ -104,7 +105,8 @@ class _Running:
             case SequenceEnded():
                 reason = end_reason_message(event.reason)
                 drafts = event.drafted_tokens, event.accepted_tokens
-                ended = jobs.ChoiceEnded(event.choice, reason, event.output_tokens, *drafts)
+                told = event.choice, reason, event.output_tokens, *drafts, event.score
+                ended = jobs.ChoiceEnded(*told)
                 self.run.end_choice(ended)
                 self.finish()
             case RequestFailed():
@@ -206,8 +208,7 @@ class EngineDispatcher:
 
     def largest_pool_tokens(self, job: jobs.Job) -> int:
         """See `router.jobs.Dispatcher.largest_pool_tokens`."""
-        shared = 2 * (job.choices - 1)  # Pages in which choices begin to differ.
-        return (self._engine.load().total_pages - shared) * self._model.page_size_tokens
+        return jobs.Demand.of(job).most_tokens(self._engine.load().total_pages)
 
     async def run(self, job: jobs.Job, tell: Callable[[jobs.JobEvent], None]) -> None:
         """Runs a job; see `router.jobs.Dispatcher.run`."""

@@ -156,6 +156,27 @@ class LLM:
         with _bar(len(requests)) as done:
             return self._run(self._generate_all(requests, ends_s, done))
 
+    def beam_search(
+        self,
+        prompt: str | None = None,
+        width: int = 4,
+        *,
+        messages: Sequence[Message] | None = None,
+        token_ids: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[Options],
+    ) -> Generation:
+        """Searches for the likeliest outputs: `generate` with `beams` and `choices` of `width`.
+
+        Returns:
+            The hypotheses as choices, best first, each with its score.
+        """
+        chosen = Options(choices=width, beams=width)
+        chosen.update(options)
+        return self.generate(
+            prompt, messages=messages, token_ids=token_ids, timeout_s=timeout_s, **chosen
+        )
+
     def chat(
         self,
         messages: Sequence[Message],

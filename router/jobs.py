@@ -126,6 +126,8 @@ class Job:
     """Bytes for hooks of workers, by their names."""
     speculates: bool = True
     """Whether workers may verify drafts of its output."""
+    beams: worker_pb2.BeamSearch | None = None
+    """Its output is searched for: each choice is what a beam found, and all come at the end."""
     workers: list[str] = field(default_factory=list)
     """Ids of the workers that got a part of the job, in order. The dispatcher adds them."""
 
@@ -151,6 +153,8 @@ class Demand:
     """See `Job.keys`."""
     extensions: frozenset[str] = frozenset()
     """Hooks that every worker of the route must have."""
+    searches: bool = False
+    """Whether its choices are beams, which run together or not at all."""
 
     @classmethod
     def of(cls, job: Job, choices: int | None = None, done: int = 0) -> Self:
@@ -165,7 +169,21 @@ class Demand:
             holder=job.holder,
             keys=job.keys,
             extensions=frozenset(job.extensions),
+            searches=job.beams is not None,
         )
+
+    @property
+    def decodes(self) -> bool:
+        """Whether a worker decodes. A prefill worker draws the first token, and chooses none."""
+        return self.searches or self.max_tokens != 1
+
+    def most_tokens(self, pages: int) -> int:
+        """Tokens of a choice, prompt and output, for which an empty pool of `pages` has room."""
+        size = self.model.page_size_tokens
+        if not self.searches:
+            return (pages - 2 * (self.choices - 1)) * size  # Pages in which the choices diverge.
+        shared = self.prompt_tokens // size
+        return (shared + (pages - shared) // self.choices) * size
 
     @property
     def whole_tokens(self) -> int:
@@ -214,6 +232,8 @@ class ChoiceEnded:
     drafted_tokens: int = 0
     """Drafts that the last worker verified for it."""
     accepted_tokens: int = 0
+    score: float | None = None
+    """Score of what a search found."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -248,6 +248,8 @@ class Metric:
     PREFILL_RATE: Final = "baton_prefill_tokens_per_second"
     SAMPLED_TOKENS: Final = "baton_sampled_tokens"
     PREEMPTIONS: Final = "baton_preemptions"
+    BEAM_SEARCHES: Final = "baton_beam_searches"
+    BEAM_FORKS: Final = "baton_beam_forks"
     KV_PAGES: Final = "baton_kv_pages"
     KV_PAGES_TOTAL: Final = "baton_kv_pages_capacity"
     KV_GROUP_PAGES: Final = "baton_kv_group_pages"

@@ -115,6 +115,14 @@ BREAKAGES = (
         ("engine/test_scheduler_property.py",),
     ),
     Breakage(
+        "parted-page-not-copied",
+        "sequences that part within a page both write into it",
+        "engine/schedule/batch.py",
+        "            self._copies[int(own[-1])] = int(pages[-1])\n",
+        "",
+        ("engine/test_beams.py",),
+    ),
+    Breakage(
         "draft-behind-a-wrong-one",
         "a draft counts though one before it was not the token drawn",
         "engine/speculation/tables.py",

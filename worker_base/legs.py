@@ -118,9 +118,10 @@ class WorkerLeg:
         output_tokens: int,
         timings: worker_pb2.WorkTimings | None,
         drafts: tuple[int, int] = (0, 0),
+        score: float | None = None,
     ) -> None:
         """Tells the router that a choice ended; the last choice's message carries the timings.
-        `drafts`: how many were verified, and accepted."""
+        `drafts`: how many were verified, and accepted. `score`: of what a search found."""
         finished = worker_pb2.Finished(
             attempt_id=self.id,
             choice_index=choice,
@@ -129,6 +130,7 @@ class WorkerLeg:
             timings=timings,
             drafted_tokens=drafts[0],
             accepted_tokens=drafts[1],
+            score=score,
         )
         self.tell(finished=finished)
 

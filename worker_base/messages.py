@@ -5,7 +5,7 @@ Both services use this module. It holds no state.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Final, NamedTuple
 
@@ -13,6 +13,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from baton.worker.v1 import worker_pb2
+from engine.beams.params import BeamParams, EarlyStopping
 from engine.types import (
     EndReason,
     FailureReason,
@@ -42,6 +43,11 @@ _MODES: Final = {
     worker_pb2.WORK_MODE_WHOLE: Mode.WHOLE,
     worker_pb2.WORK_MODE_PREFILL: Mode.PREFILL,
     worker_pb2.WORK_MODE_DECODE: Mode.RECEIVE,
+}
+_EARLY_STOPPING: Final[Mapping[int, EarlyStopping]] = {
+    worker_pb2.EARLY_STOPPING_UNSPECIFIED: EarlyStopping.NO_BETTER,
+    worker_pb2.EARLY_STOPPING_AT_ONCE: EarlyStopping.AT_ONCE,
+    worker_pb2.EARLY_STOPPING_NEVER_BETTER: EarlyStopping.NEVER_BETTER,
 }
 _END_REASONS: Final = {
     EndReason.END_OF_SEQUENCE: worker_pb2.END_REASON_END_OF_SEQUENCE,
@@ -82,14 +88,14 @@ def request_of(submit: worker_pb2.Submit) -> Request:
     Raises:
         MalformedMessage: the prompt or the id is empty, there is no choice, the mode is unknown,
             ids are malformed, the output so far does not fit the choices or leaves nothing to
-            generate, or extensions exceed their bounds.
+            generate, beams do not fit them, or extensions exceed their bounds.
     """
     mode = _MODES.get(submit.mode)
     prompt_ids = unpack_ids(submit.prompt_ids)
     generated = tuple(unpack_ids(tokens.token_ids) for tokens in submit.generated)
     if mode is None or not prompt_ids.size or submit.choices < 1 or not submit.attempt_id:
         raise MalformedMessage("submit")
-    if generated and len(generated) != submit.choices:
+    if generated and (len(generated) != submit.choices or submit.HasField("beams")):
         raise MalformedMessage("generated")
     if any(len(tokens) >= submit.stopping.max_tokens for tokens in generated):
         raise MalformedMessage("generated")
@@ -118,7 +124,15 @@ def request_of(submit: worker_pb2.Submit) -> Request:
         extensions=extensions,
         speculates=not submit.no_speculation,
         fetch=_fetch_of(submit),
+        beams=_beams_of(submit, mode) if submit.HasField("beams") else None,
     )
+
+
+def _beams_of(submit: worker_pb2.Submit, mode: Mode) -> BeamParams:
+    beams, early = submit.beams, _EARLY_STOPPING.get(submit.beams.early_stopping)
+    if early is None or submit.choices != (1 if mode is Mode.PREFILL else beams.width):
+        raise MalformedMessage("beams")
+    return BeamParams(beams.width, beams.length_penalty, early)
 
 
 def _fetch_of(submit: worker_pb2.Submit) -> PeerFetch | None:

@@ -99,6 +99,8 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] = ()
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
+    score: float | None = None
+    """What it was chosen by: of a beam search its score, of `best_of` its mean log probability."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +196,7 @@ class Gathering:
                 return self._extend(event.delta)
             case "finished":
                 ended = event.finished
-                self._finish(ended.choice_index, ended.finish_reason, ended.stop_sequence)
+                self._finish(ended.choice_index, ended)
                 if ended.HasField("usage"):
                     self._close(ended.usage, ended.timings)
             case _:
@@ -212,7 +214,7 @@ class Gathering:
             if choice.HasField("message"):
                 choice.output.message.CopyFrom(_whole_delta(choice.message))
             self._extend(choice.output, of=choice.index)
-            self._finish(choice.index, choice.finish_reason, choice.stop_sequence)
+            self._finish(choice.index, choice)
         self._close(response.usage, response.timings)
         return self.result()
 
@@ -266,18 +268,19 @@ class Gathering:
         first = delta.first_token_index
         return Delta(text, tuple(delta.token_ids), index, first, logprobs, reasoning, calls)
 
-    def _finish(self, index: int, reason: pb.FinishReason.ValueType, stop_sequence: str) -> None:
+    def _finish(self, index: int, end: pb.GenerationFinished | pb.Choice) -> None:
         choice = self._running(index)
-        if reason not in _REASONS:
+        if end.finish_reason not in _REASONS:
             raise ProtocolError(f"choice {index} ended without a reason")
         choice.finished = Completion(
             text="".join(choice.texts),
             token_ids=tuple(choice.token_ids),
-            finish_reason=_REASONS[reason],
-            stop_sequence=stop_sequence,
+            finish_reason=_REASONS[end.finish_reason],
+            stop_sequence=end.stop_sequence,
             logprobs=tuple(choice.logprobs),
             reasoning="".join(choice.reasoning),
             tool_calls=tuple(choice.calls.values()),
+            score=end.score if end.HasField("score") else None,
         )
 
     def _running(self, index: int) -> _Growing:

@@ -60,6 +60,14 @@ class Options(TypedDict, total=False):
     min_message_ms: int
     """Least time between two messages with tokens. Those that come sooner share one."""
     choices: int
+    beams: int
+    """Width of a beam search, which returns the `choices` best that it finds. Not in a stream."""
+    length_penalty: float
+    """A higher power of the length favours long outputs of a search; 1 if it is not set."""
+    early_stopping: str
+    """When a search ends: "no_better", "at_once" or "never_better"."""
+    best_of: int
+    """Draws so many, and returns the `choices` best by mean log probability. Not in a stream."""
     priority: int
     add_special_tokens: bool
     """Whether the model's special tokens surround the prompt: yes for a text, no for messages."""

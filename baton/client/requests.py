@@ -94,7 +94,21 @@ def generation_input(
     for name, content in options.get("extensions", {}).items():
         request.extensions[name] = content.encode() if isinstance(content, str) else content
     _set_structure(request, options)
+    _set_beams(request, options)
     return request
+
+
+def _set_beams(request: pb.GenerationInput, options: Options) -> None:
+    if "beams" not in options:
+        if given := [name for name in ("length_penalty", "early_stopping") if name in options]:
+            raise ValueError(f"only with beams: {', '.join(given)}")
+        return
+    beams, early = pb.BeamSearch(), options.get("early_stopping", "no_better")
+    if early not in _EARLY_STOPPING:
+        raise ValueError(f"early_stopping is one of {', '.join(_EARLY_STOPPING)}, not {early!r}")
+    beams.early_stopping = _EARLY_STOPPING[early]
+    _set(beams, {"width": options["beams"], **options}, ("width", "length_penalty"))
+    request.beams.CopyFrom(beams)
 
 
 def _set_chat(chat: pb.ChatPrompt, options: Options) -> None:
@@ -153,7 +167,13 @@ _INPUT = (
     "cache_salt",
     "truncate_prompt_tokens",
     "speculation",
+    "best_of",
 )
+_EARLY_STOPPING = {
+    "no_better": pb.EARLY_STOPPING_UNSPECIFIED,
+    "at_once": pb.EARLY_STOPPING_AT_ONCE,
+    "never_better": pb.EARLY_STOPPING_NEVER_BETTER,
+}
 _CHAT_SCALARS = ("parallel_tool_calls", "reasoning_effort", "thinking_token_budget")
 _CHAT = (
     "template_variables",
@@ -199,8 +219,9 @@ def _set(
     | pb.StopOptions
     | pb.OutputOptions
     | pb.ChatPrompt
-    | pb.Structure,
-    options: Options,
+    | pb.Structure
+    | pb.BeamSearch,
+    options: Options | Mapping[str, object],
     names: Sequence[str],
 ) -> None:
     values: Mapping[str, object] = options

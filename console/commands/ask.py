@@ -70,6 +70,9 @@ def generate(
     top_p: Annotated[float | None, typer.Option(help="Sample from this share, in (0, 1].")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Makes sampling repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends generation.")] = None,
+    beams: Annotated[
+        int | None, typer.Option(min=1, help="Search with so many beams, and print the best find.")
+    ] = None,
     timeout_s: Annotated[
         float | None, typer.Option(min=0.001, help="Give up after this long.")
     ] = None,
@@ -101,9 +104,12 @@ def generate(
         options["top_p"] = top_p
     if seed is not None:
         options["seed"] = seed
+    if beams is not None:
+        options["beams"] = beams
     files = grpc_files(tls_ca, tls_cert, tls_key, router)
     with _client(router, token, files) as client:
-        generation = stream_answer(
+        answer = stream_answer if beams is None else whole_answer
+        generation = answer(
             client,
             None if chat else text,
             turns(text, system) if chat else None,
@@ -161,13 +167,34 @@ def stream_answer(
     return generation
 
 
+def whole_answer(
+    client: Client,
+    prompt: str | None,
+    messages: list[Message] | None,
+    options: Options,
+    *,
+    timeout_s: float | None = None,
+    echo: bool = True,
+) -> Generation:
+    """Writes one answer to stdout when all of it is known, and a summary to stderr."""
+    started = time.monotonic()
+    try:
+        generation = client.generate(prompt, messages=messages, timeout_s=timeout_s, **options)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if echo:
+        print(generation.text)
+        _sum_up(generation, 0.0, time.monotonic() - started)
+    return generation
+
+
 def _sum_up(generation: Generation, first_text_s: float, total_s: float) -> None:
     usage = generation.usage
     parts = [
         f"{usage.prompt_tokens} prompt + {usage.output_tokens} output tokens",
-        f"first text after {first_text_s * 1e3:.0f} ms",
+        f"first text after {(first_text_s or total_s) * 1e3:.0f} ms",
     ]
-    if usage.output_tokens > 1 and total_s > first_text_s:
+    if first_text_s and usage.output_tokens > 1 and total_s > first_text_s:
         parts.append(f"then {(usage.output_tokens - 1) / (total_s - first_text_s):.0f} tokens/s")
     parts.append(f"trace {generation.trace_id}")
     stderr.print(" · ".join(parts), style="dim")

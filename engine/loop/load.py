@@ -64,6 +64,8 @@ def load_of(
         long_step_ms=long_step_ms,
         steps=batch.next_step,
         preemptions=requests.preemptions,
+        beam_searches=requests.choosing.searches,
+        beam_forks=requests.choosing.forks,
         prompt_tokens_computed=rates.prompt_tokens,
         prompt_tokens_cached=admission.cached_tokens,
         prompt_tokens_loaded=dict(admission.loaded_tokens),

@@ -48,6 +48,8 @@ class Choosing:
     def __init__(self, config: Bounds, batch: Batch) -> None:
         self.forks = 0
         """Sequences that went on from another one's pages, since the start."""
+        self.searches = 0
+        """Choosers that came to an end."""
         self._config = config
         self._batch = batch
 
@@ -63,6 +65,7 @@ class Choosing:
         if continuations := chooser.choose(heard):
             self._move(active, continuations)
             return None
+        self.searches += 1
         return chooser.outputs()
 
     def _begin(self, active: ActiveRequest) -> Chooser:

@@ -272,9 +272,11 @@ class Attempt:
         self._charge(leg, first.cached_prompt_tokens)
         self._prompt_computed(leg)
         leg.worker.estimate.prefilled(self.id)  # Also of a take-over behind another first token.
+        self.run.first_known(first.cached_prompt_tokens, dict(first.loaded_prompt_tokens))
+        if self.run.job.beams is not None:
+            return  # Which tokens come first is known at the end.
         if leg is self.prefill:
             self._first_ids = [record.token_id for record in first.records]
-        self.run.first_known(first.cached_prompt_tokens, dict(first.loaded_prompt_tokens))
         for tokens in merge.first_tokens(first, self.group.choices, self._first_indexes):
             self.run.add(tokens)
 
@@ -298,8 +300,9 @@ class Attempt:
         if finished.choice_index < len(self.group.choices):
             choice = self.group.choices[finished.choice_index]
             drafts = finished.drafted_tokens, finished.accepted_tokens
+            score = finished.score if finished.HasField("score") else None
             self.run.end_choice(
-                ChoiceEnded(choice, finished.reason, finished.output_tokens, *drafts)
+                ChoiceEnded(choice, finished.reason, finished.output_tokens, *drafts, score)
             )
             leg.finished.add(finished.choice_index)
         if leg is self.decode and len(leg.finished) == len(self.group.choices):

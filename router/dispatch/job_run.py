@@ -212,13 +212,15 @@ class JobRun:
             raise self._error
 
     def _pass_on(self, events: Sequence[JobEvent]) -> None:
-        """Sends events. Holds them while the prompt's log probabilities must come first."""
+        """Sends events. Holds them while the prompt's log probabilities must come first, and those
+        of a search until its end: it is started again whole if a worker is lost."""
         if self.started:
             for event in events:
                 self._say(event)
             return
         self._held += events
-        if self._held and not self.owes_scores:
+        is_whole = self.job.beams is None or self.complete
+        if self._held and is_whole and not self.owes_scores:
             self._start()
 
     def _start(self) -> None:

@@ -94,6 +94,8 @@ class Leg:
     def _message(self) -> worker_pb2.Submit:
         group, job = self._group, self._group.run.job
         decodes = self.mode == worker_pb2.WORK_MODE_DECODE
+        prefills = self.mode == worker_pb2.WORK_MODE_PREFILL
+        searches = job.beams is not None
         scores_wanted = job.prompt_logprobs and not group.run.started
         return worker_pb2.Submit(
             attempt_id=self._attempt_id,
@@ -105,7 +107,7 @@ class Leg:
             ],
             sampling=job.sampling,
             stopping=job.stopping,
-            choices=len(group.choices),
+            choices=1 if searches and prefills else len(group.choices),
             first_choice=group.choices[0],
             priority=job.priority,
             cache_salt=job.cache_salt,
@@ -118,6 +120,7 @@ class Leg:
             takeover_tokens=self._route.takeover_tokens if decodes else 0,
             extensions=job.extensions,
             no_speculation=not job.speculates,
+            beams=job.beams,
             fetch=None if decodes else _fetch_message(self._route.way),
         )
 

@@ -149,6 +149,8 @@ class _Whole:
         choice = self._choice(finished.choice_index)
         choice.finish_reason = finished.finish_reason
         choice.stop_sequence = finished.stop_sequence
+        if finished.HasField("score"):
+            choice.score = finished.score
         if finished.HasField("usage"):
             self._response.usage.CopyFrom(finished.usage)
             self._response.timings.CopyFrom(finished.timings)

@@ -81,6 +81,7 @@ def _finished_message(
             finish_reason=finished.reason,
             stop_sequence=finished.stop_text,
             usage=finished.usage,
+            score=finished.score,
         )
     )
     if (timings := finished.timings) is not None:

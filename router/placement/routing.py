@@ -18,6 +18,7 @@ from router.placement.placing import LocalReason
 from router.placement.ways import Way
 from router.workers.load_estimate import Reservation
 from router.workers.registry import can_hand_off
+from serving.release import Protocol, protocol_of
 
 if TYPE_CHECKING:
     from router.jobs import Demand, ServedModel
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from router.settings import LocalPrefill
     from router.workers.link import WorkerLink
 
+SEARCHES: Final = Protocol(1, 1)
+"""Workers that speak an earlier protocol know no beam search."""
 KEPT_FREE: Final = 16
 """One slot in so many is given to those alone who hold none at the worker."""
 
@@ -226,7 +229,7 @@ def _usual_route(
 def _possible(demand: Demand, workers: Sequence[WorkerLink]) -> Pairs:
     """All pairs that serve the demand's model."""
     serving = [worker for worker in workers if _serves(demand, worker)]
-    return pairs_of(serving, decodes=demand.max_tokens != 1)
+    return pairs_of(serving, decodes=demand.decodes)
 
 
 def _fit(demand: Demand, possible: Pairs, failed: Failed) -> Pairs:
@@ -258,17 +261,14 @@ def _pool_tokens(demand: Demand, worker: WorkerLink) -> int:
     """Tokens of a choice that the empty pool holds. While the pool is unknown, the context
     counts."""
     pages = worker.capacity().total_pages
-    shared = 2 * (demand.choices - 1)  # Pages in which the choices diverge.
-    return (
-        (pages - shared) * demand.model.page_size_tokens
-        if pages
-        else demand.model.max_context_tokens
-    )
+    return demand.most_tokens(pages) if pages else demand.model.max_context_tokens
 
 
 def _serves(demand: Demand, worker: WorkerLink) -> bool:
     if worker.draining or not holds(worker, demand.model):
         return False
+    if demand.searches and (protocol_of(worker.identity) or SEARCHES) < SEARCHES:
+        return False  # It would ignore that, and draw.
     return demand.extensions <= worker.extensions
 
 

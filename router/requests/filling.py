@@ -18,6 +18,7 @@ from router.answers.detokenization import (
 )
 from router.errors import Violation
 from router.requests.outputs import ChoiceOutput
+from router.requests.selecting import selects
 
 if TYPE_CHECKING:
     from router.answers.token_texts import ByteDetokenizer
@@ -30,11 +31,10 @@ _GREEDY_BELOW: Final = 1e-5
 """Below this temperature only the likeliest token can be drawn, and logits would overflow."""
 
 
-def fill_sampling(
-    sampling: api.SamplingOptions, output: api.OutputOptions, model: ServedModel
-) -> worker_pb2.Sampling:
+def fill_sampling(generation: api.GenerationInput, model: ServedModel) -> worker_pb2.Sampling:
     """Sampling with every default filled in, the model's first, and a drawn seed if none is
     given."""
+    sampling, output = generation.sampling, generation.output
     chosen = worker_pb2.SamplingDefaults(temperature=1.0, top_p=1.0, repetition_penalty=1.0)
     if model.sampling is not None:
         chosen.MergeFrom(model.sampling)
@@ -51,8 +51,21 @@ def fill_sampling(
         repetition_penalty=chosen.repetition_penalty,
         seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
         logit_bias=sampling.logit_bias,
-        top_logprobs=output.top_logprobs if output.logprobs else None,
+        top_logprobs=output.top_logprobs if output.logprobs or selects(generation) else None,
         allowed_token_ids=sampling.allowed_token_ids,
+    )
+
+
+def fill_beams(generation: api.GenerationInput) -> worker_pb2.BeamSearch | None:
+    """The search that a request asks for, with every default filled in; None: none."""
+    if not generation.HasField("beams"):
+        return None
+    beams = generation.beams
+    early = api.EarlyStopping.Name(beams.early_stopping)
+    return worker_pb2.BeamSearch(
+        width=beams.width,
+        length_penalty=beams.length_penalty if beams.HasField("length_penalty") else 1.0,
+        early_stopping=worker_pb2.EarlyStopping.Value(early),
     )
 
 

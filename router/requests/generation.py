@@ -13,7 +13,7 @@ In every case the dispatcher is done with the job before `Generations.stream` re
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -34,10 +34,9 @@ from router.jobs import (
     JobTokens,
     ServedModel,
 )
-from router.requests import validation
+from router.requests import filling, validation
 from router.requests.chat_template import ChatTemplateError
 from router.requests.deadlines import until
-from router.requests.filling import choices_of, fill_sampling, fill_stopping, last, restrict, salted
 from router.requests.outputs import (
     FINISH_REASONS,
     ChoiceOutput,
@@ -48,6 +47,7 @@ from router.requests.outputs import (
     Started,
 )
 from router.requests.request_span import ObservedWay, RequestSpan
+from router.requests.selecting import Selection, runs, selects
 from router.requests.tokenization import (
     PromptIds,
     PromptTooLongError,
@@ -107,7 +107,7 @@ class Generations:
                     words = await self._tokenizers.words(
                         tokenizer, request.input.sampling.bad_words, model.vocab_size, call.sharer
                     )
-                    restrict(job, words, plan)
+                    filling.restrict(job, words, plan)
             stop = request.input.stop
             if stop.cut_max_tokens or not stop.HasField("max_tokens"):
                 self._shorten(job)
@@ -117,9 +117,12 @@ class Generations:
                 self._limits.max_unread_tokens,
                 request.input.output.min_message_ms / 1e3,
             )
+            if selects(request.input):  # All comes at the end, and the reader waits for it.
+                most = max(most, job.choices * job.stopping.max_tokens)
             buffer = OutputBuffer(most, whole=call.whole, short_way=seen, min_message_s=apart_s)
-            generation = _Generation(self._dispatcher, job, buffer, plan)
-            generation.choices += choices_of(job, request.input, tokenizer, plan)
+            chosen = Selection(request.input, buffer) if selects(request.input) else buffer
+            generation = _Generation(self._dispatcher, job, buffer, plan, chosen.put)
+            generation.choices += filling.choices_of(job, request.input, tokenizer, plan)
             async with generation.running():
                 while (output := await buffer.take()) is not None:
                     left_s = call.passed_s
@@ -209,7 +212,7 @@ class Generations:
                 room = max(1, max_tokens - (holder.stop.max_tokens or 1))
                 keep, max_tokens = min(holder.truncate_prompt_tokens, room), None
             if kind == "token_ids":
-                return last(np.array(holder.token_ids.ids, np.uint32), keep), ""
+                return filling.last(np.array(holder.token_ids.ids, np.uint32), keep), ""
         assert tokenizer is not None  # Validation made sure: text and chat need one.
         field = f"{path}.{kind}".lstrip(".")
         special = None
@@ -229,7 +232,7 @@ class Generations:
             ) from None
         if not len(ids):
             raise errors.invalid_fields([Violation(field, "has no tokens")])
-        return last(ids, keep), text
+        return filling.last(ids, keep), text
 
     def _job(
         self,
@@ -243,9 +246,9 @@ class Generations:
             id=call.id,
             model=model,
             prompt_ids=prompt_ids,
-            sampling=fill_sampling(generation.sampling, generation.output, model),
-            stopping=fill_stopping(generation.stop, len(prompt_ids), model, self._limits),
-            choices=generation.choices or 1,
+            sampling=filling.fill_sampling(generation, model),
+            stopping=filling.fill_stopping(generation.stop, len(prompt_ids), model, self._limits),
+            choices=runs(generation),
             arrived_ns=call.arrived_ns,
             deadline_ns=self._deadline_ns(call),
             context=span.context,
@@ -257,9 +260,10 @@ class Generations:
             line=call.tenant or call.peer.address,
             turn=call.id if call.tenant else call.peer.connection or call.id,
             quota=call.quota,
-            cache_salt=salted(call.tenant, generation.cache_salt),
+            cache_salt=filling.salted(call.tenant, generation.cache_salt),
             extensions=dict(generation.extensions),
             speculates=generation.speculation or not generation.HasField("speculation"),
+            beams=filling.fill_beams(generation),
             workers=call.record.workers,
         )
 
@@ -282,8 +286,15 @@ class _Generation:
     """A job on its way through the dispatcher."""
 
     def __init__(
-        self, dispatcher: Dispatcher, job: Job, buffer: OutputBuffer, plan: AnswerPlan
+        self,
+        dispatcher: Dispatcher,
+        job: Job,
+        buffer: OutputBuffer,
+        plan: AnswerPlan,
+        put: Callable[[Output], None],
     ) -> None:
+        """`put` takes the outputs on their way to the buffer."""
+        self._put = put
         self._dispatcher = dispatcher
         self._job = job
         self._buffer = buffer
@@ -327,7 +338,7 @@ class _Generation:
                 self._take_tokens(event)
             case JobStarted():
                 self._started = Started(self._job, *event, self._plan.dropped, self._plan.ignored)
-                self._buffer.put(self._started)
+                self._put(self._started)
             case ChoiceEnded():
                 self._end_by_worker(event)
             case JobFinished():
@@ -340,7 +351,7 @@ class _Generation:
         choice = self.choices[event.choice]
         if choice.ended:
             return
-        self._buffer.put(choice.push(event))
+        self._put(choice.push(event))
         if choice.stop_text is not None:
             self._dispatcher.end_choice(self._job, choice.choice)
             self._end(choice, api.FINISH_REASON_STOP, choice.stop_text)
@@ -353,20 +364,24 @@ class _Generation:
             raise RuntimeError("a choice ended before all its tokens came")
         self._drafted += event.drafted_tokens
         self._accepted += event.accepted_tokens
-        self._end(choice, FINISH_REASONS[event.reason])
+        self._end(choice, FINISH_REASONS[event.reason], score=event.score)
 
     def _end(
-        self, choice: ChoiceOutput, reason: api.FinishReason.ValueType, stop_text: str = ""
+        self,
+        choice: ChoiceOutput,
+        reason: api.FinishReason.ValueType,
+        stop_text: str = "",
+        score: float | None = None,
     ) -> None:
         """Announces the end of a choice; the last one's waits for the totals."""
         if (rest := choice.rest(reason)) is not None:
-            self._buffer.put(rest)
+            self._put(rest)
         choice.ended = True
-        finished = Finished(choice.choice, choice.reason(reason), stop_text)
+        finished = Finished(choice.choice, choice.reason(reason), stop_text, score=score)
         if all(one.ended for one in self.choices):
             self._last = finished
         else:
-            self._buffer.put(finished)
+            self._put(finished)
 
     def _finish(self, event: JobFinished) -> None:
         if self._last is None or self._started is None:
@@ -380,6 +395,4 @@ class _Generation:
             accepted_draft_tokens=self._accepted,
             rejected_draft_tokens=self._drafted - self._accepted,
         )
-        last = self._last
-        finished = Finished(last.choice, last.reason, last.stop_text, usage, event.timings)
-        self._buffer.put(finished)
+        self._put(replace(self._last, usage=usage, timings=event.timings))

@@ -93,6 +93,10 @@ class Finished:
     stop_text: str = ""
     usage: api.Usage | None = None
     timings: JobTimings | None = None
+    score: float | None = None
+    """What it was chosen by, where choices are (`router.requests.selecting`)."""
+    dropped_tokens: int = 0
+    """On the last one: tokens of choices that are not returned. `usage` counts them."""
 
 
 Output = Started | TextDelta | Finished

@@ -178,6 +178,8 @@ class RequestSpan:
     def _observe_end(self, finished: Finished) -> None:
         if finished.usage is not None:
             self._observe_cached(finished.usage.cached_prompt_tokens)
+            self._output_tokens += finished.dropped_tokens
+            self._record.output_tokens += finished.dropped_tokens
         reason = FINISH_WORDS[finished.reason]
         self._finish_reasons[finished.choice] = reason
         self._record.finish_reasons.append(reason)

@@ -33,10 +33,10 @@ from router.answers.parser import is_readable
 from router.answers.token_texts import TokenTexts
 from router.aside.turns import Turns
 from router.folders.classes import TokenizerError
+from router.folders.longest_token import longest_token_bytes
 from router.folders.templates import DEFAULT, Templates, template_sources
 from router.folders.tokenizer import FILE, read_tokenizer
 from router.requests.chat_template import render
-from router.requests.longest_token import longest_token_bytes
 from router.requests.rendering import Model, Renderers, TokenizerCrashError
 from router.structure.plan import AnswerPlans
 

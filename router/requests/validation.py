@@ -35,6 +35,11 @@ MAX_STOP_TEXTS: Final = 16
 MAX_STOP_TEXT_BYTES: Final = 256
 MAX_STOP_TOKENS: Final = 1024
 MAX_CLIENT_TAG_BYTES: Final = 128
+MAX_LENGTH_PENALTY: Final = 5.0
+"""Powers of a length up to this one are far from the limits of float32."""
+MAX_BEAM_STOP_TOKENS: Final = 8
+"""Each costs a search as many candidates as it has beams, and those of the first token have to fit
+into a notification (`worker_base.messages.MAX_PAYLOAD_BYTES`)."""
 TEMPLATE_OWN: Final = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
 """Variables of a chat template that a client cannot set."""
 
@@ -111,6 +116,9 @@ def check_request(
         found.unless(ok, "input.choices", f"must be in [1, {limits.max_choices}]")
     ok = abs(generation.priority) <= MAX_PRIORITY
     found.unless(ok, "input.priority", f"must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
+    _check_selection(
+        found, generation, limits, streams=isinstance(request, api.StreamGenerateRequest)
+    )
     return found
 
 
@@ -132,6 +140,10 @@ def check_against_model(
         known = ", ".join(sorted(model.extensions)) or "none"
         rule = f"this model's workers have no hook of this name; those that they have: {known}"
         found.add("input.extensions", rule)
+    if generation.HasField("beams"):
+        ends = len({*model.eos_token_ids, *generation.stop.token_ids})
+        ok = (1 + max(1, ends)) * generation.beams.width <= model.vocab_size
+        found.unless(ok, "input.beams.width", "looks at more candidates than the model has tokens")
     ids = {
         "input.token_ids.ids": (generation.token_ids.ids, model.max_context_tokens),
         "input.stop.token_ids": (generation.stop.token_ids, MAX_STOP_TOKENS),
@@ -256,6 +268,55 @@ def _check_sampling(found: Violations, sampling: api.SamplingOptions) -> None:
         ok = math.isfinite(value) and value > 0.0
         found.unless(ok, "input.sampling.repetition_penalty", "must be finite and above 0")
     _check_logit_bias(found, sampling)
+
+
+def _check_selection(
+    found: Violations, generation: api.GenerationInput, limits: Limits, *, streams: bool
+) -> None:
+    """Checks what says how the returned choices are chosen."""
+    fewest, most = max(generation.choices, 1), limits.max_choices
+    rule = f"must be at least the number of choices, and at most {most}"
+    unseen = "has no stream: what is best is known at the end"
+    if generation.HasField("best_of"):
+        ok = fewest <= generation.best_of <= most
+        found.unless(ok, "input.best_of", rule)
+        found.unless(not streams or generation.best_of <= fewest, "input.best_of", unseen)
+    if not generation.HasField("beams"):
+        return
+    beams, path = generation.beams, "input.beams"
+    found.unless(fewest <= beams.width <= most, f"{path}.width", rule)
+    found.unless(not streams, path, unseen)
+    ok = _within(beams.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+    bounds = f"[-{MAX_LENGTH_PENALTY:g}, {MAX_LENGTH_PENALTY:g}]"
+    found.unless(ok, f"{path}.length_penalty", f"must be in {bounds}")
+    ok = beams.early_stopping in api.EarlyStopping.values()
+    found.unless(ok, f"{path}.early_stopping", "must be a known way to stop")
+    sampling, chat = generation.sampling, generation.chat
+    for name, is_set in (
+        ("best_of", generation.HasField("best_of")),
+        ("sampling.temperature", sampling.temperature > 0),
+        ("sampling.top_p", sampling.HasField("top_p") and sampling.top_p != 1),
+        ("sampling.top_k", sampling.top_k > 0),
+        ("sampling.min_p", sampling.min_p != 0),
+        ("sampling.frequency_penalty", sampling.frequency_penalty != 0),
+        ("sampling.presence_penalty", sampling.presence_penalty != 0),
+        (
+            "sampling.repetition_penalty",
+            sampling.HasField("repetition_penalty") and sampling.repetition_penalty != 1,
+        ),
+        ("sampling.logit_bias", bool(sampling.logit_bias)),
+        ("sampling.allowed_token_ids", bool(sampling.allowed_token_ids)),
+        ("sampling.bad_words", bool(sampling.bad_words)),
+        ("structure", generation.HasField("structure")),
+        ("stop.sequences", bool(generation.stop.sequences)),
+        ("chat.tools", bool(chat.tools)),
+        ("chat.thinking_token_budget", chat.HasField("thinking_token_budget")),
+    ):
+        rule = "does not go with beam search, which draws nothing and follows several outputs"
+        found.unless(not is_set, f"input.{name}", rule)
+    ok = len(generation.stop.token_ids) <= MAX_BEAM_STOP_TOKENS
+    rule = f"must have at most {MAX_BEAM_STOP_TOKENS} ids beside beam search"
+    found.unless(ok, "input.stop.token_ids", rule)
 
 
 def _check_logit_bias(found: Violations, sampling: api.SamplingOptions) -> None:

@@ -174,6 +174,8 @@ DECLARED: Final[Mapping[str, Declared]] = {
     Metric.PREFILL_RATE: Declared("gauge", "Moving rate of computing prompts; 0 while unknown."),
     Metric.SAMPLED_TOKENS: Declared("counter", "Tokens sampled."),
     Metric.PREEMPTIONS: Declared("counter", "Sequences preempted."),
+    Metric.BEAM_SEARCHES: Declared("counter", "Beam searches that ended by themselves."),
+    Metric.BEAM_FORKS: Declared("counter", "Beams that went on from the pages of another beam."),
     Metric.KV_PAGES: Declared("gauge", "Pages of the KV pool, by state.", ("state",)),
     Metric.KV_PAGES_TOTAL: Declared("gauge", "Pages of the KV pool that can be granted."),
     Metric.KV_GROUP_PAGES: Declared(

@@ -236,6 +236,8 @@ _ENGINE_ROWS: Final = (
     Row(Metric.PREFILL_RATE, attrgetter("prefill_tokens_per_s")),
     Row(Metric.SAMPLED_TOKENS, attrgetter("tokens_sampled")),
     Row(Metric.PREEMPTIONS, attrgetter("preemptions")),
+    Row(Metric.BEAM_SEARCHES, attrgetter("beam_searches")),
+    Row(Metric.BEAM_FORKS, attrgetter("beam_forks")),
     Row(Metric.KV_DAMAGED_PAGES, attrgetter("damaged_pages")),
     Row(Metric.KV_PAGES_TOTAL, attrgetter("total_pages")),
     Row(Metric.KV_PAGES, attrgetter("free_pages"), ("free",)),

@@ -23,6 +23,7 @@ from tiny_models import write_tiny_model
 
 from engine.attention.grouped import PagedGroups
 from engine.attention.triton import TritonBackend
+from engine.beams.params import BeamParams
 from engine.cuda import executor as executors
 from engine.cuda.decode_attention import decode_attention
 from engine.cuda.kv.prompt_attention import prompt_attention
@@ -161,7 +162,34 @@ def check_pools(path: Path) -> None:
         engine.stop()
 
 
-CASES = {"pools": check_pools, "plain": check_plain, "drafts": check_drafts, "suffix": check_suffix}
+def check_beams(path: Path) -> None:
+    """Searches, whose steps copy pages and write tokens; beside them one that draws, with drafts
+    and without."""
+
+    def searched(engine: Engine) -> list[Run]:
+        runs = [
+            submit(engine, ids, TOKENS, beams=BeamParams(3), ignore_eos=True) for ids in PROMPTS[:2]
+        ]
+        runs.append(submit(engine, PROMPTS[2], TOKENS, ignore_eos=True))
+        finish(*runs, timeout_s=300)
+        check_baseline(engine)
+        assert engine.load().beam_forks > 0
+        return runs
+
+    plain = build(path, **OPTIONS)
+    wanted = searched(plain)
+    plain.stop()
+    for more in ({}, {"speculation": "suffix", "draft_tokens": 3}):
+        with patches():
+            engine = build(path, cuda_graphs=False, **OPTIONS, **more)
+            same(searched(engine), wanted)
+            engine.stop()
+
+
+CASES = {
+    "pools": check_pools, "plain": check_plain, "drafts": check_drafts, "suffix": check_suffix,
+    "beams": check_beams,
+}  # fmt: skip
 
 
 def main() -> None:

@@ -111,7 +111,8 @@ def test_eight_beams_hold_the_pages_that_distinct_tokens_need(engine):
         pytest.param({"max_step_tokens": 32}, id="in-chunks"),
         pytest.param({"prefix_cache": False}, id="without-cache"),
         pytest.param({"speculation": "suffix", "draft_tokens": 3}, id="beside-drafts"),
-        pytest.param({"kv_cache_dtype": "auto", "page_size": 4}, id="small-pages"),
+        pytest.param({"page_size": 4}, id="small-pages", marks=pytest.mark.slow),
+        pytest.param({"tp": 2}, id="ranks", marks=pytest.mark.slow),
         pytest.param({"kv_host_bytes": 10**7}, id="host-tier"),
     ],
 )
@@ -193,11 +194,14 @@ def test_log_probabilities_are_those_of_the_tokens(engine):
         assert all(len(record.top_ids) == 2 for record in records)
 
 
-@pytest.mark.parametrize("family", ["gemma3", pytest.param("lfm2", marks=pytest.mark.slow)])
-def test_windows_fork_as_pages_do(tmp_path, family):
-    from tiny_families import EVERY
+@pytest.mark.parametrize(
+    "family",
+    ["gemma3", *(pytest.param(one, marks=pytest.mark.slow) for one in ("lfm2", "qwen3_next"))],
+)
+def test_windows_and_states_fork_as_pages_do(tmp_path, family):
+    from tiny_families import EVERY, HYBRIDS
 
-    path = write_tiny_model(tmp_path / family, tokenizer=False, **EVERY[family])
+    path = write_tiny_model(tmp_path / family, tokenizer=False, **{**EVERY, **HYBRIDS}[family])
     engine, searches = build(path), Searches(path)
     assert len(engine.pools) == 2
     for prompt in PROMPTS:

@@ -30,7 +30,7 @@ def test_kernels_in_the_interpreter():
 @pytest.mark.timeout(900)
 def test_engines_in_the_interpreter(tmp_path):
     """Whole engines on the executor of a GPU: hidden states, tokens, drafts."""
-    cases = ("plain", "pools", "drafts", "suffix")
+    cases = ("plain", "pools", "drafts", "suffix", "beams")
     told = interpreted("interpreted_executor", str(tmp_path), *cases)
     assert told.splitlines() == [f"{case} equal" for case in cases]
 

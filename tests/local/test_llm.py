@@ -173,6 +173,30 @@ def test_choices_seeds_and_log_probabilities(llm) -> None:
     assert all(one.logprob < 0 for one in first.prompt_logprobs[1:])
 
 
+def test_a_search_and_best_of(llm) -> None:
+    """Best first. What is searched for is at least as likely as what is greedy."""
+    options = {"max_tokens": 8, "ignore_eos": True, "logprobs": True}
+    found = llm.beam_search(TEXTS[1], 3, **options)
+    scores = [choice.score for choice in found.choices]
+    assert scores == sorted(scores, reverse=True)
+    for choice in found.choices:
+        assert choice.score == pytest.approx(
+            sum(one.logprob for one in choice.logprobs) / 8, abs=1e-4
+        )
+    greedy = llm.generate(TEXTS[1], temperature=0, **options)
+    assert scores[0] >= sum(one.logprob for one in greedy.choices[0].logprobs) / 8 - 1e-4
+    drawn = llm.generate(TEXTS[1], choices=4, seed=2, **options).choices
+    means = [sum(one.logprob for one in choice.logprobs) / 8 for choice in drawn]
+    best = llm.generate(TEXTS[1], best_of=4, seed=2, max_tokens=8, ignore_eos=True)
+    assert best.token_ids == drawn[means.index(max(means))].token_ids
+    assert best.choices[0].logprobs == ()
+    assert best.usage.output_tokens == 32
+    with pytest.raises(ValueError, match="only with beams: length_penalty"):
+        llm.generate("a", length_penalty=2.0)
+    with pytest.raises(ValueError, match="early_stopping is one of"):
+        llm.beam_search("a", early_stopping="soon")
+
+
 def test_tokens_are_counted_as_generating_counts_them(llm, tokenizer) -> None:
     assert list(llm.tokenize(TEXTS[2])) == tokenizer(TEXTS[2])["input_ids"]
     turns = llm.tokenize(messages=CHAT)

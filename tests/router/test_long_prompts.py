@@ -20,7 +20,7 @@ from test_router_shutdown import Running, a_router_process
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
 from baton.inference.v1 import inference_pb2 as api
-from router.requests.longest_token import longest_token_bytes
+from router.folders.longest_token import longest_token_bytes
 from router.requests.tokenization import PromptTooLongError, Tokenizer, Tokenizers
 
 CONTEXT = 131_072

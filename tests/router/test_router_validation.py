@@ -146,11 +146,11 @@ def test_a_prompt_of_foreign_ids_names_a_few() -> None:
 
 
 def test_sampling_defaults() -> None:
-    filled = filling.fill_sampling(api.SamplingOptions(), api.OutputOptions(), MODEL)
+    filled = filling.fill_sampling(api.GenerationInput(), MODEL)
     assert (filled.temperature, filled.top_p, filled.repetition_penalty) == (1, 1, 1)
     assert (filled.top_k, filled.min_p, filled.frequency_penalty) == (0, 0, 0)
     assert not filled.HasField("top_logprobs")
-    again = filling.fill_sampling(api.SamplingOptions(), api.OutputOptions(), MODEL)
+    again = filling.fill_sampling(api.GenerationInput(), MODEL)
     assert filled.seed != again.seed
 
 
@@ -165,18 +165,20 @@ def test_a_token_that_the_model_has_not_is_refused() -> None:
 def test_a_models_own_defaults_hold_where_a_request_is_silent() -> None:
     given = {"temperature": 0.5, "top_p": 0.75, "top_k": 7, "min_p": 0.25}
     model = replace(MODEL, sampling=worker_pb2.SamplingDefaults(**given))
-    filled = filling.fill_sampling(api.SamplingOptions(top_p=0.5), api.OutputOptions(), model)
+    some = api.GenerationInput(sampling=api.SamplingOptions(top_p=0.5))
+    filled = filling.fill_sampling(some, model)
     assert (filled.temperature, filled.top_p, filled.top_k, filled.min_p) == (0.5, 0.5, 7, 0.25)
     assert filled.repetition_penalty == 1
     zeros = api.SamplingOptions(temperature=0, top_k=0, min_p=0, repetition_penalty=2)
-    filled = filling.fill_sampling(zeros, api.OutputOptions(), model)
+    filled = filling.fill_sampling(api.GenerationInput(sampling=zeros), model)
     assert (filled.temperature, filled.top_k, filled.min_p) == (0, 0, 0)
     assert (filled.top_p, filled.repetition_penalty) == (0.75, 2)
 
 
 def test_zeros_are_values() -> None:
     sampling = api.SamplingOptions(temperature=0, seed=0, top_k=512, logit_bias={3: -1.5})
-    filled = filling.fill_sampling(sampling, api.OutputOptions(logprobs=True), MODEL)
+    output = api.OutputOptions(logprobs=True)
+    filled = filling.fill_sampling(api.GenerationInput(sampling=sampling, output=output), MODEL)
     assert (filled.temperature, filled.seed) == (0, 0)
     assert filled.top_k == 0, "the whole vocabulary is no restriction"
     assert filled.HasField("top_logprobs")

@@ -21,6 +21,34 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _EarlyStopping:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _EarlyStoppingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EarlyStopping.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    EARLY_STOPPING_UNSPECIFIED: _EarlyStopping.ValueType  # 0
+    """When the best beam, scored as if it ended now, is no better than the worst
+    hypothesis.
+    """
+    EARLY_STOPPING_AT_ONCE: _EarlyStopping.ValueType  # 1
+    """At once."""
+    EARLY_STOPPING_NEVER_BETTER: _EarlyStopping.ValueType  # 2
+    """When no beam can become better, however long it grows."""
+
+class EarlyStopping(_EarlyStopping, metaclass=_EarlyStoppingEnumTypeWrapper):
+    """When a beam search ends, once it has as many hypotheses as beams."""
+
+EARLY_STOPPING_UNSPECIFIED: EarlyStopping.ValueType  # 0
+"""When the best beam, scored as if it ended now, is no better than the worst
+hypothesis.
+"""
+EARLY_STOPPING_AT_ONCE: EarlyStopping.ValueType  # 1
+"""At once."""
+EARLY_STOPPING_NEVER_BETTER: EarlyStopping.ValueType  # 2
+"""When no beam can become better, however long it grows."""
+Global___EarlyStopping: _TypeAlias = EarlyStopping  # noqa: Y015
+
 class _ToolMode:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -154,6 +182,8 @@ class GenerationInput(_message.Message):
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     EXTENSIONS_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
+    BEAMS_FIELD_NUMBER: _builtins.int
+    BEST_OF_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name, as ListModels reports it. Empty selects the only model, where
     exactly one is served.
@@ -182,6 +212,11 @@ class GenerationInput(_message.Message):
     speculation: _builtins.bool
     """Whether drafts of the output may be verified, where the model's workers do
     that (speculative decoding). It changes the speed, and no token. Unset: true.
+    """
+    best_of: _builtins.int
+    """How many completions are drawn, of which the `choices` best by mean log
+    probability are returned, best first: at least `choices`, and at most what
+    they may be. More of them only with Generate. Unset: `choices`.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
@@ -219,6 +254,13 @@ class GenerationInput(_message.Message):
         rejected.
         """
 
+    @_builtins.property
+    def beams(self) -> Global___BeamSearch:
+        """Search for the likeliest completions instead of drawing any. Unset: no
+        search. Only with Generate, and not beside settings that say how to draw,
+        structure, tools or stop texts.
+        """
+
     def __init__(
         self,
         *,
@@ -237,13 +279,17 @@ class GenerationInput(_message.Message):
         truncate_prompt_tokens: _builtins.int | None = ...,
         extensions: _abc.Mapping[_builtins.str, _builtins.bytes] | None = ...,
         speculation: _builtins.bool | None = ...,
+        beams: Global___BeamSearch | None = ...,
+        best_of: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_choices", b"_choices", "_priority", b"_priority", "_speculation", b"_speculation", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "choices", b"choices", "output", b"output", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "structure", b"structure", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_best_of", b"_best_of", "_choices", b"_choices", "_priority", b"_priority", "_speculation", b"_speculation", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "beams", b"beams", "best_of", b"best_of", "chat", b"chat", "choices", b"choices", "output", b"output", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "structure", b"structure", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_choices", b"_choices", "_priority", b"_priority", "_speculation", b"_speculation", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "cache_salt", b"cache_salt", "chat", b"chat", "choices", b"choices", "extensions", b"extensions", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "structure", b"structure", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_best_of", b"_best_of", "_choices", b"_choices", "_priority", b"_priority", "_speculation", b"_speculation", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "beams", b"beams", "best_of", b"best_of", "cache_salt", b"cache_salt", "chat", b"chat", "choices", b"choices", "extensions", b"extensions", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "structure", b"structure", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__best_of: _TypeAlias = _typing.Literal["best_of"]  # noqa: Y015
+    _WhichOneofArgType__best_of: _TypeAlias = _typing.Literal["_best_of", b"_best_of"]  # noqa: Y015
     _WhichOneofReturnType__choices: _TypeAlias = _typing.Literal["choices"]  # noqa: Y015
     _WhichOneofArgType__choices: _TypeAlias = _typing.Literal["_choices", b"_choices"]  # noqa: Y015
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
@@ -257,6 +303,8 @@ class GenerationInput(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__best_of) -> _WhichOneofReturnType__best_of | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__choices) -> _WhichOneofReturnType__choices | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
@@ -268,6 +316,42 @@ class GenerationInput(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerationInput: _TypeAlias = GenerationInput  # noqa: Y015
+
+@_typing.final
+class BeamSearch(_message.Message):
+    """Beam search. It finds what transformers finds; see docs/beams.md."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WIDTH_FIELD_NUMBER: _builtins.int
+    LENGTH_PENALTY_FIELD_NUMBER: _builtins.int
+    EARLY_STOPPING_FIELD_NUMBER: _builtins.int
+    width: _builtins.int
+    """Number of beams, at least `choices` and at most what they may be. The
+    `choices` best of as many hypotheses are returned.
+    """
+    length_penalty: _builtins.float
+    """A hypothesis of n tokens has as its score the sum of their log
+    probabilities, divided by n to this power; in [-5, 5]. Unset: 1.
+    """
+    early_stopping: Global___EarlyStopping.ValueType
+    """When the search ends, once there are `width` hypotheses."""
+    def __init__(
+        self,
+        *,
+        width: _builtins.int = ...,
+        length_penalty: _builtins.float | None = ...,
+        early_stopping: Global___EarlyStopping.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "length_penalty", b"length_penalty"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "early_stopping", b"early_stopping", "length_penalty", b"length_penalty", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__length_penalty: _TypeAlias = _typing.Literal["length_penalty"]  # noqa: Y015
+    _WhichOneofArgType__length_penalty: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__length_penalty) -> _WhichOneofReturnType__length_penalty | None: ...
+
+Global___BeamSearch: _TypeAlias = BeamSearch  # noqa: Y015
 
 @_typing.final
 class Structure(_message.Message):
@@ -973,12 +1057,17 @@ class Choice(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     STOP_SEQUENCE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """From 0."""
     finish_reason: Global___FinishReason.ValueType
     """Why it ended."""
     stop_sequence: _builtins.str
     """The stop text met, where one was."""
+    score: _builtins.float
+    """What it was chosen by: of a beam search, its score; of `best_of`, the mean
+    log probability of its tokens. Unset where nothing was chosen.
+    """
     @_builtins.property
     def output(self) -> Global___TokenDelta:
         """All its tokens and text."""
@@ -995,12 +1084,15 @@ class Choice(_message.Message):
         finish_reason: Global___FinishReason.ValueType = ...,
         stop_sequence: _builtins.str = ...,
         message: Global___ChatMessage | None = ...,
+        score: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "output", b"output"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "message", b"message", "output", b"output", "score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "message", b"message", "output", b"output", "stop_sequence", b"stop_sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "finish_reason", b"finish_reason", "index", b"index", "message", b"message", "output", b"output", "score", b"score", "stop_sequence", b"stop_sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__score: _TypeAlias = _typing.Literal["score"]  # noqa: Y015
+    _WhichOneofArgType__score: _TypeAlias = _typing.Literal["_score", b"_score"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__score) -> _WhichOneofReturnType__score | None: ...
 
 Global___Choice: _TypeAlias = Choice  # noqa: Y015
 
@@ -1315,12 +1407,15 @@ class GenerationFinished(_message.Message):
     STOP_SEQUENCE_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
     choice_index: _builtins.int
     """Which choice ended; the stream ends after the last one's."""
     finish_reason: Global___FinishReason.ValueType
     """Why."""
     stop_sequence: _builtins.str
     """The stop text met, where one was."""
+    score: _builtins.float
+    """As in Choice."""
     @_builtins.property
     def usage(self) -> Global___Usage:
         """Token counts over all choices; set on the last one to end."""
@@ -1337,12 +1432,15 @@ class GenerationFinished(_message.Message):
         stop_sequence: _builtins.str = ...,
         usage: Global___Usage | None = ...,
         timings: Global___Timings | None = ...,
+        score: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "score", b"score", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_index", b"choice_index", "finish_reason", b"finish_reason", "stop_sequence", b"stop_sequence", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "choice_index", b"choice_index", "finish_reason", b"finish_reason", "score", b"score", "stop_sequence", b"stop_sequence", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__score: _TypeAlias = _typing.Literal["score"]  # noqa: Y015
+    _WhichOneofArgType__score: _TypeAlias = _typing.Literal["_score", b"_score"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__score) -> _WhichOneofReturnType__score | None: ...
 
 Global___GenerationFinished: _TypeAlias = GenerationFinished  # noqa: Y015
 

@@ -83,6 +83,32 @@ taken_over and go on as for WHOLE.
 """
 Global___WorkMode: _TypeAlias = WorkMode  # noqa: Y015
 
+class _EarlyStopping:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _EarlyStoppingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EarlyStopping.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    EARLY_STOPPING_UNSPECIFIED: _EarlyStopping.ValueType  # 0
+    """When the best beam is no better than the worst hypothesis."""
+    EARLY_STOPPING_AT_ONCE: _EarlyStopping.ValueType  # 1
+    """At once."""
+    EARLY_STOPPING_NEVER_BETTER: _EarlyStopping.ValueType  # 2
+    """When no beam can become better."""
+
+class EarlyStopping(_EarlyStopping, metaclass=_EarlyStoppingEnumTypeWrapper):
+    """When a search ends, once it has as many hypotheses as beams; as in
+    baton.inference.v1.
+    """
+
+EARLY_STOPPING_UNSPECIFIED: EarlyStopping.ValueType  # 0
+"""When the best beam is no better than the worst hypothesis."""
+EARLY_STOPPING_AT_ONCE: EarlyStopping.ValueType  # 1
+"""At once."""
+EARLY_STOPPING_NEVER_BETTER: EarlyStopping.ValueType  # 2
+"""When no beam can become better."""
+Global___EarlyStopping: _TypeAlias = EarlyStopping  # noqa: Y015
+
 class _EndReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -967,6 +993,7 @@ class Submit(_message.Message):
     FETCH_FIELD_NUMBER: _builtins.int
     EXTENSIONS_FIELD_NUMBER: _builtins.int
     NO_SPECULATION_FIELD_NUMBER: _builtins.int
+    BEAMS_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.bytes
     """Names the attempt everywhere; random, 16 bytes."""
     mode: Global___WorkMode.ValueType
@@ -1033,6 +1060,14 @@ class Submit(_message.Message):
     def extensions(self) -> _containers.ScalarMap[_builtins.str, _builtins.bytes]:
         """Bytes for hooks of the worker, by their names: at most 4 KiB with the names."""
 
+    @_builtins.property
+    def beams(self) -> Global___BeamSearch:
+        """Search for the output. There are as many choices as beams; for PREFILL one.
+        All their tokens and ends are told when the search is over, best first, and
+        no first token before. PREFILL sends the candidates of the first token with
+        the last notification. Unset: no search.
+        """
+
     def __init__(
         self,
         *,
@@ -1056,16 +1091,47 @@ class Submit(_message.Message):
         fetch: Global___PeerFetch | None = ...,
         extensions: _abc.Mapping[_builtins.str, _builtins.bytes] | None = ...,
         no_speculation: _builtins.bool = ...,
+        beams: Global___BeamSearch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms", "fetch", b"fetch", "sampling", b"sampling", "stopping", b"stopping", "time_left_ms", b"time_left_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms", "beams", b"beams", "fetch", b"fetch", "sampling", b"sampling", "stopping", b"stopping", "time_left_ms", b"time_left_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms", "attempt_id", b"attempt_id", "cache_salt", b"cache_salt", "choices", b"choices", "deadline_unix_ns", b"deadline_unix_ns", "extensions", b"extensions", "fetch", b"fetch", "first_choice", b"first_choice", "generated", b"generated", "mode", b"mode", "no_speculation", b"no_speculation", "peer_agent_name", b"peer_agent_name", "priority", b"priority", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stopping", b"stopping", "takeover_tokens", b"takeover_tokens", "tenant", b"tenant", "time_left_ms", b"time_left_ms", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms", "attempt_id", b"attempt_id", "beams", b"beams", "cache_salt", b"cache_salt", "choices", b"choices", "deadline_unix_ns", b"deadline_unix_ns", "extensions", b"extensions", "fetch", b"fetch", "first_choice", b"first_choice", "generated", b"generated", "mode", b"mode", "no_speculation", b"no_speculation", "peer_agent_name", b"peer_agent_name", "priority", b"priority", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stopping", b"stopping", "takeover_tokens", b"takeover_tokens", "tenant", b"tenant", "time_left_ms", b"time_left_ms", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__time_left_ms: _TypeAlias = _typing.Literal["time_left_ms"]  # noqa: Y015
     _WhichOneofArgType__time_left_ms: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__time_left_ms) -> _WhichOneofReturnType__time_left_ms | None: ...
 
 Global___Submit: _TypeAlias = Submit  # noqa: Y015
+
+@_typing.final
+class BeamSearch(_message.Message):
+    """A beam search with every default filled in by the router."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WIDTH_FIELD_NUMBER: _builtins.int
+    LENGTH_PENALTY_FIELD_NUMBER: _builtins.int
+    EARLY_STOPPING_FIELD_NUMBER: _builtins.int
+    width: _builtins.int
+    """Number of beams."""
+    length_penalty: _builtins.float
+    """Power of the length by which a score is divided."""
+    early_stopping: Global___EarlyStopping.ValueType
+    """When it ends."""
+    def __init__(
+        self,
+        *,
+        width: _builtins.int = ...,
+        length_penalty: _builtins.float = ...,
+        early_stopping: Global___EarlyStopping.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["early_stopping", b"early_stopping", "length_penalty", b"length_penalty", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BeamSearch: _TypeAlias = BeamSearch  # noqa: Y015
 
 @_typing.final
 class PeerFetch(_message.Message):
@@ -2104,6 +2170,7 @@ class Finished(_message.Message):
     TIMINGS_FIELD_NUMBER: _builtins.int
     DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.bytes
     """The attempt."""
     choice_index: _builtins.int
@@ -2116,6 +2183,8 @@ class Finished(_message.Message):
     """Drafts that were verified for the choice by this worker."""
     accepted_tokens: _builtins.int
     """Those of them that are in its output."""
+    score: _builtins.float
+    """Of what a search found; unset without one."""
     @_builtins.property
     def timings(self) -> Global___WorkTimings:
         """Of the worker, for timings; set on the attempt's last choice."""
@@ -2130,12 +2199,15 @@ class Finished(_message.Message):
         timings: Global___WorkTimings | None = ...,
         drafted_tokens: _builtins.int = ...,
         accepted_tokens: _builtins.int = ...,
+        score: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "score", b"score", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "attempt_id", b"attempt_id", "choice_index", b"choice_index", "drafted_tokens", b"drafted_tokens", "output_tokens", b"output_tokens", "reason", b"reason", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "accepted_tokens", b"accepted_tokens", "attempt_id", b"attempt_id", "choice_index", b"choice_index", "drafted_tokens", b"drafted_tokens", "output_tokens", b"output_tokens", "reason", b"reason", "score", b"score", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__score: _TypeAlias = _typing.Literal["score"]  # noqa: Y015
+    _WhichOneofArgType__score: _TypeAlias = _typing.Literal["_score", b"_score"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__score) -> _WhichOneofReturnType__score | None: ...
 
 Global___Finished: _TypeAlias = Finished  # noqa: Y015
 

@@ -127,7 +127,8 @@ def _generation(
     else:
         chosen = {"text": prompt}
     max_tokens = 1 if request.echo_only else request.max_tokens
-    generation = request.input(max_tokens, request.logprobs, **chosen)
+    best_of = None if request.use_beam_search or request.echo_only else request.best_of
+    generation = request.input(max_tokens, request.logprobs, best_of=best_of, **chosen)
     generation.output.prompt_logprobs = echo is not None and request.logprobs is not None
     kind = api.StreamGenerateRequest if request.stream else api.GenerateRequest
     return kind(input=generation, client_tag=client_tag)

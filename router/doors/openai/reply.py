@@ -247,6 +247,7 @@ class Reply:
                 return self._start(prompt, output)
             case Finished():
                 if output.usage is not None:
+                    self._usage.output_tokens += output.dropped_tokens
                     self._usage.cached_tokens += output.usage.cached_prompt_tokens
                     self._usage.loaded_tokens.update(output.usage.loaded_prompt_tokens)
                     self._usage.accepted_drafts += output.usage.accepted_draft_tokens

@@ -117,6 +117,10 @@ class GenerationRequest(FormFields, ModelRequest):
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 32), IsNumber] | None = None
     """Keeps the prompt's last tokens; -1: as many as the context holds beside the output."""
+    use_beam_search: bool | None = None
+    """Searches with `n` beams, or `best_of`, and returns the `n` best hypotheses."""
+    length_penalty: Float | None = None
+    """See `inference.proto`; needs `use_beam_search`."""
 
     custom_logit_processor: Annotated[bool, Unless()] = False
     dry_allowed_length: Annotated[bool, Unless()] = False
@@ -124,7 +128,6 @@ class GenerationRequest(FormFields, ModelRequest):
     dry_multiplier: Annotated[bool, Unless(0)] = False
     dry_sequence_breakers: Annotated[bool, Unless()] = False
     kv_transfer_params: Annotated[bool, Unless({})] = False
-    length_penalty: Annotated[bool, Unless(1)] = False
     logit_processors: Annotated[bool, Unless([])] = False
     logits_processors: Annotated[bool, Unless([])] = False
     logprob_token_ids: Annotated[bool, Unless([])] = False
@@ -139,14 +142,20 @@ class GenerationRequest(FormFields, ModelRequest):
     spaces_between_special_tokens: Annotated[bool, Unless(True)] = False
     stop_regex: Annotated[bool, Unless([])] = False
     typical_p: Annotated[bool, Unless(1)] = False
-    use_beam_search: Annotated[bool, Unless(False)] = False
     vllm_xargs: Annotated[bool, Unless({})] = False
     xtc_probability: Annotated[bool, Unless(0)] = False
     xtc_threshold: Annotated[bool, Unless()] = False
 
     def refused(self) -> list[Violation]:
         """Fields that are set and cannot be honoured."""
-        return [*super().refused(), *self.several_forms()]
+        found = [*super().refused(), *self.several_forms()]
+        if not self.use_beam_search and self.length_penalty not in (None, 1):
+            found.append(Violation("length_penalty", "needs use_beam_search"))
+        return found
+
+    def width(self) -> int:
+        """Beams of a search."""
+        return 1 if self.n is None else self.n
 
     def input(
         self, max_tokens: int | None, top_logprobs: int | None, **prompt: Any
@@ -176,8 +185,14 @@ class GenerationRequest(FormFields, ModelRequest):
             truncate_prompt_tokens=_ALL if kept == -1 else kept,
             extensions={name: text.encode() for name, text in (self.extensions or {}).items()},
             speculation=self.speculation,
+            beams=self._beams(),
             **prompt,
         )
+
+    def _beams(self) -> api.BeamSearch | None:
+        if not self.use_beam_search:
+            return None
+        return api.BeamSearch(width=self.width(), length_penalty=self.length_penalty)
 
     def name_of(self, path: str) -> str:
         """The name that this request has for a field of `inference.proto`."""
@@ -227,7 +242,8 @@ class CompletionRequest(GenerationRequest):
     the prompt alone."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), IsNumber] | None = None
     echo: bool | None = None
-    best_of: Int | None = None
+    best_of: UInt32 | None = None
+    """Draws so many and returns the `n` best; the beams of a search."""
 
     add_generation_prompt: Annotated[bool, Unless(True)] = False
     audio: Annotated[bool, Unless()] = False
@@ -260,12 +276,14 @@ class CompletionRequest(GenerationRequest):
     def refused(self) -> list[Violation]:
         """Fields that are set and cannot be honoured."""
         found = super().refused()
-        if len(self.prompt) * (self.n or 1) > MAX_PROMPTS:
-            rule = f"prompts times n must be at most {MAX_PROMPTS}"
+        if len(self.prompt) * max(self.n or 1, self.best_of or 1) > MAX_PROMPTS:
+            rule = f"prompts times n, or best_of, must be at most {MAX_PROMPTS}"
             found.append(Violation("n", rule))
-        if self.best_of not in (None, self.n or 1):
-            found.append(Violation("best_of", "other than n is not supported"))
         return found
+
+    def width(self) -> int:
+        """Beams of a search."""
+        return super().width() if self.best_of is None else self.best_of
 
 
 class DetokenizeRequest(ModelRequest):
