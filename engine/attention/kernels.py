@@ -28,3 +28,11 @@ class OwnKernels(Protocol):
     def prompt(self) -> PromptKernel:
         """Attention of prompts over pages in 16 bits."""
         ...
+
+    def decode_latents(self) -> DecodeKernel:
+        """Attention of decode rows over pages of latents."""
+        ...
+
+    def prompt_latents(self) -> PromptKernel:
+        """Attention of prompts over pages of latents."""
+        ...

@@ -172,7 +172,7 @@ class SdpaBackend:
             keys, values = self._pool.gather(layer, row.places)
             k, v = keys[:, row.seen], values[:, row.seen]
         if spec.latents is not None:
-            k, v = spec.latents.expanded(k[0])
+            k, v = (made.transpose(0, 1) for made in spec.latents.of_heads(k[0]))
         if spec.soft_cap is not None or spec.sinks is not None:
             return _written_out(q, k, v, row.mask, spec).transpose(0, 1)
         out = F.scaled_dot_product_attention(

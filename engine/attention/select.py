@@ -13,6 +13,7 @@ from engine.attention.fa2 import PAGE_MULTIPLE, Fa2Backend
 from engine.attention.fa3 import Fa3Backend, sinks_option
 from engine.attention.fa3_gathered import Fa3GatheredBackend
 from engine.attention.kernels import OwnKernels
+from engine.attention.latents import LatentBackend
 from engine.attention.recurrent.short_conv import ShortConvBackend
 from engine.attention.recurrent.states import RecurrentBackend
 from engine.attention.sdpa import SdpaBackend
@@ -74,11 +75,11 @@ def choose_backend(
 
 def _fa3_obstacle(pool: KvPool, specs: Specs) -> str:
     """The obstacle to FlashAttention-3 over this pool; empty if it can run."""
-    if obstacle := _latents_obstacle(specs) or _gpu_obstacle(pool):
+    if obstacle := _gpu_obstacle(pool):
         return obstacle
     if torch.cuda.get_device_capability(pool.device)[0] != 9:
         return "the GPU is not a Hopper"
-    if pool.head_dim not in FA3_HEAD_DIMS:
+    if not _reads_latents(specs) and pool.head_dim not in FA3_HEAD_DIMS:
         return f"head dimension {pool.head_dim} is not one of {FA3_HEAD_DIMS}"
     if any(spec.soft_cap is not None for spec in specs):
         return "its library is built without soft caps"
@@ -94,7 +95,9 @@ def _fa2_obstacle(pool: KvPool, specs: Specs) -> str:
     """The obstacle to FlashAttention-2 over this pool; empty if it can run."""
     if pool.gathers:
         return f"it reads pages in place, and cannot read {pool.precision} KV: fa3 and sdpa can"
-    if obstacle := _latents_obstacle(specs) or _gpu_obstacle(pool):
+    if _reads_latents(specs):
+        return "it does not read latents"
+    if obstacle := _gpu_obstacle(pool):
         return obstacle
     if torch.cuda.get_device_capability(pool.device)[0] < 8:
         return "the GPU is older than Ampere"
@@ -109,12 +112,14 @@ def _fa2_obstacle(pool: KvPool, specs: Specs) -> str:
 
 def _triton_obstacle(pool: KvPool, specs: Specs) -> str:
     """The obstacle to kernels of our own over this pool; empty if they can run."""
-    if obstacle := _latents_obstacle(specs) or _gpu_obstacle(pool):
+    if obstacle := _gpu_obstacle(pool):
         return obstacle
     if torch.cuda.get_device_capability(pool.device)[0] != 9:
         return "the GPU is not a Hopper"
     if pool.gathers:
         return f"it reads pages in place, and cannot read {pool.precision} KV: sdpa can"
+    if _reads_latents(specs):
+        return _import_obstacle("triton")
     if pool.head_dim > TRITON_MOST_HEAD_DIM or pool.head_dim % 8:
         return f"head dimension {pool.head_dim} is no multiple of 8 up to {TRITON_MOST_HEAD_DIM}"
     return _import_obstacle("triton")
@@ -125,8 +130,8 @@ def _no_obstacle(_pool: KvPool, _specs: Specs) -> str:
     return ""
 
 
-def _latents_obstacle(specs: Specs) -> str:
-    return "it does not read latents" if any(spec.latents is not None for spec in specs) else ""
+def _reads_latents(specs: Specs) -> bool:
+    return any(spec.latents is not None for spec in specs)
 
 
 def _gpu_obstacle(pool: KvPool) -> str:
@@ -148,6 +153,9 @@ def _import_obstacle(library: str) -> str:
 
 def _build_fa3(pool: KvPool, specs: Specs, kernels: OwnKernels) -> AttentionBackend:
     library = importlib.import_module("flash_attn_interface")
+    if _reads_latents(specs):
+        own = kernels.prompt_latents(), kernels.decode_latents()
+        return LatentBackend(pool, specs, *own, library)
     if pool.gathers:
         gather = kernels.gather(pool)
         return Fa3GatheredBackend(pool, specs, library, kernels.decode_fp8(), gather)
@@ -159,6 +167,8 @@ def _build_fa2(pool: KvPool, specs: Specs, _kernels: OwnKernels) -> AttentionBac
 
 
 def _build_triton(pool: KvPool, specs: Specs, kernels: OwnKernels) -> AttentionBackend:
+    if _reads_latents(specs):
+        return LatentBackend(pool, specs, kernels.prompt_latents(), kernels.decode_latents())
     return TritonBackend(pool, specs, kernels.prompt(), kernels.decode())
 
 

@@ -34,3 +34,15 @@ class CudaKernels:
         from engine.cuda.kv.prompt_attention import prompt_attention
 
         return prompt_attention
+
+    def decode_latents(self) -> DecodeKernel:
+        """See `OwnKernels`."""
+        from engine.cuda.kv.latent_decode import decode_latents
+
+        return decode_latents
+
+    def prompt_latents(self) -> PromptKernel:
+        """See `OwnKernels`."""
+        from engine.cuda.kv.latent_prompt import prompt_latents
+
+        return prompt_latents

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.model import ModelConfig
-from engine.model.mixers.config import AttentionConfig, DeltaConfig, LatentConfig, MambaConfig
+from engine.model.mixers.config import AttentionConfig, DeltaConfig, MambaConfig
 
 
 def obstacle(config: ModelConfig) -> str:
@@ -16,6 +16,4 @@ def obstacle(config: ModelConfig) -> str:
             return "Mamba"
         if isinstance(own, AttentionConfig) and own.gated:
             return "attention with gates"
-        if isinstance(own, LatentConfig):
-            return "attention over latents"
     return ""

@@ -77,11 +77,12 @@ class Latents(NamedTuple):
         """[T, Hq, C], sums of latents by weights of the heads -> [T, Hq, V], those of V."""
         return torch.einsum("thc,hvc->thv", latents, self.weight[:, self.k_dim :])
 
-    def expanded(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """[L, C + R] -> K [Hq, L, N + R] and V [Hq, L, V]."""
-        rank = self.weight.shape[2]
-        made = torch.matmul(latents[:, :rank], self.weight.transpose(1, 2))
-        turned = latents[None, :, rank:].expand(len(made), -1, -1)
+    def of_heads(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """[L, C + R] -> K [L, Hq, N + R] and V [L, Hq, V], by one product."""
+        heads, _, rank = self.weight.shape
+        made = torch.matmul(latents[:, :rank], self.weight.flatten(0, 1).T)
+        made = made.view(len(latents), heads, -1)
+        turned = latents[:, None, rank:].expand(-1, heads, -1)
         return torch.cat((made[..., : self.k_dim], turned), dim=-1), made[..., self.k_dim :]
 
 

@@ -33,6 +33,8 @@ WINDOWS = {**EVERY["gemma3"], **EIGHT_HEADS, "sliding_window": 24}
 """With two groups of pages."""
 STATES = {**HYBRIDS["qwen3_5"], **EIGHT_HEADS, "linear_num_key_heads": 4}
 """With pages of states beside those of tokens."""
+LATENT = {**EVERY["deepseek_v3"], "heads": 8, "kv_heads": 8}
+"""Every rank of P has every page: ranks write in turns."""
 CASES = [
     pytest.param(
         model, shape, marks=() if shape == QUICK and model is WINDOWS else pytest.mark.matrix
@@ -41,6 +43,7 @@ CASES = [
         (EIGHT_HEADS, SHAPES),
         (WINDOWS, (QUICK, (1, 2), (2, 4), (8, 1))),
         (STATES, ((2, 1), (1, 2), (2, 4))),
+        (LATENT, (QUICK, (1, 2), (2, 4), (4, 2))),
     )
     for shape in shapes
 ]

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import flash_attn_like
 import interpreted_ptx
 import numpy as np
 import torch
@@ -24,12 +25,13 @@ from quantised_experts import write_mxfp4
 from test_attention import FEATURES, MIXES, SEVERAL, Row
 from test_attention import check as check_rows
 from test_model_logits import Runner, load
-from tiny_families import EVERY, FUSED
+from tiny_families import EVERY, FUSED, LATENTS
 from tiny_models import write_tiny_model
 from torch import Tensor
 from triton.runtime import interpreter
 
 from engine.attention.grouped import GroupEnds, Member, PagedGroups
+from engine.attention.latents import LatentBackend
 from engine.attention.paged import PagedStep
 from engine.attention.recurrent.short_conv import ShortConvBackend
 from engine.attention.triton import TritonBackend
@@ -37,6 +39,8 @@ from engine.cuda.decode_attention import decode_attention
 from engine.cuda.forward import FusedForward
 from engine.cuda.hooks.choosing import ChosenAttention
 from engine.cuda.hooks.hooked import Hooked
+from engine.cuda.kv.latent_decode import decode_latents
+from engine.cuda.kv.latent_prompt import prompt_latents
 from engine.cuda.kv.prompt_attention import prompt_attention
 from engine.cuda.mixers.base import RowEnds
 from engine.groups.spec import GroupSpec, Plane, Window, name_of, split_layers
@@ -61,6 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
     "mistral": {"family": "mistral", "sliding_window": 24},
     "qwen3": {"family": "qwen3", "head_dim": 32},
     **FUSED,
+    **LATENTS,
 }
 KERNELS = {
     "_rms_norm": 1, "_rope_store": 2, "_add_rms_norm": 4, "_silu_mul": 2, "_attend_prompt": 2,
@@ -116,6 +121,7 @@ class Fused:
 
     def __init__(self, loaded: LoadedModel) -> None:
         keepers, specs = loaded.config.keepers, loaded.model.attention_specs
+        self._library = None if "Glm" in loaded.config.architecture else flash_attn_like
         groups = [
             GroupSpec(name_of(kind), kind, (Plane(layers, 0, ""),), keepers[layers[0]].kv_heads)
             for kind, layers in split_layers([kept.window for kept in keepers.values()])
@@ -143,10 +149,11 @@ class Fused:
         self.table = torch.from_numpy(np.random.default_rng(0).permutation(PAGES - 1) + 1)
         self.table = self.table[: 2 * (PAGES // 2 - 1)].view(2, -1)
 
-    @staticmethod
-    def over(pool: KvPool, specs: Specs) -> Member:
+    def over(self, pool: KvPool, specs: Specs) -> Member:
         if specs[0].taps is not None:
             return ShortConvBackend(pool, specs)
+        if specs[0].latents is not None:
+            return LatentBackend(pool, specs, prompt_latents, decode_latents, self._library)
         return TritonBackend(pool, specs, prompt_attention, decode_attention)
 
     def step(

@@ -9,14 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_families import FUSED
+from tiny_families import FUSED, LATENTS
 
 pytest.importorskip("triton", reason="Triton is not installed: it comes with torch for GPUs")
 
 pytestmark = pytest.mark.timeout(600)
 QUICK = ("llama", "halves", "attention", "experts", "experts-fp8", "experts-mxfp4")
 """Kernels of Llama, and those of one row through experts, are counted."""
-MATRIX = ("mixes", "biases", "gelu", "odd", "mistral", "qwen3", *FUSED)
+MATRIX = ("mixes", "biases", "gelu", "odd", "mistral", "qwen3", *FUSED, *LATENTS)
 
 
 @pytest.mark.parametrize("cases", [QUICK, pytest.param(MATRIX, marks=pytest.mark.matrix)])

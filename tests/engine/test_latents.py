@@ -210,7 +210,7 @@ def test_hooks_are_refused(path):
 
 def test_a_kernel_that_reads_no_latents_says_so(path):
     with pytest.raises((EngineError, AttentionError), match="it does not read latents"):
-        build(path, attention="triton")
+        build(path, attention="fa2")
 
 
 @pytest.mark.parametrize(

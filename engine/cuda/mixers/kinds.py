@@ -5,9 +5,11 @@ from __future__ import annotations
 from engine.attention.grouped import PagedGroups
 from engine.cuda.mixers.attention import FusedAttention, RopeTables
 from engine.cuda.mixers.base import FusedMixer
+from engine.cuda.mixers.latent import FusedLatent
 from engine.cuda.mixers.short_conv import FusedShortConv
 from engine.model.mixers.attention import Attention
 from engine.model.mixers.base import Mixer
+from engine.model.mixers.latent import LatentAttention
 from engine.model.mixers.short_conv import ShortConv
 from engine.pool.pools import KvPools
 
@@ -16,5 +18,7 @@ def fused(mixer: Mixer, pools: KvPools, attention: PagedGroups, ropes: RopeTable
     """A layer's mixer with fused kernels."""
     if isinstance(mixer, ShortConv):
         return FusedShortConv(mixer, pools, attention)
+    if isinstance(mixer, LatentAttention):
+        return FusedLatent(mixer, pools, attention, ropes)
     assert isinstance(mixer, Attention)
     return FusedAttention(mixer, pools, attention, ropes)

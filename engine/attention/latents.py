@@ -1,0 +1,117 @@
+"""Attention over pages of latents, with kernels of our own.
+
+Decode rows, and prompts that were computed in part before, are absorbed: they read pages as they
+are. Prompts that begin at position 0 make K and V of heads of their own latents, and use the
+library where there is one. Its heads have K and V of one width, so what is missing is zeros.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Final
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.attention.fa3 import DecodeKernel
+from engine.attention.paged import PagedAttention, PagedStep
+from engine.attention.parts import Tiles, TileSet, division
+from engine.attention.triton import PromptKernel
+from engine.pool.kv_pool import KvPool
+from engine.step.attention import Latents, Specs
+
+HEAD_DIMS: Final = (64, 128, 192, 256)
+"""Widths of heads for which the library of Hopper has kernels."""
+OF_FEW, WHOLE = Tiles(32, 4, 3), Tiles(32, 4, 3)
+TILES: Final = TileSet(OF_FEW, WHOLE, WHOLE, WHOLE, WHOLE)
+"""Not tuned: a round of 32 latents of 576 numbers takes 36 KiB of a processor's shared memory."""
+
+
+MOST_QUERIES: Final = 64
+"""Queries of a program. Sums of 512 numbers of each lie in registers: those of 64 take half of a
+processor's."""
+
+
+def blocks_of(heads: int, width: int) -> int:
+    """Programs among which the heads of a row of so many new tokens are divided, each with as many
+    of them."""
+    return next(
+        blocks
+        for blocks in range(1, heads + 1)
+        if heads % blocks == 0 and (heads // blocks * width <= MOST_QUERIES or blocks == heads)
+    )
+
+
+class LatentBackend(PagedAttention):
+    """`PagedAttention` over latents."""
+
+    name = "latents"
+
+    def __init__(
+        self,
+        pool: KvPool,
+        specs: Specs,
+        prompts: PromptKernel,
+        decode: DecodeKernel,
+        library: ModuleType | None = None,
+    ) -> None:
+        """`library`: FlashAttention-3; None: all prompts are absorbed."""
+        super().__init__(pool, specs, library or ModuleType("none"))
+        self._prompt_kernel = prompts
+        self._decode_kernel = decode
+        widest = max(_widest(pool, spec.latents) for spec in specs)
+        self._width = next((dim for dim in HEAD_DIMS if dim >= widest), 0)
+        self._has_library = library is not None and self._width > 0
+
+    def attend_ends(self, layer: int, q: Tensor, contexts: Tensor, page_table: Tensor) -> Tensor:
+        """See `PagedAttention`."""
+        spec = self._specs[layer]
+        assert spec.latents is not None, "the layer keeps latents"
+        rows = len(contexts)
+        blocks = blocks_of(q.shape[1], len(q) // rows)
+        divided = division(rows, blocks, differ=self._step.differ, tiles=TILES)
+        q = spec.latents.absorbed(q)
+        out = self._decode_kernel(q, self._pool, layer, contexts, page_table, spec, divided)
+        return spec.latents.values(out)
+
+    def _fresh_prompts(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        step: PagedStep,
+        window: tuple[int, int],
+    ) -> Tensor:
+        latents = self._specs[layer].latents
+        if not self._has_library or latents is None:
+            return self._continued_prompts(layer, q, step, window)
+        keys, values = latents.of_heads(k[:, 0])
+        wide = [F.pad(x, (0, self._width - x.shape[-1])) for x in (q, keys, values)]
+        out = super()._fresh_prompts(layer, wide[0], wide[1], wide[2], step, window)
+        return out[..., : latents.v_dim]
+
+    def _continued_prompts(
+        self, layer: int, q: Tensor, step: PagedStep, window: tuple[int, int]
+    ) -> Tensor:
+        spec, first, starts = self._specs[layer], step.num_decodes, step.query_starts
+        assert starts is not None
+        assert spec.latents is not None, "the layer keeps latents"
+        out = self._prompt_kernel(
+            spec.latents.absorbed(q),
+            self._pool,
+            layer,
+            starts,
+            step.max_query,
+            step.context_lens[first:],
+            step.page_table[first:],
+            spec,
+        )
+        return spec.latents.values(out)
+
+
+def _widest(pool: KvPool, latents: Latents | None) -> int:
+    """Numbers of a head's K or V."""
+    assert latents is not None, "the layer keeps latents"
+    turned = pool.head_dim - latents.weight.shape[2]
+    return max(latents.k_dim + turned, latents.v_dim)
