@@ -69,9 +69,20 @@ CASES: Final[dict[tuple[str, str], dict[str, Case]]] = {
         "64x1024+256": Case(64, 1024, 256, 5_000, 4_500, 4_200),
         "256x128+512": Case(256, 128, 512, 22_500, 20_000, 18_000),
     },
+    ("deepseek-v2-lite", "as-is"): {
+        "prefill-1024": Case(128, 1024, 1, 84_964, 0, 85_000),
+        "decode-1": Case(1, 128, 256, 263, 0, 380),
+        "64x1024+256": Case(64, 1024, 256, 6_792, 0, 6_800),
+        "256x128+512": Case(256, 128, 512, 29_577, 0, 29_600),
+    },
+    ("deepseek-v3-6-layers", "fp8"): {
+        "decode-1": Case(1, 128, 256, 0, 0, 0),
+        "64x1024+256": Case(64, 1024, 256, 0, 0, 0),
+    },
     ("gpt-oss-20b", "as-is"): {"decode-1": Case(1, 128, 256, 0, 620, 450)},
 }
-"""By shape and precision. `floor` is what memory allows; 0: not known."""
+"""By shape and precision. `floor` is what memory allows; 0: not known. What vLLM does with DeepSeek
+is of one H100."""
 
 
 class Experts(NamedTuple):

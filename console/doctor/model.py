@@ -20,12 +20,12 @@ from engine.groups.spec import Full, State, name_of, split_layers
 from engine.model import ModelConfig, ModelError, load_model
 from engine.model.families import read_config
 from engine.model.gguf import GgufFile
-from engine.model.mixers.config import AttentionConfig
+from engine.model.mixers.config import AttentionConfig, LatentConfig, MixerConfig
 from engine.parts.paging import lives_of
 from engine.pool.kinds import maker
 from engine.pool.kv_pool import KvPool
 from engine.pool.state_pool import unit_bytes_of
-from engine.step.attention import AttentionSpec
+from engine.step.attention import AttentionSpec, Latents
 
 USUAL: Final = EngineConfig(model="")
 """What a worker has by default."""
@@ -179,20 +179,20 @@ def _pools(
 ) -> Iterator[tuple[KvPool, tuple[AttentionSpec, ...]]]:
     """A page of each group, and the attention over it."""
     for _, layers in split_layers(lives_of(config)):
-        own = [config.layers[layer].mixer for layer in layers]
-        yield (
-            _page(config, layers, dtype, device),
-            tuple(
-                AttentionSpec(
-                    each.scale,
-                    each.window,
-                    each.soft_cap,
-                    torch.zeros(each.heads, device=device) if each.sinks else None,
-                )
-                for each in own
-                if isinstance(each, AttentionConfig)
-            ),
-        )
+        own = (_spec_of(config.layers[layer].mixer, device) for layer in layers)
+        specs = tuple(spec for spec in own if spec is not None)
+        yield _page(config, layers, dtype, device), specs
+
+
+def _spec_of(own: MixerConfig | None, device: torch.device) -> AttentionSpec | None:
+    """A layer's attention; None: it has none."""
+    if isinstance(own, LatentConfig):
+        weight = torch.zeros(1, device=device).expand(own.heads, own.k_dim + own.v_dim, own.rank)
+        return AttentionSpec(own.scale, latents=Latents(weight, own.k_dim))
+    if not isinstance(own, AttentionConfig):
+        return None
+    sinks = torch.zeros(own.heads, device=device) if own.sinks else None
+    return AttentionSpec(own.scale, own.window, own.soft_cap, sinks)
 
 
 def room_of(

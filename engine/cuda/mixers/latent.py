@@ -36,6 +36,11 @@ class FusedLatent:
             return None
         return one if one.group == other.group else None
 
+    @property
+    def keeps(self) -> bool:
+        """See `FusedMixer`."""
+        return True
+
     def run(self, x: Tensor | Rounded, step: StepTokens) -> Tensor:
         """See `FusedMixer`."""
         return self._output(step.attend(self._module.index, *self._project(x, step)))
