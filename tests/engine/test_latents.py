@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from engine_kit import Run, build, check_baseline, finish, hand_off, held, submit
+from quantised_folders import write_quantised
 from references import NOISE, references
 from test_attention import Row, make_batch, written_out
 from test_engine_demo_model import first_difference
@@ -131,6 +132,26 @@ def test_every_rank_has_the_whole_latent_and_some_heads(count, path, tmp_path):
         check_baseline(engine)
         engine.stop()
     assert engine.load().tiers.loaded_tokens["dir"] >= 256
+
+
+@pytest.mark.slow
+def test_quantised_weights_are_those_of_one_rank(tmp_path):
+    """What makes K and V is widened, by heads; other weights are cut as they are."""
+    shape = {"hidden": 256, "q_lora_rank": 128, "kv_lora_rank": 128, "v_head_dim": 32}
+    source = write_tiny_model(
+        tmp_path / "float", tokenizer=False, **(LATENTS["deepseek_v3"] | shape)
+    )
+    checkpoint = write_quantised(source, tmp_path / "int4", "pack-quantized-group")
+    assert any(name.endswith("kv_b_proj") for name in checkpoint.weights)
+    found = []
+    for ranks in (1, 2):
+        engine = build(tmp_path / "int4", tp=ranks)
+        runs = [submit(engine, prompt_of(length), 12, ignore_eos=True) for length in (5, 40, 100)]
+        finish(*runs)
+        found.append([run.tokens for run in runs])
+        check_baseline(engine)
+        engine.stop()
+    assert found[0] == found[1]
 
 
 # -- attention alone ----------------------------------------------------------------------------

@@ -32,6 +32,9 @@ from engine.step.attention import AttentionSpec
 
 EVERYTHING: Final = 1 << 30
 """A window that hides nothing."""
+QUERIES_OF_A_WARP: Final = 8
+"""So that a warp's part of the sums fits its registers, of which 512 numbers of each query take
+half."""
 
 
 @triton.jit(do_not_specialize=["table_width", "splits", "least"])
@@ -120,6 +123,7 @@ def decode_latents(
     rank, width = spec.latents.weight.shape[2], tokens // rows
     blocks = blocks_of(heads, width)
     group, (most, least, tiles) = heads // blocks, divided
+    padded = max(MIN_QUERIES, triton.next_power_of_2(width * group))
     out = q.new_empty(tokens, heads, rank)
     whole = most == 1
     places = 0 if whole else tokens * heads * most
@@ -144,7 +148,7 @@ def decode_latents(
         whole,
         width,
         group,
-        max(MIN_QUERIES, triton.next_power_of_2(width * group)),
+        padded,
         rank,
         triton.next_power_of_2(rank),
         dim - rank,
@@ -152,7 +156,7 @@ def decode_latents(
         pool.page_size,
         early(),
         tiles.block,
-        num_warps=tiles.warps,
+        num_warps=max(tiles.warps, padded // QUERIES_OF_A_WARP),
         num_stages=tiles.stages,
         launch_pdl=early(),
     )
