@@ -40,10 +40,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def tiles_of(outputs: int, inputs: int, rows: int) -> Tiles | None:
     """How a product of few rows is cut; None: cuBLAS's is faster, or the weight does not suit.
 
-    Measured with the weights of the 8B shape on an H100 (`bench.few_rows`): 64 outputs and 256
-    inputs are the best with every weight or within 2 % of it, with a part of the input for each
-    processor where there are fewer tiles. All products of a step of 4 rows take 5.4 ms so, and 5.9
-    by cuBLAS.
+    Measured with the weights of the 8B shape on an H100 (`bench.few_rows` at 333a5305): 64 outputs
+    and 256 inputs are the best with every weight or within 2 % of it, with a part of the input for
+    each processor where there are fewer tiles. All products of a step of 4 rows take 5.4 ms so, and
+    5.9 by cuBLAS.
     """
     if not 1 < rows <= FEW_ROWS or outputs < _LEAST_OUTPUTS or inputs % 8 or not early():
         return None
