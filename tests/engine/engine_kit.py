@@ -23,6 +23,7 @@ from engine.types import (
     Event,
     Mode,
     NewTokens,
+    PeerFetch,
     Prefilled,
     PromptScored,
     Request,
@@ -121,6 +122,7 @@ def submit(
     speculates: bool = True,
     pooling: Pooling | None = None,
     beams: BeamParams | None = None,
+    fetch: PeerFetch | None = None,
     **stop,
 ) -> Run:
     if beams is not None:
@@ -140,6 +142,7 @@ def submit(
         speculates=speculates,
         pooling=pooling,
         beams=beams,
+        fetch=fetch,
     )
     run = Run(request)
     engine.submit(request, run.sink)

@@ -243,11 +243,6 @@ class FollowingGroups(Following):
             self.take_turn(*turn)
 
 
-TestFollowing = Following.TestCase
-TestFollowingGroups = FollowingGroups.TestCase
-TestFollowing.settings = TestFollowingGroups.settings = settings(stateful_step_count=20)
-
-
 @pytest.mark.parametrize("seed", range(30))
 def test_what_is_usable_ends_where_all_groups_have_what_they_need(seed: int) -> None:
     rng = random.Random(seed)
@@ -268,6 +263,11 @@ def test_what_is_usable_ends_where_all_groups_have_what_they_need(seed: int) -> 
     for holder, own in others.items():
         pool, host = (usable_of(own, prompt, 40, tiers, needed) for tiers in (POOL, BOTH))
         assert held[holder] == Held(40, 40, pool, host)
+
+
+TestFollowing = Following.TestCase
+TestFollowingGroups = FollowingGroups.TestCase
+TestFollowing.settings = TestFollowingGroups.settings = settings(stateful_step_count=20)
 
 
 def test_a_full_shard_drops_what_came_first_and_counts_it() -> None:
