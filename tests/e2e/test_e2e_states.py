@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 from cluster import Cluster, make_cluster
-from references import references
+from fetching_policy import FETCHING
+from references import NOISE, references
 from streams import prompt_of
 from tiny_families import HYBRIDS
-from tiny_models import write_tiny_model
+from tiny_models import reference_model, write_tiny_model
 
 TOKENS, LENGTHS = 24, (17, 64, 130, 200)
 SCHEMA = {
@@ -59,6 +60,18 @@ def ask_all(client, seed: int) -> list[list[int]]:
     return [found.get(length, []) for length in LENGTHS]
 
 
+def check_greedy(model: Path, prompt: list[int], answer: list[int]) -> None:
+    """Each token of an answer is the best one after those before it, in one forward of all."""
+    import torch
+
+    ids = torch.tensor([prompt + answer])
+    with torch.inference_mode():
+        logits = reference_model(model, dtype=torch.float32)(ids, use_cache=False).logits[0]
+    best = logits[len(prompt) - 1 : -1].topk(2)
+    near = best.values[:, 0] - best.values[:, 1] < NOISE
+    assert (near | (best.indices[:, 0] == torch.tensor(answer))).all()
+
+
 def wanted(model: Path, seed: int) -> list[list[int]]:
     answer = references(model, whole=True)
     return [answer(prompt_of(length + seed), TOKENS, past_end=True).tokens for length in LENGTHS]
@@ -78,6 +91,33 @@ def test_a_hand_off_moves_the_state_and_the_next_turn_goes_on(cluster, model) ->
     moved = "baton_kv_group_pages"
     assert cluster.metric(moved, "decode-0", group="state", state="free") > 0
     cluster.check_baseline()
+
+
+@pytest.mark.slow
+def test_a_turn_goes_on_with_the_state_that_another_worker_has(model, tmp_path) -> None:
+    """Turns of a conversation alternate between prefill workers, which fetch from decode workers
+    that hold KV and states, also of their answers."""
+    own = {"router": {FETCHING: "decode-0"}}
+    cluster = make_cluster(model, tmp_path, prefill=2, decode=1, local_prefill="never", own=own)
+    try:
+        cluster.start_all()
+        for fetcher in ("prefill-0", "prefill-1"):
+            cluster.wait_measured(fetcher, "decode-0")
+        prompt = prompt_of(230)
+        with cluster.client() as client:
+            for turn in range(4):
+                answer = ask(client, prompt, max_tokens=40)
+                check_greedy(model, prompt, answer)
+                prompt = [*prompt, *answer, *prompt_of(20, seed=turn)]
+        fetched = "baton_kv_fetches_total"
+        found = sum(
+            cluster.metric(fetched, worker, outcome="fetched")
+            for worker in ("prefill-0", "prefill-1")
+        )
+        assert found > 0
+        cluster.check_baseline()
+    finally:
+        cluster.stop()
 
 
 @pytest.mark.slow

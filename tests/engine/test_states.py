@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from beams_kit import Searches
+from beams_kit import check as check_beams
 from engine_kit import build, check_baseline, finish, hand_off, held, prefill_pages, submit
 from quantised_folders import fp8_reference
 from references import References, references
@@ -17,6 +19,7 @@ from test_model_logits import load
 from tiny_families import HYBRIDS
 from tiny_models import write_tiny_model
 
+from engine.beams.params import BeamParams
 from engine.groups.spec import State
 from engine.groups.state import DECODED_TOKENS
 from engine.model import ModelError
@@ -61,7 +64,7 @@ def engines(folder):
         if family not in made:
             options: dict[str, Any] = {"max_sequences": 6, "poison_freed_pages": True}
             made[family] = [
-                build(folder(family), max_step_tokens=tokens, **options) for tokens in (512, 71)
+                build(folder(family), max_step_tokens=tokens, **options) for tokens in (512, 90)
             ]
         return made[family]
 
@@ -144,6 +147,22 @@ def test_preempted_swapped_and_of_two_ranks(family, options, folder):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("family", ["qwen3_5", "granite4"])
+def test_beams_share_states(family, folder):
+    """What transformers finds without a cache; with hardly more pages than beams."""
+    path, params = folder(family), BeamParams(4)
+    searches = Searches(path)
+    engine = build(path, max_sequences=5, max_step_tokens=128, num_pages=100)
+    for length in (5, 64, 130):
+        for _ in range(2):
+            run = submit(engine, prompt_of(length), 12, beams=params, ignore_eos=True)
+            finish(run)
+            check_beams(run, searches.find(prompt_of(length), params, 12, ()))
+    check_baseline(engine)
+    engine.stop()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("family", ["qwen3_5", "granite4"])
 def test_weights_in_fp8(family, folder):
     """Tokens of transformers with the same rounding; the state is float32 all the same."""
     path = folder(family)
@@ -181,7 +200,7 @@ def test_pieces_of_a_prompt_leave_the_state_of_the_whole_bit_by_bit(folder):
     """Also where a part of it is cached: the second time each goes on behind its last border. (Of
     products with experts even the model's own numbers depend on how many tokens there are.)"""
     path, prompt, found = folder("qwen3_5"), prompt_of(331), []
-    for tokens in (512, 71):
+    for tokens in (512, 90):
         engine = build(path, max_sequences=6, max_step_tokens=tokens, num_pages=60)
         found += [states_of(engine, prompt, 331) for _ in range(2)]
         assert engine.load().prompt_tokens_cached == border(331)
