@@ -23,6 +23,7 @@ from typing import Final
 
 from baton.worker.v1 import worker_pb2
 from engine.engine import Engine
+from engine.pooling.requests import Pooled
 from engine.types import (
     Event,
     EventOfOne,
@@ -72,7 +73,7 @@ class _Running:
         job = self.run.job
         return worker_pb2.Submit(
             attempt_id=self.id,
-            mode=worker_pb2.WORK_MODE_WHOLE,
+            mode=worker_pb2.WORK_MODE_POOL if job.pooling else worker_pb2.WORK_MODE_WHOLE,
             prompt_ids=job.prompt_ids.astype("<u4").tobytes(),
             sampling=job.sampling,
             stopping=job.stopping,
@@ -82,6 +83,7 @@ class _Running:
             extensions=job.extensions,
             no_speculation=not job.speculates,
             beams=job.beams,
+            pooling=job.pooling,
         )
 
     def drew(self, tokens: jobs.JobTokens, at_ns: int) -> None:
@@ -102,6 +104,9 @@ class _Running:
                 work.joined_unix_ns = event.at_ns
             case PromptScored():
                 self.run.scored(merge.prompt_logprobs(scores_message(self.id, event.records)))
+            case Pooled():
+                self.run.pooled(event.values.astype("<f4").tobytes())
+                self.finish()
             case SequenceEnded():
                 reason = end_reason_message(event.reason)
                 drafts = event.drafted_tokens, event.accepted_tokens

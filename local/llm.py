@@ -25,7 +25,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, Final, Self, TypeVar, Unpack, overload
@@ -35,6 +35,17 @@ import torch
 from baton.client.clients import LONGEST_S
 from baton.client.generation import Gathering, Generation
 from baton.client.options import Message, Options
+from baton.client.pooling import (
+    Embeddings,
+    EmbedOptions,
+    Input,
+    ScoreOptions,
+    Scores,
+    embed_request,
+    embeddings_of,
+    score_request,
+    scores_of,
+)
 from baton.client.requests import generation_request, tokenize_request
 from baton.client.streams import GenerationStream
 from baton.errors import BatonError
@@ -57,6 +68,7 @@ from worker.settings import Role, WorkerSettings, with_model_found
 Prompt = str | Sequence[int] | Sequence[Message]
 """A text, token ids, or the turns of a chat."""
 T = TypeVar("T")
+Q = TypeVar("Q")
 
 
 class LLM:
@@ -206,6 +218,29 @@ class LLM:
         events = Events(self._loop, self._service, request, call, self.engine, keeps=self)
         return GenerationStream(events, events.cancel, options.get("choices", 1))
 
+    def embed(
+        self,
+        inputs: str | Sequence[Input],
+        *,
+        timeout_s: float | None = None,
+        **options: Unpack[EmbedOptions],
+    ) -> Embeddings:
+        """Returns a vector for each input, as `baton.client.Client.embed`."""
+        request = embed_request(inputs, "", options)
+        return embeddings_of(self._run(self._pooled(self._service.embed, request, timeout_s)))
+
+    def score(
+        self,
+        query: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        timeout_s: float | None = None,
+        **options: Unpack[ScoreOptions],
+    ) -> Scores:
+        """Returns how relevant documents are to a query, as `baton.client.Client.score`."""
+        request = score_request(query, documents, "", options)
+        return scores_of(self._run(self._pooled(self._service.score, request, timeout_s)))
+
     def tokenize(
         self,
         text: str | None = None,
@@ -261,6 +296,13 @@ class LLM:
         finally:
             for task in tasks:
                 task.cancel()
+
+    async def _pooled(
+        self, method: Callable[[Q, Call], Awaitable[T]], request: Q, timeout_s: float | None
+    ) -> T:
+        call = Call(time_left_s=timeout_s)
+        with typed_errors(call, self.engine):
+            return await method(request, call)
 
     async def _tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
         call = Call()

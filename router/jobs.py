@@ -51,6 +51,8 @@ class ServedModel:
     """Hooks for which requests may carry bytes."""
     sampling: worker_pb2.SamplingDefaults | None = field(default=None, compare=False)
     """How it wants to be sampled where a request does not say."""
+    pooling: worker_pb2.PoolingDefaults | None = field(default=None, compare=False)
+    """How it pools where a request does not say; None: its workers pool nothing."""
 
     @classmethod
     def of(cls, model: worker_pb2.ModelInfo) -> Self:
@@ -67,6 +69,7 @@ class ServedModel:
             prefix_cache=model.prefix_cache,
             extensions=frozenset(model.extensions),
             sampling=model.sampling,
+            pooling=model.pooling if model.HasField("pooling") else None,
         )
 
 
@@ -128,6 +131,9 @@ class Job:
     """Whether workers may verify drafts of its output."""
     beams: worker_pb2.BeamSearch | None = None
     """Its output is searched for: each choice is what a beam found, and all come at the end."""
+    pooling: worker_pb2.Pooling | None = None
+    """What is made of its prompt's hidden states; None: it generates. Then it has one choice, and
+    `max_tokens` 0."""
     workers: list[str] = field(default_factory=list)
     """Ids of the workers that got a part of the job, in order. The dispatcher adds them."""
 
@@ -155,6 +161,8 @@ class Demand:
     """Hooks that every worker of the route must have."""
     searches: bool = False
     """Whether its choices are beams, which run together or not at all."""
+    pools: bool = False
+    """Whether it ends with its prompt, which is pooled."""
 
     @classmethod
     def of(cls, job: Job, choices: int | None = None, done: int = 0) -> Self:
@@ -170,12 +178,13 @@ class Demand:
             keys=job.keys,
             extensions=frozenset(job.extensions),
             searches=job.beams is not None,
+            pools=job.pooling is not None,
         )
 
     @property
     def decodes(self) -> bool:
         """Whether a worker decodes. A prefill worker draws the first token, and chooses none."""
-        return self.searches or self.max_tokens != 1
+        return self.searches or self.max_tokens > 1
 
     def most_tokens(self, pages: int) -> int:
         """Tokens of a choice, prompt and output, for which an empty pool of `pages` has room."""
@@ -208,6 +217,13 @@ class JobStarted(NamedTuple):
     `JobFinished` has the last one."""
     prompt_logprobs: tuple[TokenScore, ...] = ()
     """Scores of the prompt's tokens from the second on, if the job asks for them."""
+
+
+class JobPooled(NamedTuple):
+    """The prompt of a job that pools was pooled."""
+
+    values: bytes
+    """Numbers, packed as little-endian floats of 4 bytes."""
 
 
 class JobTokens(NamedTuple):
@@ -269,7 +285,7 @@ class JobFinished:
     """Cached tokens that were loaded from below the pool, by where from."""
 
 
-JobEvent = JobStarted | JobTokens | ChoiceEnded | JobFinished
+JobEvent = JobStarted | JobPooled | JobTokens | ChoiceEnded | JobFinished
 
 
 class Counts(Protocol):

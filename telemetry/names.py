@@ -76,7 +76,8 @@ class SpanName:
     @staticmethod
     def is_request(name: str) -> bool:
         """Whether a span is around one generation."""
-        return name.startswith((Attr.TEXT_COMPLETION, f"{Attr.CHAT} "))
+        kinds = Attr.TEXT_COMPLETION, Attr.CHAT, Attr.EMBEDDINGS, Attr.SCORE
+        return name.startswith(tuple(f"{kind} " for kind in kinds))
 
 
 class Attr:
@@ -102,6 +103,8 @@ class Attr:
     OPERATION_NAME: Final = "gen_ai.operation.name"
     TEXT_COMPLETION: Final = "text_completion"
     CHAT: Final = "chat"
+    EMBEDDINGS: Final = "embeddings"
+    SCORE: Final = "score"
     PROVIDER_NAME: Final = "gen_ai.provider.name"
     REQUEST_MODEL: Final = "gen_ai.request.model"
     REQUEST_STREAM: Final = "gen_ai.request.stream"

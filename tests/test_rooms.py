@@ -80,6 +80,7 @@ FLOORS = (
     ("router.answers",),
     ("router.structure", "router.folders"),
     ("router.requests",),
+    ("router.pooling",),
     ("router.doors",),
     ("router.doors.http",),
     ("router.doors.openai",),

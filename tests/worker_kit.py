@@ -44,6 +44,7 @@ from kv_transfer.thread import TransferThread
 from kv_transfer.transports.loopback import LoopbackTransport
 from kv_transfer.transports.pool import PoolMemory
 from kv_transfer.types import PageGroup
+from prefill_service.pooling import PoolService
 from prefill_service.service import PrefillService
 from serving.wire import pack_ids
 from telemetry.metrics.worker import WorkerMetrics
@@ -235,6 +236,7 @@ class Node:
         self.services = Services(
             self.prefill,
             self.decode,
+            PoolService(self.engine, self.inbox),
             self.peers,
             self.relay,
             self.fetching,

@@ -37,6 +37,7 @@ from kv_transfer.ranks.build import Others, group_transport
 from kv_transfer.thread import TransferThread
 from kv_transfer.transports.factory import FETCHED_BY
 from kv_transfer.types import Endpoint, KvTransport, PageGroup
+from prefill_service.pooling import PoolService
 from prefill_service.service import PrefillService
 from serving.admin import AdminServer
 from serving.grpc_services import add_health_and_reflection
@@ -281,11 +282,15 @@ class Worker:
             self.epoch,
             lambda said: self.servicer.send_to_routers(said),
         )
-        fetching, holding = self._make_fetch_services(
-            peers, lambda attempt_id: prefill.leg(attempt_id) or decode.leg(attempt_id)
-        )
+        pooling = PoolService(self.engine, self.inbox)
+
+        def leg_of(attempt_id: bytes) -> WorkerLeg | None:
+            found = (each.leg(attempt_id) for each in (prefill, decode, pooling))
+            return next((leg for leg in found if leg is not None), None)
+
+        fetching, holding = self._make_fetch_services(peers, leg_of)
         pages = PageReports(self.engine.report_pages)
-        return Services(prefill, decode, peers, relay, fetching, holding, pages)
+        return Services(prefill, decode, pooling, peers, relay, fetching, holding, pages)
 
     def _make_fetch_services(
         self, peers: PeerPaths, leg_of: Callable[[bytes], WorkerLeg | None]

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from decode_service.service import DecodeService
     from fetch_service.fetching import FetchService
     from fetch_service.holding import HoldService
+    from prefill_service.pooling import PoolService
     from prefill_service.service import PrefillService
     from worker.peers import PeerPaths
     from worker.quiesce import QuiesceRelay
@@ -60,6 +61,7 @@ class Services:
 
     prefill: PrefillService
     decode: DecodeService
+    pooling: PoolService
     peers: PeerPaths
     relay: QuiesceRelay
     fetching: FetchService
@@ -69,11 +71,12 @@ class Services:
     @property
     def active(self) -> int:
         """Legs under way, without those in quarantine."""
-        return self.prefill.stats.active + self.decode.stats.active
+        return self.prefill.stats.active + self.decode.stats.active + self.pooling.active
 
     def is_held(self, attempt_id: bytes) -> bool:
         """Whether the worker still has the attempt."""
-        return self.prefill.holds(attempt_id) or self.decode.holds(attempt_id)
+        legs = self.prefill, self.decode, self.pooling
+        return any(service.holds(attempt_id) for service in legs)
 
     def overdue(self) -> Overdue:
         """Counts the transfers that are overdue."""
@@ -90,8 +93,8 @@ class Services:
 
     def fail_all(self, reason: worker_pb2.FailureReason.ValueType) -> None:
         """Fails every leg."""
-        self.prefill.fail_all(reason)
-        self.decode.fail_all(reason)
+        for service in (self.prefill, self.decode, self.pooling):
+            service.fail_all(reason)
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
@@ -157,8 +160,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def report_forever(self) -> None:
         """Sends load reports, expires legs and looks after peers. If one of these duties raises,
         the others still get their turn."""
-        prefill, decode, peers = self._services.prefill, self._services.decode, self._services.peers
-        duties = (self.report, prefill.expire, decode.expire, peers.tick)
+        services = self._services
+        expire = (each.expire for each in (services.prefill, services.decode, services.pooling))
+        duties = (self.report, *expire, services.peers.tick)
         failing: set[Callable[[], None]] = set()
         while True:
             for duty in duties:
@@ -219,6 +223,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             case "cancel":
                 services.prefill.cancel(request.cancel.attempt_id, outbox)
                 services.decode.cancel(request.cancel.attempt_id, outbox)
+                services.pooling.cancel(request.cancel.attempt_id, outbox)
             case "abort":
                 services.decode.abort(request.abort.attempt_id, outbox)
             case "meet":
@@ -245,10 +250,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if reason is not None:
             outbox.send(failed_message(submit.attempt_id, reason))
             return
-        is_prefill = submit.mode == worker_pb2.WORK_MODE_PREFILL
-        service = self._services.prefill if is_prefill else self._services.decode
+        services = self._services
+        submit_to = {
+            worker_pb2.WORK_MODE_PREFILL: services.prefill.submit,
+            worker_pb2.WORK_MODE_POOL: services.pooling.submit,
+        }
         try:
-            service.submit(submit, outbox)
+            submit_to.get(submit.mode, services.decode.submit)(submit, outbox)
         except MalformedMessage:
             logger.error("a router sent malformed work")
             reason = worker_pb2.FAILURE_REASON_INTERNAL
@@ -272,6 +280,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._outboxes.discard(outbox)
         self._services.prefill.end_stream(outbox)
         self._services.decode.end_stream(outbox)
+        self._services.pooling.end_stream(outbox)
         self._services.peers.end_stream(outbox)
         self._services.pages.end_stream(outbox)
 

@@ -32,6 +32,7 @@ from engine.types import (
 from kv_transfer import wire
 from kv_transfer.types import SCRATCH_PAGE, Endpoint, PageGroup
 from serving.wire import MAX_EXTENSION_BYTES, MAX_EXTENSIONS, PACKED_ID, extension_bytes, pack_ids
+from worker_base.pooling import defaults_message, pooling_of
 
 MAX_PAYLOAD_BYTES: Final = 3584
 """Most bytes of first-token records in the last notification of a transfer."""
@@ -43,6 +44,7 @@ _MODES: Final = {
     worker_pb2.WORK_MODE_WHOLE: Mode.WHOLE,
     worker_pb2.WORK_MODE_PREFILL: Mode.PREFILL,
     worker_pb2.WORK_MODE_DECODE: Mode.RECEIVE,
+    worker_pb2.WORK_MODE_POOL: Mode.POOL,
 }
 _EARLY_STOPPING: Final[Mapping[int, EarlyStopping]] = {
     worker_pb2.EARLY_STOPPING_UNSPECIFIED: EarlyStopping.NO_BETTER,
@@ -95,7 +97,8 @@ def request_of(submit: worker_pb2.Submit) -> Request:
     generated = tuple(unpack_ids(tokens.token_ids) for tokens in submit.generated)
     if mode is None or not prompt_ids.size or submit.choices < 1 or not submit.attempt_id:
         raise MalformedMessage("submit")
-    if generated and (len(generated) != submit.choices or submit.HasField("beams")):
+    beams = submit.HasField("beams")
+    if generated and (len(generated) != submit.choices or beams or mode is Mode.POOL):
         raise MalformedMessage("generated")
     if any(len(tokens) >= submit.stopping.max_tokens for tokens in generated):
         raise MalformedMessage("generated")
@@ -125,6 +128,7 @@ def request_of(submit: worker_pb2.Submit) -> Request:
         speculates=not submit.no_speculation,
         fetch=_fetch_of(submit),
         beams=_beams_of(submit, mode) if submit.HasField("beams") else None,
+        pooling=pooling_of(submit.pooling) if mode is Mode.POOL else None,
     )
 
 
@@ -305,6 +309,7 @@ def model_message(model: ModelInfo) -> worker_pb2.ModelInfo:
         resume_pages=model.resume_pages,
         extensions=model.extensions,
         sampling=worker_pb2.SamplingDefaults(**asdict(model.sampling)),
+        pooling=defaults_message(model.pooling) if model.pooling.width else None,
     )
 
 

@@ -22,6 +22,17 @@ from baton.addresses import ROUTER_ADDRESS
 from baton.client.channels import open_aio_channel, open_channel
 from baton.client.generation import Gathering, Generation, Model
 from baton.client.options import Message, Options
+from baton.client.pooling import (
+    Embeddings,
+    EmbedOptions,
+    Input,
+    ScoreOptions,
+    Scores,
+    embed_request,
+    embeddings_of,
+    score_request,
+    scores_of,
+)
 from baton.client.requests import generation_request, tokenize_request
 from baton.client.streams import AsyncGenerationStream, GenerationStream, typed_errors
 from baton.grpc_options import client_options
@@ -171,6 +182,33 @@ class Client(_Caller):
             response = self._stub.ListModels(pb.ListModelsRequest(), **self._of_call(timeout_s))
         return _models(response)
 
+    def embed(
+        self,
+        inputs: str | Sequence[Input],
+        *,
+        model: str = "",
+        timeout_s: float | None = None,
+        **options: Unpack[EmbedOptions],
+    ) -> Embeddings:
+        """Returns a vector for each input: a text or token ids. One text is one input."""
+        request = embed_request(inputs, model, options)
+        with typed_errors():
+            return embeddings_of(self._stub.Embed(request, **self._of_call(timeout_s)))
+
+    def score(
+        self,
+        query: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        model: str = "",
+        timeout_s: float | None = None,
+        **options: Unpack[ScoreOptions],
+    ) -> Scores:
+        """Returns how relevant each document is to the query; queries may also be one for each."""
+        request = score_request(query, documents, model, options)
+        with typed_errors():
+            return scores_of(self._stub.Score(request, **self._of_call(timeout_s)))
+
     def tokenize(
         self,
         text: str | None = None,
@@ -257,6 +295,33 @@ class AsyncClient(_Caller):
                 pb.ListModelsRequest(), **self._of_call(timeout_s)
             )
         return _models(response)
+
+    async def embed(
+        self,
+        inputs: str | Sequence[Input],
+        *,
+        model: str = "",
+        timeout_s: float | None = None,
+        **options: Unpack[EmbedOptions],
+    ) -> Embeddings:
+        """Embeds texts. See `Client.embed`."""
+        request = embed_request(inputs, model, options)
+        with typed_errors():
+            return embeddings_of(await self._stub.Embed(request, **self._of_call(timeout_s)))
+
+    async def score(
+        self,
+        query: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        model: str = "",
+        timeout_s: float | None = None,
+        **options: Unpack[ScoreOptions],
+    ) -> Scores:
+        """Scores documents. See `Client.score`."""
+        request = score_request(query, documents, model, options)
+        with typed_errors():
+            return scores_of(await self._stub.Score(request, **self._of_call(timeout_s)))
 
     async def tokenize(
         self,

@@ -139,6 +139,8 @@ class Attempt:
                 self.run.scored(merge.prompt_logprobs(message.prompt_logprobs))
             case "prefill_done":
                 self._prefill_done(leg, message.prefill_done)
+            case "pooled":
+                self._pooled(leg, message.pooled)
             case "delivered":
                 self.phase, self.is_delivered = Phase.DELIVERED, True
                 self._clocks.delivered_ns = message.delivered.delivered_unix_ns
@@ -194,7 +196,7 @@ class Attempt:
         """The group is over: how long it took helps to foretell others. It counts, too, if its
         reader left: of those that are late, none ends by itself. Those that were begun before say
         nothing of a whole request."""
-        if any(self._first_indexes):
+        if any(self._first_indexes) or self.run.job.pooling is not None:
             return
         choices = [self.run.choices[choice] for choice in self.group.choices]
         if self.is_computed:
@@ -216,6 +218,8 @@ class Attempt:
         def leg(mode: worker_pb2.WorkMode.ValueType) -> Leg:
             return Leg(mode, route, self.group, self.id)
 
+        if self.run.job.pooling is not None:
+            return leg(worker_pb2.WORK_MODE_POOL), None
         if route.whole:
             whole = leg(worker_pb2.WORK_MODE_WHOLE)
             if route.local_reason is not None:
@@ -279,6 +283,20 @@ class Attempt:
             self._first_ids = [record.token_id for record in first.records]
         for tokens in merge.first_tokens(first, self.group.choices, self._first_indexes):
             self.run.add(tokens)
+
+    def _pooled(self, leg: Leg, pooled: worker_pb2.Pooled) -> None:
+        """The worker has pooled the prompt, and holds nothing of it any more."""
+        self._charge(leg, pooled.cached_prompt_tokens)
+        self._prompt_computed(leg)
+        self._clocks.prefill = worker_pb2.PrefillDone(
+            received_unix_ns=pooled.received_unix_ns,
+            started_unix_ns=pooled.started_unix_ns,
+            computed_unix_ns=pooled.ended_unix_ns,
+            sent_unix_ns=pooled.ended_unix_ns,
+        )
+        self.run.first_known(pooled.cached_prompt_tokens, {})
+        leg.close()
+        self.run.pooled(pooled.values)
 
     def _prompt_computed(self, leg: Leg) -> None:
         """Notes at the first token that the prompt is computed. A resume on one worker gives no

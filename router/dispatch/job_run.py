@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from baton.worker.v1 import worker_pb2
 from router.dispatch.merge import ChoiceMerger
 from router.dispatch.pace import Pace
 from router.dispatch.stopping import end_of
@@ -23,6 +24,7 @@ from router.jobs import (
     Job,
     JobEvent,
     JobFinished,
+    JobPooled,
     JobStarted,
     JobTimings,
     JobTokens,
@@ -167,6 +169,11 @@ class JobRun:
         """The prompt's log probabilities came."""
         self._prompt_logprobs = prompt_logprobs
         self._pass_on(())
+
+    def pooled(self, values: bytes) -> None:
+        """The prompt was pooled, which ends its only choice."""
+        end = ChoiceEnded(0, worker_pb2.END_REASON_LENGTH, 0)
+        self._pass_on((JobPooled(values), *self.choices[0].end(end)))
 
     def prefill_over(self) -> None:
         """Nothing more comes from the prefill worker, so held events are sent."""

@@ -87,7 +87,7 @@ class Leg:
         if self.mode == worker_pb2.WORK_MODE_DECODE:
             return decode_reservation(demand)
         prompt = prefill_reservation(demand, self._route.way.cached_tokens)
-        if self.mode == worker_pb2.WORK_MODE_PREFILL:
+        if self.mode != worker_pb2.WORK_MODE_WHOLE:
             return prompt
         return decode_reservation(demand)._replace(prefill_tokens=prompt.prefill_tokens)
 
@@ -121,6 +121,7 @@ class Leg:
             extensions=job.extensions,
             no_speculation=not job.speculates,
             beams=job.beams,
+            pooling=job.pooling,
             fetch=None if decodes else _fetch_message(self._route.way),
         )
 

@@ -20,6 +20,7 @@ from router.doors.auth import OPEN, Gate
 from router.doors.grpc_edge import Edge
 from router.doors.grpc_messages import Messages
 from router.events import NO_EVENTS, RouterEvents
+from router.pooling.pooling import Poolings
 from router.requests.bounds import BodyShape
 from router.requests.generation import GenerationRequest, Generations
 from router.requests.validation import Limits
@@ -48,6 +49,7 @@ class InferenceService:
         self._dispatcher = dispatcher
         self._tokenizers = tokenizers
         self._generations = Generations(dispatcher, tokenizers, self._limits, events)
+        self._poolings = Poolings(dispatcher, tokenizers, self._limits, events)
 
     def add_to_server(self, server: grpc.aio.Server) -> None:
         """Registers the service."""
@@ -57,6 +59,8 @@ class InferenceService:
             "StreamGenerate": edge.stream(
                 path + "StreamGenerate", api.StreamGenerateRequest, self.stream_generate
             ),
+            "Embed": edge.unary(path + "Embed", api.EmbedRequest, self.embed),
+            "Score": edge.unary(path + "Score", api.ScoreRequest, self.score),
             "Tokenize": edge.unary(path + "Tokenize", api.TokenizeRequest, self.tokenize),
             "ListModels": edge.unary(path + "ListModels", api.ListModelsRequest, self.list_models),
         }
@@ -78,6 +82,14 @@ class InferenceService:
             async for message in messages:
                 whole.add(message)
         return whole.response()
+
+    async def embed(self, request: api.EmbedRequest, call: Call) -> api.EmbedResponse:
+        """Embed."""
+        return await self._poolings.embed(request, call)
+
+    async def score(self, request: api.ScoreRequest, call: Call) -> api.ScoreResponse:
+        """Score."""
+        return await self._poolings.score(request, call)
 
     async def tokenize(self, request: api.TokenizeRequest, call: Call) -> api.TokenizeResponse:
         """Tokenize."""

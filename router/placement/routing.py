@@ -89,10 +89,11 @@ def largest_pool_tokens(
 ) -> int | None:
     """Prompt and output tokens that the largest route could ever hold; None without a route."""
     limits, workers = [], largest_of(workers)
+    local = "never" if demand.pools else local
     for first, partner in largest(_possible(demand, workers), partial(_pool_tokens, demand)):
         tokens = _pool_tokens(demand, first)
         if partner is None:
-            limits.append(tokens + 1)  # The last token needs no KV.
+            limits.append(tokens + demand.max_tokens)  # The last token needs no KV.
         else:
             limits.append(tokens if demand.prompt_tokens > tokens else partner)
     if local != "never":
@@ -106,9 +107,11 @@ def holds(worker: WorkerLink, model: ServedModel) -> bool:
 
 
 def can_run(workers: Sequence[WorkerLink], local: LocalPrefill) -> bool:
-    """Whether these workers of one model could run a job from prompt to last token."""
+    """Whether these workers of one model could run a job from prompt to last token. A model that
+    only pools needs no decode worker."""
     return any(
         (first.decodes and (first.prefills or local != "never"))
+        or (first.only_pools and first.prefills)
         or any(can_hand_off(first, second) for second in workers)
         for first in workers
     )
@@ -131,6 +134,7 @@ def choose(
     Of many workers a few are drawn (`router.placement.few`), unless some failed the job before.
     """
     policy.look(demand)
+    local = "never" if demand.pools else local
     if len(workers) > MANY and not (failed.workers or failed.pairs):
         workers = few_of(workers, demand, policy.holders(demand), _has_credit, _has_room)
     route = _place(demand, workers, policy, failed, local)
@@ -269,6 +273,8 @@ def _serves(demand: Demand, worker: WorkerLink) -> bool:
         return False
     if demand.searches and (protocol_of(worker.identity) or SEARCHES) < SEARCHES:
         return False  # It would ignore that, and draw.
+    if demand.pools and not worker.pools:
+        return False
     return demand.extensions <= worker.extensions
 
 

@@ -48,6 +48,14 @@ MAX_CONTENT_PARTS: Final = 4096
 MAX_TEMPLATE_VALUES: Final = 4096
 """Most values in a chat template's variables, at any depth. Each becomes a message of its own."""
 
+MOST_POOLED: Final = 2048
+"""Most inputs of a call that embeds, and most documents of one that scores, as in OpenAI's API."""
+MOST_POOLED_TOKENS: Final = 1_000_000
+"""Most tokens of all inputs of such a call together: two minutes of a small prefill worker."""
+MOST_WRITTEN_NUMBERS: Final = 1 << 20
+"""Most numbers that an answer has in decimal. Writing them takes a tenth of a second of the event
+loop; base64 takes a hundredth of that, and has no such bound."""
+
 # Bounds on the bodies of HTTP requests.
 
 MOST_HELD_BODY_BYTES: Final = 256 << 20

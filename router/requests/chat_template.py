@@ -22,6 +22,8 @@ _ROLES: Final[Mapping[int, str]] = {
     api.ROLE_USER: "user",
     api.ROLE_ASSISTANT: "assistant",
     api.ROLE_TOOL: "tool",
+    api.ROLE_QUERY: "query",
+    api.ROLE_DOCUMENT: "document",
 }
 EFFORT: Final = "reasoning_effort"
 THINKING_SWITCHES: Final = ("enable_thinking", "thinking")

@@ -89,7 +89,7 @@ class Generations:
             RouterError: it was refused or could not be finished.
         """
         path = validation.prompt_path(request.input)
-        with RequestSpan(call, request, self._events) as span, errors.naming_prompt(path):
+        with RequestSpan.of(call, request, self._events) as span, errors.naming_prompt(path):
             async with self.deadline(call):
                 with span.step(SpanName.ADMIT):
                     model, tokenizer = await self._admit(request)

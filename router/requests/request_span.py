@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from router.call import Call
     from router.events import RouterEvents
-    from router.jobs import Job
+    from router.jobs import Job, JobFinished
     from router.requests.outputs import ShortWay
 
 _MAX_NAME_CHARS: Final = 128
@@ -34,29 +34,32 @@ _PROVIDER: Final = "baton"
 
 
 class RequestSpan:
-    """The span `text_completion MODEL`, or `chat MODEL`, below the call's; a context manager around
-    the request."""
+    """The span `OPERATION MODEL` (text_completion, chat, embeddings or score), below the call's; a
+    context manager around the request."""
 
     def __init__(
         self,
         call: Call,
-        request: api.GenerateRequest | api.StreamGenerateRequest,
         events: RouterEvents,
+        operation: str,
+        model: str,
+        client_tag: str,
+        *,
+        stream: bool = False,
     ) -> None:
         self._call = call
         self._events = events
-        self._model = request.input.model[:_MAX_NAME_CHARS]
+        self._model = model[:_MAX_NAME_CHARS]
         self._record = call.record
-        self._record.client_tag = request.client_tag[:_MAX_NAME_CHARS]
-        is_chat = request.input.WhichOneof("prompt") == "chat"
-        self._operation = Attr.CHAT if is_chat else Attr.TEXT_COMPLETION
+        self._record.client_tag = client_tag[:_MAX_NAME_CHARS]
+        self._operation = operation
         self._span = start_span(
             SpanName.request(self._operation, self._model),
             call.context,
             {
                 Attr.OPERATION_NAME: self._operation,
                 Attr.PROVIDER_NAME: _PROVIDER,
-                Attr.REQUEST_STREAM: isinstance(request, api.StreamGenerateRequest),
+                Attr.REQUEST_STREAM: stream,
                 Attr.RESPONSE_ID: call.id,
             },
             start_ns=call.arrived_ns,
@@ -71,6 +74,20 @@ class RequestSpan:
         self._paces: dict[int, _Pace] = {}
         """Pace of each choice."""
         self._finish_reasons: dict[int, str] = {}
+
+    @classmethod
+    def of(
+        cls,
+        call: Call,
+        request: api.GenerateRequest | api.StreamGenerateRequest,
+        events: RouterEvents,
+    ) -> Self:
+        """The span of a generation."""
+        is_chat = request.input.WhichOneof("prompt") == "chat"
+        operation = Attr.CHAT if is_chat else Attr.TEXT_COMPLETION
+        stream = isinstance(request, api.StreamGenerateRequest)
+        given = operation, request.input.model, request.client_tag
+        return cls(call, events, *given, stream=stream)
 
     def __enter__(self) -> Self:
         return self
@@ -135,6 +152,19 @@ class RequestSpan:
                 Attr.INPUT_TOKENS: job.prompt_tokens,
             }
         )
+
+    def describe_prompts(self, model: str, prompt_tokens: int) -> None:
+        """Notes the model of prompts that are pooled, and their tokens together."""
+        self._model = self._served_model = self._record.model = model
+        self._record.prompt_tokens += prompt_tokens
+        self._span.update_name(SpanName.request(self._operation, model))
+        named = (Attr.REQUEST_MODEL, Attr.RESPONSE_MODEL)
+        self._span.set_attributes({**dict.fromkeys(named, model), Attr.INPUT_TOKENS: prompt_tokens})
+
+    def pooled(self, finished: JobFinished) -> None:
+        """Notes the end of one of these prompts."""
+        self._observe_cached(self._cached_tokens + finished.cached_prompt_tokens)
+        self._record.add_timings(finished.timings)
 
     def observe(self, output: Output, left_s: float) -> None:
         """Notes an output that left for the client, `left_s` seconds after the request's arrival.

@@ -25,6 +25,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from baton.inference.v1 import inference_pb2 as api
+from baton.worker.v1 import worker_pb2
 from prefixes.keys import NO_KEYS, ShortKeys, prompt_short_keys
 from router import errors
 from router.answers.families import form_of
@@ -135,6 +136,10 @@ class Tokenizer:
         """Ids of a raw text, with the special tokens that the model expects around it."""
         batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return _ids(batch[0])
+
+    def encode_pair(self, first: str, second: str) -> PromptIds:
+        """Ids of two texts, joined as the model expects a pair."""
+        return _ids(self._backend.encode_batch_fast([(first, second)], add_special_tokens=True)[0])
 
     def check_length(self, text: str, max_tokens: int) -> None:
         """Checks by its bytes that a text can have at most `max_tokens` tokens.
@@ -265,6 +270,17 @@ class Tokenizers:
         is_long = len(text) > _LONG_CHARS
         return await self._run(work, sharer, is_long=is_long), text
 
+    async def encode_pair(
+        self, tokenizer: Tokenizer, pair: tuple[str, str], max_tokens: int | None, sharer: str
+    ) -> PromptIds:
+        """Ids of two texts as a pair. Arguments and errors are as in `encode`."""
+        if max_tokens is not None:
+            tokenizer.check_length("".join(pair), max_tokens)
+        work, chars = partial(tokenizer.encode_pair, *pair), sum(map(len, pair))
+        if self._is_done_directly(chars):
+            return work()
+        return await self._run(work, sharer, is_long=chars > _LONG_CHARS)
+
     async def words(
         self, tokenizer: Tokenizer | None, words: Sequence[str], vocab_size: int, sharer: str
     ) -> list[bytes]:
@@ -299,7 +315,8 @@ class Tokenizers:
         """Keys of a job's prompt, which fits the context: so this is bounded, too. None where a
         worker may find no pages. Long prompts are hashed on a thread."""
         model = job.model
-        if job.prompt_logprobs or not model.prefix_cache:
+        means = job.pooling is not None and job.pooling.kind != worker_pb2.POOL_KIND_LAST
+        if job.prompt_logprobs or means or not model.prefix_cache:
             return NO_KEYS
         shape = model.page_size_tokens, model.kv_precision, job.cache_salt
         work = partial(prompt_short_keys, job.prompt_ids, *shape)

@@ -135,6 +135,8 @@ def check_against_model(
     found: Violations, generation: api.GenerationInput, model: ServedModel
 ) -> None:
     """Checks ids against the model's vocabulary, and extensions against its workers."""
+    if model.pooling is not None and model.pooling.only_pools:
+        found.add("input.model", "has no head that draws tokens: it embeds, or scores")
     unknown = sorted(set(generation.extensions) - model.extensions)
     if unknown and len(generation.extensions) <= MAX_EXTENSIONS:
         known = ", ".join(sorted(model.extensions)) or "none"
@@ -231,7 +233,7 @@ def _check_chat(found: Violations, chat: api.ChatPrompt, path: str) -> None:
     if len(chat.messages) > MAX_TURNS:
         found.add(f"{path}.messages", f"must have at most {MAX_TURNS} turns")
         return
-    known = set(api.Role.values()) - {api.ROLE_UNSPECIFIED}
+    known = {api.ROLE_SYSTEM, api.ROLE_USER, api.ROLE_ASSISTANT, api.ROLE_TOOL}
     for index, message in enumerate(chat.messages):
         ok = message.role in known
         found.unless(ok, f"{path}.messages[{index}].role", "must be a known role")

@@ -188,8 +188,11 @@ class WorkerLink:
         """Workers with equal ones may exchange KV pages."""
         self.extensions = frozenset(model.extensions)
         """Hooks for which it takes bytes."""
+        self.pools = model.HasField("pooling")
+        """Whether it pools prompts."""
+        self.only_pools = model.pooling.only_pools
         kind = (*self.model, role, self.fingerprint, bool(self.agent_name), self.extensions)
-        self._kind = _kinds.setdefault(kind, len(_kinds) + 1)
+        self._kind = _kinds.setdefault((*kind, self.pools), len(_kinds) + 1)
 
     @property
     def kind(self) -> int:

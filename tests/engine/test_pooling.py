@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from engine_kit import Run, build, check_baseline, finish, held, submit
+from quantised_folders import fp8_reference
 from tiny_models import (
     reference_model,
     write_modules,
@@ -274,3 +275,40 @@ def test_modules_that_cannot_be_run_are_named(
     write_modules(path, module)
     with pytest.raises(ModelError, match=word):
         build(path)
+
+
+# -- SmolLM2, and FP8 ---------------------------------------------------------------------------
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("tp", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_smollm2_embeds_as_transformers_does(demo_model: Path, tp: int) -> None:
+    engine = build(demo_model, tp=tp)
+    runs = [pool(engine, prompt, Pooling(kind)) for prompt in PROMPTS[1:4] for kind in KINDS]
+    finish(*runs)
+    wanted = [(prompt, kind) for prompt in PROMPTS[1:4] for kind in KINDS]
+    for run, (prompt, kind) in zip(runs, wanted, strict=True):
+        check_alike(values(run), expected(demo_model, prompt, kind))
+    check_baseline(engine)
+    engine.stop()
+
+
+STEP = 2.0**-4
+"""An input half way between two numbers of FP8 is rounded up or down by the noise of the sums that
+made it, and so one of a row differs by a step of FP8."""
+
+
+@pytest.mark.slow
+def test_weights_in_fp8_embed_as_transformers_does_with_them(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "model", **FAMILIES["llama"], hidden=128)
+    engine = build(path, quantization="fp8")
+    runs = [pool(engine, prompt, Pooling(kind)) for prompt in PROMPTS for kind in KINDS]
+    finish(*runs)
+    body = fp8_reference(path).model.model
+    with torch.no_grad():
+        states = [body(torch.tensor([prompt])).last_hidden_state[0].numpy() for prompt in PROMPTS]
+    each = [(one, kind) for one in states for kind in KINDS]
+    for run, (one, kind) in zip(runs, each, strict=True):
+        wanted = {0: one[-1], 1: one.mean(0), 2: one[0]}[kind]
+        assert np.abs(values(run) - wanted).max() <= STEP * np.abs(one).max()
+    engine.stop()

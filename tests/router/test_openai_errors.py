@@ -259,7 +259,7 @@ async def test_what_is_no_request(tmp_path: Path) -> None:
         ("POST", "/v1/completions", b"[]", 400, "invalid_field"),
         ("POST", "/v1/completions", b"\xff\xfe", 400, "malformed_request"),
         ("GET", "/v1/completions", b"", 405, "method_not_allowed"),
-        ("POST", "/v1/embeddings", b"{}", 404, "not_found"),
+        ("POST", "/v1/images/generations", b"{}", 404, "not_found"),
     ]
     async with open_port(tmp_path, says("a")) as port:
         for method, path, body, status, code in cases:

@@ -93,6 +93,12 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     """The model."""
     ROLE_TOOL: _Role.ValueType  # 4
     """The result of a call."""
+    ROLE_QUERY: _Role.ValueType  # 5
+    """A query. Rejected in requests: Score writes it for chat templates that ask
+    for it.
+    """
+    ROLE_DOCUMENT: _Role.ValueType  # 6
+    """A document to be scored. Rejected in requests."""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
     """Speaker of a turn."""
@@ -107,6 +113,12 @@ ROLE_ASSISTANT: Role.ValueType  # 3
 """The model."""
 ROLE_TOOL: Role.ValueType  # 4
 """The result of a call."""
+ROLE_QUERY: Role.ValueType  # 5
+"""A query. Rejected in requests: Score writes it for chat templates that ask
+for it.
+"""
+ROLE_DOCUMENT: Role.ValueType  # 6
+"""A document to be scored. Rejected in requests."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
 class _FinishReason:
@@ -140,6 +152,34 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 3
 FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 4
 """The model calls functions."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
+
+class _PoolingKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PoolingKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PoolingKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    POOLING_KIND_UNSPECIFIED: _PoolingKind.ValueType  # 0
+    """As the checkpoint says, or that of the last token."""
+    POOLING_KIND_LAST: _PoolingKind.ValueType  # 1
+    """That of the last token."""
+    POOLING_KIND_MEAN: _PoolingKind.ValueType  # 2
+    """The mean of all tokens."""
+    POOLING_KIND_CLS: _PoolingKind.ValueType  # 3
+    """That of the first token, which encoders call CLS."""
+
+class PoolingKind(_PoolingKind, metaclass=_PoolingKindEnumTypeWrapper):
+    """Which hidden states of an input make its embedding."""
+
+POOLING_KIND_UNSPECIFIED: PoolingKind.ValueType  # 0
+"""As the checkpoint says, or that of the last token."""
+POOLING_KIND_LAST: PoolingKind.ValueType  # 1
+"""That of the last token."""
+POOLING_KIND_MEAN: PoolingKind.ValueType  # 2
+"""The mean of all tokens."""
+POOLING_KIND_CLS: PoolingKind.ValueType  # 3
+"""That of the first token, which encoders call CLS."""
+Global___PoolingKind: _TypeAlias = PoolingKind  # noqa: Y015
 
 @_typing.final
 class GenerationInput(_message.Message):
@@ -1730,3 +1770,271 @@ class Model(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Model: _TypeAlias = Model  # noqa: Y015
+
+@_typing.final
+class EmbedRequest(_message.Message):
+    """Request of Embed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
+    NORMALIZE_FIELD_NUMBER: _builtins.int
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    CLIENT_TAG_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Model name, as in GenerationInput."""
+    pooling: Global___PoolingKind.ValueType
+    """Which hidden states. Unset: as the checkpoint says."""
+    normalize: _builtins.bool
+    """Whether vectors get length 1. Unset: as the checkpoint says, or true."""
+    dimensions: _builtins.int
+    """Keep only this many leading numbers of each vector, at least 1. Unset: all."""
+    add_special_tokens: _builtins.bool
+    """As in GenerationInput."""
+    truncate_prompt_tokens: _builtins.int
+    """Keep only this many tokens of each input, its last; at least 1."""
+    cache_salt: _builtins.str
+    """As in GenerationInput."""
+    priority: _builtins.int
+    """As in GenerationInput."""
+    client_tag: _builtins.str
+    """As in GenerateRequest."""
+    @_builtins.property
+    def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___EmbedInput]:
+        """What to embed: at least one, at most 2,048, and 1,000,000 tokens together."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        inputs: _abc.Iterable[Global___EmbedInput] | None = ...,
+        pooling: Global___PoolingKind.ValueType = ...,
+        normalize: _builtins.bool | None = ...,
+        dimensions: _builtins.int | None = ...,
+        add_special_tokens: _builtins.bool | None = ...,
+        truncate_prompt_tokens: _builtins.int | None = ...,
+        cache_salt: _builtins.str = ...,
+        priority: _builtins.int | None = ...,
+        client_tag: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_dimensions", b"_dimensions", "_normalize", b"_normalize", "_priority", b"_priority", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "dimensions", b"dimensions", "normalize", b"normalize", "priority", b"priority", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_dimensions", b"_dimensions", "_normalize", b"_normalize", "_priority", b"_priority", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "cache_salt", b"cache_salt", "client_tag", b"client_tag", "dimensions", b"dimensions", "inputs", b"inputs", "model", b"model", "normalize", b"normalize", "pooling", b"pooling", "priority", b"priority", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__dimensions: _TypeAlias = _typing.Literal["dimensions"]  # noqa: Y015
+    _WhichOneofArgType__dimensions: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions"]  # noqa: Y015
+    _WhichOneofReturnType__normalize: _TypeAlias = _typing.Literal["normalize"]  # noqa: Y015
+    _WhichOneofArgType__normalize: _TypeAlias = _typing.Literal["_normalize", b"_normalize"]  # noqa: Y015
+    _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
+    _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
+    _WhichOneofReturnType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["truncate_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dimensions) -> _WhichOneofReturnType__dimensions | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__normalize) -> _WhichOneofReturnType__normalize | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
+
+Global___EmbedRequest: _TypeAlias = EmbedRequest  # noqa: Y015
+
+@_typing.final
+class EmbedInput(_message.Message):
+    """One input."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """Raw text, tokenized by the server; not empty."""
+    @_builtins.property
+    def token_ids(self) -> Global___TokenIds:
+        """Token ids, used as they are."""
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        token_ids: Global___TokenIds | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
+    _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
+
+Global___EmbedInput: _TypeAlias = EmbedInput  # noqa: Y015
+
+@_typing.final
+class EmbedResponse(_message.Message):
+    """Response of Embed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    EMBEDDINGS_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """The model."""
+    @_builtins.property
+    def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Embedding]:
+        """The vectors, in the order of the inputs."""
+
+    @_builtins.property
+    def usage(self) -> Global___Usage:
+        """Tokens of all inputs together."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        embeddings: _abc.Iterable[Global___Embedding] | None = ...,
+        usage: Global___Usage | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "model", b"model", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmbedResponse: _TypeAlias = EmbedResponse  # noqa: Y015
+
+@_typing.final
+class Embedding(_message.Message):
+    """A vector."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Its numbers."""
+
+    def __init__(
+        self,
+        *,
+        values: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Embedding: _TypeAlias = Embedding  # noqa: Y015
+
+@_typing.final
+class ScoreRequest(_message.Message):
+    """Request of Score."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    QUERIES_FIELD_NUMBER: _builtins.int
+    DOCUMENTS_FIELD_NUMBER: _builtins.int
+    RAW_FIELD_NUMBER: _builtins.int
+    INSTRUCTION_FIELD_NUMBER: _builtins.int
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    CLIENT_TAG_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Model name, as in GenerationInput."""
+    raw: _builtins.bool
+    """Scores of a head as they are. Unset: they go through a sigmoid."""
+    instruction: _builtins.str
+    """What relevance means, for a model whose chat template asks for it."""
+    truncate_prompt_tokens: _builtins.int
+    """Keep only this many tokens of each pair, or of each text; at least 1."""
+    cache_salt: _builtins.str
+    """As in GenerationInput."""
+    priority: _builtins.int
+    """As in GenerationInput."""
+    client_tag: _builtins.str
+    """As in GenerateRequest."""
+    @_builtins.property
+    def queries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The query; one for all documents, or one for each."""
+
+    @_builtins.property
+    def documents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What is scored: at least one, at most 2,048, and 1,000,000 tokens together
+        with the queries.
+        """
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        queries: _abc.Iterable[_builtins.str] | None = ...,
+        documents: _abc.Iterable[_builtins.str] | None = ...,
+        raw: _builtins.bool = ...,
+        instruction: _builtins.str = ...,
+        truncate_prompt_tokens: _builtins.int | None = ...,
+        cache_salt: _builtins.str = ...,
+        priority: _builtins.int | None = ...,
+        client_tag: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "priority", b"priority", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache_salt", b"cache_salt", "client_tag", b"client_tag", "documents", b"documents", "instruction", b"instruction", "model", b"model", "priority", b"priority", "queries", b"queries", "raw", b"raw", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
+    _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
+    _WhichOneofReturnType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["truncate_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
+
+Global___ScoreRequest: _TypeAlias = ScoreRequest  # noqa: Y015
+
+@_typing.final
+class ScoreResponse(_message.Message):
+    """Response of Score."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    SCORES_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """The model."""
+    @_builtins.property
+    def scores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The scores, in the order of the documents."""
+
+    @_builtins.property
+    def usage(self) -> Global___Usage:
+        """Tokens of all prompts together."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        scores: _abc.Iterable[_builtins.float] | None = ...,
+        usage: Global___Usage | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "scores", b"scores", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreResponse: _TypeAlias = ScoreResponse  # noqa: Y015

@@ -47,6 +47,15 @@ class InferenceServiceStub:
     every choice, one `finished` per choice, then status OK. A stream that
     ends without all its `finished` is incomplete; its status says why.
     """
+    Embed: _grpc.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]
+    """Returns a vector for each input. Prefill workers do it alone. The deadline
+    bounds the whole call.
+    """
+    Score: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ScoreRequest, _inference_pb2.ScoreResponse]
+    """Returns how relevant each of some documents is to a query. A model with a
+    head that scores reads each pair; of other models the score is the cosine
+    of both embeddings. Prefill workers do it alone.
+    """
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
     """Returns the tokens of a text without generating."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
@@ -70,6 +79,15 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Runs one generation and streams it: one `started`, then the `delta`s of
     every choice, one `finished` per choice, then status OK. A stream that
     ends without all its `finished` is incomplete; its status says why.
+    """
+    Embed: _aio.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]  # type: ignore[assignment]
+    """Returns a vector for each input. Prefill workers do it alone. The deadline
+    bounds the whole call.
+    """
+    Score: _aio.UnaryUnaryMultiCallable[_inference_pb2.ScoreRequest, _inference_pb2.ScoreResponse]  # type: ignore[assignment]
+    """Returns how relevant each of some documents is to a query. A model with a
+    head that scores reads each pair; of other models the score is the cosine
+    of both embeddings. Prefill workers do it alone.
     """
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Returns the tokens of a text without generating."""
@@ -103,6 +121,27 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         """Runs one generation and streams it: one `started`, then the `delta`s of
         every choice, one `finished` per choice, then status OK. A stream that
         ends without all its `finished` is incomplete; its status says why.
+        """
+
+    @_abc_1.abstractmethod
+    def Embed(
+        self,
+        request: _inference_pb2.EmbedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.EmbedResponse, _abc.Awaitable[_inference_pb2.EmbedResponse]]:
+        """Returns a vector for each input. Prefill workers do it alone. The deadline
+        bounds the whole call.
+        """
+
+    @_abc_1.abstractmethod
+    def Score(
+        self,
+        request: _inference_pb2.ScoreRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.ScoreResponse, _abc.Awaitable[_inference_pb2.ScoreResponse]]:
+        """Returns how relevant each of some documents is to a query. A model with a
+        head that scores reads each pair; of other models the score is the cosine
+        of both embeddings. Prefill workers do it alone.
         """
 
     @_abc_1.abstractmethod

@@ -51,6 +51,34 @@ WORKER_ROLE_BOTH: WorkerRole.ValueType  # 3
 """Both, in one batch."""
 Global___WorkerRole: _TypeAlias = WorkerRole  # noqa: Y015
 
+class _PoolKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PoolKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PoolKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    POOL_KIND_UNSPECIFIED: _PoolKind.ValueType  # 0
+    """As for LAST."""
+    POOL_KIND_LAST: _PoolKind.ValueType  # 1
+    """That of the last token."""
+    POOL_KIND_MEAN: _PoolKind.ValueType  # 2
+    """The mean of all tokens."""
+    POOL_KIND_FIRST: _PoolKind.ValueType  # 3
+    """That of the first token."""
+
+class PoolKind(_PoolKind, metaclass=_PoolKindEnumTypeWrapper):
+    """Which hidden states of a prompt are pooled."""
+
+POOL_KIND_UNSPECIFIED: PoolKind.ValueType  # 0
+"""As for LAST."""
+POOL_KIND_LAST: PoolKind.ValueType  # 1
+"""That of the last token."""
+POOL_KIND_MEAN: PoolKind.ValueType  # 2
+"""The mean of all tokens."""
+POOL_KIND_FIRST: PoolKind.ValueType  # 3
+"""That of the first token."""
+Global___PoolKind: _TypeAlias = PoolKind  # noqa: Y015
+
 class _WorkMode:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -67,6 +95,8 @@ class _WorkModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkMode.Val
     """Reserve pages, answer granted, decode when the pages have arrived; or answer
     taken_over and go on as for WHOLE.
     """
+    WORK_MODE_POOL: _WorkMode.ValueType  # 4
+    """Prefill, and answer pooled. Sent to workers that have said how they pool."""
 
 class WorkMode(_WorkMode, metaclass=_WorkModeEnumTypeWrapper):
     """What a worker is to do with an attempt."""
@@ -81,6 +111,8 @@ WORK_MODE_DECODE: WorkMode.ValueType  # 3
 """Reserve pages, answer granted, decode when the pages have arrived; or answer
 taken_over and go on as for WHOLE.
 """
+WORK_MODE_POOL: WorkMode.ValueType  # 4
+"""Prefill, and answer pooled. Sent to workers that have said how they pool."""
 Global___WorkMode: _TypeAlias = WorkMode  # noqa: Y015
 
 class _EarlyStopping:
@@ -332,6 +364,7 @@ class ModelInfo(_message.Message):
     EXTENSIONS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     RESUME_PAGES_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name that clients use."""
     path: _builtins.str
@@ -371,6 +404,12 @@ class ModelInfo(_message.Message):
         prompt has no more. Empty where the model has one group.
         """
 
+    @_builtins.property
+    def pooling(self) -> Global___PoolingDefaults:
+        """How prompts are pooled where a request does not say; unset where the worker
+        pools none.
+        """
+
     def __init__(
         self,
         *,
@@ -387,14 +426,57 @@ class ModelInfo(_message.Message):
         extensions: _abc.Iterable[_builtins.str] | None = ...,
         sampling: Global___SamplingDefaults | None = ...,
         resume_pages: _abc.Iterable[_builtins.int] | None = ...,
+        pooling: Global___PoolingDefaults | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pooling", b"pooling", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "extensions", b"extensions", "fingerprint", b"fingerprint", "kv_precision", b"kv_precision", "max_context_tokens", b"max_context_tokens", "name", b"name", "page_size_tokens", b"page_size_tokens", "path", b"path", "prefix_cache", b"prefix_cache", "resume_pages", b"resume_pages", "revision", b"revision", "sampling", b"sampling", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "extensions", b"extensions", "fingerprint", b"fingerprint", "kv_precision", b"kv_precision", "max_context_tokens", b"max_context_tokens", "name", b"name", "page_size_tokens", b"page_size_tokens", "path", b"path", "pooling", b"pooling", "prefix_cache", b"prefix_cache", "resume_pages", b"resume_pages", "revision", b"revision", "sampling", b"sampling", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ModelInfo: _TypeAlias = ModelInfo  # noqa: Y015
+
+@_typing.final
+class PoolingDefaults(_message.Message):
+    """How a model pools, by its checkpoint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    NORMALISE_FIELD_NUMBER: _builtins.int
+    WIDTH_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
+    BY_TURNS_FIELD_NUMBER: _builtins.int
+    ONLY_POOLS_FIELD_NUMBER: _builtins.int
+    kind: Global___PoolKind.ValueType
+    """Which hidden states."""
+    normalise: _builtins.bool
+    """Whether embeddings get length 1."""
+    width: _builtins.int
+    """Numbers of an embedding."""
+    labels: _builtins.int
+    """Scores of the checkpoint's head; 0 where it has none."""
+    by_turns: _builtins.bool
+    """A pair to be scored is a chat with turns of the roles query and document."""
+    only_pools: _builtins.bool
+    """The model has no head that draws tokens."""
+    def __init__(
+        self,
+        *,
+        kind: Global___PoolKind.ValueType = ...,
+        normalise: _builtins.bool = ...,
+        width: _builtins.int = ...,
+        labels: _builtins.int = ...,
+        by_turns: _builtins.bool = ...,
+        only_pools: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by_turns", b"by_turns", "kind", b"kind", "labels", b"labels", "normalise", b"normalise", "only_pools", b"only_pools", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolingDefaults: _TypeAlias = PoolingDefaults  # noqa: Y015
 
 @_typing.final
 class SamplingDefaults(_message.Message):
@@ -994,6 +1076,7 @@ class Submit(_message.Message):
     EXTENSIONS_FIELD_NUMBER: _builtins.int
     NO_SPECULATION_FIELD_NUMBER: _builtins.int
     BEAMS_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.bytes
     """Names the attempt everywhere; random, 16 bytes."""
     mode: Global___WorkMode.ValueType
@@ -1068,6 +1151,10 @@ class Submit(_message.Message):
         the last notification. Unset: no search.
         """
 
+    @_builtins.property
+    def pooling(self) -> Global___Pooling:
+        """POOL: how."""
+
     def __init__(
         self,
         *,
@@ -1092,10 +1179,11 @@ class Submit(_message.Message):
         extensions: _abc.Mapping[_builtins.str, _builtins.bytes] | None = ...,
         no_speculation: _builtins.bool = ...,
         beams: Global___BeamSearch | None = ...,
+        pooling: Global___Pooling | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms", "beams", b"beams", "fetch", b"fetch", "sampling", b"sampling", "stopping", b"stopping", "time_left_ms", b"time_left_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms", "beams", b"beams", "fetch", b"fetch", "pooling", b"pooling", "sampling", b"sampling", "stopping", b"stopping", "time_left_ms", b"time_left_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms", "attempt_id", b"attempt_id", "beams", b"beams", "cache_salt", b"cache_salt", "choices", b"choices", "deadline_unix_ns", b"deadline_unix_ns", "extensions", b"extensions", "fetch", b"fetch", "first_choice", b"first_choice", "generated", b"generated", "mode", b"mode", "no_speculation", b"no_speculation", "peer_agent_name", b"peer_agent_name", "priority", b"priority", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stopping", b"stopping", "takeover_tokens", b"takeover_tokens", "tenant", b"tenant", "time_left_ms", b"time_left_ms", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms", "attempt_id", b"attempt_id", "beams", b"beams", "cache_salt", b"cache_salt", "choices", b"choices", "deadline_unix_ns", b"deadline_unix_ns", "extensions", b"extensions", "fetch", b"fetch", "first_choice", b"first_choice", "generated", b"generated", "mode", b"mode", "no_speculation", b"no_speculation", "peer_agent_name", b"peer_agent_name", "pooling", b"pooling", "priority", b"priority", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stopping", b"stopping", "takeover_tokens", b"takeover_tokens", "tenant", b"tenant", "time_left_ms", b"time_left_ms", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__time_left_ms: _TypeAlias = _typing.Literal["time_left_ms"]  # noqa: Y015
     _WhichOneofArgType__time_left_ms: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms"]  # noqa: Y015
@@ -1132,6 +1220,40 @@ class BeamSearch(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BeamSearch: _TypeAlias = BeamSearch  # noqa: Y015
+
+@_typing.final
+class Pooling(_message.Message):
+    """What is made of a prompt's hidden states."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    NORMALISE_FIELD_NUMBER: _builtins.int
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    SCORES_FIELD_NUMBER: _builtins.int
+    kind: Global___PoolKind.ValueType
+    """Which of them are pooled."""
+    normalise: _builtins.bool
+    """The vector gets length 1, after it was cut."""
+    dimensions: _builtins.int
+    """Leading numbers to keep; 0 for all."""
+    scores: _builtins.bool
+    """The numbers are those of the checkpoint's head that scores."""
+    def __init__(
+        self,
+        *,
+        kind: Global___PoolKind.ValueType = ...,
+        normalise: _builtins.bool = ...,
+        dimensions: _builtins.int = ...,
+        scores: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dimensions", b"dimensions", "kind", b"kind", "normalise", b"normalise", "scores", b"scores"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
 
 @_typing.final
 class PeerFetch(_message.Message):
@@ -1509,6 +1631,7 @@ class WorkResponse(_message.Message):
     PAGE_SNAPSHOT_FIELD_NUMBER: _builtins.int
     FETCH_FIELD_NUMBER: _builtins.int
     FETCH_REFUSED_FIELD_NUMBER: _builtins.int
+    POOLED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def attached(self) -> Global___Attached:
         """First message of the stream."""
@@ -1583,6 +1706,10 @@ class WorkResponse(_message.Message):
     def fetch_refused(self) -> Global___FetchRefused:
         """The answer to fetch, where nothing more comes of it; to be passed on."""
 
+    @_builtins.property
+    def pooled(self) -> Global___Pooled:
+        """Answer to a submit of POOL; the worker holds nothing of it any more."""
+
     def __init__(
         self,
         *,
@@ -1604,16 +1731,59 @@ class WorkResponse(_message.Message):
         page_snapshot: Global___PageSnapshot | None = ...,
         fetch: Global___Fetch | None = ...,
         fetch_refused: Global___FetchRefused | None = ...,
+        pooled: Global___Pooled | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "attached", b"attached", "delivered", b"delivered", "failed", b"failed", "fetch", b"fetch", "fetch_refused", b"fetch_refused", "finished", b"finished", "first_token", b"first_token", "granted", b"granted", "load", b"load", "message", b"message", "page_events", b"page_events", "page_snapshot", b"page_snapshot", "prefill_done", b"prefill_done", "prompt_logprobs", b"prompt_logprobs", "quiesce_wanted", b"quiesce_wanted", "quiesced", b"quiesced", "taken_over", b"taken_over", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "attached", b"attached", "delivered", b"delivered", "failed", b"failed", "fetch", b"fetch", "fetch_refused", b"fetch_refused", "finished", b"finished", "first_token", b"first_token", "granted", b"granted", "load", b"load", "message", b"message", "page_events", b"page_events", "page_snapshot", b"page_snapshot", "pooled", b"pooled", "prefill_done", b"prefill_done", "prompt_logprobs", b"prompt_logprobs", "quiesce_wanted", b"quiesce_wanted", "quiesced", b"quiesced", "taken_over", b"taken_over", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "attached", b"attached", "delivered", b"delivered", "failed", b"failed", "fetch", b"fetch", "fetch_refused", b"fetch_refused", "finished", b"finished", "first_token", b"first_token", "granted", b"granted", "load", b"load", "message", b"message", "page_events", b"page_events", "page_snapshot", b"page_snapshot", "prefill_done", b"prefill_done", "prompt_logprobs", b"prompt_logprobs", "quiesce_wanted", b"quiesce_wanted", "quiesced", b"quiesced", "taken_over", b"taken_over", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "attached", b"attached", "delivered", b"delivered", "failed", b"failed", "fetch", b"fetch", "fetch_refused", b"fetch_refused", "finished", b"finished", "first_token", b"first_token", "granted", b"granted", "load", b"load", "message", b"message", "page_events", b"page_events", "page_snapshot", b"page_snapshot", "pooled", b"pooled", "prefill_done", b"prefill_done", "prompt_logprobs", b"prompt_logprobs", "quiesce_wanted", b"quiesce_wanted", "quiesced", b"quiesced", "taken_over", b"taken_over", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attached", "load", "granted", "first_token", "tokens", "prefill_done", "delivered", "finished", "failed", "aborted", "prompt_logprobs", "taken_over", "quiesce_wanted", "quiesced", "page_events", "page_snapshot", "fetch", "fetch_refused"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attached", "load", "granted", "first_token", "tokens", "prefill_done", "delivered", "finished", "failed", "aborted", "prompt_logprobs", "taken_over", "quiesce_wanted", "quiesced", "page_events", "page_snapshot", "fetch", "fetch_refused", "pooled"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___WorkResponse: _TypeAlias = WorkResponse  # noqa: Y015
+
+@_typing.final
+class Pooled(_message.Message):
+    """The hidden states of a prompt, pooled."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPT_ID_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    RECEIVED_UNIX_NS_FIELD_NUMBER: _builtins.int
+    STARTED_UNIX_NS_FIELD_NUMBER: _builtins.int
+    ENDED_UNIX_NS_FIELD_NUMBER: _builtins.int
+    attempt_id: _builtins.bytes
+    """The attempt."""
+    values: _builtins.bytes
+    """The numbers, packed as little-endian floats."""
+    cached_prompt_tokens: _builtins.int
+    """Prompt tokens whose KV came from the prefix cache."""
+    received_unix_ns: _builtins.int
+    """Receipt of the submit, Unix nanoseconds."""
+    started_unix_ns: _builtins.int
+    """Launch of the first chunk."""
+    ended_unix_ns: _builtins.int
+    """End of the last one."""
+    def __init__(
+        self,
+        *,
+        attempt_id: _builtins.bytes = ...,
+        values: _builtins.bytes = ...,
+        cached_prompt_tokens: _builtins.int = ...,
+        received_unix_ns: _builtins.int = ...,
+        started_unix_ns: _builtins.int = ...,
+        ended_unix_ns: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "cached_prompt_tokens", b"cached_prompt_tokens", "ended_unix_ns", b"ended_unix_ns", "received_unix_ns", b"received_unix_ns", "started_unix_ns", b"started_unix_ns", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pooled: _TypeAlias = Pooled  # noqa: Y015
 
 @_typing.final
 class PageEvents(_message.Message):

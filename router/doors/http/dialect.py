@@ -41,14 +41,18 @@ class Dialect:
         return headers.get(AUTHORIZATION)
 
 
-class NamedEvents(Dialect):
-    """Events with their `type` as name. The last one is an event like the others."""
-
-    last = b""
+class OwnNames(Dialect):
+    """The dialect of methods whose errors name the API's fields already."""
 
     def error(self, error: RouterError, trace_id: str = "") -> JSON:
         """An error whose fields have the API's names already."""
         return error_body(error, trace_id, str)
+
+
+class NamedEvents(OwnNames):
+    """Events with their `type` as name. The last one is an event like the others."""
+
+    last = b""
 
     def event(self, content: JSON) -> bytes:
         """An event of a stream."""
@@ -56,4 +60,5 @@ class NamedEvents(Dialect):
 
 
 CHATS: Final = Dialect()
+OWN_NAMES: Final = OwnNames()
 NAMED_EVENTS: Final = NamedEvents()

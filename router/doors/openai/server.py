@@ -25,7 +25,7 @@ from router.doors.auth import OPEN, Gate
 from router.doors.http import statuses
 from router.doors.http.bodies import Bodies
 from router.doors.http.connections import Connections
-from router.doors.http.dialect import CHATS, NAMED_EVENTS, Dialect
+from router.doors.http.dialect import CHATS, NAMED_EVENTS, OWN_NAMES, Dialect
 from router.doors.http.edge import REQUEST_ID, Guards, HttpEndpoint, Method
 from router.doors.http.elsewhere import not_served
 from router.doors.http.origins import guarded
@@ -37,6 +37,13 @@ from router.doors.messages.schema import CountRequest, MessageRequest
 from router.doors.openai.chat import ChatCompletions
 from router.doors.openai.completions import Completions
 from router.doors.openai.description import Posts, description
+from router.doors.openai.pooling import (
+    EmbeddingRequest,
+    Embeddings,
+    RerankRequest,
+    ScoreRequest,
+    Scores,
+)
 from router.doors.openai.schema import CompletionRequest, DetokenizeRequest
 from router.doors.openai.tokens import Tokens
 from router.doors.openai.turns import ChatRequest, TokenizeRequest
@@ -45,6 +52,7 @@ from router.doors.responses.pages import ResponsePages
 from router.doors.responses.schema import ResponseRequest
 from router.errors import Violation
 from router.events import NO_EVENTS, RouterEvents
+from router.pooling.pooling import Poolings
 from router.requests.bounds import BodyShape, most_connections
 from router.requests.generation import Generations
 from serving.embedded_http import EmbeddedHttpServer
@@ -67,6 +75,11 @@ CHAT_COMPLETIONS: Final = "/v1/chat/completions"
 MESSAGES: Final = "/v1/messages"
 COUNT_TOKENS: Final = "/v1/messages/count_tokens"
 RESPONSES: Final = "/v1/responses"
+EMBEDDINGS: Final = "/v1/embeddings"
+SCORE: Final = "/v1/score"
+RERANK: Final = "/v1/rerank"
+ALIASES: Final = {SCORE: ("/score",), RERANK: ("/v2/rerank", "/rerank")}
+"""Further paths of the same: those of vLLM's server, and of Cohere's second version."""
 MODELS: Final = "/v1/models"
 TOKENIZE: Final = "/tokenize"
 DETOKENIZE: Final = "/detokenize"
@@ -85,6 +98,9 @@ _SERVED: Final = ", ".join(
         RESPONSES,
         MESSAGES,
         COUNT_TOKENS,
+        EMBEDDINGS,
+        SCORE,
+        RERANK,
         MODELS,
         TOKENIZE,
         DETOKENIZE,
@@ -102,6 +118,9 @@ _POSTS: Final[Posts] = (
     (RESPONSES, ResponseRequest, "A response, as in OpenAI's API"),
     (MESSAGES, MessageRequest, "A message, as in Anthropic's API"),
     (COUNT_TOKENS, CountRequest, "The number of a message's tokens"),
+    (EMBEDDINGS, EmbeddingRequest, "A vector for each input, as in OpenAI's API"),
+    (SCORE, ScoreRequest, "How well pairs of texts go together, as in vLLM's server"),
+    (RERANK, RerankRequest, "Documents by relevance, as in Cohere's API and vLLM's server"),
     (TOKENIZE, TokenizeRequest, "The ids that a generation would run"),
     (DETOKENIZE, DetokenizeRequest, "The text of ids"),
 )
@@ -147,6 +166,8 @@ class OpenAiServer(EmbeddedHttpServer):
         messages = Messages(generations)
         responses = Responses(generations, shape, store)
         tokens = Tokens(generations, dispatcher, shape)
+        poolings = Poolings(dispatcher, tokenizers, limits, events)
+        embeddings, scores = Embeddings(poolings, shape), Scores(poolings)
         longest_s = limits.max_request_duration_s
         method = partial(_method, Guards(Bodies(shape), gate, longest_s), events)
         api = (
@@ -157,6 +178,9 @@ class OpenAiServer(EmbeddedHttpServer):
             *ResponsePages(store, gate).routes(RESPONSES),
             method(MESSAGES, messages.create, MESSAGES_DIALECT),
             method(COUNT_TOKENS, messages.count_tokens, MESSAGES_DIALECT),
+            method(EMBEDDINGS, embeddings, OWN_NAMES),
+            *(method(path, scores.score, OWN_NAMES) for path in (SCORE, *ALIASES[SCORE])),
+            *(method(path, scores.rerank, OWN_NAMES) for path in (RERANK, *ALIASES[RERANK])),
             method(TOKENIZE, tokens.tokenize),
             method(DETOKENIZE, tokens.detokenize),
             Route(MODELS, self._pages.models),

@@ -1,0 +1,1 @@
+"""Prompts that are pooled: embeddings and scores, for every door."""
