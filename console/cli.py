@@ -24,6 +24,7 @@ from baton.errors import (
 )
 from baton.version import __version__
 from console import tls_hint, vllm_flags
+from console.batching import command as batching
 from console.commands import (
     ask,
     bench,
@@ -232,6 +233,7 @@ _PANELS: Final[Mapping[str, Mapping[str, Callable[..., None]]]] = {
     "Ask": {
         "generate": ask.generate,
         "models": ask.models,
+        "batch": batching.batch,
         "trace": trace.trace,
         "health": health.health,
     },

@@ -89,6 +89,7 @@ FLOORS = (
     ("local",),
     (
         "console",
+        "console.batching",
         "console.commands",
         "console.doctor",
         "console.loadgen",

@@ -20,7 +20,7 @@ import torch
 from cluster import Cluster, make_cluster
 from tiny_models import write_pooling_model, write_scoring_model
 
-from baton.errors import InvalidRequestError
+from baton.errors import DeadlineError, InvalidRequestError
 from telemetry.names import Metric
 
 NOISE = 1e-4
@@ -125,6 +125,16 @@ def test_a_worker_that_dies_is_replaced_by_another(embeds: Cluster, model: Path)
     embeds.start("prefill-0")
     embeds.wait_ready()
     embeds.check_baseline()
+
+
+def test_a_deadline_ends_all_inputs_of_a_call(embeds: Cluster) -> None:
+    embeds.slow_down(*embeds.workers, step_s=0.3)
+    try:
+        with embeds.client() as client, pytest.raises(DeadlineError):
+            client.embed(TEXTS * 100, timeout_s=1.0)
+        embeds.check_baseline()
+    finally:
+        embeds.disarm()
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ class PoolingRequest(ModelRequest):
 
     truncate_prompt_tokens: Int | None = None
     priority: Int | None = None
+    """Lower runs first, as in vLLM's server."""
     cache_salt: str | None = None
     user: Any = None
     """Ignored, as it changes nothing here."""
@@ -72,7 +73,7 @@ class PoolingRequest(ModelRequest):
         """The fields of a message for all of them."""
         given = {
             "truncate_prompt_tokens": self.truncate_prompt_tokens,
-            "priority": self.priority,
+            "priority": None if self.priority is None else -self.priority,
         }
         for name, value in given.items():
             low = 0 if name == "truncate_prompt_tokens" else -(1 << 31)

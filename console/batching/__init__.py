@@ -1,0 +1,1 @@
+"""`baton batch`: files of requests in OpenAI's batch format."""

@@ -1,0 +1,110 @@
+"""`baton batch`."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from baton.tls import TlsFiles
+from console.batching.journal import Journal
+from console.batching.lines import read_lines
+from console.batching.running import LOWEST_PRIORITY, Server, run
+from console.commands.ask import TokenOption
+from console.commands.tls_options import CaOption, CertOption, KeyOption, checked_files
+from serving.output import stderr
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+def batch(
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="IN.jsonl", help="Requests in OpenAI's batch format, one a line."),
+    ],
+    target: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OUT.jsonl",
+            help="Results. If the file is there, lines that have one are not run again.",
+        ),
+    ],
+    url: Annotated[
+        str, typer.Option("--url", metavar="URL", help="Router to ask, over HTTP.")
+    ] = DEFAULT_URL,
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model", metavar="FOLDER", help="Run this model in this process, without a router."
+        ),
+    ] = "",
+    at_once: Annotated[
+        int, typer.Option("--at-once", min=1, max=1024, help="Requests under way at once.")
+    ] = 32,
+    priority: Annotated[
+        int,
+        typer.Option(
+            "--priority",
+            min=-LOWEST_PRIORITY,
+            max=LOWEST_PRIORITY,
+            help="Priority of lines that set none: lower numbers run first, and others have 0.",
+        ),
+    ] = LOWEST_PRIORITY,
+    token: TokenOption = "",
+    ca: CaOption = "",
+    cert: CertOption = "",
+    key: KeyOption = "",
+) -> None:
+    """Run a file of requests (chats, completions, embeddings), and write their results.
+
+    Started again after any end, kill -9 too, it goes on where it stopped.
+    """
+    files = checked_files(ca, cert, key, url, "https://")
+    if source.resolve() == target.resolve():
+        raise typer.BadParameter("OUT.jsonl must be another file than IN.jsonl")
+    failed = 0
+    with Journal(target) as journal:
+        total = sum(1 for _ in read_lines(source))
+        with _bar(total, len(journal.done)) as advance:
+
+            def told(went_well: bool) -> None:
+                nonlocal failed
+                failed += not went_well
+                advance()
+
+            with _server(url, model, token, files) as server:
+                lines = read_lines(source)
+                run(lines, journal, server.send, at_once=at_once, priority=priority, told=told)
+    stderr.print(f"{total} lines have a result")
+    if failed:
+        stderr.print(f"{failed} of those that ran now failed: their results say why")
+
+
+@contextmanager
+def _server(url: str, model: str, token: str, files: TlsFiles) -> Iterator[Server]:
+    """The server: a router, or a model in this process behind a door of its own."""
+    if not model:
+        yield Server(url, token, files)
+        return
+    from local.door import served
+    from local.llm import LLM
+
+    own = secrets.token_urlsafe()
+    with LLM(model) as llm, served(llm, own) as address:
+        yield Server(f"http://{address}", own)
+
+
+@contextmanager
+def _bar(total: int, done: int) -> Iterator[Callable[[], None]]:
+    """Draws the progress on a terminal. Yields a callback for a line that is done."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    shown = stderr.is_terminal
+    with Progress(*columns, console=stderr, transient=True, disable=not shown) as bar:
+        task = bar.add_task("", total=total, completed=done)
+        yield lambda: bar.advance(task)

@@ -1,0 +1,200 @@
+"""`baton batch`: every line has one result, whatever happens to the process or the server."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from tiny_models import write_tiny_model
+from typer.testing import CliRunner, Result
+
+from console.batching.journal import Journal
+from console.batching.lines import BatchError, read_lines
+from console.batching.running import Answer, run
+from console.cli import app
+
+LINES = 120
+
+
+class Echo(BaseHTTPRequestHandler):
+    """Answers with the body, late, and some of the first tries with an error of the moment."""
+
+    protocol_version = "HTTP/1.1"
+    seen: ClassVar[Counter[str]] = Counter()
+    busy: ClassVar[float] = 0.0
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        time.sleep(random.uniform(0.005, 0.03))
+        self.seen[body["prompt"]] += 1
+        is_busy = self.seen[body["prompt"]] == 1 and random.random() < self.busy
+        status = 400 if body["prompt"] == "bad" else 503 if is_busy else 200
+        content = json.dumps({"echo": body}).encode()
+        self.send_response(status)
+        for name, value in {"content-length": str(len(content)), "retry-after": "0.01"}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    Echo.seen, Echo.busy = Counter(), 0.0
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Echo)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def line(name: str, **more: Any) -> dict[str, Any]:
+    stated = {"custom_id": name, "method": "POST", "url": "/v1/completions"}
+    return {**stated, "body": {"prompt": name}, **more}
+
+
+def write(path: Path, *lines: Any) -> Path:
+    path.write_text("".join(f"{json.dumps(one)}\n" for one in lines))
+    return path
+
+
+def results(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in path.read_text().splitlines()]
+
+
+def batch(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["batch", *map(str, arguments)])
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_process_that_is_killed_loses_and_doubles_nothing(
+    tmp_path: Path, url: str, kills: int
+) -> None:
+    source = write(tmp_path / "in.jsonl", *(line(f"r{number}") for number in range(LINES)))
+    target = tmp_path / "out.jsonl"
+    Echo.busy = 0.2
+    words = [sys.executable, "-m", "baton", "batch", source, target, "--url", url, "--at-once", "2"]
+    done = [0]
+    for _ in range(kills):
+        process = subprocess.Popen(list(map(str, words)), stderr=subprocess.DEVNULL)
+        more = done[-1] + random.randint(1, max(1, 2 * LINES // (3 * kills)))
+        while process.poll() is None and len(lines_of(target)) < more:
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, "it was done before it was killed"
+        done.append(len(lines_of(target)))
+    assert done == sorted(set(done)), "each went on where the one before was killed"
+    with target.open("ab") as file:
+        file.write(b'{"id": "batch_req_1", "cust')  # A line that was written in part.
+    assert subprocess.run(list(map(str, words)), check=False).returncode == 0
+    found = Counter(one["custom_id"] for one in results(target))
+    assert found == Counter(f"r{number}" for number in range(LINES))
+    assert sum(Echo.seen.values()) <= LINES * 2 + 2 * kills, "what was done is not sent again"
+
+
+def lines_of(path: Path) -> list[bytes]:
+    return path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+
+
+def test_errors_are_results_of_their_lines(tmp_path: Path, url: str) -> None:
+    source = write(
+        tmp_path / "in.jsonl",
+        line("a"),
+        line("a"),
+        line("b", method="GET"),
+        line("c", url="/v1/files"),
+        line("d", body={"prompt": "d", "stream": True}),
+        {"custom_id": 5},
+        [],
+        line("bad"),
+        line("e", body={"prompt": "e", "priority": 3}),
+    )
+    with source.open("a") as file:
+        file.write("{no json\n\n")
+    told = batch(source, tmp_path / "out.jsonl", "--url", url)
+    assert told.exit_code == 0, told.output
+    found = {
+        int(one["id"].removeprefix("batch_req_")): one for one in results(tmp_path / "out.jsonl")
+    }
+    wrong = {number: one["error"]["message"] for number, one in found.items() if one["error"]}
+    words = {
+        2: "earlier",
+        3: "POST",
+        4: "url",
+        5: "stream",
+        6: "custom_id",
+        7: "object",
+        10: "JSON",
+    }
+    assert wrong.keys() == words.keys()
+    assert all(words[number] in message for number, message in wrong.items())
+    assert found[8]["response"]["status_code"] == 400
+    sent = {number: found[number]["response"]["body"]["echo"] for number in (1, 9)}
+    assert (sent[1]["priority"], sent[9]["priority"]) == (100, 3)
+    before = results(tmp_path / "out.jsonl")
+    assert batch(source, tmp_path / "out.jsonl", "--url", url).exit_code == 0
+    assert results(tmp_path / "out.jsonl") == before
+    assert Echo.seen == Counter({"a": 1, "bad": 1, "e": 1})
+
+
+def test_a_batch_that_cannot_go_on_stops_and_goes_on_later(tmp_path: Path, url: str) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write(source, *(line(f"r{number}") for number in range(8)))
+
+    def send(status: int) -> Any:
+        def answer(_url: str, body: Any) -> Answer:
+            if body["prompt"] == "r4":
+                if not status:
+                    raise ConnectionRefusedError
+                return Answer(status, "", {}, 0.01)
+            return Answer(200, "", body, None)
+
+        return answer
+
+    for status, words in ((0, "nobody"), (503, "503"), (401, "401")):
+        with Journal(target) as journal, pytest.raises(BatchError, match=words):
+            run(read_lines(source), journal, send(status), at_once=1, patience_s=0.05)
+        assert [one["custom_id"] for one in results(target)] == ["r0", "r1", "r2", "r3"]
+    assert batch(source, target, "--url", url).exit_code == 0
+    assert sorted(one["custom_id"] for one in results(target)) == [f"r{n}" for n in range(8)]
+    with Journal(target):
+        told = batch(source, target, "--url", url)
+        assert told.exit_code == 1
+        assert "another process" in told.output
+    write(source, *(line(f"s{number}") for number in range(8)))
+    assert "of another file" in batch(source, target, "--url", url).output.replace("\n", " ")
+    assert "is no file of results" in batch(target, source, "--url", url).output.replace("\n", " ")
+
+
+def test_a_model_in_this_process_runs_chats_completions_and_embeddings(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "tiny")
+    chat = {"messages": [{"role": "user", "content": "fox"}], "max_tokens": 4}
+    source = write(
+        tmp_path / "in.jsonl",
+        line("completion", body={"prompt": "fox", "max_tokens": 4}),
+        line("chat", url="/v1/chat/completions", body=chat),
+        line("embedding", url="/v1/embeddings", body={"input": ["fox", "dog"]}),
+        line("wrong", body={"prompt": "fox", "temperature": -1}),
+    )
+    told = batch(source, tmp_path / "out.jsonl", "--model", model)
+    assert told.exit_code == 0, told.output
+    found = {one["custom_id"]: one["response"] for one in results(tmp_path / "out.jsonl")}
+    assert [found[name]["status_code"] for name in ("completion", "chat", "embedding")] == [200] * 3
+    assert found["completion"]["body"]["choices"][0]["text"]
+    assert found["chat"]["body"]["choices"][0]["message"]["role"] == "assistant"
+    assert len(found["embedding"]["body"]["data"]) == 2
+    assert found["wrong"]["status_code"] == 400
+    assert all(one["request_id"] for one in found.values())
