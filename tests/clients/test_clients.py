@@ -92,7 +92,9 @@ def said_by(program: str, requirement: str, served: Served) -> dict[str, Any]:
 def test_chat_stream_text_and_a_prompt_that_is_too_long(
     served: Served, program: str, requirement: str
 ) -> None:
-    assert said_by(program, requirement, served) == {
+    said = said_by(program, requirement, served)
+    assert said.pop("embedded", [16, 16]) == [16, 16]
+    assert said == {
         "chat": served.chat,
         "stream": served.chat,
         "text": served.text,

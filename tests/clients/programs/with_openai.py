@@ -19,6 +19,8 @@ said["text"] = (
     .choices[0]
     .text
 )
+vectors = client.embeddings.create(model=model, input=["fox", "dog"], dimensions=16).data
+said["embedded"] = [len(one.embedding) for one in vectors]
 try:
     client.chat.completions.create(**asked | {"messages": [messages[0] | {"content": "a " * 9999}]})
 except openai.BadRequestError as error:
