@@ -25,8 +25,8 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, Final, Self, TypeVar, Unpack, overload
 
@@ -54,6 +54,7 @@ from engine.engine import Engine
 from local.engine_dispatcher import EngineDispatcher
 from local.llm_events import Events, typed_cancellation, typed_errors
 from local.loop_thread import LoopThread
+from local.progress import bar
 from router.call import Call
 from router.doors.frontdoor import InferenceService
 from router.requests.tokenization import Tokenizers
@@ -165,7 +166,7 @@ class LLM:
             raise ValueError("give exactly one of prompt, messages and token_ids")
         prompts: Sequence[Any] = [prompt] if isinstance(prompt, Mapping) else prompt
         requests = [_request(*_form(one), options) for one in prompts]
-        with _bar(len(requests)) as done:
+        with bar(len(requests)) as done:
             return self._run(self._generate_all(requests, ends_s, done))
 
     def beam_search(
@@ -394,23 +395,3 @@ def _form(prompt: Any) -> tuple[str | None, Sequence[Message] | None, Sequence[i
         )
     is_chat = len(prompt) > 0 and isinstance(prompt[0], Mapping)
     return (None, prompt, None) if is_chat else (None, None, prompt)
-
-
-@contextmanager
-def _bar(prompts: int) -> Iterator[Callable[[Generation], None]]:
-    """Draws the progress of many prompts on a terminal. Yields a callback for finished prompts."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
-    console = terminal("text")
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), "{task.fields[rate]}")
-    began_s, tokens = time.monotonic(), 0
-    with Progress(*columns, console=console, transient=True, disable=console is None) as bar:
-        task = bar.add_task("", total=prompts, rate="")
-
-        def done(generation: Generation) -> None:
-            nonlocal tokens
-            tokens += generation.usage.output_tokens
-            rate = tokens / (time.monotonic() - began_s)
-            bar.update(task, advance=1, rate=f"{rate:,.0f} tokens/s")
-
-        yield done

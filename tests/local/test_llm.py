@@ -28,6 +28,7 @@ from waiting import wait_until
 
 import local.engine_dispatcher
 import local.llm
+import local.progress
 from baton import LLM
 from baton.client.generation import FinishReason
 from baton.client.options import Message
@@ -232,7 +233,7 @@ def test_threads_share_it(llm) -> None:
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_progress_is_shown_on_a_terminal_alone(llm, monkeypatch, capfd, is_terminal) -> None:
     screen = Console(file=io.StringIO(), force_terminal=True, width=80) if is_terminal else None
-    monkeypatch.setattr(local.llm, "terminal", lambda _format: screen)
+    monkeypatch.setattr(local.progress, "terminal", lambda _format: screen)
     llm.generate(TEXTS, max_tokens=4)
     assert screen is None or "3/3" in screen.file.getvalue()
     assert capfd.readouterr() == ("", "")
