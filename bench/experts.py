@@ -79,6 +79,11 @@ CASES: Final[dict[tuple[str, str], dict[str, Case]]] = {
         "decode-1": Case(1, 128, 256, 0, 0, 0),
         "64x1024+256": Case(64, 1024, 256, 0, 0, 0),
     },
+    ("glm-4.5-air-cut", "as-is"): {
+        "prefill-1024": Case(128, 1024, 1, 0, 0, 0),
+        "decode-1": Case(1, 128, 256, 0, 0, 0),
+        "64x1024+256": Case(64, 1024, 256, 0, 0, 0),
+    },
     ("gpt-oss-20b", "as-is"): {"decode-1": Case(1, 128, 256, 0, 620, 450)},
 }
 """By shape and precision. `floor` is what memory allows; 0: not known. What vLLM does with DeepSeek

@@ -28,7 +28,7 @@ from engine.engine import Engine
 from engine.types import Event, Request, RequestFailed, SequenceEnded, StopRules
 
 SHAPES: Final = Path(__file__).parent / "shapes"
-NAMES: Final = ("gpt-oss-20b", "gpt-oss-120b", "gemma-3-27b")
+NAMES: Final = ("gpt-oss-20b", "gpt-oss-120b", "gemma-3-27b", "gemma-4-26b-a4b")
 OUTPUT: Final = 256
 """Tokens of each answer while sequences are counted."""
 QUIET_S: Final = 3.0

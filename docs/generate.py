@@ -2,7 +2,8 @@
 
 `configuration.md` comes from the settings models, `commands.md` from the command line, `api.md`
 and `worker-api.md` from the protos and their comments. One table of `sizing.md` comes from the
-shapes of models, and those of `coming-from-vllm.md` come from the parsers. The output folder
+shapes of models, those of `models.md` come from the tables of tests, and those of
+`coming-from-vllm.md` from the parsers. The output folder
 defaults to this one. A test checks that the pages here are up to date.
 """
 
@@ -17,7 +18,7 @@ DOCS = Path(__file__).resolve().parent
 # The folder of this file, and the root of this checkout.
 sys.path[:0] = [str(DOCS), str(DOCS.parent)]
 
-from reference import commands, protos, settings, shapes, vllm  # noqa: E402 - found by the line above
+from reference import commands, models, protos, settings, shapes, vllm  # noqa: E402 - found by the line above
 
 
 def pages() -> dict[str, str]:
@@ -29,6 +30,14 @@ def pages() -> dict[str, str]:
         "worker-api.md": protos.page("baton.worker.v1", protos.WORKERS),
         "sizing.md": _filled_in(
             "sizing.md", {"shapes": shapes.shapes_table(), "ranks": shapes.ranks_table()}
+        ),
+        "models.md": _filled_in(
+            "models.md",
+            {
+                "families": models.families_table(),
+                "checkpoints": models.checkpoints_table(),
+                "recipes": models.recipes_list(),
+            },
         ),
         "coming-from-vllm.md": _filled_in(
             "coming-from-vllm.md", {"flags": vllm.flags_table(), "fields": vllm.fields_table()}

@@ -17,6 +17,12 @@ LONGROPE = {
     "original_max_position_embeddings": 64, "short_factor": SHORT, "long_factor": LONG,
 }  # fmt: skip
 
+
+def without(options: dict[str, Any], *keys: str) -> dict[str, Any]:
+    """The options but these."""
+    return {key: value for key, value in options.items() if key not in keys}
+
+
 DENSE: dict[str, dict[str, Any]] = {
     "gemma2": {
         "family": "gemma2", "head_dim": 32, "sliding_window": 12, "query_pre_attn_scalar": 24,
@@ -42,6 +48,12 @@ DENSE: dict[str, dict[str, Any]] = {
     "cohere2": {
         "family": "cohere2", "layers": 4, "sliding_window": 12, "logit_scale": 0.5,
         "layer_types": ["sliding_attention", "full_attention"] * 2, "tie_word_embeddings": True,
+    },
+    "glm": {"family": "glm", "head_dim": 32, "attention_bias": True},
+    "seed_oss": {"family": "seed_oss", "head_dim": 32},
+    "ernie4_5": {"family": "ernie4_5", "use_bias": True, "tie_word_embeddings": True},
+    "exaone4": {
+        "family": "exaone4", "layers": 4, "sliding_window": 12, "sliding_window_pattern": 2,
     },
     "glm4": {"family": "glm4", "head_dim": 32, "attention_bias": True},
     "smollm3": {"family": "smollm3", "no_rope_layer_interval": 2},
@@ -75,6 +87,25 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "family": "minimax_m2", "head_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 2,
         "rope_parameters": DEFAULT_ROPE | {"partial_rotary_factor": 0.5},
     },
+    "solar_open": {
+        "family": "solar_open", "head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64, "routed_scaling_factor": 2.0,
+    },
+    "mellum": {
+        "family": "mellum", "layers": 3, "head_dim": 32, "num_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 48, "sliding_window": 12,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": YARN,
+        },
+    },
+    "exaone_moe": {
+        "family": "exaone_moe", "layers": 4, "sliding_window": 12, "sliding_window_pattern": 2,
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+        "num_shared_experts": 1, "n_group": 2, "topk_group": 1,
+    },
     "hy_v3": {
         "family": "hy_v3", "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2,
         "moe_intermediate_size": 64, "num_shared_experts": 1,
@@ -105,7 +136,7 @@ GROWING_YARN = YARN | {
 IMAGES: dict[str, dict[str, Any]] = {
     "gemma3_images": {
         "family": "gemma3", "layers": 4, "tie_word_embeddings": True, "vision": VISION,
-        "text": {k: v for k, v in DENSE["gemma3"].items() if k not in ("family", "layers")},
+        "text": without(DENSE["gemma3"], "family", "layers"),
     },
     "qwen2_5_vl": {
         "family": "qwen2_5_vl", "vision": QWEN_VISION, "text": {"rope_parameters": MROPE},
@@ -224,12 +255,30 @@ LATENTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Attention over latents. There is one page layout, and none of heads."""
 
+BY_LAYER |= {
+    "lfm2_vl": {
+        "family": "lfm2_vl",
+        "tie_word_embeddings": True,
+        "layers": 4,
+        "vision": VISION | {"model_type": "siglip2_vision_model"},
+        "text": {"model_type": "lfm2", **without(BY_LAYER["lfm2"], "family", "layers")},
+    },
+    "gemma4_unified": {
+        "family": "gemma4_unified",
+        "tie_word_embeddings": True,
+        "layers": 4,
+        "vision": {"mm_embed_dim": 32, "patch_size": 4, "pooling_kernel_size": 1},
+        "text": {"pad_token_id": 0}
+        | without(
+            GEMMA_4, "family", "layers", "tie_word_embeddings", "hidden_size_per_layer_input"
+        ),
+    },
+}
 FUSED = {**DENSE, **EXPERTS, **IMAGES, **BY_LAYER}
 EVERY = {**FUSED, **LATENTS}
 SLOW = (
-    "minimax_m2",
-    "hy_v3",
-    "dots1",
+    *("minimax_m2", "hy_v3", "dots1", "solar_open", "mellum", "exaone_moe"),
+    *("glm", "seed_oss", "ernie4_5", "exaone4", "lfm2_vl", "gemma4_unified"),
     "gemma4",
     "gemma4_experts",
     "lfm2_moe",

@@ -18,9 +18,7 @@ CORPUS = [
 ]  # fmt: skip
 
 
-def write_tiny_model(
-    path: Path,
-    *,
+def tiny_config(
     family: str = "llama",
     layers: int = 2,
     hidden: int = 64,
@@ -28,16 +26,10 @@ def write_tiny_model(
     kv_heads: int = 2,
     vocab: int = 384,
     max_positions: int = 2048,
-    seed: int = 0,
-    tokenizer: bool = True,
     **options: Any,
-) -> Path:
-    """Writes a random model that transformers can load; `options` go into its config. With `text`
-    and `vision` among them it reads images, too; `text` is more of its text part.
-
-    The weights are large enough for greedy output to differ from prompt to prompt.
-    """
-    import torch
+) -> Any:
+    """The config of transformers for a small model; `options` go into it. With `text` and `vision`
+    among them it reads images, too; `text` is more of its text part."""
     from transformers import AutoConfig
 
     shape = {
@@ -55,9 +47,18 @@ def write_tiny_model(
     options = {"tie_word_embeddings": False, **options}
     if "vision" in options:
         parts = {"text_config": shape | options.pop("text"), "vision_config": options.pop("vision")}
-        config = AutoConfig.for_model(family, **parts, **options)
-    else:
-        config = AutoConfig.for_model(family, **shape, **options)
+        return AutoConfig.for_model(family, **parts, **options)
+    return AutoConfig.for_model(family, **shape, **options)
+
+
+def write_tiny_model(path: Path, *, seed: int = 0, tokenizer: bool = True, **options: Any) -> Path:
+    """Writes a random model that transformers can load; `options` are those of `tiny_config`.
+
+    The weights are large enough for greedy output to differ from prompt to prompt.
+    """
+    import torch
+
+    config = tiny_config(**options)
     torch.manual_seed(seed)
     model = class_of(config).from_config(config)
     with torch.no_grad():
@@ -75,7 +76,7 @@ def write_tiny_model(
                 buffer.uniform_(0.7, 1.2)
     path.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(path)
-    if family == "qwen3_vl_moe":
+    if config.model_type == "qwen3_vl_moe":
         _transpose_experts(path / "model.safetensors")
     if tokenizer:
         write_tokenizer(path)

@@ -209,7 +209,7 @@ def named_as(config: ModelConfig, there: Collection[str]) -> ModelConfig:
         config: of the model.
         there: names of the checkpoint's tensors.
     """
-    found = (names for names in _NAMES if f"{names[0]}.norm.weight" in there)
+    found = (names for names in _NAMES if f"{names[0]}.{config.last_norm}.weight" in there)
     body, head = next(found, (config.body, config.head))
     own = f"{config.body}.layers."
     unread = tuple(

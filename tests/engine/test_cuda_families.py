@@ -33,7 +33,7 @@ SAMPLING = SamplingParams(temperature=0.0, top_logprobs=0)
 def log_probabilities(
     path: Path, prompts: list[list[int]], tokens: int, **options: object
 ) -> tuple[str, list[tuple[list[int], torch.Tensor]]]:
-    """The executor's name; prompts with their new tokens, and the log probability of each but the first."""
+    """The executor's name; tokens with the new ones, and log probabilities of all but the first."""
     defaults = {"device": "cuda", "max_step_tokens": 128, "max_sequences": 8, "num_pages": 300}
     engine = build(path, prefix_cache=False, **{**defaults, **options})
     common = {"sampling": SAMPLING, "ignore_eos": True, "prompt_logprobs": True}

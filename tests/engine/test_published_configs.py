@@ -9,6 +9,7 @@ file here.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from console.doctor.model import weights_of
 from engine.model import ModelConfig, ModelError, UnsupportedModelError
-from engine.model.families import FAMILIES, read_config
+from engine.model.families import FAMILIES, REASONS, read_config
 from engine.model.mixers.config import AttentionConfig, DeltaConfig, LatentConfig, ShortConvConfig
 
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -68,7 +69,9 @@ def test_published_configs_are_read_or_refused_by_name(name, tmp_path):
     if "read" in own:
         assert described(read_config(folder)) == own["read"]
         return
-    with pytest.raises(UnsupportedModelError, match=f"{own['refused']} .* has no file"):
+    why = re.escape(REASONS.get(own["config"]["model_type"], ""))
+    refusal = f"{own['refused']} .* has no file in engine/model/families{why}; those"
+    with pytest.raises(UnsupportedModelError, match=refusal):
         read_config(folder)
 
 
@@ -77,12 +80,18 @@ def test_published_configs_are_read_or_refused_by_name(name, tmp_path):
 @pytest.mark.parametrize("name", READ)
 def test_as_many_weights_are_read_as_transformers_has_and_the_card_says(name, tmp_path):
     own = PUBLISHED[name]
-    folder = written(tmp_path, own["config"] | {"quantization_config": None})
+    folder = written(tmp_path, as_transformers_reads(own["config"]))
     weights = weights_of(str(folder), torch.bfloat16, torch.device("cpu"))
     in_float32 = weights.packed_bytes // 4 if read_config(folder).norm_plus_one else 0
     assert weights.count + in_float32 == count_of_transformers(folder)
     if own["billions"]:
         assert weights.count / 1e9 == pytest.approx(own["billions"], rel=0.04)
+
+
+def as_transformers_reads(config: dict[str, Any]) -> dict[str, Any]:
+    """In floats, and by a class of its own."""
+    own = {k: v for k, v in config.items() if k not in ("quantization_config", "auto_map")}
+    return own | {"model_type": FAMILIES[config["model_type"]].reads_as or config["model_type"]}
 
 
 def count_of_transformers(folder: Path) -> int:

@@ -29,10 +29,12 @@ from engine.model.families.mixtures import (
     deepseek,
     dots1,
     ernie4_5,
+    exaone,
     glm4_moe,
     gpt_oss,
     hy_v3,
     lfm2,
+    mellum,
     minimax_m2,
     mixtral,
 )
@@ -47,8 +49,8 @@ from engine.model.families.sense import (
 from engine.pooling.checkpoint import CLASSIFIES
 
 _FILES = (
-    *(llama, mistral, qwen2, qwen3, gemma, gemma4, glm4, phi3, cohere, olmo),
-    *(mixtral, gpt_oss, glm4_moe, minimax_m2, hy_v3, ernie4_5, dots1, lfm2, deepseek),
+    *(llama, mistral, qwen2, qwen3, gemma, gemma4, glm4, phi3, cohere, olmo, exaone),
+    *(mixtral, gpt_oss, glm4_moe, minimax_m2, hy_v3, ernie4_5, dots1, lfm2, mellum, deepseek),
     *(qwen3_next, granite4),
 )
 FAMILIES: dict[str, Family] = {
@@ -59,7 +61,15 @@ SPARSE: Final = (
     ": attention over tokens that an index chooses is not built: pages have no place for the"
     " index's keys yet, and transformers' own cached runs do not agree with its whole ones"
 )
-REASONS: Final = {"deepseek_v32": SPARSE, "glm_moe_dsa": SPARSE}
+CHUNKED: Final = ": attention is cut at the borders of chunks, and experts scale their inputs"
+NORMED_BEHIND: Final = ": norms of q and k are behind rope, and the kernels norm before it"
+GATED: Final = ": gates on what attention gives are of a kind that is not built"
+REASONS: Final = {
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "hy_v4"), SPARSE),
+    **dict.fromkeys(("llama4", "llama4_text"), CHUNKED),
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), NORMED_BEHIND),
+    **dict.fromkeys(("laguna", "afmoe", "step3p7"), GATED),
+}
 """Why models of a type are not supported, where that is known."""
 
 

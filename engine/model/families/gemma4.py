@@ -26,6 +26,7 @@ from engine.model.families.reading import (
     Family,
     activation,
     biases,
+    by_text,
     decoder,
     gated,
     kinds,
@@ -51,7 +52,7 @@ def _read(config: Any, _longest: int) -> ModelConfig:
         )
         for index, kind in enumerate(found)
     ]
-    width, inputs = config.hidden_size_per_layer_input, None
+    width, inputs = getattr(config, "hidden_size_per_layer_input", 0), None
     if width:
         act = activation(config.hidden_activation)
         inputs = LayerInputs(width, config.vocab_size_per_layer_input, act)
@@ -92,7 +93,7 @@ def _attention(config: Any, index: int, turned: Rope) -> AttentionConfig:
 def _forward(config: Any, index: int) -> tuple[FeedForwardConfig, Norms]:
     wide = config.use_double_wide_mlp and config.kv_sharing_modes[index] == "reuse"
     plain = gated(config, width=config.intermediate_size * (2 if wide else 1))
-    if not config.enable_moe_block:
+    if not getattr(config, "enable_moe_block", False):
         return plain, NORMS
     if plain.activation is not Activation.GELU_TANH:
         raise UnsupportedModelError(f"experts with {config.hidden_activation}")
@@ -111,7 +112,14 @@ def _forward(config: Any, index: int) -> tuple[FeedForwardConfig, Norms]:
     return beside, replace(NORMS, before_feed_forward=None)
 
 
+_PARTS = {"gemma4_text": _read, "gemma4_unified_text": _read}
+
 FAMILIES = {
     "gemma4_text": Family("Gemma4ForCausalLM", _read, by_layer=True),
-    "gemma4": Family("Gemma4ForConditionalGeneration", _read, by_layer=True, has_images=True),
+    "gemma4": Family(
+        "Gemma4ForConditionalGeneration", by_text(_PARTS), by_layer=True, has_images=True
+    ),
+    "gemma4_unified": Family(
+        "Gemma4UnifiedForConditionalGeneration", by_text(_PARTS), by_layer=True, has_images=True
+    ),
 }

@@ -17,15 +17,19 @@ def _read(config: Any, _longest: int) -> ModelConfig:
     return _decoder(config, qkv_bias=bool(config.attention_bias))
 
 
+def _read_9b(config: Any, _longest: int) -> ModelConfig:
+    return _decoder(config, qkv_bias=bool(config.attention_bias), norms=Norms())
+
+
 def _read_part(config: Any, _longest: int) -> ModelConfig:
     return _decoder(config, qkv_bias=True)
 
 
-def _decoder(config: Any, qkv_bias: bool) -> ModelConfig:
+def _decoder(config: Any, qkv_bias: bool, norms: Norms = NORMS) -> ModelConfig:
     layers = layers_alike(
         config,
         gated(config, gate_up=("mlp.gate_up_proj",)),
-        NORMS,
+        norms,
         rope=replace(rope(config, partial=True), neighbours=True),
         qkv_bias=qkv_bias,
     )
@@ -35,6 +39,7 @@ def _decoder(config: Any, qkv_bias: bool) -> ModelConfig:
 _PARTS = {"glm4v_text": _read_part, "glm4v_moe_text": glm4_moe.read}
 
 FAMILIES = {
+    "glm": Family("GlmForCausalLM", _read_9b),
     "glm4": Family("Glm4ForCausalLM", _read),
     "glm4v": Family("Glm4vForConditionalGeneration", _read_part, has_images=True),
     "glm46v": Family(

@@ -1,5 +1,5 @@
 """Llama, and what has its architecture, such as SmolLM2. SmolLM3 leaves rope out in some layers,
-and Granite has four multipliers."""
+Granite has four multipliers, and Seed-OSS biases of q, k and v alone."""
 
 from __future__ import annotations
 
@@ -31,8 +31,14 @@ def _read_granite(config: Any, _longest: int) -> ModelConfig:
     )
 
 
+def _read_seed(config: Any, _longest: int) -> ModelConfig:
+    bias = {"qkv_bias": config.attention_bias, "output_bias": config.attention_out_bias}
+    return decoder(config, layers_alike(config, **bias))
+
+
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", _read),
     "granite": Family("GraniteForCausalLM", _read_granite),
+    "seed_oss": Family("SeedOssForCausalLM", _read_seed),
     "smollm3": Family("SmolLM3ForCausalLM", _read_smol_3),
 }

@@ -40,7 +40,7 @@ MOST_DRAFT_LAYERS: Final = 64
 """No model has more; each has a name to be ignored by."""
 _TOWERS: Final = (
     *("visual", "vision_tower", "vision_model", "multi_modal_projector", "embed_vision"),
-    *("audio_tower", "embed_audio"),
+    *("vision_embedder", "audio_tower", "embed_audio"),
 )
 
 
@@ -136,7 +136,7 @@ def gated(config: Any, **features: Any) -> GatedConfig:
         raise UnsupportedModelError("pretraining_tp other than 1 is not supported")
     stated = getattr(config, "hidden_activation", None) or config.hidden_act
     common: dict[str, Any] = {
-        "width": config.intermediate_size,
+        "width": getattr(config, "intermediate_size", None),
         "activation": activation(stated),
         "bias": bool(getattr(config, "mlp_bias", False)),
     }
@@ -202,6 +202,21 @@ def deepseek_experts(config: Any, first: int | None = None) -> tuple[FeedForward
     plain = config.first_k_dense_replace if first is None else first
     layers = range(int(config.num_hidden_layers))
     return tuple(experts if index >= plain else gated(config) for index in layers)
+
+
+def by_forward(config: Any, experts: ExpertsConfig) -> tuple[FeedForwardConfig, ...]:
+    """Experts in the layers that are said to have them, and one feed-forward in the others.
+
+    Raises:
+        UnsupportedModelError: there are others.
+    """
+    known: dict[str, FeedForwardConfig] = {"sparse": experts}
+    stated = list(config.mlp_layer_types)
+    if "dense" in stated:
+        known["dense"] = gated(config)
+    if unknown := set(stated) - known.keys():
+        raise UnsupportedModelError(f"feed-forwards of type {', '.join(sorted(unknown))}")
+    return tuple(known[kind] for kind in stated)
 
 
 def by_text(readers: Mapping[str, Callable[[Any, int], ModelConfig]]) -> Any:

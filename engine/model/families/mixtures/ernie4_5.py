@@ -40,4 +40,14 @@ def _read(config: Any, _longest: int) -> ModelConfig:
     return decoder(config, layers_alike(config, forwards, rope=turned))
 
 
-FAMILIES = {"ernie4_5_moe": Family("Ernie4_5_MoeForCausalLM", _read, drafts="mtp")}
+def _read_dense(config: Any, _longest: int) -> ModelConfig:
+    turned, bias = replace(rope(config), neighbours=True), bool(config.use_bias)
+    forward = gated(config, bias=bias)
+    layers = layers_alike(config, forward, rope=turned, qkv_bias=bias, output_bias=bias)
+    return decoder(config, layers)
+
+
+FAMILIES = {
+    "ernie4_5": Family("Ernie4_5ForCausalLM", _read_dense),
+    "ernie4_5_moe": Family("Ernie4_5_MoeForCausalLM", _read, drafts="mtp"),
+}

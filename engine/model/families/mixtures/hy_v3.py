@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.model.config import ExpertsConfig, FeedForwardConfig, ModelConfig, UnsupportedModelError
+from engine.model.config import ExpertsConfig, ModelConfig
 from engine.model.experts.config import ExpertNames
 from engine.model.families.reading import (
     Family,
     biases,
+    by_forward,
     decoder,
     gated,
     layers_alike,
@@ -34,10 +35,7 @@ def _read(config: Any, _longest: int) -> ModelConfig:
         down=f"{SHARED}.down_proj",
     )
     experts = ExpertsConfig(width, how, shared=shared, names=NAMES)
-    kinds: dict[str, FeedForwardConfig] = {"sparse": experts, "dense": gated(config)}
-    if unknown := set(config.mlp_layer_types) - kinds.keys():
-        raise UnsupportedModelError(f"feed-forwards of type {', '.join(sorted(unknown))}")
-    forwards = tuple(kinds[kind] for kind in config.mlp_layer_types)
+    forwards = by_forward(config, experts)
     return decoder(config, layers_alike(config, forwards, qk_norm=QkNorm.HEAD, **biases(config)))
 
 

@@ -13,7 +13,14 @@ from engine.model.config import (
     Norms,
 )
 from engine.model.experts.config import ExpertNames
-from engine.model.families.reading import FULL, Family, decoder, layers_alike, sigmoid_routing
+from engine.model.families.reading import (
+    FULL,
+    Family,
+    by_text,
+    decoder,
+    layers_alike,
+    sigmoid_routing,
+)
 from engine.model.mixers.config import QkNorm, ShortConvConfig
 
 CONV = "conv"
@@ -94,5 +101,11 @@ def _gated(width: int) -> GatedConfig:
 
 FAMILIES = {
     "lfm2": Family("Lfm2ForCausalLM", _read_dense, by_layer=True),
+    "lfm2_vl": Family(
+        "Lfm2VlForConditionalGeneration",
+        by_text({"lfm2": _read_dense, "lfm2_moe": _read_experts}),
+        by_layer=True,
+        has_images=True,
+    ),
     "lfm2_moe": Family("Lfm2MoeForCausalLM", _read_experts, by_layer=True),
 }
