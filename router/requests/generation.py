@@ -364,7 +364,10 @@ class _Generation:
             raise RuntimeError("a choice ended before all its tokens came")
         self._drafted += event.drafted_tokens
         self._accepted += event.accepted_tokens
-        self._end(choice, FINISH_REASONS[event.reason], score=event.score)
+        reason = FINISH_REASONS[event.reason]
+        if (rest := choice.rest(reason)) is not None:
+            self._put(rest)
+        self._end(choice, reason, score=event.score)
 
     def _end(
         self,
@@ -374,8 +377,6 @@ class _Generation:
         score: float | None = None,
     ) -> None:
         """Announces the end of a choice; the last one's waits for the totals."""
-        if (rest := choice.rest(reason)) is not None:
-            self._put(rest)
         choice.ended = True
         finished = Finished(choice.choice, choice.reason(reason), stop_text, score=score)
         if all(one.ended for one in self.choices):

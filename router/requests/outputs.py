@@ -106,7 +106,7 @@ class ChoiceOutput:
     """Output of one choice. It has every generated token. Its text leaves out the stop text.
 
     `push` sets `num_tokens`, and `stop_text` once a stop text is found, or once the only call that
-    is allowed is complete. Nothing but `rest` may follow after that.
+    is allowed is complete. Nothing may follow after that.
     """
 
     def __init__(
@@ -137,7 +137,8 @@ class ChoiceOutput:
         self._parser = plan.parser()
 
     def push(self, event: JobTokens) -> TextDelta:
-        """Takes new tokens, up to the one that completes a stop text."""
+        """Takes new tokens, up to the one that completes a stop text. What was held back follows
+        that one at once."""
         if event.first_index != self.num_tokens:
             raise RuntimeError("tokens are missing or doubled")
         delta = self._delta()
@@ -149,6 +150,8 @@ class ChoiceOutput:
         count = self.num_tokens - event.first_index
         delta.token_ids += event.token_ids[:count]
         delta.logprobs += event.logprobs[:count]
+        if self.stop_text is not None and (rest := self.rest(api.FINISH_REASON_STOP)) is not None:
+            delta.extend(rest)  # one message on either way to the client
         return delta
 
     def rest(self, ended_by: api.FinishReason.ValueType) -> TextDelta | None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from openai_kit import Port, open_port, score
 from tool_templates import THINKING
@@ -155,6 +155,7 @@ def plan_of(both: Both, turns: list[tuple[list[Any], list[Any]]]) -> Plan:
 @pytest.mark.parametrize("api", APIS)
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(turns=TURNS, stop=st.sampled_from([None, "stop", "fox j"]), wide=st.booleans())
+@example(turns=[(["The fox "], []), (["The fox ", "stop"], [])], stop="stop", wide=False)
 def test_both_ways_give_the_same_bytes(
     runner: asyncio.Runner, both: Both, api: str, turns: Any, stop: str | None, wide: bool
 ) -> None:
