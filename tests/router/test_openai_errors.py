@@ -135,7 +135,7 @@ BAD: list[tuple[dict[str, object], str]] = [
     ({"max_tokens": 2**40}, "max_tokens"),
     ({"max_tokens": 300}, "max_tokens"),
     ({"logprobs": 21}, "logprobs"),
-    ({"best_of": 2}, "best_of"),
+    ({"best_of": 0}, "best_of"),
     ({"suffix": "SECRET"}, "suffix"),
     ({"stop": ["a", "SECRET" * 99]}, "stop[1]"),
     ({"stop": {"SECRET": 1}}, "stop"),

@@ -19,7 +19,12 @@ from engine.model.mixers.config import QkNorm
 
 BLOCK = "block_sparse_moe"
 NAMES = ExpertNames(
-    f"{BLOCK}.gate", f"{BLOCK}.experts", "w1", "w3", "w2", f"{BLOCK}.e_score_correction_bias"
+    f"{BLOCK}.gate",
+    f"{BLOCK}.experts",
+    "w1",
+    "w3",
+    "w2",
+    bias=f"{BLOCK}.e_score_correction_bias",
 )
 
 
