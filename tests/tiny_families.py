@@ -268,10 +268,10 @@ BY_LAYER |= {
         "tie_word_embeddings": True,
         "layers": 4,
         "vision": {"mm_embed_dim": 32, "patch_size": 4, "pooling_kernel_size": 1},
-        "text": {"pad_token_id": 0}
-        | without(
+        "text": without(
             GEMMA_4, "family", "layers", "tie_word_embeddings", "hidden_size_per_layer_input"
-        ),
+        )
+        | {"pad_token_id": 0, "num_global_key_value_heads": 2},
     },
 }
 FUSED = {**DENSE, **EXPERTS, **IMAGES, **BY_LAYER}

@@ -12,8 +12,9 @@ from test_model_logits import load
 from tiny_families import BY_LAYER
 from tiny_models import write_tiny_model
 
+from engine.config import EngineConfig
 from engine.model import ModelError
-from engine.parts.paging import EngineError
+from engine.parts.paging import EngineError, check_groups
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +40,9 @@ def test_each_group_has_heads_of_its_own_and_shared_layers_have_none(path):
     engine.stop()
 
 
-def test_stores_are_refused_by_name(path, tmp_path):
-    options = {"kv_host_bytes": 1 << 20, "kv_stores": (f"file://{tmp_path}",)}
-    with pytest.raises(EngineError, match=r"kv_store is set: .* K and V .* differ in shape"):
-        build(path, num_pages=18, max_sequences=2, **options)
+def test_hooks_are_refused_by_name(path):
+    with pytest.raises(EngineError, match=r"hooks are set: .* K and V .* differ in shape"):
+        check_groups(EngineConfig(model=str(path), hooks=("any",)), load(path))
 
 
 @pytest.mark.parametrize(

@@ -250,6 +250,7 @@ def sliced(source: Path, count: int) -> Reference:
 
 def fp8_cases() -> list[Any]:
     others = (*EXPERTS, *IMAGES, *LATENTS, "gemma4_shared", "gemma4_experts", "lfm2", "lfm2_moe")
+    others += ("lfm2_vl", "gemma4_unified")
     dense = [family for family in FAMILIES if family not in others]
     every = [("qwen3", 2), *((family, 2 + 2 * (i % 2)) for i, family in enumerate(dense))]
     slow = pytest.mark.matrix

@@ -159,8 +159,6 @@ def test_what_does_not_go_with_convolutions_is_named(path):
         EngineError, match="what this model's convolutions read must not be rounded"
     ):
         build(path, kv_cache_dtype="fp8")
-    with pytest.raises(EngineError, match=r"ranks copy pages of one kind, and K and V"):
-        build(path, kv_host_bytes=1 << 20, tp=2)
     config = ShortConvConfig(64, 3, 16)
     assert config.obstacle(3) == "it does not divide the 16 blocks of a convolution's channels"
     assert not config.obstacle(8)
