@@ -33,7 +33,7 @@ from engine.schedule.sequences import ChunkPlan, PrefillTask, Sequence
 from engine.schedule.slots import SlotState
 from engine.speculation.widths import Widths
 from engine.step.budget import StepBudget
-from engine.step.plan import Int32s, ScorePlan, StepPlan, StepResult
+from engine.step.plan import NO_POOLS, Int32s, ScorePlan, StepPlan, StepResult
 from engine.step.sampling import SamplePlan
 from engine.tiers.protocol import PageTiers
 from engine.types import SCRATCH_PAGE, Mode, PrefillStarted
@@ -300,7 +300,7 @@ class Planner:
             masked=masked,
             whole_logits=masked.size > 0 or (sample is not None and not sample.is_greedy),
             scores=tuple(scores),
-            pools=np.array(pools, np.int32).reshape(-1, 4),
+            pools=np.array(pools, np.int32) if pools else NO_POOLS,
             others=others.tables(row_slots, stored_from, contexts, self._batch.next_step),
             width=width,
             begins=begins,

@@ -200,6 +200,7 @@ class SlotTable:
         self.generation[slot] += 1
         self.page_count[slot] = self.final_pages[slot] = 0
         self._stop_counts[slot] = 0
+        self.is_chosen[slot] = False
         self._free.append(slot)
 
     def pages(self, slot: int) -> PageIds:
@@ -222,9 +223,9 @@ class SlotTable:
     def ready(self) -> NDArray[np.intp]:
         """Slots in the batch whose next step may be planned: a chosen sequence's token is known."""
         rows = self.running()
-        chosen = self.is_chosen[rows]
-        if not chosen.any():  # The usual case.
+        if not self.is_chosen.any():  # The usual case.
             return rows
+        chosen = self.is_chosen[rows]
         known = self.kv_len[rows] + 1 == self.prompt_len[rows] + self.output_len[rows]
         ready: NDArray[np.intp] = rows[known | ~chosen]
         return ready

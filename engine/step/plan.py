@@ -16,6 +16,7 @@ Int32s = NDArray[np.int32]
 
 BY_EACH_RANK: Final = -2
 """`StepPlan.shape`: each rank finds it, and all find the same."""
+NO_POOLS: Final[Int32s] = np.zeros((0, 4), np.int32)
 NO_SHAPE: Final = -1
 """`StepPlan.shape`: the kernels run one by one."""
 SCORE_ROWS = 256
@@ -122,7 +123,7 @@ class StepPlan:
     """The place among all shapes (`engine.cuda.steps.shapes`) of that to which every rank pads the
     step. Set by `Executor.shaped`."""
     scores: tuple[ScorePlan, ...] = ()
-    pools: Int32s = field(default_factory=lambda: np.zeros((0, 4), np.int32))
+    pools: Int32s = field(default_factory=lambda: NO_POOLS)
     """[P, 4]. Prompts whose hidden states are pooled: `PoolKind`, the row, the first token among
     the step's tokens, and the number of tokens whose states are added up."""
     width: int = 1
@@ -136,7 +137,7 @@ class StepPlan:
     @property
     def reads_all_states(self) -> bool:
         """Whether hidden states of other tokens than the last ones of rows are read."""
-        return bool(self.scores) or bool((self.pools[:, 0] != PoolKind.LAST).any())
+        return bool(self.scores) or any(kind != PoolKind.LAST for kind in self.pools[:, 0])
 
     @property
     def decode_tokens(self) -> int:
