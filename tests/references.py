@@ -24,6 +24,12 @@ NOISE = 1e-3
 """Sums of float32 differ by less from machine to machine."""
 
 
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int:
+    """Where two outputs part; the length of the shorter one if they do not before its end."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
 class Reference(NamedTuple):
     """A greedy answer."""
 
@@ -79,6 +85,16 @@ class References:
             lines = [f'"{name}": {json.dumps(one)}' for name, one in sorted(_stored().items())]
             STORE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
         return found
+
+    def check(self, run: Any, max_tokens: int, given: int = 0) -> None:
+        """A run, which went on after `given` tokens of the answer, has in every choice the tokens
+        of the answer up to the first that noise may decide."""
+        want = self(run.request.prompt_ids.tolist(), max_tokens, past_end=True)
+        assert run.failed is None
+        for tokens in run.tokens:
+            found = want.tokens[:given] + tokens
+            if found != want.tokens:
+                assert want.margins[first_difference(found, want.tokens)] < self.noise
 
     def _compute(self, prompt: Sequence[int], max_tokens: int, past_end: bool) -> Reference:
         import torch

@@ -30,6 +30,8 @@ MERGE_WARPS = 1
 MIN_QUERIES = 16
 """Rows of the smallest matrix product. The queries of a KV head, one of each of its query heads for
 each new token, are padded to this number."""
+EVERYTHING = 1 << 30
+"""A window that hides nothing."""
 
 
 @triton.jit
@@ -229,12 +231,9 @@ def decode_attention(
     kv_heads = pool.num_kv_heads
     most, least, tiles = divided
     width, group = tokens // rows, heads // kv_heads
-    seen = 1 << 30 if spec.window is None else spec.window
+    seen, whole = seen_by(spec), most == 1
     out = q.new_empty(tokens, heads, dim)
-    whole = most == 1
-    places = 0 if whole else tokens * heads * most
-    partial = torch.empty(places, dim, dtype=torch.float32, device=q.device)
-    sums = torch.empty(places, 2, dtype=torch.float32, device=q.device)
+    partial, sums = parts_of(out, most)
     launch(
         _attend_part,
         (rows, kv_heads, most),
@@ -272,6 +271,20 @@ def decode_attention(
     if not whole:
         merge(out, partial, sums, contexts, seen, divided, kv_heads)
     return out
+
+
+def seen_by(spec: AttentionSpec) -> int:
+    """Positions that a query sees, as kernels take them."""
+    return EVERYTHING if spec.window is None else spec.window
+
+
+def parts_of(out: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Memory for what `merge` merges into `out`, [B * w, Hq, D]: for each of up to `most` parts of
+    a query's context the sum, D numbers, and two of its weights. Empty where there is one part."""
+    tokens, heads, dim = out.shape
+    places = 0 if most == 1 else tokens * heads * most
+    partial = torch.empty(places, dim, dtype=torch.float32, device=out.device)
+    return partial, torch.empty(places, 2, dtype=torch.float32, device=out.device)
 
 
 def features_of(spec: AttentionSpec, q: Tensor) -> tuple[Tensor, float, float]:

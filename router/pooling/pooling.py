@@ -27,7 +27,7 @@ from router.jobs import Dispatcher, Job, JobEvent, JobFinished, JobPooled, Serve
 from router.pooling import checking
 from router.requests.bounds import MOST_POOLED_TOKENS
 from router.requests.chat_template import ChatTemplateError
-from router.requests.deadlines import until
+from router.requests.deadlines import deadline_ns, until
 from router.requests.filling import last, salted
 from router.requests.request_span import RequestSpan
 from router.requests.tokenization import PromptIds, PromptTooLongError, Tokenizer, Tokenizers
@@ -275,10 +275,7 @@ class Poolings:
         return replace(job, keys=await self._tokenizers.page_keys(job))
 
     def _deadline_ns(self, call: Call) -> int:
-        """The caller's deadline, but not beyond the longest duration allowed."""
-        longest_s = self._limits.max_request_duration_s
-        duration_s = longest_s if call.time_left_s is None else min(call.time_left_s, longest_s)
-        return call.arrived_ns + int(duration_s * 1e9)
+        return deadline_ns(call, self._limits.max_request_duration_s)
 
 
 class _Room:

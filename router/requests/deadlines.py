@@ -6,9 +6,19 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from router import errors
 from router.requests.bounds import UNREAD_GRACE_S
+
+if TYPE_CHECKING:
+    from router.call import Call
+
+
+def deadline_ns(call: Call, longest_s: float) -> int:
+    """The caller's deadline, Unix nanoseconds, but not beyond the longest duration allowed."""
+    duration_s = longest_s if call.time_left_s is None else min(call.time_left_s, longest_s)
+    return call.arrived_ns + int(duration_s * 1e9)
 
 
 @asynccontextmanager

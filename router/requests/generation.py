@@ -36,7 +36,7 @@ from router.jobs import (
 )
 from router.requests import filling, validation
 from router.requests.chat_template import ChatTemplateError
-from router.requests.deadlines import until
+from router.requests.deadlines import deadline_ns, until
 from router.requests.outputs import (
     FINISH_REASONS,
     ChoiceOutput,
@@ -268,10 +268,7 @@ class Generations:
         )
 
     def _deadline_ns(self, call: Call) -> int:
-        """The caller's deadline, but not beyond the longest duration allowed."""
-        longest_s = self._limits.max_request_duration_s
-        duration_s = longest_s if call.time_left_s is None else min(call.time_left_s, longest_s)
-        return call.arrived_ns + int(duration_s * 1e9)
+        return deadline_ns(call, self._limits.max_request_duration_s)
 
     def _shorten(self, job: Job) -> None:
         """Cuts `max_tokens` to the pool's size. A request is not refused for output that the client

@@ -6,9 +6,8 @@ import pytest
 from cluster import Cluster, make_cluster, spawn
 from quantised_folders import fp8_reference
 from references import Reference as Answer
-from references import References
+from references import References, first_difference
 from streams import prompt_of
-from test_engine_demo_model import first_difference
 from test_precision_paths import ONLINE, TINY_FLIP, demo_prompts, make
 from tiny_models import write_tiny_model
 

@@ -22,8 +22,7 @@ from ranks_kit import (
     check_waits,
     parts_of,
 )
-from references import NOISE, references
-from test_engine_demo_model import first_difference
+from references import NOISE, first_difference, references
 from test_profiling import written
 from tiny_models import write_tiny_model
 

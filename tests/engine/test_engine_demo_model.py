@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from engine_kit import Run, build, check_baseline, finish, hand_off, held, submit
-from references import NOISE, Reference
+from references import NOISE, Reference, first_difference
 from references import references as answers
 
 from engine.engine import Engine
@@ -127,11 +127,6 @@ def check(runs: Sequence[Run], references: Sequence[Reference], eos: frozenset[i
         assert ended or len(tokens) == MAX_TOKENS
     closest = min(margin for reference in references for margin in reference.margins)
     print(f"\n{ties} of {len(runs)} outputs left at a tie; the closest margin is {closest:.1e}")
-
-
-def first_difference(one: list[int], other: list[int]) -> int:
-    pairs = zip(one, other, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def run_all(engine: Engine, prompts: Sequence[list[int]], at_once: int) -> list[Run]:

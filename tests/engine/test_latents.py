@@ -11,9 +11,8 @@ import pytest
 import torch
 from engine_kit import Run, build, check_baseline, finish, hand_off, held, submit
 from quantised_folders import write_quantised
-from references import NOISE, references
+from references import references
 from test_attention import Row, make_batch, written_out
-from test_engine_demo_model import first_difference
 from test_model_logits import load
 from test_tiers_stores import COUNT, SMALL, conversations
 from tiny_families import LATENTS
@@ -65,11 +64,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 def check(path: Path, run: Run, max_tokens: int = MAX_TOKENS, given: int = 0) -> None:
-    want = references(path)(run.request.prompt_ids.tolist(), max_tokens, past_end=True)
-    for tokens in run.tokens:
-        found = want.tokens[:given] + tokens
-        if found != want.tokens:
-            assert want.margins[first_difference(found, want.tokens)] < NOISE
+    references(path).check(run, max_tokens, given)
 
 
 @pytest.mark.parametrize("length", LENGTHS)

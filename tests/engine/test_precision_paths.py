@@ -31,9 +31,9 @@ from quantised_folders import (
     reference_of,
     write_quantised,
 )
-from references import NOISE, References
+from references import NOISE, References, first_difference
 from references import Reference as Answer
-from test_engine_demo_model import CHATS, NOT_ASCII, PROSE, first_difference, running
+from test_engine_demo_model import CHATS, NOT_ASCII, PROSE, running
 from test_precision_logits import FAMILIES, SHAPE
 from tiny_models import write_tiny_model
 

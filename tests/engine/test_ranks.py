@@ -21,9 +21,8 @@ from engine_kit import Run, build, check_baseline, finish, held, submit
 from precision_reference import Reference, Rule, by_channel
 from quantised_checkpoints import FORMS
 from quantised_folders import rule_of, write_quantised
-from references import NOISE, References, references
+from references import NOISE, References, first_difference, references
 from safetensors.torch import load_file
-from test_engine_demo_model import first_difference
 from test_engine_structure import PERSON, grammar_of
 from test_precision_paths import TINY_FLIP, Case
 from test_precision_paths import run_all as run_quantised

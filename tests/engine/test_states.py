@@ -14,7 +14,6 @@ from beams_kit import check as check_beams
 from engine_kit import build, check_baseline, finish, hand_off, held, prefill_pages, submit
 from quantised_folders import fp8_reference
 from references import References, references
-from test_engine_demo_model import first_difference
 from test_model_logits import load
 from tiny_families import HYBRIDS
 from tiny_models import write_tiny_model
@@ -80,16 +79,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 def check(path: Path, run, max_tokens: int = MAX_TOKENS, given: int = 0) -> None:
-    check_with(references(path, whole=True), run, max_tokens, given)
-
-
-def check_with(answers: References, run, max_tokens: int, given: int = 0) -> None:
-    want = answers(run.request.prompt_ids.tolist(), max_tokens, past_end=True)
-    assert run.failed is None
-    for tokens in run.tokens:
-        found = want.tokens[:given] + tokens
-        if found != want.tokens:
-            assert want.margins[first_difference(found, want.tokens)] < answers.noise
+    references(path, whole=True).check(run, max_tokens, given)
 
 
 def border(length: int) -> int:
@@ -173,8 +163,8 @@ def test_weights_in_fp8(family, folder):
         for engine in (one, one, other):
             run = submit(engine, prompt_of(length), 8, ignore_eos=True)
             finish(run)
-            check_with(answers, run, 8)
-        check_with(answers, hand_off(other, one, prompt_of(length), 8, ignore_eos=True), 8)
+            answers.check(run, 8)
+        answers.check(hand_off(other, one, prompt_of(length), 8, ignore_eos=True), 8)
     for engine in (one, other):
         assert engine.pools[1].precision == "float32"
         check_baseline(engine)

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from engine_kit import Run, build, check_baseline, finish, hand_off, held, submit
-from references import NOISE, References, references
-from test_engine_demo_model import first_difference
+from references import NOISE, References, first_difference, references
 from tiny_families import EVERY
 from tiny_models import write_tiny_model
 

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 from engine_kit import Run, build, check_baseline, finish, hand_off, submit
-from references import NOISE, references
-from test_engine_demo_model import first_difference
+from references import NOISE, first_difference, references
 from test_windows import TINY
 from tiny_families import EVERY
 from tiny_models import write_tiny_model

@@ -27,6 +27,8 @@ from engine.cuda.decode_attention import (
     features_of,
     leave,
     merge,
+    parts_of,
+    seen_by,
     unseen,
     weighed,
 )
@@ -151,12 +153,9 @@ def decode_attention_fp8(
     kv_heads = pool.num_kv_heads
     most, least, tiles = divided
     width, group = tokens // rows, heads // kv_heads
-    seen = 1 << 30 if spec.window is None else spec.window
+    seen, whole = seen_by(spec), most == 1
     out = q.new_empty(tokens, heads, dim)
-    whole = most == 1
-    places = 0 if whole else tokens * heads * most
-    partial = torch.empty(places, dim, dtype=torch.float32, device=q.device)
-    sums = torch.empty(places, 2, dtype=torch.float32, device=q.device)
+    partial, sums = parts_of(out, most)
     launch(
         _attend_part_fp8,
         (rows, kv_heads, most),

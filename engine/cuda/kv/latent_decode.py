@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from typing import Final
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,14 +23,22 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.attention.latents import blocks_of
 from engine.attention.parts import Division
-from engine.cuda.decode_attention import LOG2_E, MIN_QUERIES, cut, leave, merge, unseen, weighed
+from engine.cuda.decode_attention import (
+    EVERYTHING,
+    LOG2_E,
+    MIN_QUERIES,
+    cut,
+    leave,
+    merge,
+    parts_of,
+    unseen,
+    weighed,
+)
 from engine.cuda.early import early
 from engine.cuda.kernels import launch
 from engine.pool.kv_pool import KvPool
 from engine.step.attention import AttentionSpec
 
-EVERYTHING: Final = 1 << 30
-"""A window that hides nothing."""
 QUERIES_OF_A_WARP: Final = 8
 """So that a warp's part of the sums fits its registers, of which 512 numbers of each query take
 half."""
@@ -126,9 +133,7 @@ def decode_latents(
     padded = max(MIN_QUERIES, triton.next_power_of_2(width * group))
     out = q.new_empty(tokens, heads, rank)
     whole = most == 1
-    places = 0 if whole else tokens * heads * most
-    partial = torch.empty(places, rank, dtype=torch.float32, device=q.device)
-    sums = torch.empty(places, 2, dtype=torch.float32, device=q.device)
+    partial, sums = parts_of(out, most)
     launch(
         _attend_latents,
         (rows, blocks, most),

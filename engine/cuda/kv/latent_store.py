@@ -7,8 +7,6 @@ All arithmetic is float32. A value is rounded at the same places as in `engine.m
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 from __future__ import annotations
 
-from typing import Final
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,12 +14,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.cuda.early import early
 from engine.cuda.kernels import launch
-from engine.cuda.kv.rope_store import RopeTable
+from engine.cuda.kv.rope_store import HEADS_AT_ONCE, RopeTable
 from engine.model.linear import RmsNorm
 from engine.pool.kv_pool import KvPool
-
-HEADS_AT_ONCE: Final = 8
-"""Heads of q that a program rotates, as in `engine.cuda.kv.rope_store`."""
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda.decode_attention import capped, features_of
+from engine.cuda.decode_attention import capped, features_of, seen_by
 from engine.cuda.kernels import launch
 from engine.pool.kv_pool import KvPool
 from engine.step.attention import AttentionSpec
@@ -154,7 +154,7 @@ def prompt_attention(
     tokens, heads, dim = q.shape
     tiles = NARROW if dim <= 128 else WIDE if dim <= 256 else WIDEST
     out = q.new_empty(tokens, heads, dim)
-    seen = 1 << 30 if spec.window is None else spec.window
+    seen = seen_by(spec)
     grid = (triton.cdiv(max_query, tiles.queries), heads, len(contexts))
     launch(
         _attend_prompt,

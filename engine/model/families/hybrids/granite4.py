@@ -29,7 +29,8 @@ from engine.model.mixers.config import MambaConfig
 
 LINEAR = "linear_attention"
 MOST_UNITS: Final = 16
-"""Parts in which ranks divide the state: as many as ranks may be. Each has B and C once more."""
+"""Most parts of the state, unless it has more groups, and so most ranks. Each has B and C once
+more. Not tuned."""
 NAMES = ExpertNames(
     router="block_sparse_moe.router.layer",
     experts="block_sparse_moe",
