@@ -1,8 +1,8 @@
 """The engine alone, offline in one process: tokens a second, case by case, beside what is known.
 
 python -m bench.engine [--cases NAME ...] [--repeats 1] [--page-size 16 ...] [--json FILE]
-                       [--plot FILE] [--profile NAME ...] [--sampling [NAME ...]]
-                       [--sampled-case NAME] [--precisions NAME ...]
+                       [--profile NAME ...] [--sampling [NAME ...]] [--sampled-case NAME]
+                       [--precisions NAME ...] [--model FOLDER] [--ranks N]
 
 Dummy weights (the speed does not depend on them), random token ids, greedy, lengths forced, no
 prefix cache. Before the cases, ten seconds of matrix products measure what the chip sustains.
@@ -12,9 +12,9 @@ from the first submission to the last token. `floor` is what the rates of the li
 products' operations at 653 TFLOP/s or their bytes at the measured rate of small batches, KV at
 3.7 TB/s, attention over prompts at 520 TFLOP/s, summed, on one H200. `--sampling` runs 256 x
 (128 + 512) again with each sampling option in all rows; `--page-size` takes several, and runs all
-once for each, and so does `--precisions`; `target`, `floor` and `vllm` are those of bf16. `vllm` is
-vLLM 0.25.1 on one H200 (max_num_seqs 256, max_num_batched_tokens 8192, FlashAttention-3, CUDA
-graphs).
+once for each, and so does `--precisions`. `target`, `floor` and `vllm` are those of the 8B shape in
+bf16 on one GPU, whatever `--model` and `--ranks` (GPUs of this host) say. `vllm` is vLLM 0.25.1 on
+one H200 (max_num_seqs 256, max_num_batched_tokens 8192, FlashAttention-3, CUDA graphs).
 """
 
 from __future__ import annotations
@@ -144,13 +144,17 @@ class Watch:
 
 
 def run_case(
-    engine: Engine, case: Case, seed: int, sampling: SamplingParams = GREEDY
+    engine: Engine,
+    case: Case,
+    seed: int,
+    sampling: SamplingParams = GREEDY,
+    watch: Watch | None = None,
 ) -> tuple[float, Watch]:
-    """Seconds from the first submission to the last token."""
+    """Seconds from the first submission to the last token, and what `watch` saw meanwhile."""
     rng = np.random.default_rng(seed)
     vocab = engine.model.vocab_size
     prompts = rng.integers(3, vocab, (case.prompts, case.prompt_tokens), dtype=np.int32)
-    watch = Watch(case.prompts)
+    watch = watch or Watch(case.prompts)
     stop = StopRules(case.output_tokens, ignore_eos=True)
     begin = time.perf_counter()
     for i, prompt in enumerate(prompts):
@@ -273,7 +277,8 @@ def report(outcome: Outcome) -> str:
 def run_all(arguments: argparse.Namespace, precision: str, page_size: int) -> dict[str, Any]:
     """Every case on one engine; prints the table, returns what it says."""
     print(f"{precision}, pages of {page_size}")
-    engine = build(arguments, page_size, options=PRECISIONS[precision])
+    options = {"tp": arguments.ranks, **PRECISIONS[precision]}
+    engine = build(arguments, page_size, arguments.model, options)
     print(
         f"{'page ' + str(page_size):>14} {'rate':>10} {'target':>10} {'vllm':>10} {'floor':>10}"
         f" {'/vllm':>6} {'steps':>6} {'p50 ms':>9} {'p99 ms':>9} {'cpu ms':>7}"
@@ -303,39 +308,6 @@ def run_sampling(engine: Engine, arguments: argparse.Namespace) -> dict[str, flo
         step = f"{outcome.step_p50_ms:9.2f} ms, {outcome.cpu_per_step_ms:.2f} ms of CPU a step"
         print(f"{name:>16} {outcome.rate:10,.1f} {step}", flush=True)
     return rates
-
-
-def plot(runs: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Bars of what was reached, as a share of the floor; a line where vLLM is."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    names = [case["case"] for case in runs[0]["cases"]]
-    figure, axes = pyplot.subplots(figsize=(9, 0.45 * len(names) * len(runs) + 1.5))
-    height = 0.8 / len(runs)
-    for index, run in enumerate(runs):
-        at = np.arange(len(names)) + (index - (len(runs) - 1) / 2) * height
-        shares = [case["rate"] / case["floor"] for case in run["cases"]]
-        bars = axes.barh(
-            at,
-            shares,
-            0.9 * height,
-            label=f"Baton, {run['precision']}, pages of {run['page_size']}",
-        )
-        axes.bar_label(bars, [f"{share:.0%}" for share in shares], padding=3, fontsize=8)
-    peer = [case["vllm"] / case["floor"] for case in runs[0]["cases"]]
-    axes.vlines(peer, np.arange(len(names)) - 0.42, np.arange(len(names)) + 0.42, "k", label="vLLM")
-    axes.axvline(1, color="grey", linestyle=":")
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.15)
-    axes.set_xlabel("share of what the libraries' measured rates allow")
-    axes.set_title(title, fontsize=10)
-    axes.legend(loc="lower left", fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
 
 
 def free_memory() -> None:
@@ -368,10 +340,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sampling", nargs="*", default=None, choices=list(SAMPLING))
     parser.add_argument("--sampled-case", default="decode-256", choices=list(CASES))
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--model", type=Path, default=SHAPE)
+    parser.add_argument("--ranks", type=int, default=1)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.error("this measures a GPU, and there is none; on a CPU: python -m bench.throughput")
+        parser.error("this measures a GPU, and there is none")
     if arguments.sampling is not None:
         arguments.sampling = arguments.sampling or list(SAMPLING)
     else:
@@ -384,8 +357,7 @@ def main() -> None:
     arguments = parse()
     sustained = sustained_tflops(arguments.matmul_seconds)
     device = torch.cuda.get_device_name()
-    title = f"{device}, torch {torch.__version__}, {sustained:.0f} TFLOP/s sustained"
-    print(title)
+    print(f"{device}, torch {torch.__version__}, {sustained:.0f} TFLOP/s sustained")
     runs = []
     for precision, page_size in itertools.product(arguments.precisions, arguments.page_size):
         runs.append(run_all(arguments, precision, page_size))
@@ -393,8 +365,6 @@ def main() -> None:
     about = {"sustained_tflops": sustained, "sequences": arguments.sequences,
              "step_tokens": arguments.step_tokens, "runs": runs}  # fmt: skip
     write_json(arguments.json, about)
-    if arguments.plot:
-        plot(runs, title, arguments.plot)
 
 
 if __name__ == "__main__":

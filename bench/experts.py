@@ -1,17 +1,13 @@
 """Models with experts on a GPU: tokens a second, experts read a step, and TB/s over them.
 
 python -m bench.experts [--shapes NAME ...] [--precisions NAME ...] [--cases NAME ...]
-                        [--repeats 1] [--json FILE] [--tiles FILE] [--profile]
-                        [--late MODULE ...]
+                        [--repeats 1] [--json FILE] [--profile]
                         and the options of engines of bench.engine
 
 As `bench.engine`: dummy weights, random token ids, greedy, lengths forced, no prefix cache. Rows
 and layers get experts that were drawn at random before the engine was built: dummy weights may send
 all rows to the same experts, and then few are read. The router's product is computed, too.
-`--tiles` is a file of `bench.expert_tiles`: products are cut by the fastest tiles in it, to see
-what they bring. `--late` names modules of `engine.cuda`, such as `experts.one_row`, whose kernels
-start when the one before has ended, and let none start early: to see what that brings. `--profile`
-prints, after a shape's cases, where the device's time goes in each.
+`--profile` prints, after a shape's cases, where the device's time goes in each.
 
 `experts` is how many of a layer's experts a step of that many rows takes, on average. `TB/s` is the
 weights of those in all layers by the median time of a step, in which attention, head and all else
@@ -22,12 +18,10 @@ is no bound.
 from __future__ import annotations
 
 import argparse
-import importlib
 import itertools
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 from unittest import mock
@@ -36,16 +30,13 @@ import torch
 from torch import Tensor
 
 from bench.engine import Case, add_engine_options, build, free_memory, measure, profile
-from bench.harness import read_json, write_json
+from bench.harness import write_json
 from engine.cuda import feed_forward
-from engine.cuda.experts import products
-from engine.cuda.experts.cutting import Tiles
 from engine.cuda.experts.routing import route
 from engine.model.config import ExpertsConfig
 from engine.model.decoder import Model
 from engine.model.experts.config import Routing
 from engine.model.experts.routing import Chosen
-from engine.model.experts.stacked import Stacked
 from engine.model.experts.weights import ExpertWeights
 from engine.model.families import read_config
 from engine.model.precision.choice import Precision
@@ -137,45 +128,12 @@ def even_routing(experts: int, step_tokens: int, device: str = "cuda") -> Iterat
         yield
 
 
-@contextmanager
-def tiles_from(path: Path | None, shape: str, precision: str) -> Iterator[None]:
-    """Products are cut as was fastest for the next larger number of tokens that was measured."""
-    found: dict[tuple[int, int], tuple[float, Tiles]] = {}
-    for row in read_json(path) if path else ():
-        if (row["shape"], row["precision"]) == (shape, precision):
-            key, each = (row["outputs"], row["tokens"]), Tiles(*row["tiles"])
-            found[key] = min(found.get(key, (math.inf, each)), (row["us"], each))
-    usual = products.tiles_of
-
-    def chosen(weights: Stacked, tokens: int, pairs: int) -> Tiles:
-        known = [count for outputs, count in found if outputs == weights.shape[1]]
-        fits = [count for count in known if count >= tokens]
-        return found[weights.shape[1], min(fits)][1] if fits else usual(weights, tokens, pairs)
-
-    with mock.patch.object(products, "tiles_of", chosen if found else usual):
-        yield
-
-
-@contextmanager
-def late(modules: Sequence[str]) -> Iterator[None]:
-    """No kernel of these modules of `engine.cuda` starts early or lets another one do so."""
-    with ExitStack() as stack:
-        for name in modules:
-            module = importlib.import_module(f"engine.cuda.{name}")
-            stack.enter_context(mock.patch.object(module, "early", return_value=False))
-        yield
-
-
 def run_shape(arguments: argparse.Namespace, shape: str, precision: str) -> list[dict[str, Any]]:
     """All cases of a shape in a precision; prints a table and returns what it says."""
     cases = CASES[shape, precision]
     experts = experts_of(shape, PRECISIONS[precision])
     print(f"{shape}, {precision}")
-    with (
-        even_routing(experts.in_layer, arguments.step_tokens),
-        tiles_from(arguments.tiles, shape, precision),
-        late(arguments.late),
-    ):
+    with even_routing(experts.in_layer, arguments.step_tokens):
         engine = build(arguments, model=SHAPES / shape, options=PRECISIONS[precision])
         print(
             f"{'':>14} {'rate':>10} {'target':>10} {'vllm':>10} {'floor':>10} {'p50 ms':>8}"
@@ -229,8 +187,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="*", default=[])
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--tiles", type=Path)
-    parser.add_argument("--late", nargs="*", default=[], metavar="MODULE")
     parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():

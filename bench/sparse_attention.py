@@ -1,26 +1,23 @@
-"""What sparse attention costs in quality: perplexity, and whether a needle is found.
+"""What sparse attention costs in quality: the perplexity of a text, dense and by budget.
 
-python -m bench.sparse_attention [perplexity|needle] [--budgets N ...] [--segment N]
-    [--stride N] [--tokens N] [--lengths N ...]
-python -m bench.sparse_attention steps --help       what a step takes: `bench.sparse_steps`
+python -m bench.sparse_attention [--budgets N ...] [--segment N] [--stride N] [--tokens N]
+                                 [--model FOLDER]
 
 The steps are a worker's own (`TorchSteps` with the hook `quest` of `examples/hook-quest`), driven
 one by one. All budgets are rows of the same steps. The text is `bench/texts/long.txt`: Baton's own
 pages, as they were in November 2026.
 
-    perplexity  Segments lie in the text, one every `--stride` tokens. What lies before a segment is
-                a prompt. Each of its tokens is a decode row whose token is forced to be the text's.
-                All segments run in the same steps; with `--segment 8000 --stride 8000` there is
-                one, of the whole text. Dense figures are of the same tokens, in a prompt.
-    needle      A sentence with a number lies at some depth in the text, which is a prompt. A
-                question and the beginning of its answer are decoded. Then the number's tokens are
-                forced and scored. Found: each of them was the likeliest.
+Segments lie in the text, one every `--stride` tokens. What lies before a segment is a prompt. Each
+of its tokens is a decode row whose token is forced to be the text's. All segments run in the same
+steps; with `--segment 8000 --stride 8000` there is one, of the whole text. Dense figures are of
+the same tokens, in a prompt.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import math
 import sys
 import time
@@ -33,8 +30,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bench import sparse_steps
-from bench.sparse_steps import quest
 from engine.config import EngineConfig
 from engine.parts.building import load, torch_steps
 from engine.parts.paging import make_pages
@@ -47,11 +42,15 @@ TEXT_SHA256 = "04f8e76d0fa62c91b86e912ba2229ac41c59d93a9c37cd00ac1f7fe5f8a11b36"
 TOKENS, PROMPT, CHUNK, PAGE = 8000, 1024, 512, 16
 SEGMENT, STRIDE = 256, 2048
 BUDGETS = (512, 1024)
-LENGTHS = (2048, 4096, 8000)
-DEPTHS = (0.1, 0.5, 0.9)
-CITIES = ("Trondheim", "Ljubljana", "Valparaiso")
-DENSE = 0
+QUEST = Path(__file__).parents[1] / "examples" / "hook-quest"
 Ints = NDArray[np.int32]
+
+
+def quest() -> Any:
+    """The hook of `examples/hook-quest`."""
+    if str(QUEST) not in sys.path:
+        sys.path.insert(0, str(QUEST))
+    return importlib.import_module("baton_quest").make({})
 
 
 class Rig:
@@ -70,7 +69,7 @@ class Rig:
         device = torch.device("cpu")
         loaded = load(config, device, collective=Alone())
         pools = make_pages(pages, config, loaded, device)
-        self._steps = torch_steps(config, loaded, pools, [quest({})])
+        self._steps = torch_steps(config, loaded, pools, [quest()])
         self._model = loaded.model
         self._number = 0
 
@@ -157,12 +156,6 @@ def _pages(first: int, count: int) -> Ints:
     return np.arange(first, first + count, dtype=np.int32)
 
 
-def _tables(rows: int, shared: int, count: int) -> Ints:
-    """[R, count]: `shared` pages that all rows have, then those of each row."""
-    own = [_pages(1 + count + row * count, count)[shared:] for row in range(rows)]
-    return np.stack([np.concatenate([_pages(1, shared), each]) for each in own])
-
-
 def text(tokenizer: Any) -> list[int]:
     """The text in token ids.
 
@@ -174,9 +167,6 @@ def text(tokenizer: Any) -> list[int]:
         raise ValueError(f"{TEXT} is another text than the one whose figures are kept")
     ids: list[int] = tokenizer(content.decode())["input_ids"]
     return ids
-
-
-# -- perplexity -----------------------------------------------------------------------------------
 
 
 class Segment(NamedTuple):
@@ -246,112 +236,22 @@ def _print_perplexities(dense: Tensor, lost: Tensor, budgets: Sequence[int]) -> 
         )
 
 
-# -- needles --------------------------------------------------------------------------------------
-
-
-class Needle(NamedTuple):
-    """A prompt with a needle, and what follows it."""
-
-    prompt: list[int]
-    question: list[int]
-    answer: list[int]
-
-
-def needle_at(tokenizer: Any, ids: Sequence[int], length: int, index: int) -> Needle:
-    """The text cut to `length` tokens in all, with a needle at one of `DEPTHS`."""
-    city, number = CITIES[index], str(4127 + 911 * index)
-    says = f"The secret number of the harbour of {city} is"
-
-    def tokens(words: str) -> list[int]:
-        found: list[int] = tokenizer(words)["input_ids"]
-        return found
-
-    hidden = tokens(f"\n\n{says} {number}.\n\n")
-    question = tokens(
-        f"\n\nQuestion: What is the secret number of the harbour of {city}?\nAnswer: {says}"
-    )
-    answer = tokens(f" {number}")
-    room = (length - len(question) - len(answer) - len(hidden)) // PAGE * PAGE
-    room -= len(hidden) % PAGE  # The prompt fills whole pages.
-    at = int(DEPTHS[index] * room)
-    return Needle([*ids[:at], *hidden, *ids[at:room]], question, answer)
-
-
-def needles(
-    model: Path, tokenizer: Any, ids: Sequence[int], lengths: Sequence[int], budgets: Sequence[int]
-) -> None:
-    """Prints, for each length and budget, how many needles are found, and how likely they are."""
-    count = -(-(max(lengths) + PAGE) // PAGE)
-    every = [DENSE, *budgets]
-    rig = Rig(model, len(every), max(lengths) + PAGE)
-    print(f"| tokens | {' | '.join(_name(budget) for budget in every)} |", flush=True)
-    print("|---|" + "---|" * len(every), flush=True)
-    for length in lengths:
-        results = [
-            _find(rig, needle_at(tokenizer, ids, length, index), count, every)
-            for index in range(len(DEPTHS))
-        ]
-        cells = []
-        for column in range(len(every)):
-            found = sum(result[column][0] for result in results)
-            likely = math.exp(sum(result[column][1] for result in results) / len(results))
-            cells.append(f"{found} of {len(results)}, p {likely:.2g}")
-        print(f"| {length} | {' | '.join(cells)} |", flush=True)
-
-
-def _name(budget: int) -> str:
-    return f"reads {budget}" if budget else "reads all"
-
-
-def _find(rig: Rig, needle: Needle, count: int, budgets: Sequence[int]) -> list[tuple[bool, float]]:
-    """For each budget whether the needle is found, and log p of its number."""
-    full = len(needle.prompt) // PAGE
-    tables = _tables(len(budgets), full, count)
-    rig.prefill(needle.prompt[: full * PAGE], tables[0])
-    follows = [*needle.prompt[full * PAGE :], *needle.question]
-    found, log_p = [True] * len(budgets), [0.0] * len(budgets)
-    start = full * PAGE
-    for offset, token in enumerate([*follows, *needle.answer[:-1]]):
-        rows = len(budgets)
-        places = np.full(rows, start + offset)
-        logits = rig.decode(np.full(rows, token, np.int32), places, tables, budgets)
-        wanted = offset - len(follows) + 1
-        if wanted < 0:
-            continue
-        expected = needle.answer[wanted]
-        for row, each in enumerate(logits.log_softmax(-1)):
-            found[row] &= int(each.argmax()) == expected
-            log_p[row] += float(each[expected])
-    return list(zip(found, log_p, strict=True))
-
-
 def main() -> None:
     """Prints the tables."""
-    if sys.argv[1:2] == ["steps"]:
-        sparse_steps.main(sys.argv[2:])
-        return
     from transformers import AutoTokenizer
 
     from serving.models import demo_model
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("what", nargs="?", choices=("perplexity", "needle"))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, help="folder of a checkpoint; else SmolLM2")
     parser.add_argument("--budgets", type=int, nargs="+", default=BUDGETS)
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--segment", type=int, default=SEGMENT)
     parser.add_argument("--stride", type=int, default=STRIDE)
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     given = parser.parse_args()
     model = given.model or demo_model.ensure()
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    ids = text(tokenizer)
-    if given.what != "needle":
-        perplexity(model, ids[: given.tokens], given.budgets, given.segment, given.stride)
-    if given.what != "perplexity":
-        needles(model, tokenizer, ids, given.lengths, given.budgets)
+    ids = text(AutoTokenizer.from_pretrained(model))
+    perplexity(model, ids[: given.tokens], given.budgets, given.segment, given.stride)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """What verifying drafts brings one engine on a GPU, in turns with an engine without.
 
     python -m bench.speculation [--precisions bf16 fp8] [--cases NAME ...] [--repeats 5]
-                                [--copying] [--profile] [--json FILE]
+                                [--copying] [--profile] [--json FILE] and the options of engines
+                                of bench.engine
 
 Dummy weights of the 8B shape, greedy, lengths forced, three drafts a row. Random weights accept
 nothing, so `debug.synthetic_acceptance` accepts each draft with a probability: the device does all
@@ -19,73 +20,51 @@ from the first token of the last sequence to the end of the first sequence. `x` 
 from __future__ import annotations
 
 import argparse
-import gc
-import json
 import statistics
-import threading
-import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-import torch
-
-from engine.bounds import UNBOUNDED
-from engine.config import EngineConfig
+from bench.engine import PRECISIONS, Case, Watch, add_engine_options, free_memory, profile, run_case
+from bench.engine import build as build_engine
+from bench.harness import write_json
 from engine.engine import Engine
 from engine.step.plan import StepPlan, StepResult
-from engine.types import (
-    Event,
-    NewTokens,
-    Request,
-    RequestFailed,
-    SamplingParams,
-    SequenceEnded,
-    StopRules,
-)
+from engine.types import Event, NewTokens, SequenceEnded
 
-SHAPE: Final = Path(__file__).parent / "shapes" / "llama-8b"
-PRECISIONS: Final[dict[str, dict[str, Any]]] = {
-    "bf16": {},
-    "fp8": {"quantization": "fp8"},
-    "fp8+kv": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
+CASES: Final = {
+    "1": Case(1, 128, 256, 0, 0, 0),
+    "64": Case(64, 1024, 256, 0, 0, 0),
+    "256": Case(256, 128, 256, 0, 0, 0),
 }
-CASES: Final = {"1": (1, 128, 256), "64": (64, 1024, 256), "256": (256, 128, 256)}
-"""Rows, tokens of prompts, of outputs."""
 ALPHAS: Final = (0.8, 0.6)
 DRAFTS: Final = 3
 COPIED: Final = 7
 COPYING: Final = 0.97
 KV_TOKENS: Final = 110_000
+"""Of each of the two engines."""
 
 
-class Watch:
-    """The sink of all requests of a run."""
+class DecodeWatch(Watch):
+    """Counts the tokens that come while all sequences decode, too."""
 
     def __init__(self, expected: int) -> None:
-        self.done = threading.Event()
-        self.failed = False
-        self._left, self._expected = expected, expected
+        super().__init__(expected)
+        self._expected = expected
         self._started: set[bytes] = set()
         self._all_started = self._first_end = 0.0
         self._tokens = 0
 
     def __call__(self, events: Sequence[Event]) -> None:
         """See `engine.types.Sink`."""
-        now = time.perf_counter()
+        super().__call__(events)
+        now = self.step_times[-1]
         for event in events:
             if isinstance(event, NewTokens):
                 self._count(event, now)
-            if isinstance(event, RequestFailed):
-                self.failed = True
-            if isinstance(event, SequenceEnded | RequestFailed):
-                self._left -= 1
+            if isinstance(event, SequenceEnded):
                 self._first_end = self._first_end or now
-        if self._left == 0:
-            self.done.set()
 
     def _count(self, event: NewTokens, now: float) -> None:
         if not self._all_started:
@@ -141,25 +120,17 @@ class One:
         """Learns nothing."""
 
 
-def build(precision: str, drafts: int, sequences: int = 256) -> Engine:
-    """An engine, ready; 0 drafts: without."""
-    begin = time.perf_counter()
+def build(arguments: argparse.Namespace, precision: str, drafts: int, few: bool = False) -> Engine:
+    """An engine, ready; 0 drafts: without. `few`: for one row."""
     options: dict[str, Any] = dict(PRECISIONS[precision])
+    options |= {"num_pages": 600 if few else KV_TOKENS // 16, "max_context_tokens": 8192}
+    if few:
+        options["max_sequences"] = 4
     if drafts:
         options |= {
             "speculation": "suffix", "draft_tokens": drafts, "synthetic_acceptance": ALPHAS[0]
         }  # fmt: skip
-    config = EngineConfig(
-        model=str(SHAPE), load_format="dummy", device="cuda", max_sequences=sequences,
-        max_step_tokens=8192, mixed_prefill_tokens=UNBOUNDED, prefix_cache=False,
-        num_pages=KV_TOKENS // 16 if sequences > 8 else 600, max_context_tokens=8192, **options,
-    )  # fmt: skip
-    engine = Engine.build(config)
-    engine.start()
-    memory = torch.cuda.memory_reserved() / 2**30
-    seconds = time.perf_counter() - begin
-    print(f"{precision}, {drafts} drafts: ready in {seconds:.1f} s, {memory:.1f} GiB", flush=True)
-    return engine
+    return build_engine(arguments, options=options)
 
 
 def drafting(engine: Engine) -> Any:
@@ -174,21 +145,11 @@ def accept(engine: Engine, alpha: float) -> None:
     executor._drawing._drafting = executor._drafting
 
 
-def run(engine: Engine, case: tuple[int, int, int], seed: int) -> tuple[float, float]:
+def run(engine: Engine, case: Case, seed: int) -> tuple[float, float]:
     """Tokens a second of the whole run, and the decode rate."""
-    rows, prompt_tokens, output_tokens = case
-    rng = np.random.default_rng(seed)
-    vocab = engine.model.vocab_size
-    prompts = rng.integers(3, vocab, (rows, prompt_tokens), dtype=np.int32)
-    watch, stop = Watch(rows), StopRules(output_tokens, ignore_eos=True)
-    begin = time.perf_counter()
-    for i, prompt in enumerate(prompts):
-        identity = seed.to_bytes(8, "big") + i.to_bytes(8, "big")
-        params = replace(SamplingParams(temperature=0.0), seed=i + 1000 * seed)
-        engine.submit(Request(identity, prompt, params, stop), watch)
-    assert watch.done.wait(300), "a run took more than five minutes"
-    assert not watch.failed, "a request failed"
-    return rows * output_tokens / (time.perf_counter() - begin), watch.decode_rate
+    watch = DecodeWatch(case.prompts)
+    seconds = run_case(engine, case, seed, watch=watch)[0]
+    return case.counted_tokens / seconds, watch.decode_rate
 
 
 def compare(
@@ -239,9 +200,9 @@ def line(figure: dict[str, Any]) -> str:
     )
 
 
-def copying(precision: str, off: Engine, repeats: int) -> dict[str, Any]:
+def copying(arguments: argparse.Namespace, precision: str, off: Engine) -> dict[str, Any]:
     """One row whose answer copies its prompt."""
-    engine = build(precision, COPIED, sequences=4)
+    engine, repeats = build(arguments, precision, COPIED, few=True), arguments.repeats
     accept(engine, COPYING)
     steps, rates = Steps(engine), []
     for repeat in range(-1, repeats):
@@ -260,24 +221,10 @@ def copying(precision: str, off: Engine, repeats: int) -> dict[str, Any]:
     return figure
 
 
-def profile(engine: Engine, name: str) -> str:
-    """The kernels of a case, by time."""
-    rows, prompt, _ = CASES[name]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        run(engine, (rows, prompt, 64), 7)
-        torch.cuda.synchronize()
-    averages = sorted(profiler.key_averages(), key=lambda e: -e.self_device_time_total)
-    lines = [
-        f"{e.self_device_time_total / 1e3:9.1f} ms {e.count:6d} x"
-        f" {e.self_device_time_total / e.count:7.1f} us  {e.key[:100]}"
-        for e in averages[:22]
-    ]
-    return "\n".join([f"kernels of {name}:", *lines])
-
-
 def main() -> None:
     """Measures what is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_engine_options(parser)
     parser.add_argument("--precisions", nargs="+", default=["bf16"], choices=list(PRECISIONS))
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--repeats", type=int, default=5)
@@ -285,46 +232,40 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("this measures a GPU, and there is none")
     figures: list[dict[str, Any]] = []
-    times: dict[str, Any] = {}
     for precision in arguments.precisions:
-        off, on = build(precision, 0), build(precision, DRAFTS)
+        off, on = build(arguments, precision, 0), build(arguments, precision, DRAFTS)
         steps = Steps(on)
-        captured = drafting(on).step_times.items()
-        times[precision] = [[*shape[:1], shape.width, shape.differ, s] for shape, s in captured]
-        for rows in (1, 8, 64, 256):
-            own = {w: 1e3 * s for r, w, differ, s in times[precision] if r == rows and differ}
-            print(
-                f"captured, {rows} rows: " + ", ".join(f"{w}: {own[w]:.3f} ms" for w in sorted(own))
-            )
+        print_captured(on)
         for name in arguments.cases:
             figures += compare(precision, name, off, on, steps, arguments.repeats)
-            if arguments.json:
-                about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-                found = about | {"figures": figures, "captured": times}
-                arguments.json.write_text(json.dumps(found, indent=1))
+            write_json(arguments.json, figures)
             if arguments.profile and name != "256":
                 accept(on, ALPHAS[0])
-                print(profile(on, name), flush=True)
+                print(profile(on, name, rows=22, cases=CASES), flush=True)
         on.stop()
         del on, steps
-        gc.collect()
-        torch.cuda.empty_cache()
+        free_memory()
         if arguments.copying:
-            figures.append(copying(precision, off, arguments.repeats))
+            figures.append(copying(arguments, precision, off))
         off.stop()
         del off
-        gc.collect()
-        torch.cuda.empty_cache()
+        free_memory()
     print(f"{'':>7} {'case':>5} {'way':>8} {'whole':>9} {'':>7} {'decode':>9} {'':>7} tokens width")
     for figure in figures:
         print(line(figure))
-    if arguments.json:
-        about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-        found = about | {"figures": figures, "captured": times}
-        arguments.json.write_text(json.dumps(found, indent=1))
+    write_json(arguments.json, figures)
+
+
+def print_captured(engine: Engine) -> None:
+    """The time of a step by rows and width, as it was measured while graphs were captured."""
+    for rows in (1, 8, 64, 256):
+        own = {
+            shape.width: 1e3 * seconds
+            for shape, seconds in drafting(engine).step_times.items()
+            if shape[0] == rows and shape.differ
+        }
+        print(f"captured, {rows} rows: " + ", ".join(f"{w}: {own[w]:.3f} ms" for w in sorted(own)))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ ITEMS_A_MASK: Final = 15_000
 """Most parser items that one mask may take. A schema with 150 optional properties needs up to
 14,000: 10,000 end 9 of 24 texts, 15,000 none. A grammar made to be ambiguous is stopped where a
 mask takes 0.2 s, which every row of the step waits for; with 25,000 that is 0.8 s
-(`bench.structure --fuel`, `tests/router/test_structure_fuel.py`)."""
+(`tests/router/test_structure_fuel.py`)."""
 LIMITS: Final = LLParserLimits(step_max_items=ITEMS_A_MASK, verbose_errors=False)
 """Fuel of a compilation and of each mask. Errors do not show the grammar. A router checks with the
 same (`router.structure.schema`)."""

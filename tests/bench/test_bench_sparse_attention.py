@@ -7,8 +7,6 @@ import pytest
 import torch
 from tiny_models import write_tiny_model
 
-from bench import sparse_steps
-from bench.harness import read_json
 from bench.sparse_attention import PAGE, Rig, Segment, _pages, _segment_tables
 
 
@@ -36,32 +34,3 @@ def test_rows_that_read_all_lose_what_a_prompt_loses(model):
         assert torch.allclose(lost[:, column], dense[segment.start : segment.end], atol=1e-4)
     for column, segment in ((0, segments[0]), (2, segments[1])):
         assert not torch.allclose(lost[:, column], dense[segment.start : segment.end], atol=1e-2)
-
-
-def test_the_steps_of_five_cases_take_turns(model, tmp_path, capsys):
-    shape = ["--rows", "3", "--context", "320", "--budget", "256", "--steps", "2", "--rounds", "2"]
-    told = tmp_path / "steps.json"
-    found = sparse_steps.main(
-        [*shape, "--model", str(model), "--device", "cpu", "--json", str(told)]
-    )
-    assert [row["hook"] for row in found] == [
-        "no hook",
-        "quest",
-        "quest eager",
-        "capturable",
-        "eager",
-    ]
-    assert {row["steps"] for row in found} == {4}
-    assert read_json(told)["cases"] == found
-    assert capsys.readouterr().out.count("\n| ") == 6
-
-
-def test_quest_narrows_the_rows_that_are_timed(model):
-    rig = sparse_steps.Rig(str(model), "cpu", rows=3, context=320, budget=256)
-    dense, _, *others = [case.executor.launch(case.plan).result(60) for case in rig.cases]
-    hooks = rig.cases[1].executor.steps.hooks
-    assert hooks.narrowed.rows.tolist() == [0, 1, 2]
-    assert hooks.narrowed.counts.tolist() == [16] * 3
-    for other in others:
-        assert other.tokens.tolist() == dense.tokens.tolist()
-    rig.stop()

@@ -52,10 +52,16 @@ def test_one_row_of_four_bits(precision, hidden, width, gate, dtype):
     check(precision, 1, hidden, width, gate=gate, dtype=dtype, experts=5)
 
 
+CUTS = [
+    (2, 512, 1), (4, 512, 1), (8, 512, 1), (16, 512, 1), (8, 512, 2), (16, 512, 2), (32, 512, 4),
+    (4, 1024, 1), (4, 1024, 2), (8, 1024, 2), (2, 2048, 4), (4, 2048, 4), (8, 2048, 4),
+]  # fmt: skip
+"""Outputs, bytes and warps of one row, which has a kernel of its own without stages."""
+
+
 @pytest.mark.parametrize("precision", FOUR_BITS)
 def test_every_cut_of_one_row_of_four_bits(precision):
     """An expert's product in float64 is that of each cut, and so is its gate's."""
-    from bench.expert_tiles import FOUR_BITS_ROW
     from engine.cuda.experts.cutting import Tiles
     from engine.cuda.experts.products import product
     from engine.cuda.experts.routing import activate, sort
@@ -68,7 +74,7 @@ def test_every_cut_of_one_row_of_four_bits(precision):
     known.weights.to("cuda")
     x = x.cuda()
     same = x[:1].expand(3, -1).contiguous()
-    for outputs, inputs, *others in FOUR_BITS_ROW:
+    for outputs, inputs, *others in CUTS:
         tiles = Tiles(outputs, inputs, 1, *others)
         got = product(x, known.weights, order, tiles=tiles)
         error = (got.cpu().double() - want).norm(dim=1) / want.norm(dim=1)

@@ -14,6 +14,7 @@ LOAD = """
 import json, re, sys, threading, time
 import torch
 from engine.model import load_model
+from engine.model.shard import Shard
 
 def resident():
     # Without pages of files: those of a checkpoint go when memory is needed.
@@ -21,7 +22,8 @@ def resident():
     return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", text)[1])
 
 def load(folder):
-    return load_model(folder, dtype=getattr(torch, sys.argv[2]), device=torch.device("cpu"))
+    dtype, shard = getattr(torch, sys.argv[2]), Shard(0, int(sys.argv[4]))
+    return load_model(folder, dtype=dtype, device=torch.device("cpu"), shard=shard)
 
 torch.set_num_threads(1)
 load(sys.argv[3])  # what is imported and built on the first use
@@ -57,14 +59,22 @@ def folders(tmp_path_factory) -> tuple[Path, Path]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_the_weights_are_in_memory_once(folders, dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "ranks"),
+    [
+        ("float32", 1),
+        pytest.param("float32", 2, marks=pytest.mark.slow),
+        pytest.param("bfloat16", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_the_weights_are_in_memory_once(folders, dtype, ranks) -> None:
+    """A rank of two has its half, and never more."""
     large, small = folders
-    command = [sys.executable, "-c", LOAD, str(large), dtype, str(small)]
+    command = [sys.executable, "-c", LOAD, str(large), dtype, str(small), str(ranks)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     found = json.loads(done.stdout)
     once = 1.25 * found["weights"] + 8e6  # a tensor on its way, the allocator's leftovers
-    assert found["weights"] > 40e6
+    assert found["weights"] > 40e6 / ranks
     assert 0.9 * found["weights"] < found["loaded"] < once
     assert found["loading"] < once, "while it is read"
     assert found["packing"] < once, "while it is packed"

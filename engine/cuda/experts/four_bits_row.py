@@ -56,8 +56,8 @@ def takes(weights: Stacked) -> bool:
 
 
 def tiles_of(weights: Stacked) -> Tiles:
-    """By shapes alone. Measured with gpt-oss-20b on an H200 (`bench.expert_tiles`). A program is a
-    warp, and many fit a processor. So while some wait for weights, others multiply."""
+    """By shapes alone. Measured with gpt-oss-20b on an H200 (`bench/history/experts.md`). A
+    program is a warp, and many fit a processor. So while some wait for weights, others multiply."""
     units = min(_BYTES * 2, triton.next_power_of_2(weights.inputs)) // UNIT
     return Tiles(8, units * UNIT // 2, 1, 1, 1)
 

@@ -46,9 +46,10 @@ _PROCESSORS: Final = 132
 
 
 def tiles_of(weights: Stacked, tokens: int, pairs: int) -> Tiles:
-    """By shapes alone. Measured with Qwen3-30B-A3B on an H200 (`bench.expert_tiles`), in bf16 and
-    FP8: of 18 ways to cut a product none is more than a twentieth faster, for 64 and 256 tokens.
-    Rows are for one and a half times the mean: experts with more read their weights twice."""
+    """By shapes alone. Measured with Qwen3-30B-A3B on an H200 (`bench/history/experts.md`), in
+    bf16 and FP8: of 18 ways to cut a product none is more than a twentieth faster, for 64 and 256
+    tokens. Rows are for one and a half times the mean: experts with more read their weights
+    twice."""
     experts, outputs, _ = weights.shape
     each = pairs / min(pairs, experts)
     if tokens == 1 and four_bits_row.takes(weights):

@@ -14,7 +14,7 @@ from engine.cuda.ranks import kernels
 
 TWO_SHOTS_BYTES: Final = 64 << 10
 """From this size of a sum on there are two shots, with more than two ranks. Two ranks read no more
-with one shot, which is faster at all sizes that were measured, up to 16 MiB (`bench.ranks`)."""
+with one shot, which is faster at all sizes that were measured, up to 16 MiB (`bench/README.md`)."""
 MOST_PROGRAMS: Final = 128
 """One for each processor of a large GPU."""
 SIGNAL_BYTES: Final = 8
