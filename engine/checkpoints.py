@@ -14,7 +14,10 @@ from engine.gguf_header import MOST_HEADER_BYTES, read_gguf
 from engine.gguf_header import CheckpointError as CheckpointError
 
 _HEADER_LENGTH_BYTES = 8
-_EMBEDDINGS = ("model.embed_tokens.weight", "embed_tokens.weight", "token_embd.weight")
+_EMBEDDINGS = (
+    *("model.embed_tokens.weight", "embed_tokens.weight", "token_embd.weight"),
+    "backbone.embeddings.weight",
+)
 """Names of the embedding in safetensors and GGUF."""
 _HEADS = ("lm_head.weight", "output.weight")
 

@@ -218,6 +218,12 @@ MAMBA: dict[str, Any] = {
     "shared_intermediate_size": 96, "attention_multiplier": 0.1, "embedding_multiplier": 3.0,
     "residual_multiplier": 0.5, "logits_scaling": 0.5,
 }  # fmt: skip
+NEMOTRON: dict[str, Any] = {
+    "family": "nemotron_h", "head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 16,
+    "ssm_state_size": 12, "n_groups": 2, "time_step_min": 0.6, "n_routed_experts": 8,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True,
+    "moe_shared_expert_intermediate_size": 48, "routed_scaling_factor": 1.5,
+}  # fmt: skip
 HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_next": HYBRID | QWEN_MIXTURE | {
         "family": "qwen3_next", "decoder_sparse_step": 1, "norm_topk_prob": True,
@@ -229,6 +235,10 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "granite4_experts": MAMBA | {
         "num_local_experts": 8, "num_experts_per_tok": 3, "mamba_n_groups": 2,
         "mamba_proj_bias": True, "position_embedding_type": "rope",
+    },
+    "nemotron_h": NEMOTRON | {"hybrid_override_pattern": "-M-M*-", "mlp_bias": True},
+    "nemotron_h_experts": NEMOTRON | {
+        "hybrid_override_pattern": "ME*-M", "moe_latent_size": 40, "n_group": 2, "use_bias": True,
     },
     "qwen3_5_images": {
         "family": "qwen3_5", "layers": 3, "vision": QWEN_VISION,

@@ -3,7 +3,7 @@ a backend of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from engine.step.attention import AttentionBackend, AttentionBatch, StepAttentio
 class GroupedAttention:
     """`StepAttention` over the backends of the groups."""
 
-    def __init__(self, backends: Sequence[StepAttention], places: Sequence[Place]) -> None:
+    def __init__(self, backends: Sequence[StepAttention], places: Mapping[int, Place]) -> None:
         """`places`: by layer of the model."""
         self.name = backends[0].name
         self.backends = backends
@@ -62,7 +62,7 @@ Member = PagedAttention | ShortConvBackend
 class PagedGroups:
     """`PagedAttention` of each group, or its convolutions, by layer of the model."""
 
-    def __init__(self, members: Sequence[Member], places: Sequence[Place]) -> None:
+    def __init__(self, members: Sequence[Member], places: Mapping[int, Place]) -> None:
         """`places`: by layer of the model."""
         self.members = members
         self._places = places
@@ -113,7 +113,7 @@ class PagedGroups:
 
 
 def paged_groups(
-    backends: Sequence[AttentionBackend], places: Sequence[Place]
+    backends: Sequence[AttentionBackend], places: Mapping[int, Place]
 ) -> PagedGroups | None:
     """The backends of all groups as one; None: one does not read pages by kernels."""
     paged = [backend for backend in backends if isinstance(backend, Member)]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from engine.model import ModelConfig
+from engine.model.config import ExpertsConfig, MlpConfig, ModelConfig
 from engine.model.mixers.config import AttentionConfig, DeltaConfig, MambaConfig
 
 
 def obstacle(config: ModelConfig) -> str:
     """Which feature of a model has no fused kernels; empty: none."""
     for layer in dict.fromkeys(config.layers):
-        own = layer.mixer
+        own, forward = layer.mixer, layer.feed_forward
+        squares = isinstance(forward, ExpertsConfig) and forward.gate.squared
+        if squares or isinstance(forward, MlpConfig):
+            return "a feed-forward without a gate"
         if isinstance(own, DeltaConfig):
             return "linear attention"
         if isinstance(own, MambaConfig):

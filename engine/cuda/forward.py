@@ -25,7 +25,7 @@ from engine.model import Model
 from engine.model.decoder import Input, Layer
 from engine.model.experts.beside import Beside
 from engine.model.experts.layer import Experts
-from engine.model.feed_forward import Gated
+from engine.model.feed_forward import Gated, Mlp
 from engine.model.linear import RmsNorm
 from engine.model.mixers.base import Mixer
 from engine.model.precision.rounding import Rounding
@@ -150,6 +150,7 @@ def _parts_of(layer: Layer, fuse: Callable[[Mixer], FusedMixer]) -> Iterator[_Pa
         # Two that read the same round it for themselves.
         reader = None if is_parallel else mixer.reader
         found.append(_Part(layer.index, layer.before_mixer, reader, mixer, layer.after_mixer))
+    assert not isinstance(own, Mlp), "`features.obstacle` names those"
     if own is not None:
         before, reader = layer.before_feed_forward, feed_forward.reader_of(own)
         if is_parallel:

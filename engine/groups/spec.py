@@ -12,7 +12,7 @@ Group 0 keeps all tokens. Hooks, tiers, the load report and the router mean its 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -103,18 +103,20 @@ class GroupSpec:
         return self.units * self.unit_bytes
 
 
-def split_layers(lives: Sequence[int | State | None]) -> tuple[tuple[Kind, tuple[int, ...]], ...]:
+def split_layers(
+    lives: Mapping[int, int | State | None],
+) -> tuple[tuple[Kind, tuple[int, ...]], ...]:
     """The groups of a model, the one of all tokens first, with the layers of each.
 
     Args:
-        lives: for each layer the tokens that a position sees, or its state; None: all tokens. Where
-            no layer sees all of them, the layers are one group, which keeps all tokens.
+        lives: by layer, the tokens that a position sees, or its state; None: all tokens. Where no
+            layer sees all of them, the layers are one group, which keeps all tokens.
     """
     found: dict[int | State | None, list[int]] = {None: []}
-    for layer, life in enumerate(lives):
+    for layer, life in lives.items():
         found.setdefault(life, []).append(layer)
     if not found[None]:
-        return ((Full(), tuple(range(len(lives)))),)
+        return ((Full(), tuple(lives)),)
     return tuple((_kind_of(life), tuple(layers)) for life, layers in found.items())
 
 

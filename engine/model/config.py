@@ -59,8 +59,29 @@ class GatedConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class MlpConfig:
+    """A feed-forward of two products: down(relu(up)^2)."""
+
+    width: int
+    bias: bool = False
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
+
+
+class Reduced(NamedTuple):
+    """Experts read and give fewer numbers than layers have, between two products of all tokens
+    (Nemotron 3)."""
+
+    size: int
+    before: str
+    """Module of the checkpoint whose product experts read."""
+    after: str
+    """Module of the product of what they give."""
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """Gated feed-forwards, a few of which each token takes."""
+    """Feed-forwards, a few of which each token takes."""
 
     width: int
     """Width of an expert."""
@@ -69,12 +90,13 @@ class ExpertsConfig:
     router_bias: bool = False
     bias: bool = False
     """Gate, up and down of an expert have biases."""
-    shared: GatedConfig | None = None
+    shared: GatedConfig | MlpConfig | None = None
     """An expert that all tokens take."""
     shared_gate: str | None = None
     """Module whose product with a token, by sigmoid, is the factor of the shared expert's output;
     None: 1."""
     names: ExpertNames = USUAL_NAMES
+    reduced: Reduced | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +116,7 @@ class BesideConfig:
     """Tensor of a factor for each expert."""
 
 
-FeedForwardConfig = GatedConfig | ExpertsConfig | BesideConfig
+FeedForwardConfig = GatedConfig | MlpConfig | ExpertsConfig | BesideConfig
 """What stands behind the mixer in a layer. See `engine.model.feed_forward`."""
 
 
@@ -152,6 +174,8 @@ class ModelConfig:
     body: str = "model"
     """Module of the checkpoint that has embedding, layers and the last norm."""
     head: str = "lm_head"
+    embedding: str = "embed_tokens"
+    """Module of the body that has a row for each token of the vocabulary."""
     last_norm: str = "norm"
     """Module of the body behind the last layer."""
     unread: tuple[Unread, ...] = ()
@@ -198,6 +222,7 @@ _NAMES = (
     ("model", "lm_head"),
     ("model.language_model", "lm_head"),
     ("language_model.model", "language_model.lm_head"),
+    ("backbone", "lm_head"),
 )
 """Body and head of checkpoints. The later ones have something beside a text part."""
 

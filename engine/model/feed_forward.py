@@ -21,6 +21,7 @@ from engine.model.config import (
     ExpertsConfig,
     FeedForwardConfig,
     GatedConfig,
+    MlpConfig,
     ModelConfig,
 )
 from engine.model.experts.beside import Beside
@@ -73,20 +74,48 @@ class Gated(nn.Module):
         yield from of_linear(self.down, form, shard)
 
 
+class Mlp(nn.Module):
+    """down(relu(up)^2) (So et al. 2021, "Primer")."""
+
+    def __init__(self, config: ModelConfig, index: int, own: MlpConfig, build: Build) -> None:
+        super().__init__()
+        parts = build.shard.gated_parts(config, index, own)
+        self.up = Linear(parts.gate_up, own.bias, build)
+        self.down = Linear(parts.down, own.bias, build)
+        self._collective = build.collective
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See `FeedForward`."""
+        return self._collective.all_reduce(self.down(F.relu(self.up(x)).square()))
+
+    def places(self, form: Format | None, shard: Shard) -> Iterator[Place]:
+        """See `FeedForward`."""
+        yield from of_linear(self.up, form, shard)
+        yield from of_linear(self.down, form, shard)
+
+
 def feed_forward(
     config: ModelConfig, index: int, own: FeedForwardConfig, build: Build
-) -> Gated | Experts | Beside:
+) -> Gated | Mlp | Experts | Beside:
     """The feed-forward of layer `index`."""
-    if isinstance(own, GatedConfig):
-        return Gated(config, index, own, build)
+    if isinstance(own, GatedConfig | MlpConfig):
+        return _plain(config, index, own, build)
     if isinstance(own, BesideConfig):
         gated = Gated(config, index, own.gated, build)
         return Beside(config, index, own, build, gated, _experts(config, index, own.experts, build))
     return _experts(config, index, own, build)
 
 
+def _plain(
+    config: ModelConfig, index: int, own: GatedConfig | MlpConfig, build: Build
+) -> Gated | Mlp:
+    if isinstance(own, MlpConfig):
+        return Mlp(config, index, own, build)
+    return Gated(config, index, own, build)
+
+
 def _experts(config: ModelConfig, index: int, own: ExpertsConfig, build: Build) -> Experts:
     shared = None
     if own.shared is not None:
-        shared = Gated(config, index, own.shared, build._replace(collective=Alone()))
+        shared = _plain(config, index, own.shared, build._replace(collective=Alone()))
     return Experts(config, index, own, build, shared)

@@ -257,7 +257,7 @@ def _places(model: Model, form: Format | None, there: Collection[str]) -> Iterat
 
 def _ends(config: ModelConfig) -> tuple[str, str]:
     """The names of embedding and head."""
-    return f"{config.body}.embed_tokens.weight", f"{config.head}.weight"
+    return f"{config.body}.{config.embedding}.weight", f"{config.head}.weight"
 
 
 def _ties(config: ModelConfig, source: Source, dtype: torch.dtype) -> bool:

@@ -10,6 +10,7 @@ from engine.model.config import (
     ExpertsConfig,
     FeedForwardConfig,
     GatedConfig,
+    MlpConfig,
     ModelConfig,
     UnsupportedModelError,
 )
@@ -82,7 +83,7 @@ def _feed_forward_parts(
     config: ModelConfig, shard: Shard, index: int, own: FeedForwardConfig
 ) -> Iterator[Part]:
     for each in _parts_of(own):
-        if isinstance(each, GatedConfig):
+        if isinstance(each, GatedConfig | MlpConfig):
             for parts in shard.gated_parts(config, index, each):
                 yield from parts
         else:
@@ -91,7 +92,7 @@ def _feed_forward_parts(
                 yield from parts
 
 
-def _parts_of(own: FeedForwardConfig | None) -> Iterator[GatedConfig | ExpertsConfig]:
+def _parts_of(own: FeedForwardConfig | None) -> Iterator[GatedConfig | MlpConfig | ExpertsConfig]:
     """The feed-forwards that it is made of."""
     if isinstance(own, BesideConfig):
         yield own.gated

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from engine.model.config import (
     ExpertsConfig,
     GatedConfig,
+    MlpConfig,
     ModelConfig,
 )
 from engine.model.precision.base import Part, Stack
@@ -24,9 +25,10 @@ from engine.model.region import Range, Region
 
 
 class GatedParts(NamedTuple):
-    """The weights of a gated feed-forward."""
+    """The weights of a feed-forward that is no mixture."""
 
     gate_up: list[Part]
+    """Up alone where there is no gate."""
     down: list[Part]
 
 
@@ -65,12 +67,14 @@ class Shard:
         each = -(-config.vocab_size // self.count)
         return Range(self.rank * each, min(config.vocab_size, (self.rank + 1) * each))
 
-    def gated_parts(self, config: ModelConfig, index: int, own: GatedConfig) -> GatedParts:
-        """Its parts of the weights of a gated feed-forward of a layer."""
+    def gated_parts(
+        self, config: ModelConfig, index: int, own: GatedConfig | MlpConfig
+    ) -> GatedParts:
+        """Its parts of the weights of a layer's feed-forward that is no mixture."""
         middle = self.even(own.width)
-        sizes = [(own.width, middle)] * 2
+        opening, count = ([own.up], 1) if isinstance(own, MlpConfig) else (own.gate_up, 2)
         return GatedParts(
-            stacked(config, index, own.gate_up, sizes),
+            stacked(config, index, opening, [(own.width, middle)] * count),
             columns(config, index, own.down, own.width, middle),
         )
 
@@ -79,12 +83,10 @@ class Shard:
         experts, names = range(own.routing.experts), own.names
         router = Region.whole(len(experts), config.hidden_size)
         gate = Region.whole(1, config.hidden_size)
+        opening = (names.up,) if own.gate.squared else (names.gate, names.up)
         return ExpertParts(
             [Part(config.layer_name(index, names.router), router)],
-            [
-                [self._expert_part(config, index, own, e, name) for name in (names.gate, names.up)]
-                for e in experts
-            ],
+            [[self._expert_part(config, index, own, e, name) for name in opening] for e in experts],
             [[self._expert_part(config, index, own, e, names.down)] for e in experts],
             [Part(config.layer_name(index, own.shared_gate), gate)] if own.shared_gate else [],
         )
@@ -93,11 +95,12 @@ class Shard:
         self, config: ModelConfig, index: int, own: ExpertsConfig, expert: int, name: str
     ) -> Part:
         names, middle = own.names, self.even(own.width)
+        hidden = own.reduced.size if own.reduced else config.hidden_size
         if name == names.down:
-            region = Region.some_columns((config.hidden_size, own.width), middle)
+            region = Region.some_columns((hidden, own.width), middle)
             tensor, turn, turns = f"{names.experts}.{name}", 0, 1
         else:
-            region = Region.some_rows((own.width, config.hidden_size), middle)
+            region = Region.some_rows((own.width, hidden), middle)
             tensor, turn, turns = f"{names.experts}.{names.gate_up}", int(name == names.up), 2
         stack = None
         if names.stacked:

@@ -58,8 +58,8 @@ def why_one_group(config: EngineConfig) -> str:
 def groups_of(config: EngineConfig, loaded: LoadedModel) -> tuple[GroupSpec, ...]:
     """The groups of the whole model, group 0 first."""
     lives, keepers = lives_of(loaded.config), loaded.config.keepers
-    split: tuple[tuple[Kind, tuple[int, ...]], ...] = ((Full(), tuple(range(len(lives)))),)
-    if any(lives) and (loaded.config.shapes_differ or not why_one_group(config)):
+    split: tuple[tuple[Kind, tuple[int, ...]], ...] = ((Full(), tuple(lives)),)
+    if any(lives.values()) and (loaded.config.shapes_differ or not why_one_group(config)):
         split = split_layers(lives)
     specs = []
     for kind, own in split:
@@ -131,11 +131,13 @@ def cut_tokens(config: EngineConfig, loaded: LoadedModel) -> int:
     return math.lcm(config.page_size, *grids) if grids else 0
 
 
-def lives_of(config: ModelConfig) -> list[int | State | None]:
-    """For each layer that keeps something the tokens that are read later, or its state; None: all
-    tokens. Layers that keep nothing are behind the others."""
-    every = config.keepers.values()
-    return [State(kept.grid) if kept.state else kept.window for kept in every]
+def lives_of(config: ModelConfig) -> dict[int, int | State | None]:
+    """By layer, of those that keep something: the tokens that are read later, or its state; None:
+    all tokens."""
+    return {
+        layer: State(kept.grid) if kept.state else kept.window
+        for layer, kept in config.keepers.items()
+    }
 
 
 def share_of(specs: tuple[GroupSpec, ...], loaded: LoadedModel) -> tuple[GroupSpec, ...]:
@@ -238,7 +240,7 @@ def _log(pools: KvPools, config: EngineConfig, loaded: LoadedModel) -> None:
             "pages of group %s: %d of %d bytes, of %d layers",
             spec.name, pool.num_pages, pool.page_bytes, pool.num_layers,
         )  # fmt: skip
-    if any(lives_of(loaded.config)) and len(pools) == 1:
+    if any(lives_of(loaded.config).values()) and len(pools) == 1:
         reason = why_one_group(config) or "no layer of the model sees all tokens"
         log.info("layers with a window keep the pages of all tokens: %s", reason)
 

@@ -37,13 +37,12 @@ class KvPools:
         self.specs = tuple(specs)
         self.data = data
         self._pools = tuple(pools)
-        places = {
+        self.places = {
             layer: Place(group, index)
             for group, spec in enumerate(specs)
             for index, layer in enumerate(spec.layers)
         }
-        self.places = tuple(places[layer] for layer in range(len(places)))
-        """By layer of the model."""
+        """By layer of the model, of those that keep something."""
 
     @property
     def first(self) -> KvPool:

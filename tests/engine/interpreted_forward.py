@@ -124,7 +124,7 @@ class Fused:
         self._library = None if "Glm" in loaded.config.architecture else flash_attn_like
         groups = [
             GroupSpec(name_of(kind), kind, (Plane(layers, 0, ""),), keepers[layers[0]].kv_heads)
-            for kind, layers in split_layers([kept.window for kept in keepers.values()])
+            for kind, layers in split_layers({at: kept.window for at, kept in keepers.items()})
         ]
         keeps = [keepers[each.layers[0]] for each in groups]
         makers = [

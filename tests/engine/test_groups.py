@@ -30,7 +30,7 @@ PAGE = 16
 def specs_of(windows: list[int | None], units: int = 8, layer_bytes: int = 1024):
     return [
         GroupSpec(name_of(kind), kind, (Plane(layers, layer_bytes * len(layers), "bf16"),), units)
-        for kind, layers in split_layers(windows)
+        for kind, layers in split_layers(dict(enumerate(windows)))
     ]
 
 
@@ -53,7 +53,7 @@ def shape(name: str) -> tuple[list[GroupSpec], list[GroupSpec]]:
     ],
 )
 def test_layers_of_equal_life_are_a_group(windows, kinds):
-    assert list(split_layers(windows)) == kinds
+    assert list(split_layers(dict(enumerate(windows)))) == kinds
 
 
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 18, 128])

@@ -112,7 +112,7 @@ def test_whole_in_chunks_cached_forked_resumed_and_handed_off(engines, folder, f
         ("qwen3_5", {"num_pages": 40}),
         *(
             pytest.param(family, options, marks=pytest.mark.matrix)
-            for family in ("qwen3_5", "granite4", "granite4_experts")
+            for family in ("qwen3_5", "granite4", "granite4_experts", "nemotron_h_experts")
             for options in (
                 {"num_pages": 40, "kv_host_bytes": 1 << 22},
                 {"tp": 2},
@@ -152,7 +152,7 @@ def test_beams_share_states(family, folder):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("family", ["qwen3_5", "granite4"])
+@pytest.mark.parametrize("family", ["qwen3_5", "granite4", "nemotron_h"])
 def test_weights_in_fp8(family, folder):
     """Tokens of transformers with the same rounding; the state is float32 all the same."""
     path = folder(family)
@@ -290,7 +290,27 @@ def test_blocks_fold_what_single_tokens_fold(rule):
     ],
 )
 def test_what_cannot_be_is_named_before_weights_are_read(changes, words, folder, tmp_path):
-    config = json.loads((folder("qwen3_5") / "config.json").read_text())
+    check_named("qwen3_5", changes, words, folder, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"layers_block_type": ["mamba", "mlp"]}, "and of the first two at least one each"),
+        ({"layers_block_type": ["mamba", "attention", "conv"]}, "NemotronHForCausalLM"),
+        ({"layers_block_type": ["mamba", "attention"] * 513}, "1026 in all"),
+        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act silu is not supported; relu2 is"),
+        ({"moe_latent_size": 0}, "experts read 0 numbers"),
+        ({"mlp_bias": True}, "mlp_bias beside moe_latent_size"),
+        ({"n_groups": 3}, "8 Mamba heads do not make 3 groups"),
+    ],
+)
+def test_what_nemotron_cannot_be_is_named(changes, words, folder, tmp_path):
+    check_named("nemotron_h_experts", changes, words, folder, tmp_path)
+
+
+def check_named(family, changes, words, folder, tmp_path):
+    config = json.loads((folder(family) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | changes))
     with pytest.raises(ModelError, match=words):
         load(tmp_path)

@@ -64,10 +64,14 @@ class Gate:
     """Gate is at most this, and up at most this in magnitude."""
     gelu: bool = False
     """It is gelu(gate) * up instead, by tanh."""
+    squared: bool = False
+    """There is no gate: it is relu(up)^2 instead."""
 
 
 SILU: Final = Gate()
 """silu(gate) * up."""
+SQUARED: Final = Gate(squared=True)
+"""relu(up)^2."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from engine.model.linear import Build, Linear
 from engine.model.places import FLOATS, Place, of_linear
 from engine.model.precision.base import Format, Get, Kind, Part, TensorSpec, parameter
 from engine.model.precision.choice import Precision
+from engine.model.region import Region
 from engine.model.shard import Shard
 
 _STACKED = {
@@ -75,6 +76,13 @@ class Experts(nn.Module):
             self.choice_bias = parameter((own.routing.experts,), torch.float32, build.device)
         self.gate_up = expert_weights(parts.gate_up, own.bias, build)
         self.down = expert_weights(parts.down, own.bias, build)
+        self.reduce = self.restore = None
+        if (given := own.reduced) is not None:
+            sizes = (given.size, config.hidden_size), (config.hidden_size, given.size)
+            self.reduce, self.restore = (
+                Linear([Part(config.layer_name(index, name), Region.whole(*size))], False, build)
+                for name, size in zip((given.before, given.after), sizes, strict=True)
+            )
         self.shared = shared
         self.shared_gate = None
         if own.shared_gate is not None:
@@ -84,7 +92,9 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, chosen: Chosen | None = None) -> Tensor:
         """[T, H] -> [T, H], with the ranks' sum. `chosen`: the experts; None: those of `x`."""
-        out = mixed(x, chosen or self.choose(x), self.gate_up, self.down, self.own.gate)
+        read = x if self.reduce is None else self.reduce(x)
+        out = mixed(read, chosen or self.choose(x), self.gate_up, self.down, self.own.gate)
+        out = out if self.restore is None else self.restore(out)
         if self.shared is not None:
             out = out + self.common(x, self.shared(x))
         return self.collective.all_reduce(out)
@@ -106,6 +116,9 @@ class Experts(nn.Module):
             spec = TensorSpec(tuple(self.choice_bias.shape), FLOATS)
             fill = partial(_fill_choice_bias, self.choice_bias, self._bias_name)
             yield Place({self._bias_name: spec}, fill)
+        for linear in (self.reduce, self.restore):
+            if linear is not None:
+                yield from of_linear(linear, form, shard)
         for weights in (self.gate_up, self.down):
             yield from _weight_places(weights, form)
             yield from _bias_places(weights, shard)

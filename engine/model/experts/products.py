@@ -35,7 +35,9 @@ def by_expert(experts: Tensor, count: int) -> Sorted:
 
 
 def activated(gate_up: Tensor, gate: Gate) -> Tensor:
-    """[R, 2 I], gate then up -> [R, I]."""
+    """[R, 2 I], gate then up, or [R, I] where there is no gate -> [R, I]."""
+    if gate.squared:
+        return F.relu(gate_up).square()
     opening, up = gate_up.chunk(2, dim=-1)
     if gate.gelu:
         return F.gelu(opening, approximate="tanh") * up
@@ -53,7 +55,7 @@ def mixed(
     Args:
         x: [T, H].
         chosen: experts and weights of each token.
-        gate_up: to [.., 2 I].
+        gate_up: to [.., 2 I], or [.., I].
         down: to [.., H].
         gate: what lies between them.
 

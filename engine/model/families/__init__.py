@@ -24,7 +24,7 @@ from engine.model.families import (
     qwen2,
     qwen3,
 )
-from engine.model.families.hybrids import granite4, qwen3_next
+from engine.model.families.hybrids import granite4, nemotron_h, qwen3_next
 from engine.model.families.mixtures import (
     deepseek,
     dots1,
@@ -51,7 +51,7 @@ from engine.pooling.checkpoint import CLASSIFIES
 _FILES = (
     *(llama, mistral, qwen2, qwen3, gemma, gemma4, glm4, phi3, cohere, olmo, exaone),
     *(mixtral, gpt_oss, glm4_moe, minimax_m2, hy_v3, ernie4_5, dots1, lfm2, mellum, deepseek),
-    *(qwen3_next, granite4),
+    *(qwen3_next, granite4, nemotron_h),
 )
 FAMILIES: dict[str, Family] = {
     name: each for file in _FILES for name, each in file.FAMILIES.items()

@@ -131,7 +131,8 @@ def _faults(config: ModelConfig) -> Iterator[str]:
 
 
 def _kept_faults(config: ModelConfig) -> Iterator[str]:
-    """Layers that see equally many tokens share pages, and all that keep none follow the others."""
+    """Layers that see equally many tokens share pages. Where all do, those that keep none follow
+    the others."""
     shapes: dict[int | None, set[tuple[int, int]]] = {}
     states = set()
     for kept in config.keepers.values():
@@ -145,7 +146,7 @@ def _kept_faults(config: ModelConfig) -> Iterator[str]:
         yield "the states of layers differ in shape"
     if config.shapes_differ and None not in shapes:
         yield "K and V of layers differ in shape, and none sees all tokens"
-    if list(config.keepers) != list(range(len(config.keepers))):
+    if not config.shapes_differ and list(config.keepers) != list(range(len(config.keepers))):
         yield "layers with K and V of their own are behind layers without"
     for index, layer in enumerate(config.layers):
         own = layer.mixer.kv_from if isinstance(layer.mixer, AttentionConfig) else None
@@ -233,6 +234,8 @@ def _feed_forward_faults(own: FeedForwardConfig) -> Iterator[str]:
         return
     if own.shared is not None:
         yield from _outside("the width of the shared expert", own.shared.width, MOST_SIZE)
+    if own.reduced is not None and not 1 <= own.reduced.size <= MOST_SIZE:
+        yield f"experts read {own.reduced.size} numbers"
     for number in (own.gate.sharpness, own.gate.shift, own.gate.limit or 0.0):
         if not math.isfinite(number):
             yield f"the gate of experts has {number}"
