@@ -1,6 +1,7 @@
 """What tuning constants gain, on loads that they were not tuned on: a virtual device and clock.
 
-python -m bench.constants [--only widths launches late] [--draws 3] [--json FILE]
+python -m bench.constants [--only widths launches late states] [--draws 3] [--json FILE]
+python -m bench.constants --gpu                   those of kernels: `bench.kernel_constants`
 
 The product's own classes choose; the device is made up. A decode worker has rows by the arrivals of
 a load. Its step takes `WEIGHTS_S`, and more for each token of KV and each column. That is near one
@@ -12,6 +13,9 @@ by steps of four tokens, and the real one gained 2.10.
                 of the time in which the device idles, by those of `LaunchPacer`
     late        mean time until a request has its pages, or has given them up and computed them,
                 by `LATE` of the tiers' copies and the fetches from peers
+    states      first token of a conversation's next turn, and the share of decoding that keeping
+                states takes, by `DECODED_TOKENS`. States of Qwen3-Next, 64 rows, messages of 100
+                tokens
 
 A line has one constant changed; `never` takes its rule away. Loads: lengths of the Azure
 conversation trace, log-normal ones (mean 2,048 tokens in), and `agents`, with few rows.
@@ -32,6 +36,7 @@ import numpy as np
 from bench.harness import table, write_json
 from console.loadgen.trace_files import read_trace
 from engine.averages import averaged
+from engine.groups import state
 from engine.loop import pacing
 from engine.speculation import measured
 from engine.step.plan import StepPlan, StepResult
@@ -43,6 +48,10 @@ KV_TOKEN_S: Final = 3.2e-8
 COLUMN_S: Final = 1.4e-5
 """Of a token in KV, and of a token that is computed: what 64 x (1024 + 256) and 256 x (128 + 512)
 leave of a step there."""
+PROMPT_TOKEN_S: Final = 2.5e-5
+"""Of a prompt's token: 40,000 a second. A step is not shorter than that of one row."""
+STATE_BYTES, COPIED_BYTES_S = 77e6, 1.65e12
+"""Of a sequence of Qwen3-Next, and how many a device reads and writes a second."""
 SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 NOTHING: Final = np.zeros(0, np.int32)
 NEVER: Final = 10**9
@@ -207,6 +216,20 @@ def late(load: Load, seed: int, _: int | None) -> dict[str, float]:
     return {"mean ms": 1e3 * total_s / len(sequences.kv)}
 
 
+def states(load: Load, seed: int, _: int | None) -> dict[str, float]:
+    """Each answer is followed by a turn. It begins where a state was kept: at the prompt's end, or
+    at the last multiple of `DECODED_TOKENS` in the answer."""
+    sequences = Sequences(load, REQUESTS, seed)
+    ends = sequences.kv + sequences.left
+    kept = np.maximum(sequences.kv, ends // state.DECODED_TOKENS * state.DECODED_TOKENS)
+    first_s = np.maximum(WEIGHTS_S, PROMPT_TOKEN_S * (ends - kept + 100.0))
+    saves = ends // state.DECODED_TOKENS - sequences.kv // state.DECODED_TOKENS
+    token_s = WEIGHTS_S / 64 + KV_TOKEN_S * sequences.kv + COLUMN_S
+    share = saves.sum() * STATE_BYTES / COPIED_BYTES_S / (token_s * sequences.left).sum()
+    p50, p90 = np.percentile(1e3 * first_s, [50, 90])
+    return {"p50 ms": p50, "p90 ms": p90, "mean ms": 1e3 * first_s.mean(), "%": 100 * share}
+
+
 class Varied(NamedTuple):
     """A group of constants."""
 
@@ -227,6 +250,9 @@ VARIED: Final = {
         {"IDLE_SHARE": [0.003, 0.03], "LEARNT": [0.0, 0.03, 0.5]},
     ),
     "late": Varied(late, lanes, ("azure", "lognormal"), {"LATE": [1.2, 4.0, NEVER]}),
+    "states": Varied(
+        states, state, ("azure", "lognormal"), {"DECODED_TOKENS": [16, 64, 128, 512, NEVER]}
+    ),
 }  # fmt: skip
 
 
@@ -256,12 +282,18 @@ def simulate(group: Varied, name: str, value: float, draws: int) -> dict[str, fl
 def main() -> None:
     """Prints a table for each group."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=list(VARIED), default=list(VARIED))
+    parser.add_argument("--only", nargs="+", default=[])
+    parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--draws", type=int, default=3)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.gpu:
+        from bench.kernel_constants import measure
+
+        write_json(arguments.json, measure(arguments.only))
+        return
     found = {}
-    for name in arguments.only:
+    for name in arguments.only or VARIED:
         group, lines = VARIED[name], list[list[object]]()
         changes = [("as it is", 0.0)]
         changes += [(of, value) for of, values in group.values.items() for value in values]

@@ -22,10 +22,9 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
 
-from bench.decode_attention import LAYERS, PAGE_TOKENS, alike, replayed_us, tile
 from bench.harness import write_json
+from bench.kernels import CALLS, LAYERS, PAGE_TOKENS, replayed_us
 from engine.attention import choose_backend
 from engine.attention.latents import TILES, LatentBackend, blocks_of
 from engine.attention.paged import PagedStep
@@ -37,8 +36,7 @@ from engine.step.attention import AttentionSpec, Latents
 
 RANK, TURNED, K_DIM, V_DIM = 512, 64, 128, 128
 SCALE: Final = (K_DIM + TURNED) ** -0.5
-CALLS = 8
-BATCHES = ((1, 8192, 0.0), (64, 1152, 0.0), (64, 8192, 0.0), (256, 384, 0.0), (256, 2176, 0.0))
+BATCHES = ((1, 8192), (64, 1152), (64, 8192), (256, 384), (256, 2176))
 MOST_OFF = 1e-2
 """Of the norm of a head's output: what bf16 leaves."""
 
@@ -69,19 +67,15 @@ class Batch:
         """Bytes of latents that a call reads."""
         return int(self.contexts.sum()) * (RANK + TURNED) * 2
 
+    def attend(self, q: Tensor, divided: Division) -> None:
+        """Some calls of the kernel and the merge alone, of absorbed queries."""
+        for call in range(CALLS):
+            where = self.contexts, self.table, self.spec, divided
+            decode_latents(q, self.pool, call % LAYERS, *where)
+
     def kernel_us(self, divided: Division) -> float:
-        """Time of the kernel and the merge alone; infinite for tiles that do not fit."""
-        q = self.latents.absorbed(self.q)
-        where = self.contexts, self.table, self.spec, divided
-
-        def calls() -> None:
-            for call in range(CALLS):
-                decode_latents(q, self.pool, call % LAYERS, *where)
-
-        try:
-            return replayed_us(calls) / CALLS
-        except OutOfResources:
-            return float("inf")
+        """Time of a call of `attend`."""
+        return replayed_us(partial(self.attend, self.latents.absorbed(self.q), divided)) / CALLS
 
     def whole_us(self) -> float:
         """Time with absorbing and what makes V."""
@@ -151,9 +145,9 @@ def prompt_step(batch: Batch, length: int, *, fresh: bool) -> PagedStep:
     return PagedStep(0, batch.contexts, batch.table, starts, length, fresh)
 
 
-def measured(heads: int, case: tuple[int, int, float], width: int, more: Any) -> dict[str, Any]:
+def measured(heads: int, case: tuple[int, int], width: int, more: Any) -> dict[str, Any]:
     """Times of a batch, which are also printed."""
-    rows, tokens, _ = case
+    rows, tokens = case
     batch, blocks = Batch(heads, rows, tokens, width), blocks_of(heads, width)
     alike_us, different_us = (
         batch.kernel_us(division(rows, blocks, differ=differ, tiles=TILES))
@@ -197,13 +191,18 @@ def prompts(heads: int, length: int) -> dict[str, Any]:
     return line
 
 
+def numbers(text: str) -> tuple[int, ...]:
+    """Numbers from the command line: `64x1152`, `32,4,3`."""
+    return tuple(map(int, text.replace("x", ",").split(",")))
+
+
 def main() -> None:
     """Checks values, and times every batch."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--width", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--batch", type=alike, nargs="+", default=BATCHES)
-    parser.add_argument("--tiles", type=tile, nargs="+", default=[])
+    parser.add_argument("--batch", type=numbers, nargs="+", default=BATCHES)
+    parser.add_argument("--tiles", type=lambda text: Tiles(*numbers(text)), nargs="+", default=[])
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--prompts", type=int, nargs="*", default=[1024, 8192])
     parser.add_argument("--json", type=Path)
