@@ -162,7 +162,7 @@ def _implementation(
 def _page(
     config: ModelConfig, layers: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> KvPool:
-    kept = config.keepers[layers[0]]
+    kept = config.kept_by(layers)
     make = maker(
         USUAL.kv_cache_dtype,
         USUAL.page_size,
@@ -222,7 +222,8 @@ def room_of(
 def _by_group(room: Room, longest: int) -> str:
     """Layers and bytes of each group, and what a sequence holds of all."""
     first, *others = room.groups
-    parts = [f"{first.name}: {first.layers} layers, {room.of_token / 1024:.1f} KiB a token"]
+    of_first = f"{first.name}: {first.layers} layers, {room.of_token / 1024:.1f} KiB a token"
+    parts = [of_first] if first.layers else []
     parts += [
         f"{group.name}: {group.layers} layers,"
         f" at most {_mib(group.page_bytes * group.most_pages)} a sequence"
@@ -243,11 +244,15 @@ def _fits(room: Room, device: torch.device) -> Finding:
     if room.left <= room.of_sequence + USUAL.page_size * room.of_token:
         advice = "free memory, take more ranks (--tp), or a checkpoint with smaller weights"
         return error("memory", f"{takes}: nothing is left for KV", advice)
-    windows = f", beside {room.of_sequence / (1 << 20):.1f} MiB a sequence in windows or states"
+    left = f"{takes}; {_gib(room.left)} are left for KV"
+    if not room.groups[0].layers:
+        longest = f"the longest sequences, each with {_mib(room.of_sequence)} in windows"
+        return ok("memory", f"{left}: {room.left // room.of_sequence:,} of {longest}")
+    windows = f", beside {_mib(room.of_sequence)} a sequence in windows or states"
     return ok(
         "memory",
-        f"{takes}; {_gib(room.left)} are left for KV: {room.tokens:,} tokens of"
-        f" {room.of_token / 1024:.1f} KiB{windows if room.of_sequence else ''}",
+        f"{left}: {room.tokens:,} tokens of {room.of_token / 1024:.1f} KiB"
+        f"{windows if room.of_sequence else ''}",
     )
 
 

@@ -71,7 +71,7 @@ def _on_gpu(name: str, kind: str, config: ModelConfig) -> str:
 
 def _groups(config: ModelConfig) -> str:
     split = split_layers(lives_of(config))
-    names = [type(kind).__name__.lower() for kind, _ in split]
+    names = [type(kind).__name__.lower() for kind, layers in split if layers]
     lent = sum(getattr(own, "kv_from", None) is not None for own in config.mixers)
     return " + ".join(names) + (", some share" if lent else "")
 

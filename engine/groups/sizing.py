@@ -5,6 +5,9 @@ A window's group has pages for all sequences that may run, for the chunks of two
 quarter more for cached prefixes. That of states has one page for each sequence, two for those that
 steps in flight leave, and a quarter more. All these groups together take at most as many bytes as
 group 0, or the share that the longest sequence has of them.
+
+Where group 0 has no layers, all memory is for the others: they have what the longest sequences need
+of which group 0 has the pages.
 """
 
 from __future__ import annotations
@@ -33,6 +36,10 @@ def pages_of_groups(num_pages: int, specs: Sequence[GroupSpec], bounds: Bounds) 
     context = -(-bounds.max_context_tokens // bounds.page_size) or num_pages
     each = [_most_pages(spec, context, bounds.page_size) for spec in others]
     beside = [_beside(spec, bounds) for spec in others]
+    if not first.layers:
+        longest = [max(pages, pages * num_pages // context) for pages in each]
+        needs = zip(longest, beside, strict=True)
+        return [num_pages, *(min(num_pages, pages + more + 1) for pages, more in needs)]
     wanted = [_wanted(*pages, bounds) for pages in zip(each, beside, strict=True)]
     of_sequence = sum(spec.page_bytes * pages for spec, pages in zip(others, each, strict=True))
     share = max(1.0, of_sequence / (context * first.page_bytes))

@@ -7,6 +7,8 @@ key names the page of each group that ends at the same token: of a state, the on
 all tokens up to there.
 
 Group 0 keeps all tokens. Hooks, tiers, the load report and the router mean its pages by "pages".
+Where no layer sees all tokens it has no layers. Its pages say then how far a sequence reaches, and
+have next to no bytes (`engine.pool.kv_pool.EMPTY_HEAD_BYTES`).
 """
 
 from __future__ import annotations
@@ -109,14 +111,11 @@ def split_layers(
     """The groups of a model, the one of all tokens first, with the layers of each.
 
     Args:
-        lives: by layer, the tokens that a position sees, or its state; None: all tokens. Where no
-            layer sees all of them, the layers are one group, which keeps all tokens.
+        lives: by layer, the tokens that a position sees, or its state; None: all tokens.
     """
     found: dict[int | State | None, list[int]] = {None: []}
     for layer, life in lives.items():
         found.setdefault(life, []).append(layer)
-    if not found[None]:
-        return ((Full(), tuple(lives)),)
     return tuple((_kind_of(life), tuple(layers)) for life, layers in found.items())
 
 

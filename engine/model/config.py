@@ -7,7 +7,7 @@ The forward passes know features, and no names of families. What differs by laye
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -207,6 +207,10 @@ class ModelConfig:
         every = [kept for kept in self.keepers.values() if not kept.state]
         found = next((kept for kept in every if kept.window is None), every[0])
         return found._replace(window=None)
+
+    def kept_by(self, layers: Sequence[int]) -> Kept:
+        """What each layer of a group keeps; for one without layers what another one does."""
+        return self.keepers[layers[0]] if layers else self.kept
 
     @property
     def shapes_differ(self) -> bool:

@@ -33,6 +33,7 @@ from engine.model.precision.int4 import compile_all
 from engine.model.shard import Shard
 from engine.parts.paging import EngineError as EngineError
 from engine.parts.paging import (
+    bounds_of,
     context_of,
     dtype_of,
     groups_of,
@@ -138,7 +139,8 @@ def pages_that_fit(
         raise EngineError(str(error)) from error
     page_bytes = page.page_bytes + beside
     left = config.kv_memory_bytes or _memory_left(config, loaded, device, page_bytes)
-    return pages_within(left, share_of(groups_of(config, loaded), loaded), config, beside)
+    specs = share_of(groups_of(config, loaded), loaded)
+    return pages_within(left, specs, bounds_of(config, loaded), beside)
 
 
 def _memory_left(

@@ -57,13 +57,13 @@ def why_one_group(config: EngineConfig) -> str:
 
 def groups_of(config: EngineConfig, loaded: LoadedModel) -> tuple[GroupSpec, ...]:
     """The groups of the whole model, group 0 first."""
-    lives, keepers = lives_of(loaded.config), loaded.config.keepers
+    lives = lives_of(loaded.config)
     split: tuple[tuple[Kind, tuple[int, ...]], ...] = ((Full(), tuple(lives)),)
     if any(lives.values()) and (loaded.config.shapes_differ or not why_one_group(config)):
         split = split_layers(lives)
     specs = []
     for kind, own in split:
-        kept = keepers[own[0]]
+        kept = loaded.config.kept_by(own)
         if isinstance(kind, State):
             plane = Plane(own, unit_bytes_of(len(own), kept.state), StatePool.precision)
         else:
@@ -182,7 +182,7 @@ def _maker(config: EngineConfig, loaded: LoadedModel, kept: Kept) -> Callable[..
 def page_of(config: EngineConfig, loaded: LoadedModel) -> KvPool:
     """A rank's part of a page of group 0, without memory."""
     layers = groups_of(config, loaded)[0].layers
-    return _page(config, loaded, len(layers), loaded.config.keepers[layers[0]])
+    return _page(config, loaded, len(layers), loaded.config.kept_by(layers))
 
 
 def scratch_pages(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> KvPools:
@@ -197,6 +197,13 @@ def context_of(config: EngineConfig, loaded: LoadedModel, num_pages: int) -> int
     longest = loaded.config.max_position_embeddings
     asked = config.max_context_tokens or longest
     return min(asked, longest, (num_pages - 1) * config.page_size)
+
+
+def bounds_of(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
+    """The configuration with the longest context that is asked for, or that the model allows: the
+    pages of groups depend on it."""
+    longest = loaded.config.max_position_embeddings
+    return replace(config, max_context_tokens=min(config.max_context_tokens or longest, longest))
 
 
 def make_pages(
@@ -215,7 +222,7 @@ def make_pages(
             f"memory is left for {max(0, num_pages)} pages of {page_bytes} bytes: raise"
             " kv_memory_gib or gpu_memory_utilization, or lower max_step_tokens or max_sequences"
         )
-    counts = pages_of_groups(num_pages, specs, config)
+    counts = pages_of_groups(num_pages, specs, bounds_of(config, loaded))
     sizes = zip(counts, share_of(specs, loaded), strict=True)
     size = sum(count * spec.page_bytes for count, spec in sizes)
     what = f"{num_pages} pages of {page_bytes} bytes"
@@ -241,7 +248,7 @@ def _log(pools: KvPools, config: EngineConfig, loaded: LoadedModel) -> None:
             spec.name, pool.num_pages, pool.page_bytes, pool.num_layers,
         )  # fmt: skip
     if any(lives_of(loaded.config).values()) and len(pools) == 1:
-        reason = why_one_group(config) or "no layer of the model sees all tokens"
+        reason = why_one_group(config)
         log.info("layers with a window keep the pages of all tokens: %s", reason)
 
 
@@ -252,8 +259,7 @@ def _allocate(
     loaded: LoadedModel,
     device: torch.device,
 ) -> KvPools:
-    keepers = loaded.config.keepers
-    kinds = [_any_maker(config, loaded, keepers[spec.layers[0]]) for spec in specs]
+    kinds = [_any_maker(config, loaded, loaded.config.kept_by(spec.layers)) for spec in specs]
     return make_pools(kinds, specs, counts, device)
 
 
@@ -263,7 +269,8 @@ def make_arenas(config: EngineConfig, pools: KvPools) -> list[HostArena]:
     Raises:
         EngineError: it is not there, or holds too few pages.
     """
-    sizes = divided(config.rank_host_bytes, [pool.data.nbytes for pool in pools])
+    pages = [(pool.num_pages, pool.page_bytes) for pool in pools]
+    sizes = divided(config.rank_host_bytes, pages)
     try:
         return [
             HostArena(size, pool.data.shape[1], pool.device)

@@ -38,7 +38,7 @@ class Fp8Pool(KvPool):
         return FP8
 
     @property
-    def head_bytes(self) -> int:
+    def stored_bytes(self) -> int:
         """See `KvPool`."""
         return self.head_values + self.num_layers * 2 * self.page_size
 

@@ -17,6 +17,10 @@ from torch import Tensor
 
 from engine.pool.page_pool import PagePool
 
+EMPTY_HEAD_BYTES = 16
+"""Bytes of a head in pages of no layers. Nobody reads them: they are there since transports, tiers
+and stores move no empty pages. As many as the smallest piece that is aligned everywhere."""
+
 
 class KvPool(PagePool, ABC):
     """Pages of K and V. Their layout tells precisions apart that have the same `dtype`."""
@@ -67,9 +71,14 @@ class KvPool(PagePool, ABC):
         """The dtype of stored numbers."""
 
     @property
-    @abstractmethod
     def head_bytes(self) -> int:
         """Bytes of a KV head in a page: K and V of all layers."""
+        return self.stored_bytes or EMPTY_HEAD_BYTES
+
+    @property
+    @abstractmethod
+    def stored_bytes(self) -> int:
+        """Bytes of K and V of all layers; 0 of none."""
 
     @property
     def page_stride(self) -> int:
@@ -141,7 +150,7 @@ class PlainPool(KvPool):
         return self.dtype
 
     @property
-    def head_bytes(self) -> int:
+    def stored_bytes(self) -> int:
         """See `KvPool`."""
         return self.head_values * self.dtype.itemsize
 

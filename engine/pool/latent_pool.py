@@ -32,7 +32,7 @@ class LatentPool(KvPool):
         return self.dtype
 
     @property
-    def head_bytes(self) -> int:
+    def stored_bytes(self) -> int:
         """See `KvPool`."""
         return self.head_values * self.dtype.itemsize
 

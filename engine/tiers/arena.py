@@ -20,9 +20,11 @@ def slot_bytes(page_bytes: int) -> int:
     return -(-page_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
-def divided(host_bytes: int, pools: Sequence[int]) -> list[int]:
-    """The host memory of each group: they divide it as they do the pool. `pools`: bytes of each."""
-    return [host_bytes * size // sum(pools) for size in pools]
+def divided(host_bytes: int, pools: Sequence[tuple[int, int]]) -> list[int]:
+    """The host memory of each group: they divide it so that each has slots for an equal share of
+    its pages. `pools`: pages of each, and bytes of a page."""
+    sizes = [count * slot_bytes(page_bytes) for count, page_bytes in pools]
+    return [host_bytes * size // sum(sizes) for size in sizes]
 
 
 class HostArena:

@@ -103,7 +103,7 @@ def build_tiers(
         return NoTiers()
     tiers: list[HostTiers] = []
     below = _by_group(stores, [own.shape[1] for own in pages], page_tokens, others)
-    sizes = divided(host_bytes, [own.nbytes for own in pages])
+    sizes = divided(host_bytes, [(len(own), own.shape[1]) for own in pages])
     for group, (size, own, blocks) in enumerate(zip(sizes, pages, books, strict=True)):
         mover = partial(shared, group=group) if shared is not None else None
         try:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from test_doctor import doctor, plain
-from tiny_families import BY_LAYER, EXPERTS, IMAGES, LATENTS
+from tiny_families import BY_LAYER, DENSE, EXPERTS, IMAGES, LATENTS
 from tiny_models import write_tiny_model
 
 from engine import memory
@@ -42,6 +42,19 @@ def test_a_config_alone_is_enough_and_windows_are_counted_by_sequence(tmp_path):
     )
     # 3 pages of windows, 16 tokens x 2 layers x 2 x 2 heads x 16 x 4 bytes each, and 1,024 tokens.
     assert f"a sequence holds {(3 * 8192 + 1024 * 512) / (1 << 20):.1f} MiB with 1,024" in text
+
+
+def test_of_windows_in_all_layers_sequences_are_counted(tmp_path, monkeypatch):
+    """Three pages of 16 tokens, 2 layers of 2 heads of 16 numbers: 24 KiB a sequence."""
+    monkeypatch.setattr(memory, "available_bytes", lambda: memory.GIB)
+    path = write_tiny_model(tmp_path, tokenizer=False, **DENSE["phi3"])
+    code, text = text_of(str(path))
+    assert code == 0, text
+    assert "of the longest sequences, each with 0.0 MiB in windows" in text
+    left, sequences = text.split(" are left for KV: ")
+    count = int(sequences.split()[0].replace(",", ""))
+    assert count * 4 * 16 * 512 == pytest.approx(float(left.split()[-2]) * memory.GIB, rel=0.02)
+    assert "groups window-24: 2 layers, at most 0.0 MiB a sequence; a sequence holds" in text
 
 
 def test_of_latents_a_token_has_one_for_all_heads(tmp_path):

@@ -121,12 +121,13 @@ class Fused:
 
     def __init__(self, loaded: LoadedModel) -> None:
         keepers, specs = loaded.config.keepers, loaded.model.attention_specs
+        kept_by = loaded.config.kept_by
         self._library = None if "Glm" in loaded.config.architecture else flash_attn_like
         groups = [
-            GroupSpec(name_of(kind), kind, (Plane(layers, 0, ""),), keepers[layers[0]].kv_heads)
+            GroupSpec(name_of(kind), kind, (Plane(layers, 0, ""),), kept_by(layers).kv_heads)
             for kind, layers in split_layers({at: kept.window for at, kept in keepers.items()})
         ]
-        keeps = [keepers[each.layers[0]] for each in groups]
+        keeps = [kept_by(each.layers) for each in groups]
         makers = [
             maker(
                 "auto", PAGE, heads=kept.kv_heads, dim=kept.head_dim, values=kept.values,

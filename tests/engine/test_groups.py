@@ -21,6 +21,7 @@ from engine.groups.spec import Full, GroupSpec, Kind, Plane, Window, name_of, sp
 from engine.loop.load import most_sequences
 from engine.model.families import read_config
 from engine.pages.blocks import BlockManager
+from engine.pool.kv_pool import EMPTY_HEAD_BYTES
 from engine.types import FailureReason
 
 SHAPES = Path(__file__).parents[2] / "bench" / "shapes"
@@ -29,8 +30,9 @@ PAGE = 16
 
 def specs_of(windows: list[int | None], units: int = 8, layer_bytes: int = 1024):
     return [
-        GroupSpec(name_of(kind), kind, (Plane(layers, layer_bytes * len(layers), "bf16"),), units)
+        GroupSpec(name_of(kind), kind, (Plane(layers, size or EMPTY_HEAD_BYTES, "bf16"),), units)
         for kind, layers in split_layers(dict(enumerate(windows)))
+        for size in [layer_bytes * len(layers)]
     ]
 
 
@@ -49,7 +51,8 @@ def shape(name: str) -> tuple[list[GroupSpec], list[GroupSpec]]:
         ([None, None], [(Full(), (0, 1))]),
         ([8, None, 8], [(Full(), (1,)), (Window(8), (0, 2))]),
         ([8, 4, None], [(Full(), (2,)), (Window(8), (0,)), (Window(4), (1,))]),
-        ([8, 8], [(Full(), (0, 1))]),
+        ([8, 8], [(Full(), ()), (Window(8), (0, 1))]),
+        ([8, 4], [(Full(), ()), (Window(8), (0,)), (Window(4), (1,))]),
     ],
 )
 def test_layers_of_equal_life_are_a_group(windows, kinds):
@@ -104,6 +107,24 @@ def test_short_sequences_find_the_memory_that_they_found_before():
     pages, before = (pages_within(14 << 30, kinds, bounds) for kinds in (groups, whole))
     counts = pages_of_groups(pages, groups, bounds)
     assert min(counts) > 0.9 * before
+
+
+@pytest.mark.parametrize("size", [8 << 30, 60 << 30])
+def test_where_all_layers_have_windows_all_memory_is_for_these(size):
+    """Mistral 7B v0.1: 32 layers of 8 heads of 128, windows of 4,096, contexts of 32,768."""
+    groups = specs_of([4096] * 32, 8, 2 * 2 * PAGE * 128)
+    bounds = Bounds(
+        max_sequences=256, max_step_tokens=2048, max_context_tokens=32768, page_size=PAGE
+    )
+    pages = pages_within(size, groups, bounds)
+    reach, window = pages_of_groups(pages, groups, bounds)
+    assert 0.999 * size < bytes_of_groups(pages, groups, bounds) <= size
+    assert reach * groups[0].page_bytes < 0.001 * size
+    most = groups[1].kind.most_pages(PAGE)
+    longest = (window - chunk_pages(bounds) - 1) // most
+    assert reach // 2048 == longest >= size // (516 << 20) - 2
+    assert sequence_bytes(32768, groups, PAGE) < 517 << 20
+    assert pages_of_groups(5, groups, bounds) == [5, 5], "more is never of use"
 
 
 def cached(blocks: BlockManager, keys: list[bytes]) -> None:

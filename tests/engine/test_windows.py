@@ -28,12 +28,15 @@ TINY = {
     "gemma3": EVERY["gemma3"] | {"sliding_window": WINDOW},
     "gemma2": EVERY["gemma2"] | {"sliding_window": WINDOW},
     "olmo3": EVERY["olmo3"] | {"sliding_window": WINDOW},
+    "phi3": EVERY["phi3"],  # Every layer has a window.
 }
-TWO = {"max_sequences": 6, "max_step_tokens": CHUNK, "poison_freed_pages": True}
+TWO = {"max_sequences": 6, "max_step_tokens": CHUNK, "max_context_tokens": 400}
+TWO |= {"poison_freed_pages": True}
 
 
 FAMILIES = [
     "gpt_oss",
+    "phi3",
     *(pytest.param(n, marks=pytest.mark.slow) for n in ("gemma2", "gemma3", "olmo3")),
 ]
 

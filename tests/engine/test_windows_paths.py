@@ -26,7 +26,8 @@ from prefixes.keys import page_keys, salt_of
 
 MAX_TOKENS = 12
 TURNS = 2
-SMALL = {"max_sequences": 6, "max_step_tokens": 64, "poison_freed_pages": True}
+SMALL = {"max_sequences": 6, "max_step_tokens": 64, "max_context_tokens": 400}
+SMALL |= {"poison_freed_pages": True}
 FAMILIES = {**TINY, "lfm2": EVERY["lfm2"], "gemma4": EVERY["gemma4"]}
 SEEDS = [
     ("gpt_oss", 1),
