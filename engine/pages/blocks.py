@@ -283,6 +283,19 @@ class BlockManager:
         """Takes the keys of held pages away."""
         self._unkey(pages.tolist())
 
+    def drop(self, key: bytes) -> None:
+        """Takes a key away, whether or not its page is held."""
+        if (page := self._by_key.get(key)) is not None:
+            pages = np.array([page], np.int32)
+            self.pin(pages)
+            self.forget(pages)
+            self.release(pages)
+
+    def key_of(self, page: int) -> bytes | None:
+        """The key of this page."""
+        entry = self._key_of.get(page)
+        return None if entry is None else entry[0]
+
     # -- lower tiers --------------------------------------------------------------------------
 
     @property

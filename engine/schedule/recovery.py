@@ -5,6 +5,9 @@
   prefills is given up instead, because a transfer may already read its pages.
 - Any other error, or repeated lack of memory: the requests in the step are given up, and their
   router tries them elsewhere.
+- A state was not that of the tokens before it, and the step did not fail: it goes out of the cache,
+  if it was there, so that it is found once. A prompt that went on from it is computed again, behind
+  another place. What decodes from a wrong state is given up.
 - A hook failed, and the step did not: the requests that it has to do with are given up, or go on
   without it, as the hook declares.
 - The device is lost if its error says so (an accelerator's error stays in its context), or if many
@@ -13,13 +16,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from engine.groups.state import StatePages
 from engine.hooks.requests import RequestHooks
 from engine.pages.blocks import BlockManager
 from engine.schedule.batch import Batch
@@ -29,7 +35,10 @@ from engine.schedule.slots import SlotState
 from engine.step.budget import StepBudget
 from engine.step.hooks import HookFailure, OnFailure
 from engine.step.plan import StepPlan
+from engine.tiers.protocol import PageTiers
 from engine.types import FailureReason, Mode
+
+log = logging.getLogger("baton.engine")
 
 MAX_FAILED_STEPS: Final = 8
 """Failed steps in a row after which the device counts as lost. So many failures in different
@@ -37,7 +46,7 @@ requests are no coincidence."""
 
 
 class Recovery:
-    """Undoes steps that failed, and deals with hooks that failed in steps that did not."""
+    """Undoes steps that failed. Deals with hooks and states that failed in steps that did not."""
 
     def __init__(
         self,
@@ -46,12 +55,14 @@ class Recovery:
         requests: Requests,
         budget: StepBudget,
         hooks: RequestHooks | None,
+        tiers: PageTiers,
     ) -> None:
         self._blocks = blocks
         self._batch = batch
         self._requests = requests
         self._budget = budget
         self._hooks = hooks
+        self._tiers = tiers
 
     def is_lost(self, error: Exception) -> bool:
         """Whether the device will run no further step."""
@@ -98,6 +109,37 @@ class Recovery:
                 else:
                     self._requests.fail(active, FailureReason.HOOK, hook.name)
                     del touched[active]
+
+    def lose_states(self, plan: StepPlan, spoilt: NDArray[np.bool_]) -> None:
+        """Deals with rows of the oldest step in flight that have found a wrong state, [R], before
+        anything of them is told or keyed."""
+        alive = self._batch.alive(plan)
+        chunks = self._batch.chunks.get(plan.number, ())
+        for row in np.flatnonzero(spoilt).tolist():
+            self._drop_states(plan, row)
+            if row < plan.num_decodes:
+                owner = self._batch.owners[plan.sample_slots[row]]
+                if alive[row] and owner is not None:
+                    self._requests.fail(owner.active, FailureReason.NUMERICAL)
+                continue
+            chunk = chunks[row - plan.num_decodes]
+            if not self._batch.runs(chunk.task):
+                continue
+            if chunk.start == chunk.task.cached_tokens > 0:
+                self._requests.compute_again(chunk.task)
+            else:
+                self._requests.fail(chunk.task.leader.active, FailureReason.NUMERICAL)
+
+    def _drop_states(self, plan: StepPlan, row: int) -> None:
+        """Takes the states that a row has read out of all caches."""
+        groups = self._batch.others.groups
+        for number, (group, table) in enumerate(zip(groups, plan.others, strict=True), 1):
+            if not isinstance(group, StatePages):
+                continue
+            if (key := group.blocks.key_of(int(table.pages[row, 0]))) is not None:
+                log.error("a cached state is not that of its tokens: it is dropped")
+                group.blocks.drop(key)
+                self._tiers.drop(key, number)
 
     def _shrink(self, plan: StepPlan, touched: list[Sequence]) -> None:
         for sequence in touched:

@@ -37,7 +37,13 @@ from engine.pages.blocks import BlockManager
 from engine.pages.prefix import request_keys
 from engine.schedule.batch import Batch
 from engine.schedule.choosing import Choosing
-from engine.schedule.sequences import NO_IDS, ActiveRequest, RequestState, Sequence
+from engine.schedule.sequences import (
+    NO_IDS,
+    ActiveRequest,
+    PrefillTask,
+    RequestState,
+    Sequence,
+)
 from engine.schedule.slots import SlotState
 from engine.stopping import end_reason
 from engine.tiers.protocol import PageTiers
@@ -378,6 +384,13 @@ class Requests:
         sequence.preemptions += 1
         self.preemptions += 1
         self.preempted.append(sequence)
+
+    def compute_again(self, task: PrefillTask) -> None:
+        """Nothing that was computed of a prompt counts, and nothing of it was told."""
+        self._release_spares(task.leader.active)
+        for sequence in task.sequences:
+            if sequence.slot >= 0:
+                self.finish_preemption(sequence, computed=False)
 
     # -- reporting ------------------------------------------------------------------------------
 

@@ -68,7 +68,7 @@ class Scheduler:
         )
         self.planner = Planner(*shared, self.tiers, widths)
         self.masking = Masking(self.batch, self.requests)
-        self.recovery = Recovery(*shared[1:], hooks)
+        self.recovery = Recovery(*shared[1:], hooks, self.tiers)
         self.drafts = Figures(widths.most - 1) if widths else None
         self.settler = Settler(
             *shared,

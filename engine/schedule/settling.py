@@ -95,7 +95,8 @@ class Settler:
         self._batch.slots.count_in_flight(plan.sample_slots[alive], -1)
         self._land(plan, result, alive)
         self._fail_rows(plan, alive & ~result.finite)
-        self._fail_spoilt(plan, result)
+        if result.spoilt is not None and result.spoilt.any():
+            self._recovery.lose_states(plan, result.spoilt)
         self._fail_pooled(plan, result)
         if result.hook_failures:
             self._recovery.lose_hooks(plan, result.hook_failures)
@@ -152,20 +153,6 @@ class Settler:
             owner = self._batch.owners[slot]
             if owner is not None:
                 self._requests.fail(owner.active, FailureReason.NUMERICAL)
-
-    def _fail_spoilt(self, plan: StepPlan, result: StepResult) -> None:
-        """Fails what has found a wrong state, before anything of it is told or keyed."""
-        if result.spoilt is None or not result.spoilt.any():
-            return
-        decodes = plan.num_decodes
-        bad = self._batch.alive(plan)
-        bad[:decodes] &= result.spoilt[:decodes]
-        bad[decodes:] = False
-        self._fail_rows(plan, bad)
-        chunks = self._batch.chunks.get(plan.number, ())
-        for chunk, is_bad in zip(chunks, result.spoilt[decodes:].tolist(), strict=True):
-            if is_bad and self._batch.runs(chunk.task):
-                self._requests.fail(chunk.task.leader.active, FailureReason.NUMERICAL)
 
     def _fail_pooled(self, plan: StepPlan, result: StepResult) -> None:
         """Fails prompts whose pooled states are no numbers."""

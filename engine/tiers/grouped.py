@@ -122,6 +122,10 @@ class GroupedTiers:
         for tiers in self._all:
             tiers.published(keys, first)
 
+    def drop(self, key: bytes, group: int) -> None:
+        """See `PageTiers`."""
+        self._all[group].drop(key, group)
+
     def report_pages(self, tell: ReportPages) -> None:
         """See `PageTiers`."""
         for group, tiers in enumerate(self._all):

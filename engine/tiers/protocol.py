@@ -79,6 +79,10 @@ class PageTiers(Protocol):
         all its pages."""
         ...
 
+    def drop(self, key: bytes, group: int) -> None:
+        """The page of a group with this key is wrong: host memory must not have it."""
+        ...
+
     def report_pages(self, tell: ReportPages) -> None:
         """Tells of the pages in host memory from now on; see `engine.pages.prefix.report_pages`."""
         ...
@@ -159,6 +163,9 @@ class NoTiers:
 
     def published(self, keys: Sequence[bytes], first: int) -> None:
         """Does nothing."""
+
+    def drop(self, key: bytes, group: int) -> None:
+        """Nothing to drop."""
 
     def report_pages(self, tell: ReportPages) -> None:
         """Nothing to tell."""

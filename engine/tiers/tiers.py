@@ -120,6 +120,10 @@ class HostTiers:
         if self.stores:
             self.stores.published(keys, first)
 
+    def drop(self, key: bytes, group: int = 0) -> None:
+        """See `PageTiers`."""
+        self._host.drop(key)
+
     def report_pages(self, tell: ReportPages, group: int = 0) -> None:
         """See `PageTiers`. The pages are those of a group."""
         report_pages(self._host, prefixes.HOST, tell, group)

@@ -229,27 +229,59 @@ def test_the_next_turn_goes_on_from_what_decoding_left(engines):
     assert engine.load().prompt_tokens_cached - before == DECODED_TOKENS
 
 
-@pytest.mark.parametrize("where", ["decoding", "cached"])
-def test_a_stale_state_fails_its_request_and_no_other(where, folder):
-    engine = build(folder("qwen3_5"), max_sequences=6)
-    pool, prompt = engine.pools[1], prompt_of(200)
-    if where == "cached":
-        finish(submit(engine, prompt, 2, ignore_eos=True))
-    else:
-        first = submit(engine, prompt, 1, mode=Mode.PREFILL, ignore_eos=True)
-        run = submit(engine, prompt, 20, mode=Mode.RECEIVE, ignore_eos=True)
-        finish(first, run)
+def spoil(engine) -> None:
+    """All states are of one token more than they are said to be of."""
+    pool = engine.pools[1]
     for layer in range(pool.num_layers):
         pool.stamps(layer).add_(1)
-    if where == "cached":
-        run = submit(engine, prompt, 20, ignore_eos=True)
-    else:
-        engine.deliver(run.request.id, first.prefilled.records)
+
+
+def test_a_stale_state_fails_its_request_and_no_other(folder):
+    engine, prompt = build(folder("qwen3_5"), max_sequences=6), prompt_of(200)
+    first = submit(engine, prompt, 1, mode=Mode.PREFILL, ignore_eos=True)
+    run = submit(engine, prompt, 20, mode=Mode.RECEIVE, ignore_eos=True)
+    finish(first, run)
+    spoil(engine)
+    engine.deliver(run.request.id, first.prefilled.records)
     assert run.done.wait(60)
     assert run.failed is not None
     assert run.failed.reason is FailureReason.NUMERICAL
-    finish(submit(engine, prompt_of(30, 9), 20, ignore_eos=True))
-    engine.release(first.request.id) if where == "decoding" else None
+    engine.release(first.request.id)
+    again = submit(engine, prompt, 20, ignore_eos=True)
+    finish(again)
+    check(folder("qwen3_5"), again, 20)
+    check_baseline(engine)
+    engine.stop()
+
+
+@pytest.mark.parametrize("tier", [False, True])
+def test_a_stale_state_in_the_cache_is_dropped_and_its_prompts_computed_again(tier, folder):
+    """Several go on from it at once, one of them for another worker. So they do from its copy in
+    host memory."""
+    path, prompt = folder("qwen3_5"), prompt_of(200)
+    options = {"kv_host_bytes": 1 << 22} if tier else {}
+    engine = build(path, max_sequences=9, num_pages=80, **options)
+    finish(submit(engine, prompt, 2, ignore_eos=True))
+    spoil(engine)
+    if tier:
+        for seed in range(20, 36):
+            finish(submit(engine, prompt_of(200, seed), 2, ignore_eos=True))
+    for again in (6, 0):
+        before = engine.load()
+        with held(engine):
+            first = submit(engine, prompt, mode=Mode.PREFILL, ignore_eos=True)
+            runs = [
+                submit(engine, prompt, MAX_TOKENS, choices=n, ignore_eos=True) for n in (1, 3, 1)
+            ]
+        finish(first, *runs)
+        for run in runs:
+            check(path, run)
+        assert first.prefilled.records[0].token_id == runs[0].tokens[0][0]
+        engine.release(first.request.id)
+        after = engine.load()
+        assert after.preemptions - before.preemptions == again
+        if tier and again:
+            assert sum(after.prompt_tokens_loaded.values()) > 0
     check_baseline(engine)
     engine.stop()
 
