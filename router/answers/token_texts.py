@@ -97,29 +97,37 @@ class TokenTexts:
             return False
         self.strips_first = self._strips(backend)
         ids, draw = range(len(self.whole)), random.Random(0)
-        drawn = (draw.choice(ids) for _ in range(2 * _PAIRS))
-        runs = [one for pair in zip(itertools.repeat(anchor), [*ids, *drawn]) for one in pair]
-        runs += (draw.choice(ids) for _ in range(2 * _PAIRS))
+        behind = [*ids, *draw.choices(ids, k=2 * _PAIRS)]
+        runs = [anchor] * (2 * len(behind))
+        runs[1::2] = behind
+        runs += draw.choices(ids, k=2 * _PAIRS)
+        written = [self._bytes(one) for one in ids]
         parts = (runs[first : first + _BATCH] for first in range(0, len(runs), _BATCH))
         return all(
-            backend.decode(run, skip_special_tokens=False) == self._text(run) for run in parts
+            backend.decode(run, skip_special_tokens=False) == self._text(run, written)
+            for run in parts
         )
 
     def _strips(self, backend: tokenizers.Tokenizer) -> bool:
         spaced = next((one for one, text in enumerate(self.whole) if text and text[0] == " "), None)
         return spaced is not None and not backend.decode([spaced, spaced]).startswith(" ")
 
-    def _text(self, token_ids: Sequence[int]) -> str:
-        """The text of a whole run."""
+    def _text(self, token_ids: Sequence[int], written: list[bytes]) -> str:
+        """The text of a whole run, of the bytes that each id writes."""
+        if self.is_byte_level:
+            return self._as_text(b"".join([written[one] for one in token_ids]))
         pieces = []
         for is_partial, run in itertools.groupby(token_ids, self.partial.__contains__):
-            if self.is_byte_level or not is_partial:
-                pieces += [self._bytes(one) for one in run]
+            data = b"".join([written[one] for one in run])
+            if not is_partial:
+                pieces.append(data)
                 continue
-            data = b"".join(map(self._bytes, run))
             is_text = data.decode(errors="ignore").encode() == data
             pieces.append(data if is_text else _BROKEN.encode() * len(data))
-        text = b"".join(pieces).decode(errors="replace")
+        return self._as_text(b"".join(pieces))
+
+    def _as_text(self, data: bytes) -> str:
+        text = data.decode(errors="replace")
         return text.removeprefix(" ") if self.strips_first else text
 
     def _bytes(self, token_id: int) -> bytes:
