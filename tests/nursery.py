@@ -27,6 +27,7 @@ from typing import Any, Final
 
 import psutil
 from fetching_policy import FETCHING, everybody_fetches
+from stand_in_names import NAMES, look_up_in
 
 PR_SET_PDEATHSIG: Final = 1
 ANSWER_S: Final = 100.0
@@ -197,6 +198,8 @@ def _become(order: dict[str, Any]) -> None:
     sys.argv = ["baton", *order["argv"]]
     if FETCHING in os.environ:
         everybody_fetches(os.environ.pop(FETCHING))
+    if NAMES in os.environ:
+        look_up_in(Path(os.environ[NAMES]))
     # An orderly end of this interpreter takes a second and a half of CPU, for what it imported.
     os._exit(_run())
 

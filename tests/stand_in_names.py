@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 SystemLookup = Callable[..., list[Any]]
 """`socket.getaddrinfo`."""
 Names = dict[str, Sequence[str]]
 """Addresses by name."""
+NAMES: Final = "STAND_IN_NAMES"
+"""The variable that tells a process of the nursery where its names stand."""
+
+
+def look_up_in(file: Path) -> None:
+    """From now on this process looks names up as a container does: in a JSON file of addresses by
+    name, read anew for each lookup."""
+    socket.getaddrinfo = lookup(lambda: json.loads(file.read_text()), socket.getaddrinfo)
 
 
 def lookup(known: Callable[[], Names], system: SystemLookup) -> SystemLookup:

@@ -1,4 +1,4 @@
-"""Containers of compose/docker-compose.yml, as plain processes.
+"""Containers of compose/docker-compose.yml, as processes of the nursery.
 
 What runs is what `docker-compose config` prints: command, environment, health check and grace
 period, word for word. Stood in for is only what the container itself gives: its network namespace
@@ -21,6 +21,8 @@ from typing import Any
 
 import yaml
 from debian import program
+from nursery import Child, fork
+from stand_in_names import NAMES
 from waiting import wait_until
 
 from baton.client.clients import Client
@@ -28,7 +30,6 @@ from baton.client.generation import Generation
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 COMPOSE = ROOT / "compose"
-TESTS = ROOT / "tests"
 HEALTHY_S = 200.0
 GPUS = 4
 MAX_TOKENS = 150
@@ -87,7 +88,7 @@ class Container:
     """What stands for what in its command and environment."""
     logs: Path
     environment: Mapping[str, str] = field(default_factory=dict)
-    process: subprocess.Popen[bytes] | None = None
+    process: Child | None = None
 
     @property
     def grace_s(self) -> float:
@@ -98,13 +99,9 @@ class Container:
         environment = self.service.get("environment", {})
         given = {key: self._here(str(v)) for key, v in environment.items()}
         given["BATON_NAME"] = self.name  # by default it holds the container's host name
-        with self._log.open("ab") as log:
-            self.process = subprocess.Popen(
-                command,
-                env={**clean_environment(), **self.environment, **given},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+        own = {**clean_environment(), **self.environment, **given}
+        self._log.touch()
+        self.process = fork(command, own, self._log)
 
     def is_healthy(self) -> bool:
         test = self.service["healthcheck"]["test"]
@@ -168,10 +165,8 @@ class Host:
         self.router_ip = f"{self.network}.1"
         self._names = folder / "names.json"
         self._name_routers([])
-        path = [TESTS / "compose" / "name_server", TESTS, os.environ.get("PYTHONPATH", "")]
         self.environment = {
-            "PYTHONPATH": os.pathsep.join(str(folder) for folder in path if str(folder)),
-            "STAND_IN_NAMES": str(self._names),
+            NAMES: str(self._names),
             "CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in range(gpus)),
             "OMP_NUM_THREADS": "1",
             "GRPC_VERBOSITY": "error",

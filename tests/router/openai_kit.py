@@ -29,7 +29,6 @@ from router.jobs import (
 from router.requests.tokenization import Tokenizer, Tokenizers
 from router.requests.validation import Limits
 
-
 IN_CLEAR = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """Trusts nobody: to read all certificates takes 30 ms, and these ports have no TLS."""
 
