@@ -17,7 +17,6 @@ from kv_transfer.events import (
     Delivered,
     PeerFailed,
     PeerOpened,
-    ReceiveAborted,
     ReceiveFreed,
     SendFailed,
     SendQuiesced,
@@ -404,20 +403,6 @@ def test_a_notification_that_no_grant_allows_counts_for_nothing(
     assert world.decode.counters.stale_notifications == 2
     receiver.on_chunk(peer, right)
     assert receiver.state(transfer.id) is ReceiveState.READY
-
-
-def test_a_repeated_grant_or_abort_changes_nothing(loopback: World) -> None:
-    world = loopback
-    transfer = world.grant(48)
-    transfer.begin()
-    transfer.begin()
-    world.decode.receiver.abort(transfer.id)
-    world.decode.receiver.abort(transfer.id)
-    world.turn(3)
-    world.decode.receiver.abort(transfer.id)
-    assert world.decode.of(ReceiveAborted) == [ReceiveAborted(transfer.id, False)] * 3
-    assert world.decode.of(ReceiveFreed) == [ReceiveFreed(transfer.id)]
-    assert world.decode.counters.transfers_aborted == 1
 
 
 def test_memory_keeps_what_may_be_asked_for_and_is_bounded() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from itertools import permutations
 
 import numpy as np
 import pytest
@@ -11,10 +10,10 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from kv_world import NUM_PAGES, ONE, PAGE_TOKENS, RankedPool, Side, World, a_world
+from kv_world import NUM_PAGES, PAGE_TOKENS, RankedPool, World, a_world
 
 from engine.model.shard import Shard
-from kv_transfer.events import Delivered, PeerFailed, Sent
+from kv_transfer.events import Delivered, Sent
 from kv_transfer.ranks.group import GroupTransport, rank_agent
 from kv_transfer.ranks.part import LocalPart
 from kv_transfer.ranks.plan import plan, units_of
@@ -102,16 +101,6 @@ def pushed_back(world: World) -> None:
     assert torch.equal(target.pool[torch.from_numpy(pages[::-1].copy()).long()], content)
 
 
-@pytest.mark.parametrize("shape", ["2-1", "3-1", "2-4"])
-def test_real_agents(shape: str) -> None:
-    """1-2 runs with all tests of transports."""
-    kv_heads = 3 if "3" in shape else 4
-    with a_world(
-        f"nixl {shape}", groups=[PageGroup(kv_heads * 1024, NUM_PAGES, kv_heads)]
-    ) as world:
-        hand_over(world)
-
-
 def test_the_plan_is_that_of_the_model() -> None:
     for kv_heads in HEADS:
         for count in COUNTS:
@@ -168,26 +157,6 @@ class Held:
     def close(self) -> None:
         self.from_.shutdown()
         self.to.shutdown()
-
-
-def test_a_push_counts_when_all_of_its_parts_have_come() -> None:
-    for order in permutations(range(4)):
-        held = Held()
-        handle = held.push(5, 77)
-        parts = held.parts
-        assert len(parts) == 4
-        for number in order[:-1]:
-            rank, part = parts[number]
-            rank.land(part)
-            assert held.from_.poll_pushes() == []
-            assert held.to.poll_notifications() == []
-        rank, part = parts[order[-1]]
-        rank.land(part)
-        assert held.from_.poll_pushes() == [(handle, PushState.DONE)]
-        (told,) = held.to.poll_notifications()
-        assert (told.from_agent, told.payload) == (held.from_.endpoint.agent_name, b"77")
-        assert held.has(5, 77)
-        held.close()
 
 
 class Parts(RuleBasedStateMachine):
@@ -283,18 +252,6 @@ def test_a_part_that_cannot_be_started_is_an_error_and_a_first_one_starts_nothin
         held.push(6, 78)
     assert len(held.parts) == began
     held.close()
-
-
-@pytest.mark.parametrize("kv_heads", [2, 8])
-def test_peers_with_other_pages_are_refused(kv_heads: int) -> None:
-    with a_world("loopback 2-2", met=False) as world:
-        clock = world.clock
-        other = Side("loopback 2-2", "decode", 3, clock, [ONE[0]._replace(units=kv_heads)])
-        world.prefill.exchange.meet(other.transport.endpoint)
-        assert world.prefill.of(PeerFailed)[-1].cause == "ranks_mismatch"
-        smaller = Side("loopback 2-2", "decode", 3, clock, [ONE[0]._replace(page_bytes=2048)])
-        world.prefill.exchange.meet(smaller.transport.endpoint)
-        assert world.prefill.of(PeerFailed)[-1].cause == "page_size_mismatch"
 
 
 def test_a_transport_that_moves_whole_pages_alone_meets_no_ranks() -> None:

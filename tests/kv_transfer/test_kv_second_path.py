@@ -74,17 +74,6 @@ def test_a_cut_path_is_told_and_the_answer_frees(cut: World) -> None:
     assert len(world.decode.of(QuiesceUnanswered)) == len(told)
 
 
-def test_a_path_that_works_needs_no_other(loopback: World) -> None:
-    world, transfer = loopback, loopback.grant(48)
-    transfer.begin()
-    transfer.compute(32)
-    world.turn()
-    world.decode.receiver.abort(transfer.id)
-    wait(world, 5.0)
-    assert world.decode.of(ReceiveFreed)
-    assert not world.decode.of(QuiesceUnanswered)
-
-
 def test_no_answer_while_a_push_is_in_progress(loopback: World) -> None:
     world, transfer = loopback, loopback.grant(48)
     world.prefill.loopback.holds = True
@@ -114,16 +103,6 @@ def test_a_pinned_send_is_never_answered_for(loopback: World) -> None:
     world.decode.receiver.abort(transfer.id)
     assert not ask(world, transfer)
     assert world.decode.receiver.state(transfer.id) is ReceiveState.QUARANTINED
-
-
-def test_a_grant_that_comes_after_the_answer_is_refused(loopback: World) -> None:
-    world, transfer = loopback, loopback.grant(48)
-    assert ask(world, transfer)
-    transfer.begin()
-    transfer.finish()
-    world.turn(3)
-    assert world.prefill.of(SendQuiesced) == [SendQuiesced(transfer.id)]
-    assert not transfer.received().any()
 
 
 @pytest.mark.parametrize("who", ["epoch", "peer"])

@@ -9,19 +9,17 @@ import time
 import numpy as np
 import pytest
 import torch
-from kv_process import WAIT_S, LocalWorker
+from local_worker import WAIT_S, LocalWorker
 from waiting import wait_until
 
 from kv_transfer import thread
-from kv_transfer.events import Delivered, PeerOpened, SendQuiesced, TransferEvent
+from kv_transfer.events import Delivered, PeerOpened, SendQuiesced
 from kv_transfer.exchange import Exchange
 from kv_transfer.specs import Range, ReceiveSpec, SendSpec, Source, Target
 from kv_transfer.thread import TransferThread
 from kv_transfer.transports.factory import make_transport
 from kv_transfer.transports.loopback import LoopbackTransport
-from kv_transfer.transports.pool import PoolMemory
 from kv_transfer.types import Notification, PageGroup, TransportError
-from kv_transfer.wire import Chunk, encode
 
 PAGES = np.array([1], dtype=np.int32)
 
@@ -131,76 +129,6 @@ def test_the_thread_outlives_a_transport_that_raises(
     assert "secret" not in caplog.text
     worker.close()
     other.close()
-
-
-def test_a_grant_is_known_before_its_chunk_is_read() -> None:
-    """Also where many commands wait in front of it."""
-    decode = LocalWorker("loopback", "busy-decode", 4, 4096, 1)
-    prefill = LoopbackTransport(
-        "busy-prefill", PoolMemory.of(torch.zeros(4, 4096, dtype=torch.uint8), [PageGroup(4096, 4)])
-    )
-    prefill.open(decode.endpoint)
-    is_blocked, go_on = threading.Event(), threading.Event()
-    add = decode.events.add
-
-    def block(event: TransferEvent) -> None:
-        is_blocked.set()
-        go_on.wait(WAIT_S)
-        add(event)
-
-    decode.events.add = block
-    decode.thread.abort_send(b"0" * 16)
-    assert is_blocked.wait(WAIT_S)
-    for _ in range(500):
-        decode.thread.abort_send(b"1" * 16)
-    decode.thread.expect(ReceiveSpec(b"g" * 16, "busy-prefill", (Range(0, 1),), 16, 60.0))
-    chunk = Chunk(b"g" * 16, 1, 0, 1, 16, last=True, payload=b"tokens")
-    prefill.notify("busy-decode", encode(chunk))
-    go_on.set()
-    decode.events.wait(Delivered)
-    assert decode.counters().stale_notifications == 0
-    decode.close()
-    prefill.shutdown()
-
-
-def test_a_grant_made_while_notifications_are_polled_is_known_before_its_chunk(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As on a busy machine: the thread has run its commands and is about to poll when a grant is
-    made, told, used, and its chunk arrives."""
-    decode = LocalWorker("loopback", "slow-decode", 4, 4096, 1)
-    prefill = LoopbackTransport(
-        "quick-prefill",
-        PoolMemory.of(torch.zeros(4, 4096, dtype=torch.uint8), [PageGroup(4096, 4)]),
-    )
-    prefill.open(decode.endpoint)
-    poll = decode.transport.poll_notifications
-    is_first = threading.Lock()
-
-    def poll_late() -> list[Notification]:
-        if is_first.acquire(blocking=False):
-            decode.thread.expect(ReceiveSpec(b"g" * 16, "quick-prefill", (Range(0, 1),), 16, 60.0))
-            chunk = Chunk(b"g" * 16, 1, 0, 1, 16, last=True, payload=b"tokens")
-            prefill.notify("slow-decode", encode(chunk))
-        return poll()
-
-    monkeypatch.setattr(decode.transport, "poll_notifications", poll_late)
-    decode.thread.abort_send(b"0" * 16)
-    decode.events.wait(Delivered)
-    assert decode.counters().stale_notifications == 0
-    decode.close()
-    prefill.shutdown()
-
-
-def test_commands_before_events_keep_their_order() -> None:
-    worker = LocalWorker("loopback", "orderly", 4, 4096, 1)
-    ids = [bytes([i]) * 16 for i in range(200)]
-    for transfer_id in ids:
-        worker.thread.abort_send(transfer_id)
-    worker.events.wait(SendQuiesced, 200)
-    events: list[TransferEvent] = [SendQuiesced(transfer_id) for transfer_id in ids]
-    assert worker.events.all == events
-    worker.close()
 
 
 def _send(prefill: LocalWorker, decode: LocalWorker, transfer_id: bytes) -> None:
