@@ -10,6 +10,7 @@ a model that was written anew gets new answers. What is not stored is computed. 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -81,9 +82,7 @@ class References:
         if stored is not None:
             _compare(Reference(*stored), found, self.noise)
         elif MODE == "write":
-            _stored()[key] = [found.tokens, [round(margin, 5) for margin in found.margins]]
-            lines = [f'"{name}": {json.dumps(one)}' for name, one in sorted(_stored().items())]
-            STORE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+            store(key, [found.tokens, [round(margin, 5) for margin in found.margins]])
         return found
 
     def check(self, run: Any, max_tokens: int, given: int = 0) -> None:
@@ -156,9 +155,26 @@ def generate_reference(
     return lambda prompt, max_tokens: references(path, fp8_kv)(prompt, max_tokens).tokens
 
 
+def store(key: str, answer: Any) -> None:
+    """Adds an answer to those that the file has by now: other processes may write, too."""
+    with STORE.open("a+", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        known = json.loads(file.read() or "{}") | {key: answer}
+        lines = [f'"{name}": {json.dumps(one)}' for name, one in sorted(known.items())]
+        file.truncate(0)
+        file.write("{\n" + ",\n".join(lines) + "\n}\n")
+        file.flush()
+    _stored.cache_clear()
+
+
 @cache
 def _stored() -> dict[str, Any]:
-    return json.loads(STORE.read_text()) if STORE.exists() else {}
+    if not STORE.exists():
+        return {}
+    with STORE.open(encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        return json.load(file)
 
 
 @cache

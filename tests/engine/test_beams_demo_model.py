@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import demo_prompts as demo
 import pytest
-import test_engine_demo_model as demo
 from beams_kit import Searches, check
 from engine_kit import finish, held, submit
 

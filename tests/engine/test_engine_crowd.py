@@ -16,8 +16,6 @@ from tiny_models import write_tiny_model
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.step.executor import Executor, Launched
-from engine.step.plan import StepPlan
 from engine.types import Event, NewTokens, Request, SamplingParams, StopRules
 
 PAGE = 16
@@ -43,31 +41,14 @@ class Stream:
         return self.choices * -(-(len(self.prompt) + self.max_tokens) // PAGE)
 
 
-class WatchedExecutor:
-    """Keeps the plans that were launched."""
-
-    def __init__(self, executor: Executor) -> None:
-        self.plans: list[StepPlan] = []
-        self._executor = executor
-
-    def launch(self, plan: StepPlan) -> Launched:
-        self.plans.append(plan)
-        return self._executor.launch(plan)
-
-    def shutdown(self) -> None:
-        self._executor.shutdown()
-
-
 @contextmanager
-def running(path: Path, **options) -> Iterator[tuple[Engine, list[StepPlan]]]:
-    """An engine and the plans that it launches; everything must be back when the test ends."""
+def running(path: Path, **options) -> Iterator[Engine]:
+    """An engine; everything must be back when the test ends."""
     defaults = {"num_pages": 1500, "max_sequences": 64, "max_step_tokens": 160}
     engine = Engine.build(EngineConfig(model=str(path), **{**defaults, **options}))
-    watched = WatchedExecutor(engine._loop._executor)
-    engine._loop._executor = watched
     engine.start()
     try:
-        yield engine, watched.plans
+        yield engine
         check_baseline(engine)
     finally:
         engine.stop()
@@ -82,7 +63,7 @@ def path(tmp_path_factory) -> Path:
 def solo(path):
     """Output of a stream alone in an engine that caches nothing."""
     known: dict[Stream, list[list[int]]] = {}
-    with running(path, prefix_cache=False) as (engine, _):
+    with running(path, prefix_cache=False) as engine:
 
         def run(stream: Stream) -> list[list[int]]:
             alone = replace(stream, cancel_after=None)
@@ -166,17 +147,9 @@ def run_crowd(engine: Engine, streams: Sequence[Stream]) -> list[Run]:
 )
 def test_survivors_equal_their_solo_runs(path, solo, seed):
     streams = mixed_streams(seed)
-    with running(path) as (engine, plans):
+    with running(path) as engine:
         for _ in range(2):  # the second time from the cache
             check_survivors(streams, run_crowd(engine, streams), solo)
-        assert max(len(plan.row_slots) for plan in plans) > 20, "there was no crowd"
-
-
-def test_a_pool_of_a_third_of_the_need(path, solo):
-    streams = mixed_streams(seed=7)
-    need = sum(stream.pages for stream in streams)
-    with running(path, num_pages=need // 3 + 1, scheduling="fair") as (engine, _):
-        check_survivors(streams, run_crowd(engine, streams), solo)
 
 
 def test_growth_in_a_pool_of_a_third_of_the_need_preempts(path, solo):
@@ -184,46 +157,17 @@ def test_growth_in_a_pool_of_a_third_of_the_need_preempts(path, solo):
     rng = np.random.default_rng(8)
     streams = [Stream(prompt_of(rng, int(rng.integers(1, 20))), 60) for _ in range(16)]
     need = sum(stream.pages for stream in streams)
-    with running(path, num_pages=need // 3 + 1) as (engine, _):
+    with running(path, num_pages=need // 3 + 1) as engine:
         runs = run_crowd(engine, streams)
         assert engine.load().preemptions > 0
         check_survivors(streams, runs, solo)
-
-
-def test_giants_among_dwarfs(path, solo):
-    """One giant fits at a time, beside a few dwarfs."""
-    rng = np.random.default_rng(9)
-    streams = []
-    for i in range(24):
-        giant = i % 8 == 3
-        length = int(rng.integers(1400, 1700) if giant else rng.integers(1, 6))
-        streams.append(Stream(prompt_of(rng, length), 12 if giant else 30))
-    with running(path, num_pages=120) as (engine, _):
-        check_survivors(streams, run_crowd(engine, streams), solo)
-
-
-def test_chunks_and_decodes_share_steps(path, solo):
-    """A worker of both roles: long prompts are computed in chunks beside rows that decode."""
-    rng = np.random.default_rng(10)
-    streams = [Stream(prompt_of(rng, 5), 60) for _ in range(8)]
-    streams += [Stream(prompt_of(rng, 700), 20) for _ in range(4)]
-    with running(path, max_step_tokens=128, mixed_prefill_tokens=64) as (engine, plans):
-        check_survivors(streams, run_crowd(engine, streams), solo)
-    mixed = [plan for plan in plans if plan.num_decodes and len(plan.row_slots) > plan.num_decodes]
-    prompts = [
-        (plan.query_lens[plan.num_decodes :], plan.context_lens[plan.num_decodes :])
-        for plan in mixed
-    ]
-    assert any(((ends > new) & (ends < 700)).any() for new, ends in prompts), "in the middle"
-    assert all(plan.num_tokens - plan.num_decodes <= 64 for plan in mixed)
-    assert len(mixed) >= 4 * 700 // 64, "prompts were not computed beside decodes"
 
 
 def test_a_crowd_beside_hand_offs(path, solo):
     """A decode worker that also runs requests of its own gives both their solo output."""
     streams = mixed_streams(seed=11)[:20]
     rng = np.random.default_rng(12)
-    with running(path) as (prefill, _), running(path) as (decode, _):
+    with running(path) as prefill, running(path) as decode:
         runs = [start(decode, stream) for stream in streams]
         for length in (1, 16, 17, 100, 230):
             stream = Stream(prompt_of(rng, length), 20, choices=2)

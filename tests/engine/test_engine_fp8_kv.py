@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import demo_prompts as demo
 import pytest
-import test_engine_demo_model as demo
 import torch
 from engine_kit import Run, build, check_baseline, finish, hand_off, held, submit
 from references import NOISE

@@ -60,15 +60,6 @@ def test_a_hook_that_raises_harms_its_own_requests_alone(path, want, name, at):
     engine.stop()
 
 
-def test_pages_of_another_shape_are_never_read(path, want):
-    engine = build(path, hooks=("breaks-and-leaves?how=shape",))
-    mine = submit(engine, PROMPT, 12, extensions={"breaks-and-leaves": b""})
-    finish(mine)
-    assert mine.tokens == want[0]
-    assert engine.load().hook_failures["breaks-and-leaves", "pages_wanted"] >= 1
-    engine.stop()
-
-
 def test_a_hook_that_is_too_slow_is_named(path, want):
     engine = build(path, hooks=("breaks?at=step_began&how=sleep",), hook_limit_s=0.25)
     neighbour = submit(engine, NEIGHBOUR, 12)
@@ -172,17 +163,3 @@ def test_a_hook_that_raises_on_one_rank(path):
 def test_a_hook_that_cannot_be_attached_on_one_rank(path):
     with pytest.raises(EngineError, match="rank 1: hook on-rank-1 cannot be attached"):
         build(path, hooks=("on-rank-1?attaches=no",), tp=2)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("name", ["breaks", "breaks-and-leaves"])
-def test_a_hook_that_raises_on_every_rank(path, want, name):
-    engine = build(path, hooks=(f"{name}?at=attention_began",), tp=2)
-    neighbour = submit(engine, NEIGHBOUR, 12)
-    mine = submit(engine, PROMPT, 12, extensions={name: b""})
-    end(mine)
-    finish(neighbour)
-    assert neighbour.tokens == want[1]
-    assert (mine.failed is not None) == (name == "breaks")
-    assert engine.lost == ""
-    engine.stop()

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from demo_prompts import CHATS, NOT_ASCII, PROSE, running
 from engine_kit import Run, finish, hand_off, held, submit
 from precision_reference import MOST_FLIPS, TIE, Inputs, Reference, watch
 from quantised_checkpoints import FORMS
@@ -33,7 +34,6 @@ from quantised_folders import (
 )
 from references import NOISE, References, first_difference
 from references import Reference as Answer
-from test_engine_demo_model import CHATS, NOT_ASCII, PROSE, running
 from test_precision_logits import FAMILIES, SHAPE
 from tiny_models import write_tiny_model
 

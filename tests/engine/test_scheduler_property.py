@@ -78,19 +78,6 @@ def test_choices_share_the_prompt(length):
     bench.check_baseline()
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-@pytest.mark.parametrize("eviction", sorted(EVICTION_POLICIES))
-def test_a_pool_of_a_third_of_the_need_preempts_and_stays_exact(policy, eviction):
-    bench = Bench(num_pages=17, slots=8, policy=policy, eviction=eviction)
-    rng = random.Random(5)
-    ids = [bench.submit(prompt_of(rng, rng.randrange(1, 24), shared=0), 24) for _ in range(12)]
-    bench.run()
-    assert bench.scheduler.requests.preemptions > 0
-    for request_id in ids:
-        bench.check_output(request_id)
-    bench.check_baseline()
-
-
 def test_giants_are_not_starved_by_dwarfs():
     bench = Bench(num_pages=34, slots=8)
     rng = random.Random(6)
@@ -232,16 +219,6 @@ def test_a_device_is_lost_by_its_own_word_or_by_failing_ever_again():
     assert set(bench.failed.values()) == {FailureReason.INTERNAL}
     assert Bench().scheduler.recovery.is_lost(torch.AcceleratorError("CUDA error"))
     assert not Bench().scheduler.recovery.is_lost(torch.OutOfMemoryError())
-
-
-def test_resumed_request_goes_on_where_it_was():
-    bench = Bench()
-    prompt = prompt_of(bench.random, 9)
-    want = expected_output(prompt, 12, frozenset({3}))
-    request_id = bench.submit(prompt, 12, generated=(np.array(want[:5], np.int32),))
-    bench.run()
-    assert bench.outputs[request_id, 0] == want[5:]
-    bench.check_baseline()
 
 
 def test_resumed_choices_that_differ():

@@ -8,7 +8,7 @@ import resource
 import numpy as np
 import pytest
 import torch
-from engine_kit import build, check_baseline, finish, hand_off, submit
+from engine_kit import build, check_baseline, finish, submit
 from tiny_models import write_tiny_model
 
 from engine.config import EngineConfig
@@ -17,7 +17,6 @@ from engine.tiers.arena import HostArena
 from engine.tiers.lanes import measure
 from engine.tiers.movers import CpuMover
 from engine.tiers.touching import HostMemoryError
-from engine.types import SamplingParams
 from faults import failpoints
 
 MIB = 1 << 20
@@ -77,41 +76,6 @@ def test_a_small_pool_over_a_host_tier_speaks_as_a_large_one(
         small.stop()
 
 
-@pytest.mark.matrix
-def test_choices_and_seeded_draws_over_a_host_tier(path):
-    """What is drawn the second time comes from loaded pages, and is the same."""
-    sampling = SamplingParams(temperature=0.9, top_p=0.95, seed=5)
-    prompts = conversations(20)
-    small = build(path, **SMALL)
-    said = []
-    for _ in range(2):
-        runs = [submit(small, prompt, 8, choices=2, sampling=sampling) for prompt in prompts]
-        finish(*runs)
-        said.append([run.tokens for run in runs])
-    assert small.load().tiers.loaded_tokens["host"] > 0
-    check_baseline(small)
-    small.stop()
-    assert said[0] == said[1]
-
-
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_preempted_sequences_are_swapped_and_speak_as_if_they_never_were(path, ranks):
-    rng = np.random.default_rng(8)
-    prompts = [rng.integers(1, 384, 12).tolist() for _ in range(6)]
-    outputs = []
-    for options in ({"num_pages": 200}, {**SMALL, "max_sequences": 6, "tp": ranks}):
-        engine = build(path, **options)
-        runs = [submit(engine, prompt, 120) for prompt in prompts]
-        finish(*runs)
-        outputs.append([run.tokens for run in runs])
-        load = engine.load()
-        check_baseline(engine)
-        engine.stop()
-    assert load.preemptions > 0
-    assert load.tiers.loaded_tokens["host"] > 0
-    assert outputs[0] == outputs[1]
-
-
 @pytest.mark.parametrize(
     ("lane", "action"),
     [
@@ -152,25 +116,6 @@ def test_a_part_that_fails_or_is_late_is_a_miss_for_all_ranks(path, action, monk
         check_baseline(small)
     finally:
         small.stop()
-
-
-def test_a_hand_off_between_engines_with_host_tiers(path):
-    prompts = conversations(24)
-    large = build(path, num_pages=800)
-    want = talk(large, prompts, 1)
-    large.stop()
-    prefill, decode = build(path, **SMALL), build(path, **SMALL)
-    try:
-        for _ in range(2):
-            for prompt, answers in zip(prompts, want, strict=True):
-                assert hand_off(prefill, decode, prompt, 5).tokens == answers[:1]
-        assert prefill.load().tiers.loaded_tokens["host"] > 0
-        assert decode.load().tiers.loaded_tokens["host"] > 0
-        check_baseline(prefill)
-        check_baseline(decode)
-    finally:
-        prefill.stop()
-        decode.stop()
 
 
 def test_more_memory_than_can_be_touched_is_refused_with_both_sizes(monkeypatch):

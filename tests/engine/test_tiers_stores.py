@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-
 import numpy as np
 import pytest
 from engine_kit import build, check_baseline, finish, submit
@@ -110,41 +107,6 @@ def test_a_page_that_is_found_before_and_after_a_fetch_is_let_go(path, tmp_path)
         engine.stop()
 
 
-def test_two_ranks_over_a_disk(path, want, tmp_path):
-    """Some conversations take one turn and then, after all of them, the next."""
-    stores = (f"disk:{tmp_path}/kv?gib=0.1",)
-    engine = build(path, **{**SMALL, "kv_host_bytes": 384 << 10}, tp=2, kv_stores=stores)
-    try:
-        assert talk(engine, conversations(COUNT)[:12], ROUNDS) == want[:12]
-        assert engine.load().tiers.loaded_tokens["disk"] >= 256
-        wait_until(lambda: engine.load().tiers.held_slots == 0)
-        check_baseline(engine)
-    finally:
-        engine.stop()
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("kind", "precision", "ranks"),
-    [("disk", "auto", 1), ("disk", "auto", 2), ("dir", "fp8", 1), ("disk", "fp8", 2)],
-)
-def test_200_conversations(path, tmp_path, secret, kind, precision, ranks):
-    prompts = conversations(200)
-    sizes = {"page_size": 64, "max_step_tokens": 256, "kv_cache_dtype": precision}
-    large = build(path, num_pages=200 * 8, **sizes)
-    expected = talk(large, prompts, 2)
-    large.stop()
-    options = {**SMALL, **sizes, "tp": ranks, "kv_secret_file": secret}
-    small = build(path, **options, kv_stores=(f"{kind}:{tmp_path}/kv?gib=0.5",))
-    try:
-        assert talk(small, prompts, 2) == expected
-        wait_until(lambda: small.load().tiers.held_slots == 0)
-        assert small.load().tiers.loaded_tokens[kind] >= 100 * 256
-        check_baseline(small)
-    finally:
-        small.stop()
-
-
 @pytest.mark.matrix
 def test_two_stores(path, want, tmp_path, secret):
     addresses = tuple(f"{kind}:{tmp_path}/{kind}?gib=0.1" for kind in ("disk", "dir"))
@@ -184,31 +146,6 @@ def test_a_store_that_fails_costs_time_alone(path, want, tmp_path, point, action
         failpoints.arm("")
     speaks(engine, want)
     engine.stop()
-
-
-@pytest.mark.matrix
-def test_damage_on_the_disk_is_a_miss(path, want, tmp_path):
-    address = f"disk:{tmp_path}/kv?gib=0.01"
-    engine = build(path, **SMALL, kv_stores=(address,))
-    speaks(engine, want)
-    engine.stop()
-    pages = tmp_path / "kv" / "pages"
-    data = np.fromfile(pages, np.uint8)
-    data[5000::4096] ^= 1
-    data.tofile(pages)
-    engine = build(path, **SMALL, kv_stores=(address,))
-    speaks(engine, want)
-    assert engine.load().tiers.late["disk damaged"] > 0
-    engine.stop()
-
-
-def test_a_store_ends_with_its_worker(path, tmp_path):
-    engine = build(path, **SMALL, kv_stores=(f"disk:{tmp_path}/kv?gib=0.1",))
-    (process,) = engine._loop._scheduler.tiers.stores.processes
-    os.kill(process.pid, 0)
-    engine.stop()
-    with pytest.raises(ProcessLookupError):
-        os.kill(process.pid, signal.SIGCONT)
 
 
 def test_what_the_engine_says_of_a_store_that_cannot_be(path, tmp_path):
