@@ -20,7 +20,7 @@ from console.cli import FAILED, app
 from console.commands.top import _looks
 from console.top.scrape import Known, Scrape, Scraped, TopError, scrape
 from console.top.screen import WIDTH, _bytes_a_second, draw, milliseconds, rate, short
-from console.top.view import LATENCIES, quantile, view
+from console.top.view import quantile, view
 from telemetry.names import Metric
 
 BOUNDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -219,12 +219,6 @@ def test_transfers_that_do_not_end_are_pointed_at(pages: Pages) -> None:
     assert "decode-0: 3 quarantines overdue" in console.export_text()
 
 
-def test_an_empty_router_is_shown(pages: Pages) -> None:
-    found = view(scrape(pages.address))
-    assert found.workers == []
-    assert all(found.latencies[label].count == 0 for label, _ in LATENCIES)
-
-
 def test_a_router_that_goes_away_is_waited_for(pages: Pages) -> None:
     """Its restart must not cost the one who watches it the screen."""
     Gauge(Metric.INFLIGHT, "", registry=pages.registry).set(7)
@@ -240,11 +234,6 @@ def test_a_router_that_goes_away_is_waited_for(pages: Pages) -> None:
     assert said in " ".join(console.export_text().split())
     pages.discovery = "[]"
     assert next(looks).silent_s == 0
-
-
-def test_one_that_was_never_there_is_not_waited_for() -> None:
-    with pytest.raises(TopError, match="does not answer"):
-        next(_looks("127.0.0.1:1", 0.01, 30.0))
 
 
 def test_what_is_no_router_is_one_line(pages: Pages) -> None:
@@ -265,16 +254,6 @@ def test_figures_fit_their_columns(value: float) -> None:
     assert len(_bytes_a_second(value)) <= 9
     if value < 100_000:
         assert len(milliseconds(value)) <= 6
-
-
-def test_samples_add_up_over_labels() -> None:
-    labels = [frozenset({("a", "1"), ("b", "x")}), frozenset({("a", "2"), ("b", "x")})]
-    samples = Scraped(0.0, {"n": dict(zip(labels, (1.0, 2.0), strict=True))})
-    assert samples.total("n") == 3
-    assert samples.total("n", a="2") == 2
-    assert samples.by_label("n", "b") == {"x": 3}
-    assert not samples.has("m")
-    assert view(Scrape(0.0, samples)).inflight == 0
 
 
 def test_bad_requests_are_no_refusals(pages: Pages) -> None:

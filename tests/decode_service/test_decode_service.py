@@ -74,15 +74,6 @@ async def test_a_prefix_that_is_held_already_is_not_sent() -> None:
         await pair.quiet()
 
 
-async def test_steps_are_counted() -> None:
-    async with a_pair() as pair:
-        await pair.run(Attempted(LONG, max_tokens=6))
-        read = pair.d.metrics.registry.get_sample_value
-        await until(lambda: read("baton_engine_step_seconds_count") == pair.d.engine.load().steps)
-        assert (read("baton_decode_batch_size_sum") or 0) >= 5
-        await pair.quiet()
-
-
 @pytest.mark.parametrize("end", ["cancel", "end_stream", "expire", "fail_all"])
 @pytest.mark.parametrize(
     "state", ["waiting", "reserved", "granted", "filling", "pushing", "ready", "running", "ended"]
@@ -267,15 +258,6 @@ async def test_cancel_that_crosses_delivery_frees_what_was_delivered(aborted_fir
         assert not pair.from_d.all("delivered")
 
 
-async def test_stream_end_that_crosses_delivery_frees_what_was_delivered() -> None:
-    async with a_pair() as pair:
-        await _delivered_unheard(pair)
-        pair.d.decode.end_stream(pair.from_d.outbox)
-        pair.d.inbox.resume()
-        await pair.quiet()
-        assert not pair.from_d.all("delivered")
-
-
 async def test_abort_before_a_grant_ends_it_at_once() -> None:
     async with a_pair(d_max_sequences=1) as pair:
         blocker, attempt = Attempted(8), Attempted(LONG)
@@ -433,31 +415,7 @@ async def test_a_failed_step_fails_the_attempt() -> None:
         await pair.quiet()
 
 
-async def test_what_can_never_fit_is_refused() -> None:
-    async with a_pair(num_pages=5) as pair:
-        attempt = Attempted(LONG)
-        pair.submit_decode(attempt)
-        failed = await pair.from_d.heard("failed", attempt.id)
-        assert failed.reason == worker_pb2.FAILURE_REASON_TOO_LARGE
-        await pair.quiet()
-
-
 # Whole attempts.
-
-
-async def test_runs_an_attempt_whole() -> None:
-    async with a_pair() as pair:
-        attempt = Attempted(LONG, choices=2, max_tokens=8)
-        pair.d.decode.submit(attempt.message(WHOLE), pair.from_d.outbox)
-        first = await pair.from_d.heard("first_token", attempt.id)
-        assert len(first.records) == 2
-        await until(lambda: len(pair.from_d.all("finished", attempt.id)) == 2)
-        for choice in range(2):
-            assert pair.from_d.tokens[attempt.id, choice] == attempt.expected
-        times = pair.from_d.all("finished")[1].timings
-        assert times.received_unix_ns <= times.prefill_started_unix_ns <= times.ready_unix_ns
-        await until(lambda: pair.d.engine.load().queued_prefill_tokens == 0)
-        await pair.quiet()
 
 
 @pytest.mark.parametrize("end", ["cancel", "end_stream", "fail_all"])

@@ -6,6 +6,7 @@ import ast
 import re
 import shlex
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import grpc
@@ -31,6 +32,24 @@ FLAGS = {
 FOREIGN_FLAGS = {"--scale", "--summary", "--merge", "--profile", "--exact", "--help", "--version"}
 """Of Docker, of `python -m chaos` and of benchmarks. vLLM's are in a table of their own."""
 SOURCES = {path: path.read_text() for room in ROOMS for path in (ROOT / room).rglob("*.py")}
+
+
+@cache
+def in_sources(pattern: str) -> set[str]:
+    """What of the product a pattern finds."""
+    return set(re.findall(pattern, "".join(SOURCES.values())))
+
+
+@cache
+def tracked() -> list[str]:
+    """Files that git knows of."""
+    return subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
 
 
 def every_page() -> pytest.MarkDecorator:
@@ -69,7 +88,7 @@ def test_variables(page: Path) -> None:
         for kind in (WorkerSettings, RouterSettings)
         for name in fields(kind)
     }
-    known |= set(re.findall(r"BATON_[A-Z_]+", "".join(SOURCES.values())))
+    known |= in_sources(r"BATON_[A-Z_]+")
     compose = (ROOT / "compose" / "docker-compose.yml").read_text()
     known |= set(re.findall(r"BATON_[A-Z_]+", compose + (ROOT / "compose" / ".env").read_text()))
     assert set(re.findall(r"\bBATON_[A-Z_]*[A-Z]\b", page.read_text())) <= known
@@ -94,7 +113,7 @@ def test_alerts(page: Path) -> None:
 @every_page()
 def test_reasons(page: Path) -> None:
     known = {code.name for code in grpc.StatusCode}
-    known |= set(re.findall(r'"([A-Z]+(?:_[A-Z]+)+)"', "".join(SOURCES.values())))
+    known |= in_sources(r'"([A-Z]+(?:_[A-Z]+)+)"')
     known |= {"MAX_TOKENS", "NOT_SERVING"}
     prose = re.sub(r"`[^`]*`", "", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL))
     named = set(re.findall(r"\b[A-Z]+(?:_[A-Z]+)+\b", prose))
@@ -104,20 +123,13 @@ def test_reasons(page: Path) -> None:
 @every_page()
 def test_files(page: Path) -> None:
     """Named from the root, or from the folder that the page is about."""
-    tracked = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()
     pattern = r"[\w.-]+(?:/[\w.-]+)+\.(?:py|md|sh|yml|json|proto|mjs|css)"
     text = page.read_text()
     if page.stem == "moved":
         text = re.sub(r"^\|.*?\|", "|", text, flags=re.MULTILINE)  # old paths
     named = [span for span in spans(text) if re.fullmatch(pattern, span)]
     assert [
-        name for name in named if not any(f"/{one}".endswith(f"/{name}") for one in tracked)
+        name for name in named if not any(f"/{one}".endswith(f"/{name}") for one in tracked())
     ] == []
 
 

@@ -104,44 +104,6 @@ def check_alike(ours, theirs) -> None:
         assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
 
 
-def test_batch_with_choices_equals_its_parts(cluster, client, model):
-    options = {"model": model, "max_tokens": MAX_TOKENS, "seed": 3, "temperature": 0.8}
-    prompts = [TEXT, "Once upon a time", TEXT[:20]]
-    solo = [client.completions.create(prompt=one, n=2, **options).choices for one in prompts]
-    batch = client.completions.create(prompt=prompts, n=2, **options)
-    assert [one.text for one in batch.choices] == [one.text for two in solo for one in two]
-    cluster.check_baseline()
-
-
-def test_prompt_is_scored(cluster, client, model):
-    """A greedy output, given as a prompt, scores as it did when it was generated."""
-    options = {"model": model, "temperature": 0, "logprobs": 1}
-    ids = list(range(10, 40))
-    first = client.completions.create(prompt=ids, max_tokens=6, **options).choices[0].logprobs
-    with cluster.client() as grpc:
-        output = grpc.generate(token_ids=ids, max_tokens=6, temperature=0.0).token_ids
-    prompt = [*ids, *output]
-    again = client.completions.create(prompt=prompt, max_tokens=1, echo=True, **options)
-    scores = again.choices[0].logprobs.token_logprobs
-    assert len(scores) == len(prompt) + 1
-    assert scores[0] is None
-    assert scores[len(ids) : -1] == pytest.approx(first.token_logprobs, abs=1e-3)
-    cluster.check_baseline()
-
-
-def test_leaving_a_stream_frees_its_pages(cluster, client, model):
-    stream = client.completions.create(
-        model=model,
-        prompt=["a", "b"],
-        max_tokens=900,
-        stream=True,
-        extra_body={"ignore_eos": True},
-    )
-    next(iter(stream))
-    stream.close()
-    cluster.check_baseline()
-
-
 @pytest.mark.clients
 def test_node_streams(cluster):
     seen = run_scenario("whole", cluster.plan.router_address)

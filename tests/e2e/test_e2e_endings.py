@@ -9,7 +9,6 @@ import time
 import numpy as np
 import pytest
 from cluster import make_cluster
-from scraping import Figures, scrape, scrape_until
 from tiny_models import write_tiny_model
 from waiting import wait_until
 
@@ -69,42 +68,6 @@ def test_a_client_that_vanishes_frees_everything(cluster):
     time.sleep(0.5)
     client.close()
     cluster.check_baseline()
-
-
-def test_queued_requests_can_be_cancelled(cluster):
-    with cluster.client() as client:
-        streams = [
-            client.stream(token_ids=prompt_of(900, seed=i), max_tokens=100, ignore_eos=True)
-            for i in range(30)
-        ]
-        for stream in streams:
-            stream.close()
-        cluster.check_baseline()
-
-
-def test_choices_share_one_transfer(cluster):
-    prompt, workers = prompt_of(70, seed=99), ("prefill-0", "decode-0")
-    moved = {name: transfers(scrape(cluster, name)) for name in workers}
-    computed = scrape(cluster, "prefill-0").of("baton_prefill_tokens_total", source="computed")
-    with cluster.client() as client:
-        options = {"max_tokens": 12, "temperature": 1.0, "seed": 5, "ignore_eos": True}
-        three = client.generate(token_ids=prompt, choices=3, **options)
-        for name in workers:
-            scrape_until(cluster, name, lambda now, name=name: transfers(now) == moved[name] + 1)
-        figures = scrape(cluster, "prefill-0")
-        again = client.generate(token_ids=prompt, choices=3, **options)
-    texts = [choice.token_ids for choice in three.choices]
-    assert len(set(texts)) == 3
-    assert texts == [choice.token_ids for choice in again.choices]
-    now_computed = figures.of("baton_prefill_tokens_total", source="computed")
-    assert now_computed - computed == 70, "one prefill"
-    assert three.usage.prompt_tokens == 70
-    assert three.usage.output_tokens == 36
-    cluster.check_baseline()
-
-
-def transfers(figures: Figures) -> float:
-    return figures.total("baton_kv_transfers_total")
 
 
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 import urllib.request
@@ -11,13 +10,12 @@ from dataclasses import dataclass, field
 
 import pytest
 from cluster import Cluster, make_cluster
-from otlp_receiver import OtlpReceiver, attributes, otlp_receiver
+from otlp_receiver import OtlpReceiver, otlp_receiver
 from prometheus_client.parser import text_string_to_metric_families
 from tiny_models import write_tiny_model
 from waiting import wait_until
 
-from baton.errors import BatonError
-from telemetry.names import Attr, SpanName
+from telemetry.names import SpanName
 
 REQUESTS = 12
 EXPORT_TIMEOUT_S = 5.0
@@ -133,31 +131,3 @@ def test_a_receiver_that_hangs_or_is_gone_costs_no_request_any_time(
     said = (cluster.logs / "router.log").read_text()
     assert said.count("spans are not taken by their receiver") == 1
     assert said.count("spans are taken by their receiver again") == 1
-
-
-def test_a_killed_worker_leaves_evidence(cluster: Cluster, seat: Seat) -> None:
-    """Its own open spans die with it; the router's leg says who it was and what became of it."""
-    options = {"max_tokens": 1500, "temperature": 0.0, "ignore_eos": True}
-    with (
-        contextlib.suppress(BatonError),
-        cluster.client() as client,
-        client.stream("A long story", **options) as stream,
-    ):
-        for number, _ in enumerate(stream):
-            if number == 2:
-                cluster.kill("decode-0")
-    wait_until(lambda: lost_legs(seat.receiver))
-    for leg in lost_legs(seat.receiver):
-        assert leg[Attr.WORKER_ID] == "decode-0"
-
-
-def lost_legs(receiver: OtlpReceiver) -> list[dict[str, object]]:
-    """Attributes of the decode legs that failed."""
-    legs = [
-        attributes(span)
-        for resource in receiver.resources
-        for scope in resource.scope_spans
-        for span in scope.spans
-        if span.name == SpanName.DECODE
-    ]
-    return [leg for leg in legs if leg.get(Attr.ERROR_TYPE)]

@@ -3,14 +3,13 @@ is the engine's rule: `engine/test_takeover.py`. When they help a busy prefill w
 router's: `router/test_dispatch_local.py`.
 
 The policy knows nothing of what workers hold. So a decode worker alone decides what it takes over.
-`test_e2e_cost.py` has the policy that knows.
+`test_e2e_routers.py` has the policy that knows.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
@@ -63,13 +62,6 @@ def running(tiny, folder, **options):
 @pytest.fixture(scope="module")
 def pair(tiny, tmp_path_factory):
     with running(tiny, tmp_path_factory.mktemp("pair"), failpoints="live") as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="module")
-def alone(tiny, tmp_path_factory):
-    """Decode workers only, and so few pages that a crowd has to preempt."""
-    with running(tiny, tmp_path_factory.mktemp("alone"), prefill=0, num_pages=60) as cluster:
         yield cluster
 
 
@@ -156,27 +148,3 @@ def test_the_prefill_worker_dies_for_good(pair, reference):
 
 
 # There is no prefill worker at all.
-
-
-@pytest.mark.parametrize("length", [16, 200])
-def test_decode_workers_alone(alone, reference, length):
-    prompt = prompt_of(length, seed=20)
-    with alone.client() as client:
-        result = client.generate(token_ids=prompt, choices=2, **GREEDY)
-        one = client.generate(token_ids=prompt, **{**GREEDY, "max_tokens": 1})
-    want = reference(prompt)
-    assert [list(choice.token_ids) for choice in result.choices] == [want, want]
-    assert list(one.token_ids) == want[:1]
-    check_trace(alone, result, "no_prefill_worker")
-
-
-def test_a_crowd_that_preempts_prompts_and_streams(alone, reference):
-    """Twelve need three times the pages there are."""
-    prompts = [prompt_of(60 + 7 * i, seed=30 + i) for i in range(12)]
-    options = {**GREEDY, "max_tokens": 120, "timeout_s": 120}
-    with alone.client() as client, ThreadPoolExecutor(12) as pool:
-        results = list(pool.map(lambda ids: client.generate(token_ids=ids, **options), prompts))
-    for prompt, result in zip(prompts, results, strict=True):
-        assert list(result.token_ids) == reference(prompt, 120)
-    assert scrape(alone, "decode-0").of(Metric.PREEMPTIONS + "_total") > 0
-    alone.check_baseline()

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-
 import grpc
 import numpy as np
 import pytest
 from cluster import make_cluster
-from scraping import SETTLED_S, Figures, read, scrape, scrape_until
+from scraping import Figures, read, scrape, scrape_until
 from tiny_models import write_tiny_model
 
 from baton.client.generation import Generation
 from baton.errors import BatonError
-from console.tracing.traces import DEFAULT_PATIENCE_S, fetch, missing_spans
 from telemetry.metrics.table import OWN_FAULTS
 from telemetry.names import Metric
 
@@ -198,17 +195,6 @@ def test_every_other_token_is_decoded(cluster, results):
     assert figures.of("baton_engine_step_seconds_sum") > 0
     assert figures.of(Metric.SECOND_TOKEN_GAP + "_count") == len(PROMPTS)
     assert 0 < figures.of(Metric.SECOND_TOKEN_GAP + "_sum") < 10 * len(PROMPTS)
-
-
-def test_the_store_has_every_trace_whole(cluster, results):
-    admin = cluster.plan.admin_address
-    for result in results:
-        trace = fetch(admin, result.trace_id, patience_s=SETTLED_S)
-        assert missing_spans(trace) == []
-        assert {span.instance for span in trace.spans} == {"router", "prefill-0", "decode-0"}
-    kept = {one["trace_id"] for one in json.loads(read(f"http://{admin}/traces"))["traces"]}
-    assert {result.trace_id for result in results} <= kept
-    assert fetch(admin, None, DEFAULT_PATIENCE_S).request is not None
 
 
 @pytest.mark.parametrize("name", ["router", "prefill-0", "decode-0"])

@@ -3,9 +3,6 @@ weights bears the name of the first, and has no part in what that does."""
 
 from __future__ import annotations
 
-import threading
-
-import grpc
 import openai
 import pytest
 from cluster import add_model, make_cluster
@@ -13,16 +10,11 @@ from references import generate_reference
 from streams import bring_back, prompt_of, read
 from tiny_models import write_tiny_model
 from waiting import wait_until
-from worker_kit import DECODE, PREFILL, Attempted
 
-from baton.errors import InvalidRequestError, NotFoundError, UnavailableError
-from baton.worker.v1 import worker_pb2, worker_pb2_grpc
-from serving.release import stamp
+from baton.errors import UnavailableError
 
 PROMPT = list(range(10, 50))
 MAX_TOKENS = 16
-HIGH_ID = 450
-"""Only the second model's vocabulary reaches that far."""
 STRANGER = "one-decode-0"
 """A decode worker of the first model's name, with other weights."""
 
@@ -65,13 +57,6 @@ def http(cluster):
         yield client
 
 
-def test_both_are_listed(client, http):
-    served = {model.name: model for model in client.models()}
-    assert sorted(served) == ["one", "two"] == [model.id for model in http.models.list().data]
-    assert (served["one"].max_context_tokens, served["two"].max_context_tokens) == (2048, 512)
-    assert served["one"].revision != served["two"].revision
-
-
 def test_each_answers_as_it_does_alone(cluster, client, http, paths):
     options = {"max_tokens": MAX_TOKENS, "temperature": 0.0}
     outputs = {}
@@ -85,26 +70,6 @@ def test_each_answers_as_it_does_alone(cluster, client, http, paths):
         outputs[name] = want
     assert outputs["one"] != outputs["two"]
     cluster.check_baseline()
-
-
-def test_limits_are_those_of_the_model_asked(client):
-    with pytest.raises(InvalidRequestError) as refused:
-        client.generate(token_ids=[HIGH_ID], model="one", max_tokens=1)
-    assert refused.value.violations[0].field == "input.token_ids.ids[0]"
-    assert client.generate(token_ids=[HIGH_ID], model="two", max_tokens=1).token_ids
-    with pytest.raises(InvalidRequestError) as refused:
-        client.generate(token_ids=PROMPT, model="two", max_tokens=1000)
-    assert refused.value.reason == "CONTEXT_LENGTH_EXCEEDED"
-
-
-@pytest.mark.parametrize("name", ["", "three"])
-def test_a_name_that_selects_none_is_told_which_there_are(client, http, name):
-    with pytest.raises(NotFoundError) as refused:
-        client.generate(token_ids=PROMPT, model=name)
-    assert refused.value.metadata == {"model": name, "served": "one, two"}
-    with pytest.raises(openai.NotFoundError, match="one, two") as refused:
-        http.completions.create(model=name, prompt=PROMPT)
-    assert refused.value.code == "model_not_found"
 
 
 def test_other_weights_under_one_name_get_neither_a_page_nor_a_stream(cluster, client):
@@ -127,20 +92,6 @@ def test_other_weights_under_one_name_get_neither_a_page_nor_a_stream(cluster, c
     check_is_untouched(cluster)
 
 
-def test_workers_that_differ_exchange_nothing_though_a_router_introduces_them(cluster):
-    """One that errs: they compare for themselves."""
-    prefill, decode = identity(cluster, "prefill-0"), identity(cluster, STRANGER)
-    assert prefill.model.name == decode.model.name
-    assert prefill.model.fingerprint != decode.model.fingerprint
-    for name, peer, mode in (("prefill-0", decode, PREFILL), (STRANGER, prefill, DECODE)):
-        submit = Attempted(40).message(mode, peer.endpoint.agent_name)
-        answers = tell(cluster, name, meet=worker_pb2.Meet(worker=peer), submit=submit)
-        failed = next(answer.failed for answer in answers if answer.HasField("failed"))
-        assert failed.attempt_id == submit.attempt_id
-        assert failed.reason == worker_pb2.FAILURE_REASON_BAD_PEER
-    check_is_untouched(cluster)
-
-
 def check_is_untouched(cluster) -> None:
     """Nothing was granted by the stranger nor sent to it; no path to it was ever opened."""
     assert cluster.metric("baton_kv_transfers_total", STRANGER) == 0
@@ -148,42 +99,4 @@ def check_is_untouched(cluster) -> None:
         opened = (cluster.logs / f"{name}.log").read_text().count("peer open")
         assert (opened > 0) == (name != STRANGER)
     assert not cluster.metric("baton_kv_peer_healthy", "prefill-0", peer=STRANGER)
-    cluster.check_baseline()
-
-
-def identity(cluster, name: str) -> worker_pb2.WorkerIdentity:
-    return next(answer.attached.worker for answer in tell(cluster, name))
-
-
-def tell(cluster, name: str, **messages):
-    """What a worker answers to a router of ours, in order; yields while the stream lives."""
-    requests = [worker_pb2.WorkRequest(attach=stamp(worker_pb2.Attach(router_id="test")))]
-    requests += [worker_pb2.WorkRequest(**{kind: said}) for kind, said in messages.items()]
-    over = threading.Event()
-
-    def say():
-        yield from requests
-        over.wait(10)
-
-    with grpc.insecure_channel(cluster.workers[name]) as channel:
-        try:
-            yield from worker_pb2_grpc.WorkerServiceStub(channel).Work(say(), timeout=10)
-        finally:
-            over.set()
-
-
-def test_one_that_dies_leaves_the_other_serving(cluster, client, http):
-    """Last in this file. Its clients are told to wait, and served again when it is back."""
-    cluster.kill("two-both-0")
-    assert client.generate(token_ids=PROMPT, model="one", max_tokens=4).model == "one"
-    wait_until(lambda: [model.name for model in client.models()] == ["one"])
-    with pytest.raises(UnavailableError) as refused:
-        client.generate(token_ids=PROMPT, model="two", max_tokens=4)
-    assert (refused.value.reason, refused.value.metadata["model"]) == ("NO_WORKERS", "two")
-    assert http.completions.create(model="one", prompt=PROMPT, max_tokens=4).model == "one"
-    assert client.generate(token_ids=PROMPT, max_tokens=4).model == "one", "the only one left"
-    cluster.start("two-both-0")
-    cluster.wait_ready()
-    with cluster.client(retries=True) as patient:
-        assert patient.generate(token_ids=PROMPT, model="two", max_tokens=4).model == "two"
     cluster.check_baseline()

@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
-import json
-import signal
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
-import openai
 import pytest
-from cluster import GENERATED_S, Cluster, make_cluster
-from streams import Asking, prompt_of, read
+from cluster import Cluster, make_cluster
+from references import references
+from streams import prompt_of, read
 from tiny_models import write_tiny_model
-from typer.testing import CliRunner
 from waiting import wait_until
 
 from baton.client.clients import Client
 from baton.errors import BatonError
-from console.cli import app
 from console.tracing.traces import fetch, missing_spans
+from telemetry.names import Metric
 
 OPTIONS = {"temperature": 0.0, "ignore_eos": True}
 MOST_CONNECTIONS = 64
 """Of so many, a kernel that spreads them gives some to either router."""
 ASKED = "baton_requests_total"
+ROUTED, AGAIN = Metric.ROUTED_CACHED_TOKENS + "_total", Metric.COMPUTED_AGAIN + "_total"
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"), max_positions=4096)
+
+
+@pytest.fixture(scope="module")
+def cluster(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     cluster = make_cluster(
-        write_tiny_model(tmp_path_factory.mktemp("model"), max_positions=4096),
+        tiny,
         tmp_path_factory.mktemp("logs"),
         routers=2,
         trace=True,
@@ -82,23 +85,41 @@ def test_either_router_answers_the_same_and_leaves_a_whole_trace_in_one_place(cl
     cluster.check_baseline()
 
 
-def test_top_and_doctor_add_up_what_the_routers_say(cluster, stack):
-    connect(cluster, stack)
-    admins = ",".join(cluster.admin_addresses[name] for name in cluster.routers)
-    shown = CliRunner().invoke(app, ["top", "--once", "--json", "--admin", admins])
-    found = json.loads(shown.output)
-    assert [worker["state"] for worker in found["workers"]] == ["up", "up"]
-    asked = sum(cluster.metric("gen_ai_server_time_to_first_token_seconds_count", name)
-                for name in cluster.routers)  # fmt: skip
-    assert found["latencies"]["TTFT"]["count"] == asked
-    shown = CliRunner().invoke(app, ["doctor", "--no-self-test", "--admin", admins])
-    assert "2 workers attached" in shown.output
-    assert "warn  decode-0" not in shown.output
-    first = cluster.plan.admin_address
-    shown = CliRunner().invoke(app, ["doctor", "--no-self-test", "--admin", first])
-    assert "routers that it is attached to: 2, that were asked: 1" in shown.output
-    shown = CliRunner().invoke(app, ["top", "--once", "--admin", first])
-    assert "of 1 of 2 routers" in shown.output
+def known(cluster: Cluster, router: str) -> dict[str, float]:
+    """Pages in pools that a router knows of, by worker."""
+    return {
+        worker: cluster.metric(Metric.KNOWN_PAGES, router, worker=worker, tier="pool")
+        for worker in cluster.workers
+    }
+
+
+def told(cluster: Cluster) -> None:
+    """Both routers know the same pages of every worker, and nothing is on its way."""
+    one, other = cluster.routers
+
+    def equal() -> bool:
+        behind = [cluster.metric(Metric.PAGE_EVENTS_BEHIND, name) for name in cluster.routers]
+        return not any(behind) and known(cluster, one) == known(cluster, other)
+
+    wait_until(equal, tell=lambda: f"{known(cluster, one)} {known(cluster, other)}")
+
+
+def test_any_router_finds_the_conversation_that_another_one_had(cluster, stack, tiny):
+    """Placement goes by what workers hold, and the routers know nothing of each other."""
+    prompt, clients = prompt_of(300, seed=1), connect(cluster, stack)
+    for turn in range(4):
+        router = cluster.routers[turn % 2]
+        before = cluster.metric(ROUTED, router, kind="foretold")
+        answer = clients[router].generate(token_ids=prompt, max_tokens=20, **OPTIONS)
+        assert list(answer.token_ids) == references(tiny)(prompt, 20, past_end=True).tokens
+        foretold = cluster.metric(ROUTED, router, kind="foretold") - before
+        if turn:
+            held = len(prompt) - 20 - 1  # all but the new message and the last token
+            assert answer.usage.cached_prompt_tokens == held // 16 * 16 == foretold
+        told(cluster)
+        prompt = [*prompt, *answer.token_ids, *prompt_of(20, seed=100 + turn)]
+    assert not any(cluster.metric(AGAIN, name) for name in cluster.routers)
+    cluster.check_baseline()
 
 
 def test_two_routers_share_workers_and_the_death_of_one_is_not_the_others(cluster, stack):
@@ -140,47 +161,4 @@ def test_two_routers_share_workers_and_the_death_of_one_is_not_the_others(cluste
     assert list(again.token_ids) == mine[0].tokens()
     for name in cluster.workers:
         assert cluster.metric("baton_kv_damaged_pages_total", name) == 0
-    cluster.check_baseline()
-
-
-def test_while_one_drains_every_request_is_answered(cluster, stack):
-    """Those of gRPC channels that follow the service config, and of OpenAI's client."""
-    over = threading.Event()
-    answered: list[int] = []
-    expected = stack.enter_context(cluster.client()).generate(
-        token_ids=prompt_of(30), max_tokens=8, **OPTIONS
-    )
-
-    def ask_grpc() -> None:
-        with cluster.client(retries=True) as client:
-            while not over.is_set():
-                answer = client.generate(token_ids=prompt_of(30), max_tokens=8, **OPTIONS)
-                assert answer.token_ids == expected.token_ids
-                answered.append(1)
-
-    def ask_http() -> None:
-        url = f"http://{cluster.plan.http_address}/v1"
-        with openai.OpenAI(base_url=url, api_key="-", timeout=GENERATED_S) as client:
-            while not over.is_set():
-                answer = client.completions.create(
-                    model="", prompt=prompt_of(30), max_tokens=8, temperature=0,
-                    extra_body={"ignore_eos": True},
-                )  # fmt: skip
-                assert answer.choices[0].text == expected.text
-                answered.append(1)
-
-    threads = [Asking(ask) for ask in (ask_grpc,) * 2 + (ask_http,) * 2]
-    for thread in threads:
-        thread.start()
-    drained = cluster.routers[1]
-    for _ in range(2):
-        enough = len(answered) + 12
-        wait_until(lambda: len(answered) >= enough, tell=cluster.tail)
-        cluster.processes[drained].send_signal(signal.SIGTERM)
-        assert cluster.wait_gone(drained) == 0
-        cluster.start(drained)
-        cluster.wait_ready()
-    over.set()
-    for thread in threads:
-        thread.end()
     cluster.check_baseline()

@@ -166,33 +166,3 @@ def test_a_decode_worker_finishes_its_streams_and_takes_no_more(cluster):
     assert len(asked.end().token_ids) == LONG_OUTPUT
     assert exit_code(cluster, "decode-0") == 0
     cluster.check_baseline()
-
-
-def hurry(cluster: Cluster, name: str) -> None:
-    """Two signals, the second while it drains."""
-    terminate(cluster, name)
-    wait_until_draining(cluster, name)
-    assert cluster.processes[name].poll() is None
-    terminate(cluster, name)
-
-
-def test_a_second_signal_ends_a_prefill_worker_and_others_do_its_work(cluster):
-    cluster.slow_down("prefill-0", step_s=PROMPT_STEP_S)
-    asked = Asked(cluster, LONG_PROMPT + 1, 8)
-    wait_until_computing(cluster)
-    hurry(cluster, "prefill-0")
-    assert len(asked.end().token_ids) == 8
-    assert exit_code(cluster, "prefill-0") == 1
-    cluster.check_baseline()
-
-
-def test_a_second_signal_ends_the_only_decode_worker_and_the_client_is_told(cluster):
-    cluster.slow_down("decode-0")
-    asked = Asked(cluster, 42, 8000)
-    assert asked.first_token.wait(END_S)
-    hurry(cluster, "decode-0")
-    with pytest.raises(BatonError) as told:
-        asked.end()
-    assert told.value.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED)
-    assert exit_code(cluster, "decode-0") == 1
-    cluster.check_baseline()

@@ -20,8 +20,6 @@ from tiny_models import write_tiny_model
 from tool_templates import THINKING
 
 from baton.client.clients import Client
-from baton.client.generation import FinishReason
-from baton.errors import InvalidRequestError
 
 QUESTION = [{"role": "user", "content": "What is the weather in Paris?"}]
 WEATHER: dict[str, Any] = {
@@ -147,27 +145,6 @@ def test_our_client_asks_for_any_form(client: Client, form: dict[str, Any]) -> N
     assert raw.text
 
 
-def test_our_client_calls_tools_and_answers_for_them(client: Client) -> None:
-    got = client.generate(
-        messages=QUESTION,
-        tools=[WEATHER],
-        tool_choice="get_weather",
-        parallel_tool_calls=False,
-        **WILD,
-        **PLAIN,
-    )
-    assert got.finish_reason is FinishReason.TOOL_CALLS
-    assert got.tool_calls[0].name == "get_weather"
-    jsonschema.validate(json.loads(got.tool_calls[0].arguments), WEATHER["parameters"])
-    turns = [
-        *QUESTION,
-        {"role": "assistant", "tool_calls": got.tool_calls},
-        *({"role": "tool", "tool_call_id": call.id, "content": "Rain."} for call in got.tool_calls),
-    ]
-    asked = {"tools": [WEATHER], "tool_choice": "none", "min_tokens": 8, **WILD, **PLAIN}
-    assert client.generate(messages=turns, **asked).text
-
-
 def test_a_client_in_node_from_the_protos_alone(cluster: Cluster) -> None:
     said = run_program("forms.mjs", cluster.plan.router_address)
     assert set(said["formed"]) == set(said["called"]) == {"city"}
@@ -196,31 +173,3 @@ def test_thinking_is_bounded_and_the_form_begins_behind_it(client: Client) -> No
         **WILD,
     )
     assert free.usage.reasoning_tokens > 16
-
-
-def test_tokens_that_may_and_may_not_be_drawn(client: Client) -> None:
-    only = client.generate("a", allowed_token_ids=[28, 29, 30], ignore_eos=True, **WILD)
-    assert set(only.token_ids) <= {28, 29, 30}
-    usual = client.generate("a", allowed_token_ids=[28, 29], max_tokens=9, temperature=0.0)
-    assert usual.text
-    word = usual.text[0]
-    without = client.generate(
-        "a", allowed_token_ids=[28, 29], max_tokens=9, temperature=0.0, bad_words=[word]
-    )
-    assert without.text
-    assert word not in without.text
-
-
-def test_a_grammar_that_runs_out_of_fuel_ends_its_request_alone(
-    cluster: Cluster, client: Client
-) -> None:
-    """Each letter multiplies the ways to read the text."""
-    before = cluster.metric("baton_failovers_total")
-    with client.stream("a", regex="[a-z ]{80,90}", **WILD) as other:
-        with pytest.raises(InvalidRequestError) as caught:
-            client.generate("a", lark="start: e\ne: e e | e e e | /[a-z]/", **WILD)
-        assert caught.value.reason == "STRUCTURE_TOO_COMPLEX"
-        for _ in other:
-            pass
-        assert len(other.result.text) >= 80
-    assert cluster.metric("baton_failovers_total") == before

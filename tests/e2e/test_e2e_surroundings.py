@@ -6,8 +6,6 @@ from __future__ import annotations
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,30 +17,10 @@ from nursery import fork
 from scraping import SETTLED_S
 from streams import prompt_of, read
 from tiny_models import write_tiny_model
-from waiting import wait_until
 
-from baton.errors import BatonError
 from console.tracing.traces import fetch
 
 HOUR_S = 3600
-NOTICED_S = 3.0
-"""Peers that answer no ping are given up within this time."""
-BUSY_S = 3.0
-"""For processes that share this machine with others."""
-CLIENT = """
-import sys
-from baton.client.clients import Client
-from baton.errors import BatonError
-
-with Client(sys.argv[1], retries=False) as client:
-    options = {"ignore_eos": True, "omit_text": True, "timeout_s": 90}
-    try:
-        for delta in client.stream(token_ids=range(7, 107), max_tokens=int(sys.argv[2]), **options):
-            print(len(delta.token_ids), flush=True)
-        print("whole")
-    except BatonError as error:
-        print(error.code.name)
-"""
 
 
 class Clock:
@@ -121,26 +99,6 @@ def test_a_clock_that_is_set_mid_request_changes_nothing(cluster, clock, jump_s)
     cluster.check_baseline()
 
 
-def test_a_router_that_dies_leaves_nothing_behind_and_its_successor_serves(cluster):
-    """Its streams break: the client is told, and the workers free what they held."""
-    with cluster.client() as client:
-        reading = read(client, prompt_of(80), max_tokens=3000, temperature=0.0)
-        reading.until(20)
-        cluster.kill("router")
-        reading.end()
-        assert isinstance(reading.error, BatonError)
-        assert reading.error.code.name == "UNAVAILABLE"
-    cluster.check_baseline()
-    cluster.start("router")
-    cluster.wait_ready()
-    with cluster.client() as client:
-        deadline = time.monotonic() + 20
-        answer = client.generate(token_ids=prompt_of(30), max_tokens=8, ignore_eos=True)
-        assert len(answer.token_ids) == 8
-        assert time.monotonic() < deadline
-    cluster.check_baseline()
-
-
 @contextmanager
 def slow_steps(cluster, step_s: float = 0.02) -> Iterator[None]:
     """Meanwhile a token takes so long."""
@@ -171,44 +129,3 @@ def test_a_router_that_stood_still_goes_on_where_it_was(cluster):
     assert reading.tokens() == want.tokens()
     assert cluster.metric("baton_failovers_total") > failovers, "it did not stand long enough"
     cluster.check_baseline()
-
-
-@contextmanager
-def a_client_process(cluster, max_tokens: int) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """One whose first tokens have come, and how many; it prints how many come at a time, and how
-    it ended."""
-    argv = [sys.executable, "-c", CLIENT, cluster.plan.router_address, str(max_tokens)]
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
-    try:
-        yield process, int(process.stdout.readline())
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def test_a_client_that_stands_still_for_a_moment_misses_nothing(cluster):
-    with slow_steps(cluster), a_client_process(cluster, 100) as (client, first):
-        client.send_signal(signal.SIGSTOP)
-        time.sleep(0.7)
-        client.send_signal(signal.SIGCONT)
-        *counts, end = client.communicate(timeout=60)[0].split()
-    assert end == "whole"
-    assert first + sum(map(int, counts)) == 100
-    cluster.check_baseline()
-
-
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_client_that_is_stopped_or_killed_holds_nothing(cluster, number):
-    """Its work ends while it stands, and it is told should it wake after all."""
-
-    def cancelled() -> float:
-        return cluster.metric("baton_requests_total", outcome="CANCELLED")
-
-    before = cancelled()
-    with slow_steps(cluster), a_client_process(cluster, 1500) as (client, _):
-        client.send_signal(number)
-        wait_until(lambda: cancelled() > before, NOTICED_S + BUSY_S)
-        cluster.check_baseline()
-        if number == signal.SIGSTOP:
-            client.send_signal(signal.SIGCONT)
-            assert client.communicate(timeout=60)[0].split()[-1] == "UNAVAILABLE"

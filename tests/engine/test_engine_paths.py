@@ -6,7 +6,7 @@ import flash_attn_like
 import numpy as np
 import pytest
 import torch
-from engine_kit import build, check_baseline, finish, hand_off, held, submit
+from engine_kit import build, check_baseline, finish, hand_off, submit
 from references import references
 from tiny_models import write_tiny_model
 
@@ -14,7 +14,7 @@ from engine.attention.fa2 import Fa2Backend
 from engine.engine import EngineError
 from engine.model.decoder import Model
 from engine.pages.watch import CacheEvent, CacheEventKind
-from engine.types import EndReason, FailureReason, Mode, SamplingParams
+from engine.types import EndReason, Mode, SamplingParams
 
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 200)
 
@@ -60,14 +60,6 @@ def test_whole(engine, reference, length):
     assert run.ends[0].reason is EndReason.LENGTH
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-def test_in_chunks_of_two_pages(other, reference, length):
-    prompt = prompt_of(length)
-    run = submit(other, prompt, 24, ignore_eos=True)
-    finish(run)
-    assert run.tokens == [reference(prompt, 24)]
-
-
 def test_from_the_prefix_cache(engine, reference):
     prompt = prompt_of(100, seed=1)
     before = engine.load().prompt_tokens_cached
@@ -76,14 +68,6 @@ def test_from_the_prefix_cache(engine, reference):
         finish(run)
         assert run.tokens == [reference(prompt, 24)]
     assert engine.load().prompt_tokens_cached - before == 96
-
-
-def test_sixteen_at_once_equal_their_solo_runs(engine, reference):
-    prompts = [prompt_of(5 + 13 * i, seed=2) for i in range(16)]
-    runs = [submit(engine, p, 20, ignore_eos=True) for p in prompts]
-    finish(*runs)
-    for prompt, run in zip(prompts, runs, strict=True):
-        assert run.tokens == [reference(prompt, 20)]
 
 
 def test_a_request_is_waited_for_once(engine):
@@ -101,20 +85,6 @@ def test_handed_off(engine, other, reference, length, choices):
     assert run.tokens == [reference(prompt, 24)] * choices
     check_baseline(engine)
     check_baseline(other)
-
-
-def test_preempted_and_resumed(model_path, reference):
-    engine = build(model_path, num_pages=18, max_sequences=6, max_step_tokens=64)
-    prompts = [prompt_of(20 + i, seed=4) for i in range(6)]
-    with held(engine):
-        runs = [submit(engine, p, 80, ignore_eos=True) for p in prompts]
-    finish(*runs)
-    assert engine.load().preemptions > 0
-    assert sum(run.ends[0].preemptions for run in runs) == engine.load().preemptions
-    for prompt, run in zip(prompts, runs, strict=True):
-        assert run.tokens == [reference(prompt, 80)]
-    check_baseline(engine)
-    engine.stop()
 
 
 def test_choices_of_a_seeded_request_differ_and_repeat(engine):
@@ -195,25 +165,6 @@ def test_a_first_token_that_ends_it_is_told_with_the_prefill(engine, reference):
     assert run.prefilled is not None
     assert run.prefilled.ends == (EndReason.STOP_TOKEN,)
     engine.release(run.request.id)
-
-
-def test_cancelling_at_any_time_leaves_nothing_behind(engine):
-    rng = np.random.default_rng(10)
-    for _ in range(40):
-        mode = [Mode.WHOLE, Mode.PREFILL, Mode.RECEIVE][rng.integers(3)]
-        run = submit(engine, prompt_of(int(rng.integers(1, 150))), 100, mode=mode)
-        if rng.random() < 0.5:
-            run.done.wait(float(rng.random()) * 0.02)
-        engine.cancel(run.request.id)
-        engine.release(run.request.id)
-    check_baseline(engine)
-
-
-def test_a_request_that_can_never_fit_fails_at_once(engine):
-    run = submit(engine, prompt_of(10), 100_000)
-    assert run.done.wait(60)
-    assert run.failed is not None
-    assert run.failed.reason is FailureReason.TOO_LARGE
 
 
 def test_a_pool_that_cannot_be_is_refused_in_words(model_path):

@@ -1,5 +1,4 @@
-"""Greedy output of every family equals transformers, token for token, on every path of an engine.
-Between processes: `tests/e2e/test_e2e_families.py`."""
+"""Greedy output of every family equals transformers, token for token, by every path."""
 
 from __future__ import annotations
 

@@ -160,44 +160,6 @@ def test_stop_texts_end_the_text_and_are_named(llm) -> None:
     assert llm.generate(TEXTS[0], include_stop=True, **options).text == before + stop
 
 
-def test_choices_seeds_and_log_probabilities(llm) -> None:
-    options = {"max_tokens": 12, "seed": 5, "choices": 3, "top_logprobs": 2, "logprobs": True}
-    first, again = (llm.generate(TEXTS[1], prompt_logprobs=True, **options) for _ in range(2))
-    assert first.choices == again.choices
-    assert len({choice.token_ids for choice in first.choices}) == 3
-    assert first.usage.output_tokens == sum(len(choice.token_ids) for choice in first.choices)
-    for choice in first.choices:
-        assert len(choice.logprobs) == len(choice.token_ids)
-        assert all(len(one.top) == 2 and one.logprob <= 0 for one in choice.logprobs)
-    assert len(first.prompt_logprobs) == first.usage.prompt_tokens
-    assert first.prompt_logprobs[0].logprob is None
-    assert all(one.logprob < 0 for one in first.prompt_logprobs[1:])
-
-
-def test_a_search_and_best_of(llm) -> None:
-    """Best first. What is searched for is at least as likely as what is greedy."""
-    options = {"max_tokens": 8, "ignore_eos": True, "logprobs": True}
-    found = llm.beam_search(TEXTS[1], 3, **options)
-    scores = [choice.score for choice in found.choices]
-    assert scores == sorted(scores, reverse=True)
-    for choice in found.choices:
-        assert choice.score == pytest.approx(
-            sum(one.logprob for one in choice.logprobs) / 8, abs=1e-4
-        )
-    greedy = llm.generate(TEXTS[1], temperature=0, **options)
-    assert scores[0] >= sum(one.logprob for one in greedy.choices[0].logprobs) / 8 - 1e-4
-    drawn = llm.generate(TEXTS[1], choices=4, seed=2, **options).choices
-    means = [sum(one.logprob for one in choice.logprobs) / 8 for choice in drawn]
-    best = llm.generate(TEXTS[1], best_of=4, seed=2, max_tokens=8, ignore_eos=True)
-    assert best.token_ids == drawn[means.index(max(means))].token_ids
-    assert best.choices[0].logprobs == ()
-    assert best.usage.output_tokens == 32
-    with pytest.raises(ValueError, match="only with beams: length_penalty"):
-        llm.generate("a", length_penalty=2.0)
-    with pytest.raises(ValueError, match="early_stopping is one of"):
-        llm.beam_search("a", early_stopping="soon")
-
-
 def test_tokens_are_counted_as_generating_counts_them(llm, tokenizer) -> None:
     assert list(llm.tokenize(TEXTS[2])) == tokenizer(TEXTS[2])["input_ids"]
     turns = llm.tokenize(messages=CHAT)
@@ -217,10 +179,6 @@ def test_many_more_prompts_than_the_pool_holds(llm, tiny) -> None:
     for prompt, generation in list(zip(prompts, found, strict=True))[::8]:
         want = generate_reference(tiny)(tuple(prompt), 16)
         assert list(generation.token_ids[: len(want)]) == want
-
-
-def test_no_prompts_are_no_work(llm) -> None:
-    assert llm.generate([]) == []
 
 
 def test_threads_share_it(llm) -> None:

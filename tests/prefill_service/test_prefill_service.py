@@ -134,16 +134,6 @@ async def test_a_first_token_that_ends_the_request_sends_nothing_final() -> None
         await pair.quiet()
 
 
-async def test_a_grant_for_an_attempt_that_ended_frees_the_decode_side() -> None:
-    async with a_pair() as pair:
-        attempt = Attempted(8).stop_with_first()
-        pair.submit(attempt)
-        await pair.from_p.heard("prefill_done", attempt.id)
-        await pair.forward_grant(attempt)
-        pair.d.decode.cancel(attempt.id, pair.from_d.outbox)
-        await pair.quiet()
-
-
 async def test_one_token_needs_no_decode_worker() -> None:
     async with a_pair() as pair:
         attempt = Attempted(LONG, max_tokens=1)
@@ -153,16 +143,6 @@ async def test_one_token_needs_no_decode_worker() -> None:
         assert finished.reason == worker_pb2.END_REASON_LENGTH
         await pair.from_p.heard("prefill_done", attempt.id)
         assert pair.from_p.tokens[attempt.id, 0] == attempt.expected
-        await pair.quiet()
-
-
-async def test_several_choices_get_one_first_token_each() -> None:
-    async with a_pair() as pair:
-        attempt = Attempted(10, choices=3)
-        await pair.run(attempt)
-        assert len(pair.from_p.all("first_token")[0].records) == 3
-        for choice in range(3):
-            assert pair.from_d.tokens[attempt.id, choice] == attempt.expected
         await pair.quiet()
 
 
@@ -298,19 +278,6 @@ async def test_a_cancel_that_overtook_its_submit_still_ends_it() -> None:
         pair.submit_prefill(attempt)
         await pair.quiet()
         assert not pair.from_p.history
-
-
-async def test_another_stream_cannot_touch_an_attempt() -> None:
-    async with a_pair() as pair:
-        attempt = Attempted(LONG)
-        pair.p.executor.holds = True
-        pair.submit(attempt)
-        pair.p.prefill.cancel(attempt.id, pair.from_d.outbox)
-        pair.p.executor.let_go()
-        await pair.forward_grant(attempt)
-        await pair.from_p.heard("prefill_done", attempt.id)
-        await pair.from_d.heard("finished", attempt.id)
-        await pair.quiet()
 
 
 @pytest.mark.parametrize("landed", [False, True])

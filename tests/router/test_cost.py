@@ -187,17 +187,6 @@ def test_pairs_without_a_measured_path_are_not_tried_one_by_one() -> None:
     assert tried <= 200 * 2 * 4
 
 
-def test_of_several_holders_the_one_with_most_pages_that_can_be_reached() -> None:
-    more, less, least = Worker("d0"), Worker("d1"), Worker("d2")
-    idle = Worker("p0", path=fast("d1", "d2"))
-    holders = policy(d0=500, d1=490, d2=480)
-    way = holders.way(demand(8020), idle, [idle, least, less, more])
-    assert way.holder is less
-    assert way.again == {"unreachable": 10}
-    idle.path = fast("d0", "d1", "d2")
-    assert holders.way(demand(8020), idle, [idle, least, less, more]).holder is more
-
-
 def test_a_fetch_takes_an_eighth_of_the_pool() -> None:
     holder, idle = Worker("p0", queued=90_000), Worker("p1", path=fast("p0"))
     way = policy(p0=1250).way(demand(20_020), idle, [holder, idle])

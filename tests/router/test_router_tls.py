@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import ssl
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -35,8 +34,6 @@ from console.cli import explain
 from console.health import SERVING, check_at
 from router.requests.bounds import ConnectionLimits
 from router.server import RouterServer
-from router.workers.link import Loss
-from router.workers.registry import process_is_gone
 from serving.event_loop import loop_factory
 from serving.net.internal_net import ROUTER_NAME, TlsNet, agent_name
 from serving.net.refusals import Refusals
@@ -261,19 +258,6 @@ async def test_grpcs_log_has_the_reason_of_each_refused_handshake(tmp_path: Path
                     pass
 
 
-async def test_the_death_of_a_server_with_tls_is_proven(tmp_path: Path) -> None:
-    """It says nothing before it is greeted, so a probe that only listens learns nothing."""
-    files = of_pool(tmp_path / "decode", "decode")
-    net = net_of(of_router(tmp_path / "router"))
-    async with a_server(files) as (process, address):
-        assert not await process_is_gone(address, Loss.SOCKET_CLOSED, net.hello())
-        process.send_signal(signal.SIGSTOP)
-        assert not await process_is_gone(address, Loss.SOCKET_CLOSED, net.hello())
-        process.kill()
-        await process.wait()
-        assert await process_is_gone(address, Loss.SOCKET_CLOSED, net.hello())
-
-
 async def test_spans_are_taken_from_members_alone(tmp_path: Path) -> None:
     settings = settings_of_member(of_router(tmp_path / "router"))
     async with a_router(trace_store=True, **settings) as router:
@@ -390,40 +374,6 @@ async def test_a_client_that_does_not_shake_hands_gives_way(
         with suppress(ConnectionError):
             assert await asyncio.wait_for(reader.read(1), 5) == b""
         writer.close()
-
-
-async def test_a_door_replaces_its_certificate_under_load(tmp_path: Path) -> None:
-    files = of_router(tmp_path)
-    async with a_router(**settings_of_door(files)) as router:
-        over, failed = asyncio.Event(), []
-
-        async def ask() -> None:
-            while not over.is_set():
-                try:
-                    assert await said_over_https(router.http_address, TlsFiles(files.ca)) == 503
-                    async with AsyncClient(f"grpcs://{router.address}", tls_ca=files.ca) as client:
-                        await client.models()
-                except Exception as error:
-                    failed.append(error)
-
-        asking = [asyncio.create_task(ask()) for _ in range(3)]
-        first = await shown(router)
-        of_router(tmp_path)
-        async with asyncio.timeout(20):
-            while set(await shown(router)) & set(first):
-                await asyncio.sleep(0.2)
-        over.set()
-        await asyncio.gather(*asking)
-        assert failed == []
-
-
-async def shown(router: RouterServer) -> list[str]:
-    """The certificates that the doors show."""
-    addresses = (router.address, router.http_address)
-    where = [(host, int(port)) for host, _, port in (one.rpartition(":") for one in addresses)]
-    return await asyncio.gather(
-        *(asyncio.to_thread(ssl.get_server_certificate, at) for at in where)
-    )
 
 
 async def test_figures_and_descriptions_stay_inside_if_wanted(tmp_path: Path) -> None:

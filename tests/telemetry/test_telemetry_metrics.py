@@ -156,14 +156,6 @@ def test_what_alerts_wait_for_is_there_before_it_happens() -> None:
     assert scrape(metrics)[Metric.WORKERS_LOST + "_total", frozen] == 1
 
 
-def test_a_backlog_is_shown_for_each_model_that_has_one() -> None:
-    waits = {"a": 2.5}
-    metrics = RouterMetrics(lambda: RouterLoad(queue_drain_s=waits))
-    assert scrape(metrics)[Metric.QUEUE_DRAIN, (("model", "a"),)] == 2.5
-    waits.clear()
-    assert not [name for name, _ in scrape(metrics) if name == Metric.QUEUE_DRAIN]
-
-
 def test_a_drain_is_timed_from_its_beginning() -> None:
     metrics = RouterMetrics(RouterLoad)
     assert scrape(metrics)[Metric.DRAIN_SECONDS, ()] == 0
@@ -281,12 +273,6 @@ def test_the_pages_queries_name_metrics_and_labels_that_there_are() -> None:
     }
     assert len(named) >= 8
     assert named <= known | labels
-
-
-def test_spans_dropped_are_shown() -> None:
-    metrics = RouterMetrics(RouterLoad)
-    metrics.watch_spans(lambda: ExportCounts(10, 4, 1, 2))
-    assert scrape(metrics)[Metric.SPANS + "_total", (("outcome", "dropped"),)] == 4
 
 
 def test_the_table_declares_every_name_and_nothing_else() -> None:
