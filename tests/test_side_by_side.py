@@ -22,6 +22,12 @@ def test_stalled():
 """
 
 
+@pytest.fixture(autouse=True)
+def light(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts need no plugin of others, which take a second each."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+
+
 def part(folder: Path, name: str, *texts: str, conftest: str = "") -> Part:
     tests = folder / name
     tests.mkdir()

@@ -152,6 +152,7 @@ def test_what_processes_say_is_quoted_as_they_say_it() -> None:
     assert [words for words in said if words not in everything] == []
 
 
+@cache
 def defined(path: Path) -> set[str]:
     """Functions and classes of a module, and `Class.method`."""
     tree = ast.parse(SOURCES[path])

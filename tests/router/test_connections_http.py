@@ -8,13 +8,14 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from frontdoor_kit import hangs
 from openai_kit import Port, answers, open_port, says
 from waiting import until
 
-from router.requests import bounds
+from router.requests import bounds, deadlines
 from router.requests.bounds import FEWEST_CONNECTIONS, RESERVED_FILES, most_connections
 from router.requests.validation import Limits
 from telemetry.metrics.router import RouterLoad, RouterMetrics
@@ -218,10 +219,21 @@ async def test_what_waits_for_its_turn_is_read_in_order(port: Port) -> None:
 async def test_an_answer_that_nobody_reads_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.requests.deadlines.UNREAD_GRACE_S", 5 * SHORT_S)
+    """Some time after the deadline. When that is over is said here: a machine that stands still
+    would let it pass unseen."""
+    monkeypatch.setattr(deadlines, "UNREAD_GRACE_S", 2 * LONG_S)
+    waits: list[asyncio.Timeout] = []
+
+    def timeout(delay_s: float) -> asyncio.Timeout:
+        made = asyncio.timeout(delay_s)
+        if delay_s > LONG_S:
+            waits.append(made)
+        return made
+
+    monkeypatch.setattr(deadlines, "asyncio", SimpleNamespace(timeout=timeout))
     counted = RouterMetrics(RouterLoad)
     script = answers(lambda job, choice: [70] * 1000)
-    limits = Limits(max_request_duration_s=2.0, max_unread_tokens=1 << 20)
+    limits = Limits(max_request_duration_s=1.0, max_unread_tokens=1 << 20)
     async with open_port(tmp_path, script, events=counted, limits=limits) as port:
         tasks = len(asyncio.all_tasks())
         with socket.socket() as client:
@@ -233,6 +245,8 @@ async def test_an_answer_that_nobody_reads_is_given_up(
             await loop.sock_sendall(client, post(f"content-length: {len(body)}", body=body))
             await asyncio.wait_for(port.dispatcher.closed.wait(), LONG_S)
             assert counted.registry.get_sample_value(Metric.UNREAD_STREAMS + "_total") == 0
+            (wait,) = waits
+            wait.reschedule(loop.time())
             await until(
                 lambda: counted.registry.get_sample_value(Metric.UNREAD_STREAMS + "_total") == 1
             )
