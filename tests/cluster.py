@@ -11,9 +11,10 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from nursery import fork
 from prometheus_client.parser import text_string_to_metric_families
@@ -320,6 +321,21 @@ def make_cluster(
     logs.mkdir(parents=True, exist_ok=True)
     singles = {name: variables_of(of_one) for name, of_one in (own or {}).items()}
     return Cluster(up.plan(options), logs, environment, launch, singles)
+
+
+@contextmanager
+def running(
+    model: Path, logs: Path, *, ends_well: bool = False, **options: Any
+) -> Iterator[Cluster]:
+    """A cluster that is started, and stopped at the end; `ends_well`: every process then exits
+    with 0."""
+    cluster = make_cluster(model, logs, **options)
+    try:
+        cluster.start_all()
+        yield cluster
+    finally:
+        codes = cluster.stop()
+    assert not ends_well or set(codes.values()) == {0}, cluster.tail()
 
 
 def add_model(cluster: Cluster, model: Path, **counts: int) -> None:

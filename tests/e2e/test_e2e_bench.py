@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from cluster import make_cluster
+from cluster import running
 from tiny_models import write_tiny_model
 from typer.testing import CliRunner, Result
 
@@ -22,13 +22,8 @@ NUM = 20
 def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
     model = write_tiny_model(folder / "model")
-    cluster = make_cluster(model, folder / "logs", trace=True)
-    try:
-        cluster.start_all()
+    with running(model, folder / "logs", trace=True, ends_well=True) as cluster:
         yield cluster
-    finally:
-        codes = cluster.stop()
-    assert set(codes.values()) == {0}, cluster.tail()
 
 
 def baton(*arguments: str, columns: int = 100) -> Result:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import openai
 import pytest
-from cluster import make_cluster
+from cluster import running
 from node_kit import run_scenario
 from tiny_models import write_tiny_model
 
@@ -25,13 +25,8 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cluster(tiny):
-    cluster = make_cluster(tiny, tiny.parent / "logs")
-    try:
-        cluster.start_all()
+    with running(tiny, tiny.parent / "logs", ends_well=True) as cluster:
         yield cluster
-    finally:
-        codes = cluster.stop()
-    assert set(codes.values()) == {0}, cluster.tail()
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from cluster import Cluster, make_cluster
+from cluster import Cluster, running
 from openai import OpenAI
 from tiny_models import write_tiny_model
 from tool_templates import HERMES
@@ -36,18 +36,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("conversations")
     (template := folder / "tools.jinja").write_text(HERMES)
     own = {"chat_template": template, "responses_folder": folder / "kept"}
-    cluster = make_cluster(
+    with running(
         write_tiny_model(folder / "model", max_positions=4096),
         folder / "logs",
         routers=2,
         own={"router-0": own, "router-1": own},
-    )
-    try:
-        cluster.start_all()
+    ) as cluster:
         yield cluster
         cluster.check_baseline()
-    finally:
-        cluster.stop()
 
 
 @pytest.mark.parametrize("conversations", [8, pytest.param(100, marks=pytest.mark.slow)])

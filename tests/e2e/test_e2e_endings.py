@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from cluster import make_cluster
+from cluster import running
 from tiny_models import write_tiny_model
 from waiting import wait_until
 
@@ -24,10 +24,8 @@ def tiny(tmp_path_factory):
 def cluster(tiny, tmp_path_factory):
     settings = {"num_pages": 1100, "max_step_tokens": 64, "resume_grace_s": 1, "failpoints": "live"}
     logs = tmp_path_factory.mktemp("logs")
-    cluster = make_cluster(tiny, logs, local_prefill="never", **settings)
-    cluster.start_all()
-    yield cluster
-    cluster.stop()
+    with running(tiny, logs, local_prefill="never", **settings) as cluster:
+        yield cluster
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

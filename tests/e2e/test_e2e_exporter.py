@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
-from cluster import Cluster, make_cluster
+from cluster import Cluster, running
 from otlp_receiver import OtlpReceiver, otlp_receiver
 from prometheus_client.parser import text_string_to_metric_families
 from tiny_models import write_tiny_model
@@ -61,12 +61,10 @@ def seat() -> Iterator[Seat]:
 def cluster(tmp_path_factory: pytest.TempPathFactory, seat: Seat) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("exporter")
     model = write_tiny_model(folder / "model")
-    cluster = make_cluster(
+    with running(
         model, folder / "logs", otlp_endpoint=f"http://{seat.address}", resume_grace_s=1
-    )
-    cluster.start_all()
-    yield cluster
-    cluster.stop()
+    ) as cluster:
+        yield cluster
 
 
 def latencies_s(cluster: Cluster) -> list[float]:

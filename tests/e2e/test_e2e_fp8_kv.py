@@ -6,7 +6,7 @@ The model has two layers, so a number at a border between two of e4m3 hardly mov
 from __future__ import annotations
 
 import pytest
-from cluster import make_cluster
+from cluster import running
 from references import references
 from streams import prompt_of
 from tiny_models import write_tiny_model
@@ -25,7 +25,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cluster(model, tmp_path_factory):
-    cluster = make_cluster(
+    with running(
         model,
         tmp_path_factory.mktemp("logs"),
         decode=2,
@@ -33,12 +33,8 @@ def cluster(model, tmp_path_factory):
         kv_cache_dtype="fp8",
         local_prefill="never",
         prefix_cache=False,
-    )
-    try:
-        cluster.start_all()
+    ) as cluster:
         yield cluster
-    finally:
-        cluster.stop()
 
 
 def test_a_pair_gives_what_transformers_gives_over_a_cache_that_rounds(cluster, model):

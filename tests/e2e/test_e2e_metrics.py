@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 import numpy as np
 import pytest
-from cluster import make_cluster
+from cluster import running
 from scraping import Figures, read, scrape, scrape_until
 from tiny_models import write_tiny_model
 
@@ -43,15 +43,15 @@ def all_steps_counted(figures: Figures) -> bool:
 def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("metrics")
     model = write_tiny_model(folder / "model")
-    cluster = make_cluster(
-        model, folder / "logs", trace=True, max_step_tokens=STEP_TOKENS, own=SLOW_DECODE
-    )
-    try:
-        cluster.start_all()
+    with running(
+        model,
+        folder / "logs",
+        trace=True,
+        max_step_tokens=STEP_TOKENS,
+        own=SLOW_DECODE,
+        ends_well=True,
+    ) as cluster:
         yield cluster
-    finally:
-        codes = cluster.stop()
-    assert set(codes.values()) == {0}, cluster.tail()
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, make_cluster
+from cluster import Cluster, running
 from references import references
 from streams import prompt_of, read
 from tiny_models import write_tiny_model
@@ -32,7 +32,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    cluster = make_cluster(
+    with running(
         tiny,
         tmp_path_factory.mktemp("logs"),
         routers=2,
@@ -40,12 +40,8 @@ def cluster(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cl
         failpoints="live",
         poison_freed_pages=True,
         max_sequences=8,
-    )
-    try:
-        cluster.start_all()
+    ) as cluster:
         yield cluster
-    finally:
-        cluster.stop()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import grpc
 import numpy as np
 import pytest
 import torch
-from cluster import Cluster, Process, make_cluster, spawn
+from cluster import Cluster, Process, running, spawn
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from nursery import fork
 from tiny_models import write_tiny_model
@@ -48,19 +48,15 @@ def cluster(folder, tmp_path_factory):
         seen.add(log.stem)
         return begin(argv, environment, log)
 
-    cluster = make_cluster(
+    with running(
         folder,
         tmp_path_factory.mktemp("logs"),
         num_pages=1100,
         max_step_tokens=64,
         failpoints="live",
         launch=launch,
-    )
-    try:
-        cluster.start_all()
+    ) as cluster:
         yield cluster
-    finally:
-        cluster.stop()
 
 
 class Asked:

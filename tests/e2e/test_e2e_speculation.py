@@ -10,7 +10,7 @@ import urllib.request
 
 import pytest
 from beams_kit import Searches
-from cluster import make_cluster
+from cluster import running
 from references import references
 from streams import prompt_of
 from tiny_models import write_tiny_model
@@ -33,7 +33,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cluster(model, tmp_path_factory):
-    cluster = make_cluster(
+    with running(
         model,
         tmp_path_factory.mktemp("logs"),
         prefill=2,
@@ -42,12 +42,8 @@ def cluster(model, tmp_path_factory):
         local_prefill="never",
         prefix_cache=False,
         speculation="suffix",
-    )
-    try:
-        cluster.start_all()
+    ) as cluster:
         yield cluster
-    finally:
-        cluster.stop()
 
 
 def repeated(length: int) -> list[int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import Cluster, make_cluster
+from cluster import Cluster, make_cluster, running
 from fetching_policy import FETCHING
 from references import NOISE, references
 from streams import prompt_of
@@ -32,12 +32,8 @@ def model(tmp_path_factory) -> Path:
 def cluster(model, tmp_path_factory):
     logs = tmp_path_factory.mktemp("logs")
     options: dict[str, Any] = {"failpoints": "live", "local_prefill": "never"}
-    cluster = make_cluster(model, logs, prefill=2, decode=2, **options)
-    try:
-        cluster.start_all()
+    with running(model, logs, prefill=2, decode=2, **options) as cluster:
         yield cluster
-    finally:
-        cluster.stop()
 
 
 def ask(client, prompt: list[int], **options: Any) -> list[int]:

@@ -13,7 +13,7 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from cluster import Cluster, make_cluster
+from cluster import Cluster, running
 from node_kit import run_program
 from pydantic import BaseModel, ConfigDict, Field
 from tiny_models import write_tiny_model
@@ -57,18 +57,14 @@ def cluster(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     )
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(demo_model / name, model)
-    cluster = make_cluster(
+    with running(
         model,
         tmp_path_factory.mktemp("logs"),
         own={"router": {"chat_template": template}},
         max_step_tokens=512,
-    )
-    try:
-        cluster.start_all()
+    ) as cluster:
         yield cluster
         cluster.check_baseline()
-    finally:
-        cluster.stop()
 
 
 @pytest.fixture

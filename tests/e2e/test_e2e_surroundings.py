@@ -12,7 +12,7 @@ from pathlib import Path
 
 import debian
 import pytest
-from cluster import make_cluster, spawn
+from cluster import running, spawn
 from nursery import fork
 from scraping import SETTLED_S
 from streams import prompt_of, read
@@ -57,16 +57,14 @@ def cluster(tmp_path_factory, clock):
             return spawn(argv, {**environment, **clock.environment}, log)
         return fork(argv, environment, log)
 
-    cluster = make_cluster(
+    with running(
         tiny,
         tmp_path_factory.mktemp("logs"),
         trace=True,
         failpoints="live",
         launch=launch_beside_the_clock,
-    )
-    cluster.start_all()
-    yield cluster
-    cluster.stop()
+    ) as cluster:
+        yield cluster
 
 
 @pytest.mark.parametrize("jump_s", [HOUR_S, -HOUR_S])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cluster import make_cluster
+from cluster import running
 from openai import OpenAI
 from references import references
 from streams import prompt_of
@@ -25,20 +25,16 @@ def model(tmp_path_factory):
 def cluster(model, tmp_path_factory, request):
     """Workers of one rank, or of two."""
     ranks = {"tp": request.param}
-    cluster = make_cluster(
+    with running(
         model,
         tmp_path_factory.mktemp("logs"),
         own={"prefill-0": ranks, "decode-0": ranks},
         num_pages=POOL_PAGES,
         kv_host_gib=0.01,
         local_prefill="never",
-    )
-    try:
-        cluster.start_all()
+    ) as cluster:
         yield cluster
         cluster.check_baseline()
-    finally:
-        cluster.stop()
 
 
 def test_usage_says_how_much_of_a_prompt_was_loaded_and_from_where(cluster, model):

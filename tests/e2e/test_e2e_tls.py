@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cluster import Cluster, make_cluster
+from cluster import Cluster, running
 from nursery import fork
 from tiny_models import write_tiny_model
 from typer.testing import CliRunner
@@ -38,12 +38,10 @@ def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, certs: Path) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("tls")
-    made = make_cluster(
+    with running(
         write_tiny_model(folder / "model"), folder / "logs", certs=str(certs), trace=True
-    )
-    made.start_all()
-    yield made
-    made.stop()
+    ) as made:
+        yield made
 
 
 def renew(certs: Path) -> None:

@@ -6,7 +6,7 @@ import secrets
 
 import grpc
 import pytest
-from cluster import make_cluster
+from cluster import running
 from otlp_receiver import otlp_receiver
 from tiny_models import write_tiny_model
 
@@ -49,10 +49,8 @@ def cluster(tmp_path_factory, receiver_and_address):
     address = receiver_and_address[1]
     folder = tmp_path_factory.mktemp("traces")
     model = write_tiny_model(folder / "model")
-    cluster = make_cluster(model, folder / "logs", otlp_endpoint=f"http://{address}")
-    cluster.start_all()
-    yield cluster
-    cluster.stop()
+    with running(model, folder / "logs", otlp_endpoint=f"http://{address}") as cluster:
+        yield cluster
 
 
 def stream(cluster, text: str, traceparent: str):

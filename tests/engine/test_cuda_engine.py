@@ -13,6 +13,7 @@ import torch
 from engine_kit import Run, build, check_baseline, finish, hand_off, submit
 from hooks_kit import ALL, QUEST, installed
 from llguidance import LLMatcher
+from paths_kit import prompt_of
 from tiny_families import DENSE
 from tiny_models import write_tiny_model
 from tokenizers import Tokenizer
@@ -44,10 +45,6 @@ SHAPES = {
     "odd": {"family": "olmo2", "head_dim": 96},
 }  # fmt: skip
 LENGTHS = (1, 15, 16, 17, 64, 200, 300)
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed * 1000 + length).integers(1, 384, length).tolist()
 
 
 def build_on_gpu(path, **options):

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engine_kit import GREEDY, Run, check_baseline, finish, hand_off, held
-from tiny_models import write_tiny_model
 
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -42,10 +41,10 @@ class Stream:
 
 
 @contextmanager
-def running(path: Path, **options) -> Iterator[Engine]:
+def running(tiny_path: Path, **options) -> Iterator[Engine]:
     """An engine; everything must be back when the test ends."""
     defaults = {"num_pages": 1500, "max_sequences": 64, "max_step_tokens": 160}
-    engine = Engine.build(EngineConfig(model=str(path), **{**defaults, **options}))
+    engine = Engine.build(EngineConfig(model=str(tiny_path), **{**defaults, **options}))
     engine.start()
     try:
         yield engine
@@ -55,15 +54,10 @@ def running(path: Path, **options) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("tiny"), tokenizer=False)
-
-
-@pytest.fixture(scope="module")
-def solo(path):
+def solo(tiny_path):
     """Output of a stream alone in an engine that caches nothing."""
     known: dict[Stream, list[list[int]]] = {}
-    with running(path, prefix_cache=False) as engine:
+    with running(tiny_path, prefix_cache=False) as engine:
 
         def run(stream: Stream) -> list[list[int]]:
             alone = replace(stream, cancel_after=None)
@@ -145,29 +139,29 @@ def run_crowd(engine: Engine, streams: Sequence[Stream]) -> list[Run]:
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
 )
-def test_survivors_equal_their_solo_runs(path, solo, seed):
+def test_survivors_equal_their_solo_runs(tiny_path, solo, seed):
     streams = mixed_streams(seed)
-    with running(path) as engine:
+    with running(tiny_path) as engine:
         for _ in range(2):  # the second time from the cache
             check_survivors(streams, run_crowd(engine, streams), solo)
 
 
-def test_growth_in_a_pool_of_a_third_of_the_need_preempts(path, solo):
+def test_growth_in_a_pool_of_a_third_of_the_need_preempts(tiny_path, solo):
     """Short prompts and long outputs: what was admitted outgrows the pool."""
     rng = np.random.default_rng(8)
     streams = [Stream(prompt_of(rng, int(rng.integers(1, 20))), 60) for _ in range(16)]
     need = sum(stream.pages for stream in streams)
-    with running(path, num_pages=need // 3 + 1) as engine:
+    with running(tiny_path, num_pages=need // 3 + 1) as engine:
         runs = run_crowd(engine, streams)
         assert engine.load().preemptions > 0
         check_survivors(streams, runs, solo)
 
 
-def test_a_crowd_beside_hand_offs(path, solo):
+def test_a_crowd_beside_hand_offs(tiny_path, solo):
     """A decode worker that also runs requests of its own gives both their solo output."""
     streams = mixed_streams(seed=11)[:20]
     rng = np.random.default_rng(12)
-    with running(path) as prefill, running(path) as decode:
+    with running(tiny_path) as prefill, running(tiny_path) as decode:
         runs = [start(decode, stream) for stream in streams]
         for length in (1, 16, 17, 100, 230):
             stream = Stream(prompt_of(rng, length), 20, choices=2)

@@ -229,11 +229,6 @@ class TestEveryPath:
 # -- what needs no trained model ------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("tiny"), tokenizer=False)
-
-
 def biased_model(path: Path, attention: float) -> Path:
     """Two channels of K, which turn with the position, have a bias of 900; q is small there."""
     write_tiny_model(path, tokenizer=False, family="qwen2", hidden=128, heads=2)
@@ -278,17 +273,17 @@ def test_a_key_bias_of_900_gives_the_same_tokens_as_without_fp8(tmp_path, monkey
     assert all(one != other for one, other in zip(clipping, want, strict=True)), "and would be off"
 
 
-def engines_of(tiny: Path, *options: dict) -> list[Engine]:
+def engines_of(tiny_path: Path, *options: dict) -> list[Engine]:
     found = []
     for one in options:
-        engine = build(tiny, num_pages=8, **one)
+        engine = build(tiny_path, num_pages=8, **one)
         engine.stop()
         found.append(engine)
     return found
 
 
-def test_the_fingerprint_and_the_pages_tell_the_precision(tiny):
-    plain, fp8, half = engines_of(tiny, {}, FP8, {"dtype": "bfloat16"})
+def test_the_fingerprint_and_the_pages_tell_the_precision(tiny_path):
+    plain, fp8, half = engines_of(tiny_path, {}, FP8, {"dtype": "bfloat16"})
     fingerprints = {engine.model.fingerprint for engine in (plain, fp8, half)}
     assert len(fingerprints) == 3
     assert [engine.pool.precision for engine in (plain, fp8, half)] == [
@@ -302,11 +297,11 @@ def test_the_fingerprint_and_the_pages_tell_the_precision(tiny):
     ]  # fmt: skip
 
 
-def test_keys_of_pages_tell_the_precision(tiny):
+def test_keys_of_pages_tell_the_precision(tiny_path):
     """So that no store of pages, whoever keeps it, gives one for the other."""
     keys: list[set[bytes]] = []
     for options in ({}, FP8, {"dtype": "bfloat16"}):
-        engine, heard = build(tiny, **options), []
+        engine, heard = build(tiny_path, **options), []
         engine.subscribe(heard.append)
         finish(submit(engine, list(range(1, 60)), 4))
         check_baseline(engine)
@@ -317,13 +312,13 @@ def test_keys_of_pages_tell_the_precision(tiny):
     assert not keys[0] & keys[1] | keys[0] & keys[2] | keys[1] & keys[2]
 
 
-def test_what_does_not_go_together_is_refused_before_weights_are_read(tiny):
+def test_what_does_not_go_together_is_refused_before_weights_are_read(tiny_path):
     with pytest.raises(EngineError, match="multiple of 16 tokens, and page_size_tokens is 8"):
-        build(tiny / "nowhere", page_size=8, **FP8)
+        build(tiny_path / "nowhere", page_size=8, **FP8)
     with pytest.raises(EngineError, match="'e5m2' is not one of auto, fp8"):
-        build(tiny / "nowhere", kv_cache_dtype="e5m2")
+        build(tiny_path / "nowhere", kv_cache_dtype="e5m2")
     with pytest.raises(EngineError, match="fa2 cannot run here: it reads pages in place"):
-        build(tiny, page_size=256, max_step_tokens=512, attention="fa2", **FP8)
-    pool = engines_of(tiny, FP8)[0].pool
+        build(tiny_path, page_size=256, max_step_tokens=512, attention="fa2", **FP8)
+    pool = engines_of(tiny_path, FP8)[0].pool
     with pytest.raises(AttentionError, match="cannot read fp8 KV: fa3 and sdpa can"):
         choose_backend("fa2", pool, (AttentionSpec(1.0),) * 2, CudaKernels())

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import flash_attn_like
-import numpy as np
 import pytest
 import torch
 from engine_kit import build, check_baseline, finish, hand_off, submit
+from paths_kit import prompt_of
 from references import references
-from tiny_models import write_tiny_model
 
 from engine.attention.fa2 import Fa2Backend
 from engine.engine import EngineError
@@ -20,35 +19,26 @@ LENGTHS = (1, 15, 16, 17, 63, 64, 65, 200)
 
 
 @pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("tiny"), tokenizer=False)
-
-
-@pytest.fixture(scope="module")
-def reference(model_path):
+def reference(tiny_path):
     """Greedy continuation by transformers, without stopping."""
-    answers = references(model_path)
+    answers = references(tiny_path)
     return lambda prompt, max_tokens: answers(prompt, max_tokens, past_end=True).tokens
 
 
 @pytest.fixture(scope="module")
-def engine(model_path):
-    engine = build(model_path)
+def engine(tiny_path):
+    engine = build(tiny_path)
     yield engine
     check_baseline(engine)
     engine.stop()
 
 
 @pytest.fixture(scope="module")
-def other(model_path):
-    engine = build(model_path, max_step_tokens=32)
+def other(tiny_path):
+    engine = build(tiny_path, max_step_tokens=32)
     yield engine
     check_baseline(engine)
     engine.stop()
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed * 1000 + length).integers(1, 384, length).tolist()
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -119,14 +109,14 @@ def test_penalties_go_on_across_the_hand_off(engine, other):
     assert plain.tokens != whole.tokens
 
 
-def test_log_probabilities_of_prompt_and_output(engine, model_path):
+def test_log_probabilities_of_prompt_and_output(engine, tiny_path):
     from transformers import AutoModelForCausalLM
 
     prompt = prompt_of(70, seed=8)
     sampling = SamplingParams(temperature=0.0, top_logprobs=3)
     run = submit(engine, prompt, 6, sampling=sampling, prompt_logprobs=True, min_tokens=6)
     finish(run)
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tiny_path, dtype=torch.float32)
     ids = [*prompt, *run.tokens[0]]
     with torch.inference_mode():
         logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
@@ -167,26 +157,26 @@ def test_a_first_token_that_ends_it_is_told_with_the_prefill(engine, reference):
     engine.release(run.request.id)
 
 
-def test_a_pool_that_cannot_be_is_refused_in_words(model_path):
+def test_a_pool_that_cannot_be_is_refused_in_words(tiny_path):
     with pytest.raises(EngineError, match="num_pages"):
-        build(model_path, num_pages=10**9)
+        build(tiny_path, num_pages=10**9)
     with pytest.raises(EngineError, match="max_step_tokens"):
-        build(model_path, max_step_tokens=8)
+        build(tiny_path, max_step_tokens=8)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_told_in_words(model_path):
+def test_a_gpu_that_is_not_there_is_told_in_words(tiny_path):
     with pytest.raises(EngineError, match="cannot be cuda: the PyTorch that is installed"):
-        build(model_path, device="cuda")
+        build(tiny_path, device="cuda")
 
 
-def test_flash_attention_2_over_a_stand_in_for_its_library(model_path, reference, monkeypatch):
+def test_flash_attention_2_over_a_stand_in_for_its_library(tiny_path, reference, monkeypatch):
     """Chunks, decode rows and a prefix from the cache, pages of 256 tokens."""
     monkeypatch.setattr(
         "engine.parts.building.choose_backend",
         lambda _name, pool, specs, **_: Fa2Backend(pool, specs, flash_attn_like),
     )
-    engine = build(model_path, page_size=256, num_pages=40, max_step_tokens=300)
+    engine = build(tiny_path, page_size=256, num_pages=40, max_step_tokens=300)
     try:
         prompt = prompt_of(700, seed=9)
         for _ in range(2):
@@ -200,7 +190,7 @@ def test_flash_attention_2_over_a_stand_in_for_its_library(model_path, reference
 
 
 def test_prompt_log_probabilities_read_no_cache_and_are_computed_in_row_chunks(
-    engine, model_path, monkeypatch
+    engine, tiny_path, monkeypatch
 ):
     """A cached prefix has no logits left to score, and a long prompt's would not fit at once."""
     prompt = prompt_of(90, seed=12)
@@ -233,8 +223,8 @@ def test_prompt_log_probabilities_read_no_cache_and_are_computed_in_row_chunks(
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
-def test_whoever_subscribes_hears_of_the_cache(model_path):
-    engine = build(model_path, num_pages=12)
+def test_whoever_subscribes_hears_of_the_cache(tiny_path):
+    engine = build(tiny_path, num_pages=12)
     heard: list[CacheEvent] = []
     try:
         engine.subscribe(heard.append)

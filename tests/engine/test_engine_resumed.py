@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from engine_kit import build, check_baseline, finish, hand_off, held, submit
-from tiny_models import write_tiny_model
+from paths_kit import prompt_of
 
 from engine.types import SamplingParams
 
@@ -22,21 +21,12 @@ MAX_TOKENS = 40
 
 
 @pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("tiny"), tokenizer=False)
-
-
-@pytest.fixture(scope="module")
-def engines(model_path):
-    pair = build(model_path), build(model_path, max_step_tokens=32)
+def engines(tiny_path):
+    pair = build(tiny_path), build(tiny_path, max_step_tokens=32)
     yield pair
     for engine in pair:
         check_baseline(engine)
         engine.stop()
-
-
-def prompt_of(length: int) -> list[int]:
-    return np.random.default_rng(length).integers(1, 384, length).tolist()
 
 
 @pytest.fixture(scope="module", params=[SamplingParams(temperature=0.0), PENALISED])
@@ -78,9 +68,9 @@ def test_goes_on_as_if_nothing_had_happened(engines, unbroken, kept, choice, by_
             assert record.top_ids[0] == before.top_ids[0]
 
 
-def test_what_was_begun_before_is_admitted_before_new_work(model_path):
+def test_what_was_begun_before_is_admitted_before_new_work(tiny_path):
     """One slot: of three that wait, the resumed one goes first though it came last."""
-    engine = build(model_path, max_sequences=1)
+    engine = build(tiny_path, max_sequences=1)
     busy = submit(engine, prompt_of(20), 200, min_tokens=200)
     with held(engine):  # All three are there before the next one is chosen.
         waiting = {
@@ -95,11 +85,11 @@ def test_what_was_begun_before_is_admitted_before_new_work(model_path):
     engine.stop()
 
 
-def test_a_resume_that_no_pool_could_hold_is_refused(model_path):
+def test_a_resume_that_no_pool_could_hold_is_refused(tiny_path):
     """Prompt and generated tokens count, where the prompt alone would have fitted."""
     from engine.types import FailureReason, Mode
 
-    engine = build(model_path, num_pages=10, max_sequences=2)
+    engine = build(tiny_path, num_pages=10, max_sequences=2)
     run = submit(engine, prompt_of(60), 120, mode=Mode.PREFILL, generated=[[7] * 100])
     assert run.done.wait(10)
     assert run.failed is not None

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
 import pytest
-from engine_kit import Run, build, check_baseline, finish, hand_off, submit
-from references import NOISE, References, first_difference, references
+from engine_kit import build, check_baseline, finish, hand_off, submit
+from paths_kit import prompt_of
+from references import References, references
 from tiny_families import EVERY, SLOW
 from tiny_models import write_tiny_model
 
@@ -43,34 +43,20 @@ def case(request, tmp_path_factory) -> Iterator[Case]:
         engine.stop()
 
 
-def prompt_of(length: int) -> list[int]:
-    return np.random.default_rng(length).integers(1, 384, length).tolist()
-
-
-def check(case: Case, run: Run, max_tokens: int = MAX_TOKENS, given: int = 0) -> None:
-    """The run has the tokens of transformers up to the first that noise may decide."""
-    want = case.answers(run.request.prompt_ids.tolist(), max_tokens, past_end=True)
-    found = want.tokens[:given] + run.tokens[0]
-    assert len(found) == max_tokens
-    if found != want.tokens:
-        at = first_difference(found, want.tokens)
-        assert want.margins[at] < NOISE, f"token {at} differs"
-
-
 def test_whole_in_chunks_and_from_the_cache(case):
     for engine, prompt in ((case.one, prompt_of(50)), (case.other, prompt_of(90))):
         for _ in range(2):
             run = submit(engine, prompt, MAX_TOKENS, ignore_eos=True)
             finish(run)
-            check(case, run)
+            case.answers.check(run, MAX_TOKENS)
         assert engine.load().prompt_tokens_cached > 0
 
 
 def test_handed_off_and_resumed(case):
     prompt = prompt_of(45)
     run = hand_off(case.other, case.one, prompt, MAX_TOKENS, ignore_eos=True)
-    check(case, run)
+    case.answers.check(run, MAX_TOKENS)
     given = case.answers(prompt, MAX_TOKENS, past_end=True).tokens[:5]
     run = submit(case.other, prompt, MAX_TOKENS, generated=[given], ignore_eos=True)
     finish(run)
-    check(case, run, given=5)
+    case.answers.check(run, MAX_TOKENS, given=5)

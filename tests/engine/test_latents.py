@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from engine_kit import Run, build, check_baseline, finish, hand_off, held, submit
+from engine_kit import build, check_baseline, finish, submit
+from paths_kit import Pair, check_crowd, check_every_path, prompt_of, two_engines
 from quantised_folders import write_quantised
 from references import references
 from test_attention import Row, make_batch, written_out
@@ -22,14 +24,13 @@ from waiting import wait_until
 from engine.attention import AttentionError, choose_backend
 from engine.config import EngineConfig
 from engine.cuda.attention_kernels import CudaKernels
-from engine.engine import Engine
 from engine.model import ModelError, UnsupportedModelError
 from engine.model.families import read_config
 from engine.parts.paging import EngineError, check_groups
 from engine.pool.latent_pool import LatentPool
 from engine.step.attention import AttentionSpec, Latents
 
-MAX_TOKENS, LATENT, TURNED = 24, 32, 8
+LATENT, TURNED = 32, 8
 SLOW = (1, 15, 16, 17, 64, 300)
 LENGTHS = [65, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)]
 PAGE_BYTES = 16 * 3 * (LATENT + TURNED) * 4
@@ -50,59 +51,20 @@ def path(folders) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engines(path):
-    options: dict[str, Any] = {"max_sequences": 6, "poison_freed_pages": True}
-    both = [build(path, max_step_tokens=tokens, **options) for tokens in (64, 32)]
-    yield both
-    for engine in both:
-        check_baseline(engine)
-        engine.stop()
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(1000 * seed + length).integers(1, 384, length).tolist()
-
-
-def check(path: Path, run: Run, max_tokens: int = MAX_TOKENS, given: int = 0) -> None:
-    references(path).check(run, max_tokens, given)
+def engines(path) -> Iterator[Pair]:
+    with two_engines(path) as both:
+        yield both
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_whole_in_chunks_cached_forked_resumed_and_handed_off(engines, path, length):
-    one, other = engines
-    assert [pool.page_bytes for pool in one.pools] == [PAGE_BYTES]
-    for engine in engines:
-        for choices in (1, 1, 3):
-            before = engine.load().prompt_tokens_cached
-            run = submit(engine, prompt_of(length), MAX_TOKENS, choices=choices, ignore_eos=True)
-            finish(run)
-            check(path, run)
-        assert engine.load().prompt_tokens_cached - before == (length - 1) // 16 * 16
-    run = hand_off(other, one, prompt_of(length, 1), MAX_TOKENS, choices=2, ignore_eos=True)
-    check(path, run)
-    given = run.tokens[0][:7]
-    run = submit(one, prompt_of(length, 1), MAX_TOKENS, generated=[given], ignore_eos=True)
-    finish(run)
-    check(path, run, given=7)
-
-
-def crowd(engine: Engine, path: Path) -> None:
-    with held(engine):
-        runs = [submit(engine, prompt_of(20 + i), 80, ignore_eos=True) for i in range(6)]
-    finish(*runs)
-    for run in runs:
-        check(path, run, 80)
-    check_baseline(engine)
-    engine.stop()
+    assert [pool.page_bytes for pool in engines[0].pools] == [PAGE_BYTES]
+    check_every_path(engines, path, length)
 
 
 @pytest.mark.parametrize("host", [0, 1 << 22])
 def test_preempted_and_swapped(host, path):
-    engine = build(path, max_sequences=6, max_step_tokens=64, num_pages=26, kv_host_bytes=host)
-    crowd(engine, path)
-    load = engine.load()
-    assert load.preemptions > 0
-    assert (load.tiers is not None and load.tiers.loaded_tokens.total() > 0) is (host > 0)
+    check_crowd(path, num_pages=26, kv_host_bytes=host)
 
 
 @pytest.mark.slow
@@ -122,7 +84,7 @@ def test_every_rank_has_the_whole_latent_and_some_heads(count, path, tmp_path):
         for prompt in prompts:
             run = submit(engine, prompt, 5, ignore_eos=True)
             finish(run)
-            check(path, run, 5)
+            references(path).check(run, 5)
         wait_until(lambda engine=engine: engine.load().tiers.held_slots == 0)
         check_baseline(engine)
         engine.stop()

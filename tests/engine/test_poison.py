@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from engine_kit import build, check_baseline, finish, hand_off, held, prefill_pages, submit
-from tiny_models import write_tiny_model
 from waiting import wait_until
 
 from engine.engine import Engine
@@ -23,15 +22,10 @@ from engine.types import SCRATCH_PAGE, Mode, SamplingParams, TokenRecord
 PROMPT = list(range(7, 60))
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("tiny"), tokenizer=False)
-
-
 @pytest.fixture(params=["auto", "fp8"])
-def engine(path: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+def engine(tiny_path: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
     options = {"prefix_cache": False, "poison_freed_pages": True}
-    engine = build(path, num_pages=24, kv_cache_dtype=request.param, **options)
+    engine = build(tiny_path, num_pages=24, kv_cache_dtype=request.param, **options)
     yield engine
     engine.stop()
 
@@ -109,7 +103,7 @@ def test_a_late_write_is_found_by_the_next_request_that_gets_the_page(engine: En
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", pytest.param("fp8", marks=pytest.mark.matrix)])
-def test_output_is_what_it_is_without_the_pattern(path: Path, kv_cache_dtype: str) -> None:
+def test_output_is_what_it_is_without_the_pattern(tiny_path: Path, kv_cache_dtype: str) -> None:
     """Preempted, packed and handed-off requests read nothing that they did not write."""
     seeded = SamplingParams(temperature=0.9, seed=3)
     prompts = [list(range(3 + i, 40 + 5 * i)) for i in range(6)]
@@ -117,8 +111,8 @@ def test_output_is_what_it_is_without_the_pattern(path: Path, kv_cache_dtype: st
     for poisoned in (False, True):
         options = {"poison_freed_pages": poisoned, "prefix_cache": False}
         options["kv_cache_dtype"] = kv_cache_dtype
-        small = build(path, num_pages=26, **options)
-        other = build(path, num_pages=26, **options)
+        small = build(tiny_path, num_pages=26, **options)
+        other = build(tiny_path, num_pages=26, **options)
         with held(small):  # Together they outgrow the pool, one after another they would not.
             runs = [submit(small, prompt, 40, sampling=seeded) for prompt in prompts]
         finish(*runs)
@@ -149,11 +143,11 @@ def continuation(prefill: Engine, decode: Engine, first: int | None) -> list[int
     return target.tokens[1]
 
 
-def test_a_page_that_is_still_to_be_copied_is_not_free(path: Path) -> None:
+def test_a_page_that_is_still_to_be_copied_is_not_free(tiny_path: Path) -> None:
     """Choices share their prompt's last page until the next step copies it for each. Where the
     first choice ends with the token that was delivered, its page was free before that step."""
     options = {"num_pages": 40, "prefix_cache": False, "poison_freed_pages": True}
-    prefill, decode = build(path, **options), build(path, **options)
+    prefill, decode = build(tiny_path, **options), build(tiny_path, **options)
     assert len(PROMPT) % 16, "a partial page is what is copied"
     end_of_sequence = 0
     try:

@@ -13,11 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import numpy as np
 import psutil
 import pytest
 import torch
 from engine_kit import Run, build, check_baseline, finish, held, submit
+from paths_kit import prompt_of
 from precision_reference import Reference, Rule, by_channel
 from quantised_checkpoints import FORMS
 from quantised_folders import rule_of, write_quantised
@@ -78,10 +78,6 @@ def running(path: Path, **options: Any) -> Iterator[Engine]:
 def pids_of(engine: Engine) -> dict[int, int]:
     assert isinstance(engine.ranks, HostRanks)
     return dict(engine.ranks.pids)
-
-
-def prompt_of(length: int) -> list[int]:
-    return np.random.default_rng(length).integers(1, 384, length).tolist()
 
 
 class Pair(NamedTuple):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from engine_kit import build, check_baseline, finish, hand_off, held, submit
-from references import references
+from engine_kit import build
+from paths_kit import Pair, check_crowd, check_every_path, two_engines
 from test_model_logits import load
 from tiny_families import BY_LAYER
 from tiny_models import write_tiny_model
@@ -23,7 +23,7 @@ from engine.parts.paging import EngineError
 from engine.pool.kv_pool import PlainPool
 from engine.step.attention import AttentionBatch, AttentionSpec, Taps
 
-KERNEL, MAX_TOKENS = 3, 24
+KERNEL = 3
 FAST, SLOW = (2, 65), (1, 3, 16, 17, 200)
 LENGTHS = [*FAST, *(pytest.param(length, marks=pytest.mark.slow) for length in SLOW)]
 
@@ -34,40 +34,15 @@ def path(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engines(path):
-    options: dict[str, Any] = {"max_sequences": 6, "poison_freed_pages": True}
-    both = [build(path, max_step_tokens=tokens, **options) for tokens in (64, 32)]
-    yield both
-    for engine in both:
-        check_baseline(engine)
-        engine.stop()
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(1000 * seed + length).integers(1, 384, length).tolist()
-
-
-def check(path, run, max_tokens: int = MAX_TOKENS, given: int = 0) -> None:
-    references(path).check(run, max_tokens, given)
+def engines(path) -> Iterator[Pair]:
+    with two_engines(path) as both:
+        yield both
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_whole_in_chunks_cached_forked_resumed_and_handed_off(engines, path, length):
-    one, other = engines
-    assert [spec.kind for spec in one.pools.specs[1:]] == [Window(KERNEL)]
-    for engine in engines:
-        for choices in (1, 1, 3):
-            before = engine.load().prompt_tokens_cached
-            run = submit(engine, prompt_of(length), MAX_TOKENS, choices=choices, ignore_eos=True)
-            finish(run)
-            check(path, run)
-        assert engine.load().prompt_tokens_cached - before == (length - 1) // 16 * 16
-    run = hand_off(other, one, prompt_of(length, 1), MAX_TOKENS, choices=2, ignore_eos=True)
-    check(path, run)
-    given = run.tokens[0][:7]
-    run = submit(one, prompt_of(length, 1), MAX_TOKENS, generated=[given], ignore_eos=True)
-    finish(run)
-    check(path, run, given=7)
+    assert [spec.kind for spec in engines[0].pools.specs[1:]] == [Window(KERNEL)]
+    check_every_path(engines, path, length)
 
 
 @pytest.mark.parametrize(
@@ -79,17 +54,7 @@ def test_whole_in_chunks_cached_forked_resumed_and_handed_off(engines, path, len
     ],
 )
 def test_preempted_swapped_and_of_two_ranks(options, path):
-    engine = build(path, max_sequences=6, max_step_tokens=64, **options)
-    with held(engine):
-        runs = [submit(engine, prompt_of(20 + i), 80, ignore_eos=True) for i in range(6)]
-    finish(*runs)
-    assert (engine.load().preemptions > 0) is ("num_pages" in options)
-    for run in runs:
-        check(path, run, 80)
-    loaded = engine.load().tiers
-    assert (loaded is not None and loaded.loaded_tokens.total() > 0) is ("kv_host_bytes" in options)
-    check_baseline(engine)
-    engine.stop()
+    check_crowd(path, **options)
 
 
 @pytest.mark.parametrize("bias", [False, True])

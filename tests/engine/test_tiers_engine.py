@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from engine_kit import build, check_baseline, finish, submit
-from tiny_models import write_tiny_model
 
 from engine.config import EngineConfig
 from engine.engine import Engine, EngineError
@@ -21,11 +20,6 @@ from faults import failpoints
 
 MIB = 1 << 20
 SMALL = {"num_pages": 41, "max_sequences": 4, "kv_host_bytes": 24 * MIB}
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("tiny"), tokenizer=False)
 
 
 def conversations(count: int, seed: int = 1) -> list[list[int]]:
@@ -58,14 +52,14 @@ def talk(engine: Engine, prompts: list[list[int]], rounds: int) -> list[list[lis
     ],
 )
 def test_a_small_pool_over_a_host_tier_speaks_as_a_large_one(
-    path, count, rounds, precision, ranks, monkeypatch
+    tiny_path, count, rounds, precision, ranks, monkeypatch
 ):
     monkeypatch.setattr("engine.tiers.lanes.LEAST_DEADLINE_S", 30)  # Whatever else runs here.
     prompts = conversations(count)
-    large = build(path, num_pages=200 * 8, kv_cache_dtype=precision)
+    large = build(tiny_path, num_pages=200 * 8, kv_cache_dtype=precision)
     want = talk(large, prompts, rounds)
     large.stop()
-    small = build(path, **SMALL, kv_cache_dtype=precision, tp=ranks)
+    small = build(tiny_path, **SMALL, kv_cache_dtype=precision, tp=ranks)
     try:
         assert talk(small, prompts, rounds) == want
         counts = small.load().tiers
@@ -85,12 +79,12 @@ def test_a_small_pool_over_a_host_tier_speaks_as_a_large_one(
         pytest.param("save", "raise", marks=pytest.mark.matrix),
     ],
 )
-def test_copies_that_fail_or_are_late_cost_time_alone(path, lane, action):
+def test_copies_that_fail_or_are_late_cost_time_alone(tiny_path, lane, action):
     prompts = conversations(24)
-    large = build(path, num_pages=800)
+    large = build(tiny_path, num_pages=800)
     want = talk(large, prompts, 2)
     large.stop()
-    small = build(path, **SMALL)
+    small = build(tiny_path, **SMALL)
     failpoints.arm(f"tiers.{lane}={action}@3")
     try:
         assert talk(small, prompts, 2) == want
@@ -103,13 +97,13 @@ def test_copies_that_fail_or_are_late_cost_time_alone(path, lane, action):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("action", ["raise", "sleep:0.3"])
-def test_a_part_that_fails_or_is_late_is_a_miss_for_all_ranks(path, action, monkeypatch):
+def test_a_part_that_fails_or_is_late_is_a_miss_for_all_ranks(tiny_path, action, monkeypatch):
     prompts = conversations(24)
-    large = build(path, num_pages=800)
+    large = build(tiny_path, num_pages=800)
     want = talk(large, prompts, 2)
     large.stop()
     monkeypatch.setenv("BATON_DEBUG_FAILPOINTS", f"rank.copy={action}~1@7")
-    small = build(path, **SMALL, tp=2)  # Four copies measure its rates.
+    small = build(tiny_path, **SMALL, tp=2)  # Four copies measure its rates.
     try:
         assert talk(small, prompts, 2) == want
         assert sum(small.load().tiers.late.values()) > 0
@@ -131,11 +125,11 @@ def test_more_memory_than_can_be_touched_is_refused_with_both_sizes(monkeypatch)
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_what_the_engine_says_of_a_host_tier_that_cannot_be(path):
-    config = EngineConfig(model=str(path), num_pages=40, kv_host_bytes=5000)
+def test_what_the_engine_says_of_a_host_tier_that_cannot_be(tiny_path):
+    config = EngineConfig(model=str(tiny_path), num_pages=40, kv_host_bytes=5000)
     with pytest.raises(EngineError, match="at least 2"):
         Engine.build(config)
-    config = EngineConfig(model=str(path), num_pages=40, kv_host_bytes=MIB, prefix_cache=False)
+    config = EngineConfig(model=str(tiny_path), num_pages=40, kv_host_bytes=MIB, prefix_cache=False)
     with pytest.raises(EngineError, match="prefix_cache"):
         Engine.build(config)
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 from engine_kit import Run, build, check_baseline, finish, hand_off, held, submit
+from paths_kit import prompt_of
 from references import NOISE, References, first_difference, references
 from tiny_families import EVERY
 from tiny_models import write_tiny_model
@@ -57,10 +57,6 @@ def case(request, tmp_path_factory) -> Iterator[Case]:
     for engine in engines:
         check_baseline(engine)
         engine.stop()
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(1000 * seed + length).integers(1, 384, length).tolist()
 
 
 def check(case: Case, run: Run, max_tokens: int = MAX_TOKENS, given: int = 0) -> None:

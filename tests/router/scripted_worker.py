@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import numpy as np
+import pytest
 from opentelemetry.context import Context
 from settings_kit import settings_of
 from waiting import WAIT_S, until
@@ -18,6 +19,7 @@ from baton.addresses import port_of
 from baton.grpc_options import server_options
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from router.dispatch.dispatcher import JobDispatcher
+from router.errors import RouterError
 from router.events import NO_EVENTS, RouterEvents
 from router.jobs import Job, JobEvent, JobTokens, ServedModel
 from router.settings import RouterSettings
@@ -282,6 +284,18 @@ class Cluster:
         assert self.dispatcher.active_attempts == 0
         assert self.dispatcher.queued_jobs == 0
         assert all(link.estimate.open_reservations == 0 for link in self.registry.members)
+
+
+def with_settings(**settings: Any) -> pytest.MarkDecorator:
+    """The settings of a test's `cluster`."""
+    return pytest.mark.parametrize("cluster", [settings], indirect=True, ids=[""])
+
+
+async def error_of(reader: Reader) -> RouterError:
+    """What a job fails with."""
+    with pytest.raises(RouterError) as raised:
+        await reader.end()
+    return raised.value
 
 
 class Reader:

@@ -8,35 +8,30 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from scripted_worker import BOTH, BUSY_S, DECODE, PREFILL, Cluster, job, tokens_of, until
+from scripted_worker import (
+    BOTH,
+    BUSY_S,
+    DECODE,
+    PREFILL,
+    Cluster,
+    error_of,
+    job,
+    tokens_of,
+    until,
+    with_settings,
+)
 
 from baton.worker.v1 import worker_pb2
 from router.dispatch.merge import unpack_ids
-from router.errors import RouterError
 from router.jobs import ChoiceEnded, JobFinished, JobStarted
 from router.workers.link import SLEPT_S
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
     from typing import Any
 
     from scripted_worker import Reader, ScriptedWorker
 
 FAILURES = worker_pb2.FailureReason
-
-
-@pytest.fixture
-async def cluster() -> AsyncIterator[Cluster]:
-    cluster = Cluster()
-    yield cluster
-    cluster.check_nothing_leaked()
-    await cluster.close()
-
-
-async def error_of(reader: Reader) -> RouterError:
-    with pytest.raises(RouterError) as raised:
-        await reader.end()
-    return raised.value
 
 
 async def stream_three(reader: Reader, prefill: ScriptedWorker, decode: ScriptedWorker) -> bytes:
@@ -255,9 +250,9 @@ async def test_a_stream_waits_for_a_worker_to_come_back(cluster: Cluster) -> Non
     assert tokens_of(await reader.end()) == [10, 11, 12, 13, 14]
 
 
-async def test_nobody_comes_back() -> None:
+@with_settings(resume_grace_s=1.0)
+async def test_nobody_comes_back(cluster: Cluster) -> None:
     """The wait is bounded, and the client is told how many tokens it has."""
-    cluster = Cluster(resume_grace_s=1.0)
     prefill, decode = await cluster.pair()
     reader = cluster.read(job())
     await stream_three(reader, prefill, decode)
@@ -270,8 +265,6 @@ async def test_nobody_comes_back() -> None:
         asyncio.get_running_loop().time() - began < cluster.settings.debug.resume_grace_s + BUSY_S
     )
     assert tokens_of(reader.events) == [10, 11, 12]
-    cluster.check_nothing_leaked()
-    await cluster.close()
 
 
 async def test_a_draining_worker_hands_its_streams_on(cluster: Cluster) -> None:

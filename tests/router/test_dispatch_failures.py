@@ -6,26 +6,26 @@ import asyncio
 from typing import TYPE_CHECKING
 
 import pytest
-from scripted_worker import BOTH, BUSY_S, DECODE, PREFILL, Cluster, job, tokens_of, until
+from scripted_worker import (
+    BOTH,
+    BUSY_S,
+    DECODE,
+    PREFILL,
+    Cluster,
+    error_of,
+    job,
+    tokens_of,
+    until,
+    with_settings,
+)
 
 from baton.worker.v1 import worker_pb2
 from router.dispatch import waiting
-from router.errors import RouterError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from scripted_worker import Reader, ScriptedWorker
 
 FAILURES = worker_pb2.FailureReason
-
-
-@pytest.fixture
-async def cluster() -> AsyncIterator[Cluster]:
-    cluster = Cluster()
-    yield cluster
-    cluster.check_nothing_leaked()
-    await cluster.close()
 
 
 async def finish(
@@ -38,12 +38,6 @@ async def finish(
     decode.tokens(attempt, 0, 10, 11)
     decode.finished(attempt, 2)
     assert tokens_of(await reader.end()) == [10, 11]
-
-
-async def error_of(reader: Reader) -> RouterError:
-    with pytest.raises(RouterError) as raised:
-        await reader.end()
-    return raised.value
 
 
 async def test_prefill_dies_and_another_takes_over(cluster: Cluster) -> None:
@@ -116,8 +110,8 @@ async def test_prefill_dies_and_its_last_word_made_it(cluster: Cluster) -> None:
     assert other.count("submit") == 0
 
 
-async def test_only_prefill_worker_dies() -> None:
-    cluster = Cluster(local_prefill="never")
+@with_settings(local_prefill="never")
+async def test_only_prefill_worker_dies(cluster: Cluster) -> None:
     prefill, decode = await cluster.pair()
     reader = cluster.read(job())
     attempt = (await prefill.heard("submit")).attempt_id
@@ -127,7 +121,6 @@ async def test_only_prefill_worker_dies() -> None:
     error = await error_of(reader)
     assert (error.reason, error.code.name) == ("WORKER_LOST", "UNAVAILABLE")
     assert error.retry_after_s
-    await cluster.close()
 
 
 async def test_prefill_dies_when_its_first_token_was_the_last(cluster: Cluster) -> None:
@@ -184,9 +177,9 @@ async def test_frozen_decode_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     await cluster.close()
 
 
-async def test_a_worker_that_stood_still_and_comes_back_costs_no_retry() -> None:
+@with_settings(stale_after_s=1, max_retries=0, max_workers_lost=2)
+async def test_a_worker_that_stood_still_and_comes_back_costs_no_retry(cluster: Cluster) -> None:
     """The only one, before any token was sent and after, though no retry is allowed."""
-    cluster = Cluster(stale_after_s=1, max_retries=0, max_workers_lost=2)
     worker = await cluster.add("b0", BOTH)
     readers = [cluster.read(job(max_tokens=3)) for _ in range(2)]
     first, second = [(await worker.heard("submit")).attempt_id for _ in range(2)]
@@ -207,8 +200,6 @@ async def test_a_worker_that_stood_still_and_comes_back_costs_no_retry() -> None
     for reader in readers:
         assert tokens_of(await reader.end()) == [10, 11, 12]
     assert first != second
-    cluster.check_nothing_leaked()
-    await cluster.close()
 
 
 async def test_restarted_worker_serves_again(cluster: Cluster) -> None:
@@ -222,20 +213,16 @@ async def test_restarted_worker_serves_again(cluster: Cluster) -> None:
     await finish(reader, prefill, again, attempt)
 
 
-async def test_retries_are_bounded() -> None:
-    cluster = Cluster(local_prefill="never")
-    try:
-        prefill, decode = await cluster.pair()
-        reader = cluster.read(job())
-        for _ in range(cluster.settings.debug.max_retries + 1):
-            attempt = (await prefill.heard("submit")).attempt_id
-            decode.failed(attempt, FAILURES.FAILURE_REASON_EXPIRED)
-            assert (await prefill.heard("cancel")).attempt_id == attempt
-        error = await error_of(reader)
-        assert (error.reason, error.metadata["attempts"]) == ("KV_TRANSFER_FAILED", "3")
-        cluster.check_nothing_leaked()
-    finally:
-        await cluster.close()
+@with_settings(local_prefill="never")
+async def test_retries_are_bounded(cluster: Cluster) -> None:
+    prefill, decode = await cluster.pair()
+    reader = cluster.read(job())
+    for _ in range(cluster.settings.debug.max_retries + 1):
+        attempt = (await prefill.heard("submit")).attempt_id
+        decode.failed(attempt, FAILURES.FAILURE_REASON_EXPIRED)
+        assert (await prefill.heard("cancel")).attempt_id == attempt
+    error = await error_of(reader)
+    assert (error.reason, error.metadata["attempts"]) == ("KV_TRANSFER_FAILED", "3")
 
 
 @pytest.mark.parametrize(
@@ -326,8 +313,8 @@ async def test_draining_worker_gets_no_new_work(cluster: Cluster) -> None:
     assert (await error_of(cluster.read(job()))).reason == "DRAINING"
 
 
-async def test_queue_is_bounded_and_waits_end() -> None:
-    cluster = Cluster(max_queued_requests=1, queue_timeout_s=1)
+@with_settings(max_queued_requests=1, queue_timeout_s=1)
+async def test_queue_is_bounded_and_waits_end(cluster: Cluster) -> None:
     prefill, _ = await cluster.pair()
     prefill.report(prefill_credit_tokens=0)
     await until(lambda: not cluster.registry.members[0].capacity().prefill_credit_tokens)
@@ -338,19 +325,12 @@ async def test_queue_is_bounded_and_waits_end() -> None:
     assert refused.retry_after_s
     late = await error_of(waiting)
     assert (late.reason, late.code.name) == ("QUEUE_TIMEOUT", "RESOURCE_EXHAUSTED")
-    cluster.check_nothing_leaked()
-    await cluster.close()
 
 
 @pytest.mark.parametrize("way_out", ["leave", "first token", "decode failed", "prefill failed"])
-async def test_credit_comes_back_on_every_way_out(way_out: str) -> None:
+async def test_credit_comes_back_on_every_way_out(cluster: Cluster, way_out: str) -> None:
     """Before any report could say so: a job takes all credit, and its end frees it."""
-    cluster = Cluster()
-    try:
-        await takes_and_frees_credit(cluster, way_out)
-        cluster.check_nothing_leaked()
-    finally:
-        await cluster.close()
+    await takes_and_frees_credit(cluster, way_out)
 
 
 async def takes_and_frees_credit(cluster: Cluster, way_out: str) -> None:
@@ -424,24 +404,20 @@ async def complain(cluster: Cluster, of: ScriptedWorker, by: ScriptedWorker, cau
     await until(lambda: links[by.agent_name].avoids(links[of.agent_name]))
 
 
-async def test_a_busy_worker_is_waited_for_rather_than_a_cut_path_taken() -> None:
+async def test_a_busy_worker_is_waited_for_rather_than_a_cut_path_taken(cluster: Cluster) -> None:
     """An attempt over it would fail at once, and the few that a job has would soon be spent."""
-    cluster = Cluster()
-    try:
-        prefill, decode = await cluster.pair()
-        busy = await cluster.add("p1", PREFILL)
-        busy.load.prefill_credit_tokens = 0
-        await cluster.caught_up(busy)
-        await complain(cluster, prefill, decode, "disconnected")
-        reader = cluster.read(job())
-        await until(lambda: cluster.dispatcher.queued_jobs == 1)
-        await asyncio.sleep(0.3)
-        assert prefill.count("submit") == decode.count("submit") == 0
-        busy.report(prefill_credit_tokens=64)
-        assert (await busy.heard("submit")).peer_agent_name == decode.agent_name
-        await reader.leave()
-    finally:
-        await cluster.close()
+    prefill, decode = await cluster.pair()
+    busy = await cluster.add("p1", PREFILL)
+    busy.load.prefill_credit_tokens = 0
+    await cluster.caught_up(busy)
+    await complain(cluster, prefill, decode, "disconnected")
+    reader = cluster.read(job())
+    await until(lambda: cluster.dispatcher.queued_jobs == 1)
+    await asyncio.sleep(0.3)
+    assert prefill.count("submit") == decode.count("submit") == 0
+    busy.report(prefill_credit_tokens=64)
+    assert (await busy.heard("submit")).peer_agent_name == decode.agent_name
+    await reader.leave()
 
 
 @pytest.mark.parametrize("local_prefill", ["cached", "never"])

@@ -16,17 +16,7 @@ from router.jobs import ChoiceEnded, JobFinished, JobStarted, JobTokens
 from serving.wire import pack_ids
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from router.jobs import JobEvent
-
-
-@pytest.fixture
-async def cluster() -> AsyncIterator[Cluster]:
-    cluster = Cluster()
-    yield cluster
-    cluster.check_nothing_leaked()
-    await cluster.close()
 
 
 async def test_disaggregated(cluster: Cluster) -> None:

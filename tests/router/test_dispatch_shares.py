@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
@@ -24,13 +23,6 @@ from serving.wire import pack_ids
 SLOTS = 32
 KEPT = 2
 """A sixteenth of the slots."""
-
-
-@pytest.fixture
-async def cluster() -> AsyncIterator[Cluster]:
-    cluster = Cluster()
-    yield cluster
-    await cluster.close()
 
 
 async def a_worker(cluster: Cluster, role: int = BOTH) -> ScriptedWorker:

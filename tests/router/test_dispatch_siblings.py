@@ -10,19 +10,9 @@ from scripted_worker import Cluster, job, tokens_of
 from test_dispatch_local import HAND_OFF, WHOLE, take_over
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from scripted_worker import ScriptedWorker
 
     from router.jobs import Job
-
-
-@pytest.fixture
-async def cluster() -> AsyncIterator[Cluster]:
-    cluster = Cluster()
-    yield cluster
-    cluster.check_nothing_leaked()
-    await cluster.close()
 
 
 def sibling() -> Job:

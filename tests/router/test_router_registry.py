@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 import pytest
-from scripted_worker import BOTH, DECODE, PREFILL, Cluster, ScriptedWorker, until
+from scripted_worker import BOTH, DECODE, PREFILL, Cluster, ScriptedWorker, until, with_settings
 
 from baton.grpc_options import channel_options, server_options
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
@@ -18,13 +18,6 @@ from router.workers.registry import STARTS_KEPT, RegistryServicer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-
-
-@pytest.fixture
-async def cluster() -> AsyncIterator[Cluster]:
-    cluster = Cluster()
-    yield cluster
-    await cluster.close()
 
 
 @asynccontextmanager
@@ -209,9 +202,9 @@ async def test_same_start_on_a_new_stream_is_not_parted(cluster: Cluster) -> Non
     assert (await prefill.heard("meet")).worker.epoch == decode.identity.epoch
 
 
-async def test_hung_worker_is_not_taken_back_until_it_moves() -> None:
+@with_settings(stale_after_s=1)
+async def test_hung_worker_is_not_taken_back_until_it_moves(cluster: Cluster) -> None:
     """Its other threads still announce it and answer; only its step loop counts."""
-    cluster = Cluster(stale_after_s=1)
     worker = await cluster.add("b0", BOTH)
     worker.frozen = True
     await until(lambda: not cluster.registry.members)
@@ -220,7 +213,6 @@ async def test_hung_worker_is_not_taken_back_until_it_moves() -> None:
     assert not cluster.registry.members
     worker.frozen = False
     await until(lambda: cluster.registry.members)
-    await cluster.close()
 
 
 def quiesce(decode: ScriptedWorker, prefill: ScriptedWorker) -> worker_pb2.Quiesce:

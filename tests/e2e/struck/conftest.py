@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from cluster import Cluster, make_cluster
+from cluster import Cluster, running
 from tiny_models import write_tiny_model
 
 
 @pytest.fixture(scope="package")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    cluster = make_cluster(
+    with running(
         write_tiny_model(tmp_path_factory.mktemp("model"), max_positions=4096),
         tmp_path_factory.mktemp("logs"),
         prefill=2,
@@ -21,12 +21,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         step_timeout_s=8,  # twice that ends a stopped process when it wakes
         failpoints="live",
         poison_freed_pages=True,
-    )
-    try:
-        cluster.start_all()
+    ) as cluster:
         yield cluster
-    finally:
-        cluster.stop()
 
 
 @pytest.fixture(autouse=True)

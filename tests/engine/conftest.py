@@ -1,0 +1,14 @@
+"""What many tests of engines share: a tiny model, written once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_models import write_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A llama of two layers without a tokenizer. Nobody writes into its folder."""
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), tokenizer=False)

@@ -1,0 +1,18 @@
+"""What tests of the dispatcher share: a router's inner parts, between workers that they script."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+from scripted_worker import Cluster
+
+
+@pytest.fixture
+async def cluster(request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
+    """With the settings of `scripted_worker.with_settings`, if the test has them. Nothing is left
+    behind at the end."""
+    cluster = Cluster(**getattr(request, "param", {}))
+    yield cluster
+    cluster.check_nothing_leaked()
+    await cluster.close()
