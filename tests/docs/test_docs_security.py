@@ -35,7 +35,8 @@ KEPT = {
         "tests/router/test_router_tls.py", "test_spans_are_taken_from_members_alone",
     ),
     "Who is refused is named in the log and counted": (
-        "tests/e2e/test_e2e_tls.py", "test_rogues_are_refused_named_and_counted",
+        "tests/router/test_router_tls.py",
+        "test_who_has_no_valid_certificate_is_refused_named_and_counted",
     ),
     "Certificates are replaced without a restart": (
         "tests/e2e/test_e2e_tls.py",
