@@ -45,6 +45,7 @@ from console.top.scrape import TopError
 from console.tracing.traces import TraceError
 from console.up import UpError
 from engine.memory import NoRoomError
+from router.batching.lines import BatchError
 from serving.installing import install_line
 from serving.models.demo_model import DemoModelError
 from serving.models.hub import HubError
@@ -105,6 +106,7 @@ def explain(error: Exception) -> tuple[str, int] | None:
             | TraceError()
             | TopError()
             | BenchError()
+            | BatchError()
             | TlsError()
         ):
             return str(error), FAILED

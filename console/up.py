@@ -306,8 +306,6 @@ def _own(options: UpOptions, holder: str) -> dict[str, str]:
 
 def _roles(options: UpOptions) -> list[tuple[str, Role]]:
     counts = {Role.PREFILL: options.prefill, Role.DECODE: options.decode, Role.BOTH: options.both}
-    if options.prefill and not (options.decode or options.both):
-        raise UpError("prefill workers need decode workers (--decode or --both)")
     roles = [(f"{role}-{i}", role) for role, count in counts.items() for i in range(count)]
     if not roles:
         raise UpError("there is no worker to run (--prefill, --decode, --both)")

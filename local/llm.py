@@ -20,19 +20,16 @@ from __future__ import annotations
 import asyncio
 import atexit
 import os
-import sys
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, Self, TypeVar, Unpack, overload
 
-import torch
-
-from baton.client.clients import LONGEST_S
 from baton.client.generation import Gathering, Generation
 from baton.client.options import Message, Options
 from baton.client.pooling import (
@@ -50,21 +47,16 @@ from baton.client.requests import generation_request, tokenize_request
 from baton.client.streams import GenerationStream
 from baton.errors import BatonError
 from baton.inference.v1 import inference_pb2 as pb
-from engine.engine import Engine
-from local.engine_dispatcher import EngineDispatcher
 from local.llm_events import Events, typed_cancellation, typed_errors
 from local.loop_thread import LoopThread
+from local.opening import build, open_doors
 from local.progress import bar
+from router.batching.journal import Journal
+from router.batching.lines import read_lines
+from router.batching.running import LOWEST_PRIORITY, run
 from router.call import Call
-from router.doors.frontdoor import InferenceService
-from router.requests.tokenization import Tokenizers
-from router.requests.validation import Limits
-from serving.gpu_slots import claimed_for
-from serving.output import model_progress
 from serving.settings import resolve
-from worker.engine_config import engine_config
-from worker.loading import loading_progress, terminal
-from worker.settings import Role, WorkerSettings, with_model_found
+from worker.settings import Role, WorkerSettings
 
 Prompt = str | Sequence[int] | Sequence[Message]
 """A text, token ids, or the turns of a chat."""
@@ -99,11 +91,13 @@ class LLM:
             warnings.warn(warning, DeprecationWarning, stacklevel=2)
         self.settings = resolved.settings
         with ExitStack() as stack:
-            self.engine = _build(self.settings, stack)
+            self.engine = build(self.settings, stack)
             """The engine. `load()` returns its figures; `model` describes the model."""
             self._loop = LoopThread("baton-llm")
             stack.callback(self._loop.stop)
-            self._service = self._loop.run(_open(self.engine, self.settings, stack))
+            self._service, self._inside = self._loop.run(
+                open_doors(self.engine, self.settings, stack)
+            )
             stack.callback(self._loop.close)
             self._end = partial(_end, stack.pop_all(), os.getpid())
         self._dropped = weakref.finalize(self, _dropped, self._end)
@@ -242,6 +236,36 @@ class LLM:
         request = score_request(query, documents, "", options)
         return scores_of(self._run(self._pooled(self._service.score, request, timeout_s)))
 
+    def batch(
+        self,
+        source: str | os.PathLike[str],
+        target: str | os.PathLike[str] | Journal,
+        *,
+        at_once: int = 32,
+        priority: int = LOWEST_PRIORITY,
+        told: Callable[[bool], None] = lambda _: None,
+    ) -> None:
+        """Runs a file of requests in OpenAI's batch format, as `baton batch` does.
+
+        Args:
+            source: the requests.
+            target: their results. Lines that have one are not run again.
+            at_once: most requests under way at the same time.
+            priority: of lines that set none; lower numbers run first, and others have 0.
+            told: is called with each line that is done, and whether it went well.
+
+        Raises:
+            BatchError: the results are of another file, or another process writes them.
+            OSError: a file cannot be read or written.
+        """
+        with ExitStack() as stack:
+            held = target if isinstance(target, Journal) else Journal(Path(target))
+            if held is not target:
+                stack.enter_context(held)
+            send = self._inside.send
+            given = read_lines(Path(source)), held, send
+            self._run(run(*given, at_once=at_once, priority=priority, told=told))
+
     def tokenize(
         self,
         text: str | None = None,
@@ -341,38 +365,6 @@ def _close_all() -> None:
 # Thread pools, also the engine's, register themselves here; later registrations run first. `atexit`
 # itself would run too late.
 getattr(threading, "_register_atexit", atexit.register)(_close_all)
-
-
-def _build(settings: WorkerSettings, stack: ExitStack) -> Engine:
-    """Builds the engine without starting it. Resources that must outlive it go onto the stack."""
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
-    with model_progress() as fetching:
-        settings = with_model_found(settings, fetching)
-    stack.enter_context(
-        claimed_for(settings.device, settings.gpu_slots_dir, settings.name, settings.tp)
-    )
-    with loading_progress(terminal(settings.log_format)) as loading:
-        return Engine.build(engine_config(settings), loading)
-
-
-async def _open(engine: Engine, settings: WorkerSettings, stack: ExitStack) -> InferenceService:
-    """Starts the engine and its front door on the running loop."""
-    tokenizers = Tokenizers()
-    stack.callback(tokenizers.close)
-    dispatcher = EngineDispatcher(engine, settings.max_sequences)
-    dispatcher.start()
-    stack.callback(engine.stop)
-    if settings.debug.profile:
-        engine.profile(settings.debug.profile, settings.debug.profile_dir)
-    with suppress(Exception):  # It is told to the requests that need it.
-        await tokenizers.get(engine.model.path)
-    limits = Limits(
-        max_choices=min(Limits().max_choices, settings.max_sequences),
-        max_request_duration_s=LONGEST_S,
-        max_unread_tokens=sys.maxsize,
-    )
-    return InferenceService(dispatcher, tokenizers, limits)
 
 
 def _request(

@@ -161,6 +161,8 @@ class Call:
     record: AccessRecord = field(default_factory=AccessRecord)
     whole: bool = False
     """The caller wants the answer in one message, so its tokens need not be read one by one."""
+    is_batch: bool = False
+    """It is a line of a batch: nobody waits for its answer."""
 
     @property
     def passed_s(self) -> float:

@@ -166,9 +166,8 @@ def unauthenticated() -> RouterError:
     return RouterError(grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED", message)
 
 
-def permission_denied() -> RouterError:
+def permission_denied(message: str = "the caller may not do this") -> RouterError:
     """The caller is known and may not do this."""
-    message = "the caller may not do this"
     return RouterError(grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED", message)
 
 

@@ -51,9 +51,10 @@ class RouterEvents(Protocol):
         return
 
     def first_token(
-        self, model: str, seconds: float, prompt_tokens: int, trace_id: str = ""
+        self, model: str, seconds: float | None, prompt_tokens: int, trace_id: str = ""
     ) -> None:
-        """A request's first token left for the client, `seconds` after the request's arrival."""
+        """A request's first token left for the client, `seconds` after the request's arrival. None:
+        that of a batch."""
         return
 
     def tokens(self, model: str, count: int, seconds_since_last: float | None) -> None:
@@ -69,7 +70,7 @@ class RouterEvents(Protocol):
         self,
         model: str,
         outcome: str,
-        duration_s: float,
+        duration_s: float | None,
         *,
         per_token_s: float | None = None,
         trace_id: str = "",
@@ -80,11 +81,15 @@ class RouterEvents(Protocol):
         Args:
             model: "" if the request named none that is served, so that clients choose no labels.
             outcome: "OK" or the reason of the error table.
-            duration_s: since its arrival.
+            duration_s: since its arrival; None for one of a batch, which nobody waits for.
             per_token_s: mean time of a token after its choice's first; None if there was none.
             trace_id: "" if the request is not traced.
             method: that of a door, as in the access log.
         """
+        return
+
+    def batch_line(self, went_well: bool) -> None:
+        """A line of a batch has its result."""
         return
 
 

@@ -30,9 +30,11 @@ from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from faults import failpoints
 from router.dispatch.dispatcher import JobDispatcher
 from router.doors.auth import TokensFileError, gate_of
+from router.doors.batches.store import FileStore
+from router.doors.database import Bounds, StoreError
 from router.doors.frontdoor import SERVICE_NAME, InferenceService
 from router.doors.openai.server import OpenAiServer
-from router.doors.responses.store import Bounds, ResponseStore, StoreError
+from router.doors.responses.store import ResponseStore
 from router.folders.templates import TemplateFileError, read_template
 from router.placement.cost import policy_of
 from router.requests.bounds import UNREAD_GRACE_S, most_connections
@@ -99,19 +101,21 @@ class RouterServer:
         template = read_template(settings.chat_template)
         self._tokenizers = Tokenizers(settings.debug.tokenizer_threads, template)
         self._limits = _limits(settings)
-        self._store = _store(settings)
+        self._store, self._files = _responses(settings), _files(settings)
         self._http = OpenAiServer(
             settings.http_listen,
             self.dispatcher,
             self._tokenizers,
             self._limits,
             self.metrics,
-            [metrics_route(self.metrics.registry)] if settings.door_metrics else [],
+            [metrics_route(self.metrics.registry)] if settings.debug.door_metrics else [],
             self._gate,
             allowed_origins=settings.allowed_origins,
             reuse_port=settings.reuse_port,
             tls=self._door.http if self._door else None,
             store=self._store,
+            files=self._files,
+            batch_requests=settings.debug.batch_requests,
         )
         self._public = grpc.aio.server(
             interceptors=[ServerSpans()],
@@ -167,7 +171,7 @@ class RouterServer:
         )
         service.add_to_server(self._public)
         self._health = await add_health_and_reflection(
-            self._public, (SERVICE_NAME,), reflection=self.settings.reflection
+            self._public, (SERVICE_NAME,), reflection=self.settings.debug.reflection
         )
         worker_pb2_grpc.add_RegistryServiceServicer_to_server(
             RegistryServicer(self.registry), self._internal
@@ -241,8 +245,9 @@ class RouterServer:
         self._lag.stop()
         await self.admin.stop()
         self._tokenizers.close()
-        if self._store is not None:
-            self._store.close()
+        for store in (self._store, self._files):
+            if store is not None:
+                store.close()
         return clean
 
     def _bind_door(self, address: str) -> str:
@@ -273,6 +278,7 @@ class RouterServer:
                 WorkerUp(link.worker_id, link.role, link.identity.model.name)
                 for link in self.registry.members
             ],
+            running_batches=self._http.running_batches,
         )
 
     async def _follow_members(self) -> None:
@@ -338,12 +344,16 @@ def _folders(settings: RouterSettings) -> ModelFolders:
     return AnyFolder()
 
 
-def _store(settings: RouterSettings) -> ResponseStore | None:
-    if not settings.responses_folder:
-        return None
+def _responses(settings: RouterSettings) -> ResponseStore | None:
     debug = settings.debug
     bounds = Bounds(debug.responses_mib << 20, debug.responses_most, debug.responses_days)
-    return ResponseStore(settings.responses_folder, bounds)
+    return ResponseStore(settings.responses_folder, bounds) if settings.responses_folder else None
+
+
+def _files(settings: RouterSettings) -> FileStore | None:
+    debug = settings.debug
+    bounds = Bounds(debug.files_mib << 20, debug.files_most, debug.files_days)
+    return FileStore(settings.batches_folder, bounds) if settings.batches_folder else None
 
 
 def _limits(settings: RouterSettings) -> Limits:

@@ -43,6 +43,10 @@ class RouterDebug(BaseModel):
     """Sets the number of threads that tokenize prompts. Texts over 64 KB share one more."""
     max_stored_traces: int = Field(default=256, ge=1)
     """Limits the number of traces in the trace store. The oldest are dropped first."""
+    reflection: bool = True
+    """Describes the gRPC API to clients that ask (server reflection)."""
+    door_metrics: bool = True
+    """Shows `/metrics` at the HTTP address for clients, too."""
     responses_mib: int = Field(default=256, ge=64)
     """Limits the bytes of the responses of one tenant that are kept, MiB. The ones used longest ago
     go first."""
@@ -50,6 +54,15 @@ class RouterDebug(BaseModel):
     """Limits the number of responses of one tenant that are kept."""
     responses_days: float = Field(default=30, gt=0)
     """Limits how long a response is kept after its last use, days."""
+    files_mib: int = Field(default=1024, ge=1)
+    """Limits the bytes of the files of one tenant that are kept, MiB. Beyond that uploads are
+    refused, and batches stop."""
+    files_most: int = Field(default=1000, ge=1)
+    """Limits the number of files of one tenant that are kept, and that of batches."""
+    files_days: float = Field(default=30, gt=0)
+    """Limits how long a file, and an ended batch, is kept, days."""
+    batch_requests: int = Field(default=32, ge=1)
+    """Limits the requests of one batch that are under way at the same time."""
     max_queued_tokens: int = Field(default=2_000_000, ge=1)
     """Limits the prompt tokens of one model that wait in the router. This bounds the wait if
     prompts are long."""
@@ -77,6 +90,8 @@ class RouterSettings(BaseModel):
     model_config = SETTINGS
     moved_to_debug: ClassVar = frozenset(
         {
+            "reflection",
+            "door_metrics",
             "max_queued_tokens",
             "resume_grace_s",
             "drain_grace_s",
@@ -121,10 +136,6 @@ class RouterSettings(BaseModel):
     tls_client_ca: str = ""
     """Serves only clients with a certificate of an authority in this PEM file. Empty: clients need
     none."""
-    reflection: bool = True
-    """Describes the gRPC API to clients that ask (server reflection)."""
-    door_metrics: bool = True
-    """Shows `/metrics` at the HTTP address for clients, too."""
     model_dirs: Words = ()
     """Lists folders, with commas between them. Tokenizers are read below these alone: where the
     worker read its model, or in a folder of the model's name. Empty: wherever the worker says, if
@@ -146,6 +157,9 @@ class RouterSettings(BaseModel):
     """Names a folder in which `/v1/responses` keeps responses, with their prompts, for
     `previous_response_id`. It is made with mode 0700. Routers of one host may share it. Empty:
     nothing is kept."""
+    batches_folder: str = ""
+    """Names a folder in which `/v1/files` and `/v1/batches` keep requests and results. It is made
+    with mode 0700. Routers of one host may share it. Empty: there are no files and batches."""
 
     local_prefill: LocalPrefill = "cached"
     """Sets when a decode worker computes a new prompt itself. `cached`: if it holds the larger part

@@ -9,6 +9,7 @@ The spans of one request, by the process that writes them:
 
     [router]   baton.inference.v1.InferenceService/StreamGenerate       SERVER
                or POST /v1/completions, /v1/chat/completions
+               or BATCH /v1/chat/completions: a line of a batch         INTERNAL
                  text_completion MODEL, or chat MODEL                   INTERNAL
                    router.admit
                    router.tokenize
@@ -95,6 +96,9 @@ class Attr:
     HTTP_REQUEST_METHOD: Final = "http.request.method"
     HTTP_ROUTE: Final = "http.route"
     HTTP_RESPONSE_STATUS_CODE: Final = "http.response.status_code"
+
+    # A line of a batch: the id of the batch.
+    BATCH_ID: Final = "baton.batch.id"
 
     # Any span that failed: a short stable word.
     ERROR_TYPE: Final = "error.type"
@@ -214,6 +218,8 @@ class Metric:
 
     REQUESTS: Final = "baton_requests"
     REQUESTS_BY_METHOD: Final = "baton_requests_by_method"
+    BATCH_LINES: Final = "baton_batch_lines"
+    BATCHES_RUNNING: Final = "baton_batches_running"
     REJECTIONS: Final = "baton_rejections"
     UNREAD_STREAMS: Final = "baton_unread_streams"
     INFLIGHT: Final = "baton_requests_inflight"

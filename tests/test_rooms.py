@@ -73,7 +73,7 @@ FLOORS = (
     ("worker_base",),
     ("prefill_service", "decode_service", "fetch_service"),
     ("worker",),
-    ("router",),
+    ("router", "router.batching"),
     ("router.aside", "router.workers"),
     ("router.placement",),
     ("router.dispatch",),
@@ -84,7 +84,7 @@ FLOORS = (
     ("router.doors",),
     ("router.doors.http",),
     ("router.doors.openai",),
-    ("router.doors.messages", "router.doors.responses"),
+    ("router.doors.messages", "router.doors.responses", "router.doors.batches"),
     ("router.doors.openai.server", "router.server"),
     ("local",),
     (

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import secrets
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypedDict
 
 import typer
 
-from baton.tls import TlsFiles
-from console.batching.journal import Journal
-from console.batching.lines import read_lines
-from console.batching.running import LOWEST_PRIORITY, Server, run
+from console.batching.server import Server
 from console.commands.ask import TokenOption
 from console.commands.tls_options import CaOption, CertOption, KeyOption, checked_files
+from router.batching.journal import Journal
+from router.batching.lines import read_lines
+from router.batching.running import LOWEST_PRIORITY, run
 from serving.output import stderr
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+class _Rest(TypedDict):
+    at_once: int
+    priority: int
+    told: Callable[[bool], None]
 
 
 def batch(
@@ -66,36 +72,27 @@ def batch(
     files = checked_files(ca, cert, key, url, "https://")
     if source.resolve() == target.resolve():
         raise typer.BadParameter("OUT.jsonl must be another file than IN.jsonl")
+    total = sum(1 for _ in read_lines(source))
     failed = 0
-    with Journal(target) as journal:
-        total = sum(1 for _ in read_lines(source))
-        with _bar(total, len(journal.done)) as advance:
+    with Journal(target) as journal, _bar(total, len(journal.done)) as advance:
 
-            def told(went_well: bool) -> None:
-                nonlocal failed
-                failed += not went_well
-                advance()
+        def told(went_well: bool) -> None:
+            nonlocal failed
+            failed += not went_well
+            advance()
 
-            with _server(url, model, token, files) as server:
-                lines = read_lines(source)
-                run(lines, journal, server.send, at_once=at_once, priority=priority, told=told)
+        rest = _Rest(at_once=at_once, priority=priority, told=told)
+        if model:
+            from local.llm import LLM
+
+            with LLM(model) as llm:
+                llm.batch(source, journal, **rest)
+        else:
+            with Server(url, at_once, token, files) as server:
+                asyncio.run(run(read_lines(source), journal, server.send, **rest))
     stderr.print(f"{total} lines have a result")
     if failed:
         stderr.print(f"{failed} of those that ran now failed: their results say why")
-
-
-@contextmanager
-def _server(url: str, model: str, token: str, files: TlsFiles) -> Iterator[Server]:
-    """The server: a router, or a model in this process behind a door of its own."""
-    if not model:
-        yield Server(url, token, files)
-        return
-    from local.door import served
-    from local.llm import LLM
-
-    own = secrets.token_urlsafe()
-    with LLM(model) as llm, served(llm, own) as address:
-        yield Server(f"http://{address}", own)
 
 
 @contextmanager

@@ -86,8 +86,9 @@ def _requests(view: View) -> Table:
 
 
 def _short(method: str) -> str:
-    """The name of a method: `responses`, `Generate`."""
-    return method.rpartition("/v1/")[2].rpartition(".")[2].rpartition("Service/")[2]
+    """The name of a method: `responses`, `Generate`, `batch embeddings`."""
+    batch = "batch " if method.startswith("BATCH ") else ""
+    return batch + method.rpartition("/v1/")[2].rpartition(".")[2].rpartition("Service/")[2]
 
 
 def _latencies(view: View) -> Table:

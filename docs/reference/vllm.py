@@ -6,7 +6,9 @@ from collections.abc import Iterable
 
 from console.vllm_flags import FLAGS
 from reference import table
-from router.doors.http.values import Unless
+from router.doors.batches.pages import BatchRequest
+from router.doors.http.values import ApiObject, Unless
+from router.doors.openai.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from router.doors.openai.schema import HARMLESS, CompletionRequest, GenerationRequest
 from router.doors.openai.turns import ChatRequest
 from router.doors.responses.schema import ResponseRequest
@@ -19,11 +21,15 @@ def flags_table() -> str:
 
 def fields_table() -> str:
     """The fields of a request: those that are honoured, and those that are refused."""
-    kinds = {
+    kinds: dict[str, type[ApiObject]] = {
         "all": GenerationRequest,
         "`/v1/completions` alone": CompletionRequest,
         "`/v1/chat/completions` alone": ChatRequest,
         "`/v1/responses` alone": ResponseRequest,
+        "`/v1/embeddings`": EmbeddingRequest,
+        "`/v1/score`": ScoreRequest,
+        "`/v1/rerank`": RerankRequest,
+        "`/v1/batches`": BatchRequest,
     }
     return (
         table(
@@ -37,9 +43,11 @@ def fields_table() -> str:
     )
 
 
-def _fields(kind: type[GenerationRequest], *, refused: bool) -> str:
-    """Names of the fields that are new in a kind of request."""
-    old = set() if kind is GenerationRequest else GenerationRequest.model_fields.keys()
+def _fields(kind: type[ApiObject], *, refused: bool) -> str:
+    """Names of the fields of a kind of request. Those of all that generate are named once."""
+    old: set[str] = set()
+    if issubclass(kind, GenerationRequest) and kind is not GenerationRequest:
+        old = set(GenerationRequest.model_fields)
     names = [
         field.alias or name
         for name, field in kind.model_fields.items()

@@ -52,6 +52,11 @@ class Gate(Protocol):
         """
         ...
 
+    def caller_named(self, tenant: str) -> Caller | None:
+        """The tenant, in whose name work goes on when no call of its is there; None if there is no
+        such tenant any more."""
+        ...
+
 
 NOBODY: Final = Caller()
 
@@ -63,8 +68,12 @@ class OpenGate:
         """Nobody in particular."""
         return NOBODY
 
+    def caller_named(self, tenant: str) -> Caller | None:
+        """Nobody in particular is the only one."""
+        return None if tenant else NOBODY
 
-class KeyGate:
+
+class KeyGate(OpenGate):
     """Lets in callers with one key."""
 
     def __init__(self, key: str) -> None:
@@ -103,6 +112,11 @@ class TokenGate:
         """
         self._refresh()
         return _caller(self._callers, authorization)
+
+    def caller_named(self, tenant: str) -> Caller | None:
+        """A tenant of the file."""
+        self._refresh()
+        return next((one for one in self._callers.values() if one.tenant == tenant), None)
 
     def _refresh(self) -> None:
         now_s = self._clock()

@@ -56,6 +56,13 @@ MOST_WRITTEN_NUMBERS: Final = 1 << 20
 """Most numbers that an answer has in decimal. Writing them takes a tenth of a second of the event
 loop; base64 takes a hundredth of that, and has no such bound."""
 
+# Bounds on batches.
+
+MOST_FILE_BYTES: Final = 200 << 20
+"""Largest file of requests, as in OpenAI's API."""
+MOST_BATCH_LINES: Final = 50_000
+"""Most requests of a batch, as in OpenAI's API."""
+
 # Bounds on the bodies of HTTP requests.
 
 MOST_HELD_BODY_BYTES: Final = 256 << 20

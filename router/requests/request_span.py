@@ -107,12 +107,12 @@ class RequestSpan:
             Attr.RESPONSE_FINISH_REASONS: reasons,
         }
         end_span(self._span, attributes=totals, error=outcome)
-        duration_s = self._call.passed_s
+        is_batch = self._call.is_batch
         self._events.ended(
             self._served_model,
             outcome or "OK",
-            duration_s,
-            per_token_s=_per_token_s(self._paces.values()),
+            None if is_batch else self._call.passed_s,
+            per_token_s=None if is_batch else _per_token_s(self._paces.values()),
             trace_id=trace_id_of(self.context),
             method=self._record.method,
         )
@@ -185,7 +185,8 @@ class RequestSpan:
             self._first_token_s = now_s
             self._span.set_attribute(Attr.RESPONSE_FIRST_TOKEN_S, now_s)
             trace_id = trace_id_of(self.context)
-            self._events.first_token(self._model, now_s, self._prompt_tokens, trace_id)
+            shown_s = None if self._call.is_batch else now_s
+            self._events.first_token(self._model, shown_s, self._prompt_tokens, trace_id)
             if self._record.first_token_s is None:
                 self._record.first_token_s = now_s
         count = len(delta.token_ids)
@@ -197,7 +198,7 @@ class RequestSpan:
             pace.last_s, pace.tokens = now_s, pace.tokens + count
         self._output_tokens += count
         self._record.output_tokens += count
-        self._events.tokens(self._model, count, gap_s)
+        self._events.tokens(self._model, count, None if self._call.is_batch else gap_s)
 
     def _observe_cached(self, tokens: int) -> None:
         """The count at the end replaces the one at the start."""

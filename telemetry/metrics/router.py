@@ -37,6 +37,7 @@ class RouterLoad(NamedTuple):
     queue_drain_s: Mapping[str, float] = MappingProxyType({})
     """Seconds to empty the queue at the measured rate, by model. Models of unknown rate are left
     out."""
+    running_batches: int = 0
 
 
 class RouterMetrics(ProcessMetrics):
@@ -48,6 +49,7 @@ class RouterMetrics(ProcessMetrics):
         super().__init__()
         self._requests = self._counter(Metric.REQUESTS)
         self._by_method = self._counter(Metric.REQUESTS_BY_METHOD)
+        self._batch_lines = self._counter(Metric.BATCH_LINES)
         self._rejections = self._counter(Metric.REJECTIONS)
         self._prompt_tokens = self._counter(Metric.PROMPT_TOKENS)
         self._output_tokens: Counted[str] = Counted()
@@ -136,11 +138,13 @@ class RouterMetrics(ProcessMetrics):
         self._unread.inc()
 
     def first_token(
-        self, model: str, seconds: float, prompt_tokens: int, trace_id: str = ""
+        self, model: str, seconds: float | None, prompt_tokens: int, trace_id: str = ""
     ) -> None:
-        """A request's first token was sent, `seconds` after the request's arrival."""
+        """A request's first token was sent, `seconds` after the request's arrival. None: that of a
+        batch, which nobody waits for."""
         self._prompt_tokens.labels(model).inc(prompt_tokens)
-        self._first_token.labels(model).observe(seconds, _exemplar(trace_id))
+        if seconds is not None:
+            self._first_token.labels(model).observe(seconds, _exemplar(trace_id))
 
     def tokens(self, model: str, count: int, seconds_since_last: float | None) -> None:
         """A message of tokens was sent. `seconds_since_last` is None for a request's first one."""
@@ -155,19 +159,25 @@ class RouterMetrics(ProcessMetrics):
         self,
         model: str,
         outcome: str,
-        duration_s: float,
+        duration_s: float | None,
         *,
         per_token_s: float | None = None,
         trace_id: str = "",
         method: str = "",
     ) -> None:
-        """A request ended; `outcome` is "OK" or the reason of the error table."""
+        """A request ended; `outcome` is "OK" or the reason of the error table. One of a batch has
+        no duration."""
         error = "" if outcome == "OK" else outcome
         self._by_method.labels(method).inc()
         self._requests.labels(model, outcome).inc()
-        self._duration.labels(model, error).observe(duration_s, _exemplar(trace_id))
+        if duration_s is not None:
+            self._duration.labels(model, error).observe(duration_s, _exemplar(trace_id))
         if not error and per_token_s is not None:
             self._per_token.labels(model).observe(per_token_s, _exemplar(trace_id))
+
+    def batch_line(self, went_well: bool) -> None:
+        """A line of a batch has its result."""
+        self._batch_lines.labels("ok" if went_well else "failed").inc()
 
 
 class _WorkersUp:
@@ -211,6 +221,7 @@ _PAGES_SAMPLES: Final[Sequence[tuple[str, Callable[[Any], Mapping[Labels, float]
 )
 _ROUTER_ROWS: Final = (
     Row(Metric.INFLIGHT, attrgetter("inflight_requests")),
+    Row(Metric.BATCHES_RUNNING, attrgetter("running_batches")),
     Row(Metric.QUEUE_DEPTH, attrgetter("queued_requests")),
     Row(Metric.QUEUE_TOKENS, attrgetter("queued_tokens")),
 )

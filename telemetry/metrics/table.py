@@ -88,6 +88,9 @@ DECLARED: Final[Mapping[str, Declared]] = {
     Metric.REQUESTS_BY_METHOD: Declared(
         "counter", "Requests ended, by the method that clients called.", ("method",)
     ),
+    Metric.BATCH_LINES: Declared(
+        "counter", "Lines of batches that have a result, by outcome.", ("outcome",)
+    ),
     Metric.REJECTIONS: Declared("counter", "Requests refused before any work.", ("reason",)),
     Metric.UNREAD_STREAMS: Declared(
         "counter", "Answers given up after their deadline, because their clients did not read."
@@ -120,6 +123,7 @@ DECLARED: Final[Mapping[str, Declared]] = {
     ),
     # Router, its present state.
     Metric.INFLIGHT: Declared("gauge", "Requests waiting or running."),
+    Metric.BATCHES_RUNNING: Declared("gauge", "Batches that this router runs."),
     Metric.QUEUE_DEPTH: Declared("gauge", "Requests in the router's queue."),
     Metric.QUEUE_TOKENS: Declared("gauge", "Prompt tokens in the router's queue."),
     Metric.QUEUE_DRAIN: Declared(

@@ -42,7 +42,7 @@ def served(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     cluster: Cluster = make_cluster(
         demo_model,
         tmp_path_factory.mktemp("clients"),
-        own={"router": {"chat_template": template}},
+        own={"router": {"chat_template": template, "batches_folder": template.parent / "kept"}},
         num_pages=600,
         max_step_tokens=512,
     )
@@ -94,6 +94,7 @@ def test_chat_stream_text_and_a_prompt_that_is_too_long(
 ) -> None:
     said = said_by(program, requirement, served)
     assert said.pop("embedded", [16, 16]) == [16, 16]
+    assert said.pop("batch", served.text) == served.text
     assert said == {
         "chat": served.chat,
         "stream": served.chat,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import signal
@@ -19,10 +20,10 @@ import pytest
 from tiny_models import write_tiny_model
 from typer.testing import CliRunner, Result
 
-from console.batching.journal import Journal
-from console.batching.lines import BatchError, read_lines
-from console.batching.running import Answer, run
 from console.cli import app
+from router.batching.journal import Journal
+from router.batching.lines import BatchError, read_lines
+from router.batching.running import Answer, NobodyError, run
 
 LINES = 120
 
@@ -155,18 +156,20 @@ def test_a_batch_that_cannot_go_on_stops_and_goes_on_later(tmp_path: Path, url: 
     write(source, *(line(f"r{number}") for number in range(8)))
 
     def send(status: int) -> Any:
-        def answer(_url: str, body: Any) -> Answer:
+        async def answer(_url: str, body: Any) -> Answer:
             if body["prompt"] == "r4":
                 if not status:
-                    raise ConnectionRefusedError
+                    raise NobodyError
                 return Answer(status, "", {}, 0.01)
             return Answer(200, "", body, None)
 
         return answer
 
     for status, words in ((0, "nobody"), (503, "503"), (401, "401")):
-        with Journal(target) as journal, pytest.raises(BatchError, match=words):
-            run(read_lines(source), journal, send(status), at_once=1, patience_s=0.05)
+        with Journal(target) as journal:
+            work = run(read_lines(source), journal, send(status), at_once=1, patience_s=0.05)
+            with pytest.raises(BatchError, match=words):
+                asyncio.run(work)
         assert [one["custom_id"] for one in results(target)] == ["r0", "r1", "r2", "r3"]
     assert batch(source, target, "--url", url).exit_code == 0
     assert sorted(one["custom_id"] for one in results(target)) == [f"r{n}" for n in range(8)]

@@ -330,7 +330,6 @@ def test_a_plan_gives_each_worker_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     ("counts", "complaint"),
     [
         ({"prefill": 0, "decode": 0}, "no worker"),
-        ({"prefill": 1, "decode": 0}, "need decode workers"),
         ({"device": "cuda"}, "no GPU"),
         ({"grpc_port": 1}, "taken"),
     ],

@@ -60,6 +60,9 @@ KEPT = {
     "a tenant's responses are not there for another": (
         "tests/router/test_responses_store.py", "test_another_tenants_responses_are_not_there",
     ),
+    "under random names that no client chooses or learns": (
+        "tests/router/test_batches.py", "test_another_tenants_files_and_batches_are_not_there",
+    ),
     "**A worker names no folder on the router.**": (
         "tests/router/test_model_folders.py",
         "test_an_announced_folder_must_lie_below_an_allowed_one",
@@ -67,7 +70,7 @@ KEPT = {
     "believes its workers": (
         "tests/router/test_model_folders.py", "test_a_worker_is_believed_on_loopback_alone",
     ),
-    "`--no-door-metrics` and `--no-reflection` turn them off": (
+    "`BATON_DEBUG_DOOR_METRICS=false` and `BATON_DEBUG_REFLECTION=false` turn them off": (
         "tests/router/test_router_tls.py",
         "test_figures_and_descriptions_stay_inside_if_wanted",
     ),

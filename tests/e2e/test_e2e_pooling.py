@@ -9,7 +9,6 @@ import signal
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -27,21 +26,6 @@ NOISE = 1e-4
 TEXTS = ["The quick brown fox", "jumps over the lazy dog.", "いろはにほへと", "fox " * 150]
 
 
-def without_decode(cluster: Cluster) -> Cluster:
-    plan = cluster.plan
-
-    def kept(pairs: Any) -> Any:
-        return tuple(each for each in pairs if "decode" not in each[0])
-
-    cluster.plan = replace(
-        plan,
-        specs=tuple(spec for spec in plan.specs if "decode" not in spec.name),
-        worker_addresses=kept(plan.worker_addresses),
-        worker_admin_addresses=kept(plan.worker_admin_addresses),
-    )
-    return cluster
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     modules = ("Pooling", {"pooling_mode_mean_tokens": True}), ("Normalize", {})
@@ -53,8 +37,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def embeds(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two prefill workers of a model that only embeds."""
     folder = tmp_path_factory.mktemp("embeds")
-    cluster = make_cluster(model, folder, prefill=2, trace=True, failpoints="live")
-    without_decode(cluster).start_all()
+    cluster = make_cluster(model, folder, prefill=2, decode=0, trace=True, failpoints="live")
+    cluster.start_all()
     yield cluster
     codes = cluster.stop()
     assert {code for code in codes.values() if code != -signal.SIGKILL} == {0}, cluster.tail()

@@ -14,6 +14,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from baton.worker.v1 import worker_pb2
 from router.doors.auth import OPEN, Gate
+from router.doors.batches.store import FileStore
 from router.doors.openai.server import OpenAiServer
 from router.doors.responses.store import ResponseStore
 from router.events import NO_EVENTS, RouterEvents
@@ -74,6 +75,7 @@ async def open_port(
     limits: Limits | None = None,
     max_context_tokens: int = 256,
     store: ResponseStore | None = None,
+    files: FileStore | None = None,
     **client_options: object,
 ) -> AsyncIterator[Port]:
     """Serves a model with a tokenizer on a free port."""
@@ -85,7 +87,7 @@ async def open_port(
     tokenizers = Tokenizers()
     limits = limits or Limits()
     server = OpenAiServer(
-        "127.0.0.1:0", dispatcher, tokenizers, limits, events, gate=gate, store=store
+        "127.0.0.1:0", dispatcher, tokenizers, limits, events, gate=gate, store=store, files=files
     )
     await server.start()
     url = f"http://{server.address}/v1"

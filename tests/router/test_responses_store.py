@@ -15,14 +15,8 @@ from tool_templates import HERMES
 
 from baton.worker.v1 import worker_pb2
 from router.doors.auth import TokenGate
-from router.doors.responses.store import (
-    FILE,
-    Bounds,
-    Kept,
-    ResponseStore,
-    StoreError,
-    TooLongError,
-)
+from router.doors.database import Bounds, StoreError
+from router.doors.responses.store import FILE, Kept, ResponseStore, TooLongError
 
 MODEL = "tiny"
 BOUNDS = Bounds(1 << 20, 100, 30.0)

@@ -12,8 +12,8 @@ Life of a body:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
 from grpc import StatusCode
@@ -80,15 +80,10 @@ class Body:
         _check_encoding(request)
         _check_type(request)
         self._shape.check_size(_announced(request))
-        began_s = asyncio.get_running_loop().time()
-        try:
-            async with asyncio.timeout_at(began_s + BODY_GRACE_S) as timer:
-                async for part in request.stream():
-                    self._add(part)
-                    pace_s = self._size_bytes / BODY_BYTES_A_SECOND
-                    timer.reschedule(began_s + BODY_GRACE_S + pace_s)
-        except TimeoutError:
-            raise errors.deadline_exceeded(tokens_sent=0) from None
+        async with paced() as came:
+            async for part in request.stream():
+                self._add(part)
+                came(len(part))
         self._parts = [b"".join(self._parts)]
         self._shape.check_json(self._parts[0])
 
@@ -107,6 +102,27 @@ class Body:
         self._bodies.hold(len(part))
         self._size_bytes += len(part)
         self._parts.append(part)
+
+
+@asynccontextmanager
+async def paced() -> AsyncIterator[Callable[[int], None]]:
+    """A block that reads a body, and says of each part how many bytes came.
+
+    Raises:
+        RouterError: DEADLINE_EXCEEDED, they came too slowly.
+    """
+    began_s, size = asyncio.get_running_loop().time(), 0
+    try:
+        async with asyncio.timeout_at(began_s + BODY_GRACE_S) as timer:
+
+            def came(count: int) -> None:
+                nonlocal size
+                size += count
+                timer.reschedule(began_s + BODY_GRACE_S + size / BODY_BYTES_A_SECOND)
+
+            yield came
+    except TimeoutError:
+        raise errors.deadline_exceeded(tokens_sent=0) from None
 
 
 def _check_type(request: Request) -> None:

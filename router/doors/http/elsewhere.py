@@ -19,9 +19,7 @@ _INSTEAD: Final = (
     ("/v1/conversations", "conversations are /v1/responses here: previous_response_id goes on"),
     ("/v1/vector_stores", "Baton has no search; give the texts to a model"),
     ("/v1/messages/batches", "there are no batches of messages; send them one by one"),
-    ("/v1/embeddings", "Baton has no embeddings; its models write text"),
-    ("/v1/rerank", "Baton ranks nothing; its models write text"),
-    ("/v1/score", "Baton scores no pairs; /v1/completions with echo and logprobs scores a text"),
+    ("/v1/uploads", "/v1/files takes a file whole"),
     ("/v1/load_lora", "Baton has no adapters"),
     ("/v1/unload_lora", "Baton has no adapters"),
     ("/v1/complete", "the older API of texts is /v1/completions here, and messages /v1/messages"),
@@ -31,6 +29,7 @@ _INSTEAD: Final = (
 
 _CHAT: Final = "/v1/chat/completions"
 _TEXT: Final = "/v1/completions, or /v1/chat/completions for turns"
+_VECTORS: Final = "/v1/embeddings"
 _NO_SLEEP: Final = "Baton does not sleep; `baton up` and Ctrl-C start and stop it"
 _WHOLE: Final = {
     # vLLM's
@@ -39,10 +38,8 @@ _WHOLE: Final = {
     "/server_info": "the settings are shown by `baton config`",
     "/inference/v1/generate": f"that is {_TEXT} here, which takes token ids as well",
     "/invocations": f"SageMaker's API is {_CHAT} here",
-    "/pooling": "Baton has no embeddings; its models write text",
+    "/pooling": f"that is {_VECTORS} here",
     "/classify": "Baton classifies nothing; structured output with `choice` comes close",
-    "/score": "Baton scores no pairs; /v1/completions with echo and logprobs scores a text",
-    "/rerank": "Baton ranks nothing; its models write text",
     "/reset_prefix_cache": "there is no such command; `cache_salt` keeps prompts apart",
     "/sleep": _NO_SLEEP,
     "/wake_up": _NO_SLEEP,
@@ -55,8 +52,8 @@ _WHOLE: Final = {
     "/api/show": "the models are at /v1/models, and a chat template at /tokenizer_info",
     "/api/version": "the release is at /version",
     "/api/pull": "models come with workers: `baton up --model ORG/NAME`",
-    "/api/embed": "Baton has no embeddings; its models write text",
-    "/api/embeddings": "Baton has no embeddings; its models write text",
+    "/api/embed": f"that is {_VECTORS} here",
+    "/api/embeddings": f"that is {_VECTORS} here",
     # TGI's, SGLang's and llama.cpp's
     "/generate": f"that is {_TEXT} here",
     "/generate_stream": f"that is {_TEXT} with `stream` here",
@@ -67,9 +64,8 @@ _WHOLE: Final = {
     "/props": "the models are at /v1/models, and a chat template at /tokenizer_info",
     "/chat_tokenize": "that is /tokenize with `messages` here",
     "/apply-template": "/tokenize with `messages` and `return_token_strs` shows the prompt",
-    "/embed": "Baton has no embeddings; its models write text",
-    "/embedding": "Baton has no embeddings; its models write text",
-    "/embeddings": "Baton has no embeddings; its models write text",
+    "/embed": f"that is {_VECTORS} here",
+    "/embedding": f"that is {_VECTORS} here",
     # Of nobody
     "/": "the API is below /v1; /openapi.json describes it",
     "/v1": "the API is below /v1; /openapi.json describes it",

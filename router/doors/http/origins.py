@@ -4,7 +4,8 @@ A page in a browser can send requests to any address that the browser reaches, s
 that listens on this machine alone. Three rules keep it out:
 
 - A body is taken only with the content type `application/json`. A page may send that to another
-  origin only after a preflight (`bodies`).
+  origin only after a preflight (`bodies`). A form may come without one: its origin is looked at
+  (`refuse_foreign`).
 - A preflight is answered with yes for the origins of `allowed_origins` alone, of which there are
   none by default.
 - A door on a loopback address answers to the names of this machine alone. Otherwise a page could
@@ -19,11 +20,25 @@ from typing import TYPE_CHECKING
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 
+from router import errors
 from router.doors.http import statuses
 from serving.embedded_http import local_alone
 
 if TYPE_CHECKING:
+    from starlette.requests import Request
     from starlette.types import ASGIApp
+
+
+def refuse_foreign(request: Request, allowed_origins: Sequence[str]) -> None:
+    """Refuses a form that a page of another origin sent.
+
+    Raises:
+        RouterError: PERMISSION_DENIED.
+    """
+    origin = request.headers.get("origin")
+    own = f"{request.url.scheme}://{request.headers.get('host', '')}"
+    if origin is not None and not {origin, "*"} & set(allowed_origins) and origin != own:
+        raise errors.permission_denied("pages of this origin may not call")
 
 
 def guarded(application: ASGIApp, listen: str, allowed_origins: Sequence[str]) -> ASGIApp:
@@ -38,7 +53,7 @@ def guarded(application: ASGIApp, listen: str, allowed_origins: Sequence[str]) -
         application = CORSMiddleware(
             application,
             allow_origins=list(allowed_origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["x-request-id"],
         )

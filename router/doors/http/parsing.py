@@ -19,15 +19,19 @@ _WRONG_KEY: Final = "[key]"
 """What pydantic adds to the place of a key that is wrong."""
 
 
-class ModelRequest(ApiObject):
-    """The part that every method's request has."""
-
-    model: Annotated[str, BeforeValidator(name_of)] = ""
-    """May be left out if just one model is served."""
+class Body(ApiObject):
+    """The body of a request."""
 
     def refused(self) -> list[Violation]:
         """Violations: fields that are not supported, or that contradict each other."""
         return self.refusals("")
+
+
+class ModelRequest(Body):
+    """The part that every request to a model has."""
+
+    model: Annotated[str, BeforeValidator(name_of)] = ""
+    """May be left out if just one model is served."""
 
 
 def said(texts: list[str]) -> dict[str, Any]:
@@ -36,7 +40,7 @@ def said(texts: list[str]) -> dict[str, Any]:
     return {"content_parts": texts} if len(texts) > 1 else {"content": "".join(texts)}
 
 
-Request = TypeVar("Request", bound=ModelRequest)
+Request = TypeVar("Request", bound=Body)
 
 
 def parse(kind: type[Request], body: bytes, most_ids: int = LEAST_ELEMENTS) -> Request:

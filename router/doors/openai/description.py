@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 Posts = tuple[tuple[str, type[BaseModel], str], ...]
 """Paths that take a body, its model, and what they do."""
 GETS: Final = {
+    "/v1/files": "Files of requests, and of results",
+    "/v1/files/{file_id}": "One of them; DELETE deletes it",
+    "/v1/files/{file_id}/content": "Its content",
+    "/v1/batches": "Batches",
+    "/v1/batches/{batch_id}": "One of them; POST to its /cancel cancels it",
     "/v1/models": "The models that are served",
     "/v1/models/{name}": "One of them",
     "/tokenizer_info": "A model's special tokens and chat template",
@@ -52,7 +57,9 @@ def description(posts: Posts) -> JSON:
     for schema in schemas["$defs"].values():
         _drop_unsupported(schema)
     paths: JSON = {path: {"post": _post(model, summary)} for path, model, summary in posts}
-    paths |= {path: {"get": _get(path, summary)} for path, summary in GETS.items()}
+    paths["/v1/files"] = {"post": _UPLOAD}
+    for path, summary in GETS.items():
+        paths.setdefault(path, {})["get"] = _get(path, summary)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Baton", "version": __version__},
@@ -81,12 +88,28 @@ def _post(model: type[BaseModel], summary: str) -> JSON:
 
 
 def _get(path: str, summary: str) -> JSON:
-    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+    named = path.partition("{")[2].partition("}")[0]
+    name = {"name": named, "in": "path", "required": True, "schema": {"type": "string"}}
     return {
         "summary": summary,
-        **({"parameters": [name]} if "{name}" in path else {}),
+        **({"parameters": [name]} if named else {}),
         "responses": {"200": {"description": "The answer"}, "default": _ERROR},
     }
 
 
 _ERROR: Final = {"description": "An error: docs/errors.md has all of them"}
+_FORM: Final = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"enum": ["batch"]},
+        "expires_after[anchor]": {"enum": ["created_at"]},
+        "expires_after[seconds]": {"type": "integer"},
+    },
+}
+_UPLOAD: Final = {
+    "summary": "Uploads a file of requests, as in OpenAI's API",
+    "requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}},
+    "responses": {"200": {"description": "The answer"}, "default": _ERROR},
+}

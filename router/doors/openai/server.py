@@ -22,6 +22,8 @@ from starlette.routing import BaseRoute, Route
 from baton.version import __version__
 from router import errors
 from router.doors.auth import OPEN, Gate
+from router.doors.batches.pages import BATCHES, FILES, BatchRequest, FilePages
+from router.doors.batches.runner import BatchRunner
 from router.doors.http import statuses
 from router.doors.http.bodies import Bodies
 from router.doors.http.connections import Connections
@@ -34,16 +36,9 @@ from router.doors.messages.dialect import MESSAGES_DIALECT, VERSION_HEADER
 from router.doors.messages.method import Messages
 from router.doors.messages.models import model_of, models_page
 from router.doors.messages.schema import CountRequest, MessageRequest
-from router.doors.openai.chat import ChatCompletions
-from router.doors.openai.completions import Completions
 from router.doors.openai.description import Posts, description
-from router.doors.openai.pooling import (
-    EmbeddingRequest,
-    Embeddings,
-    RerankRequest,
-    ScoreRequest,
-    Scores,
-)
+from router.doors.openai.inside import CHAT_COMPLETIONS, COMPLETIONS, EMBEDDINGS, Inside
+from router.doors.openai.pooling import EmbeddingRequest, RerankRequest, ScoreRequest, Scores
 from router.doors.openai.schema import CompletionRequest, DetokenizeRequest
 from router.doors.openai.tokens import Tokens
 from router.doors.openai.turns import ChatRequest, TokenizeRequest
@@ -52,9 +47,7 @@ from router.doors.responses.pages import ResponsePages
 from router.doors.responses.schema import ResponseRequest
 from router.errors import Violation
 from router.events import NO_EVENTS, RouterEvents
-from router.pooling.pooling import Poolings
 from router.requests.bounds import BodyShape, most_connections
-from router.requests.generation import Generations
 from serving.embedded_http import EmbeddedHttpServer
 from telemetry.rpc import TRACEPARENT
 from telemetry.tracing import context_of, trace_id_of
@@ -64,18 +57,16 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
+    from router.doors.batches.store import FileStore
     from router.doors.http.statuses import JSON
     from router.doors.responses.store import ResponseStore
     from router.jobs import Dispatcher, ServedModel
     from router.requests.tokenization import Tokenizers
     from router.requests.validation import Limits
 
-COMPLETIONS: Final = "/v1/completions"
-CHAT_COMPLETIONS: Final = "/v1/chat/completions"
 MESSAGES: Final = "/v1/messages"
 COUNT_TOKENS: Final = "/v1/messages/count_tokens"
 RESPONSES: Final = "/v1/responses"
-EMBEDDINGS: Final = "/v1/embeddings"
 SCORE: Final = "/v1/score"
 RERANK: Final = "/v1/rerank"
 ALIASES: Final = {SCORE: ("/score",), RERANK: ("/v2/rerank", "/rerank")}
@@ -101,6 +92,8 @@ _SERVED: Final = ", ".join(
         EMBEDDINGS,
         SCORE,
         RERANK,
+        FILES,
+        BATCHES,
         MODELS,
         TOKENIZE,
         DETOKENIZE,
@@ -121,6 +114,7 @@ _POSTS: Final[Posts] = (
     (EMBEDDINGS, EmbeddingRequest, "A vector for each input, as in OpenAI's API"),
     (SCORE, ScoreRequest, "How well pairs of texts go together, as in vLLM's server"),
     (RERANK, RerankRequest, "Documents by relevance, as in Cohere's API and vLLM's server"),
+    (BATCHES, BatchRequest, "Begins a batch over a file of requests, as in OpenAI's API"),
     (TOKENIZE, TokenizeRequest, "The ids that a generation would run"),
     (DETOKENIZE, DetokenizeRequest, "The text of ids"),
 )
@@ -141,6 +135,8 @@ class OpenAiServer(EmbeddedHttpServer):
         reuse_port: share the port with other routers.
         tls: encrypts connections; None: they are in clear.
         store: keeps responses; None: none are kept.
+        files: keeps files and batches; None: none are kept.
+        batch_requests: most requests of a batch under way.
     """
 
     def __init__(
@@ -157,30 +153,35 @@ class OpenAiServer(EmbeddedHttpServer):
         reuse_port: bool = False,
         tls: ssl.SSLContext | None = None,
         store: ResponseStore | None = None,
+        files: FileStore | None = None,
+        batch_requests: int = 32,
     ) -> None:
         self._pages = _Pages(dispatcher, tokenizers, gate)
-        generations = Generations(dispatcher, tokenizers, limits, events)
         shape = BodyShape(dispatcher.models)
-        completions = Completions(generations, dispatcher, tokenizers, shape)
-        chat = ChatCompletions(generations, dispatcher, tokenizers)
+        inside = Inside(dispatcher, tokenizers, limits, events, shape)
+        generations = inside.generations
+        self._batches = None
+        if files is not None:
+            self._batches = BatchRunner(files, inside, gate, events, batch_requests)
+        pages = FilePages(files, gate, allowed_origins, self._look)
         messages = Messages(generations)
         responses = Responses(generations, shape, store)
         tokens = Tokens(generations, dispatcher, shape)
-        poolings = Poolings(dispatcher, tokenizers, limits, events)
-        embeddings, scores = Embeddings(poolings, shape), Scores(poolings)
+        scores = Scores(inside.poolings)
         longest_s = limits.max_request_duration_s
         method = partial(_method, Guards(Bodies(shape), gate, longest_s), events)
         api = (
-            method(COMPLETIONS, completions),
-            method(CHAT_COMPLETIONS, chat),
+            *(method(path, inside.methods[path]) for path in (COMPLETIONS, CHAT_COMPLETIONS)),
             method(RESPONSES, responses.create, NAMED_EVENTS),
             method(f"{RESPONSES}/input_tokens", responses.count_tokens, NAMED_EVENTS),
             *ResponsePages(store, gate).routes(RESPONSES),
             method(MESSAGES, messages.create, MESSAGES_DIALECT),
             method(COUNT_TOKENS, messages.count_tokens, MESSAGES_DIALECT),
-            method(EMBEDDINGS, embeddings, OWN_NAMES),
+            method(EMBEDDINGS, inside.methods[EMBEDDINGS], OWN_NAMES),
             *(method(path, scores.score, OWN_NAMES) for path in (SCORE, *ALIASES[SCORE])),
             *(method(path, scores.rerank, OWN_NAMES) for path in (RERANK, *ALIASES[RERANK])),
+            method(BATCHES, pages.begin, OWN_NAMES),
+            *pages.routes(),
             method(TOKENIZE, tokens.tokenize),
             method(DETOKENIZE, tokens.detokenize),
             Route(MODELS, self._pages.models),
@@ -205,9 +206,32 @@ class OpenAiServer(EmbeddedHttpServer):
             protocol=connections.protocol,
         )
 
+    @property
+    def running_batches(self) -> int:
+        """Batches that this router runs."""
+        return 0 if self._batches is None else self._batches.running
+
+    async def start(self) -> None:
+        """Serves, and runs batches."""
+        await super().start()
+        if self._batches is not None:
+            self._batches.start()
+
     def drain(self) -> None:
         """Lets /health fail, so that clients go elsewhere. The dispatcher refuses requests."""
         self._pages.draining = True
+        if self._batches is not None:
+            self._batches.drain()
+
+    async def stop(self) -> None:
+        """Ends batches for now, and stops serving."""
+        if self._batches is not None:
+            await self._batches.stop()
+        await super().stop()
+
+    def _look(self) -> None:
+        if self._batches is not None:
+            self._batches.look()
 
 
 def _method(

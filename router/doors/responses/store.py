@@ -1,45 +1,30 @@
-"""Responses on the disk: a SQLite file in a folder that only this user may read.
+"""Responses on the disk.
 
 A row holds the items of one request and the response to it. A conversation is a chain of rows, each
-of which names the one before, so no item is stored twice. A row belongs to a tenant, and no other
-tenant finds it. Ids are random, and never part of a path.
+of which names the one before, so no item is stored twice.
 
 Bounds hold for each tenant: bytes, number of responses, and age since the last use. The responses
-used longest ago go first. Using the end of a chain uses all of it. Deleted bytes are overwritten.
-
-Routers of one host may share the folder: SQLite's log of changes (WAL) lets them read while one of
-them writes. All work is done on one thread, off the event loop.
+used longest ago go first. Using the end of a chain uses all of it.
 """
 
 from __future__ import annotations
 
-import asyncio
-import os
 import sqlite3
-import stat
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pydantic_core import from_json, to_json
 
+from router.doors.database import DAY_S, Bounds, Database
 from router.requests.bounds import MAX_TURNS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from router.doors.http.statuses import JSON
 
-Value = TypeVar("Value")
 FILE: Final = "responses.sqlite"
 VERSION: Final = 1
-BUSY_S: Final = 5.0
-"""Longest wait for another router that writes."""
-_DAY_S: Final = 86_400.0
-"""Seconds."""
+"""Number of the tables' form. A release that raises it reads, or refuses, the ones before."""
 _SCHEMA: Final = """
 CREATE TABLE responses (
     id TEXT PRIMARY KEY, tenant TEXT NOT NULL, previous TEXT, used_s REAL NOT NULL,
@@ -64,20 +49,8 @@ SELECT id, previous, bytes, items FROM chain ORDER BY place
 """
 
 
-class StoreError(Exception):
-    """The folder cannot hold responses; the message says why."""
-
-
 class TooLongError(Exception):
     """A chain holds more than a request may."""
-
-
-class Bounds(NamedTuple):
-    """What the responses of one tenant may take."""
-
-    most_bytes: int
-    most_responses: int
-    most_days: float
 
 
 class Kept(NamedTuple):
@@ -105,17 +78,12 @@ class ResponseStore:
         """
         self._bounds = bounds
         self._clock = clock
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="baton-responses")
-        try:
-            self._file = _guarded(Path(folder))
-            self._database = self._thread.submit(_open, self._file).result()
-        except (OSError, sqlite3.Error) as error:
-            raise StoreError(f"{folder}: {error}") from None
+        self._database = Database(folder, FILE, _SCHEMA, VERSION)
+        self._run = self._database.run
 
     def close(self) -> None:
         """Closes the file after the work that was begun."""
-        self._thread.submit(self._database.close)
-        self._thread.shutdown()
+        self._database.close()
 
     async def put(self, tenant: str, kept: Kept) -> None:
         """Stores a response, and drops what the tenant's bounds leave no room for.
@@ -149,9 +117,6 @@ class ResponseStore:
         """
         return await self._run(self._items, tenant, ids, most_bytes)
 
-    async def _run(self, work: Callable[..., Value], *arguments: object) -> Value:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
-
     def _put(self, tenant: str, kept: Kept) -> None:
         asked, answer = to_json(kept.input), to_json(kept.response)
         items: Sequence[JSON] = kept.response["output"]
@@ -160,7 +125,7 @@ class ResponseStore:
             *(response_id, tenant, kept.previous, self._clock()),
             *(size, len(kept.input) + len(items), asked, answer),
         )
-        with self._written() as database:
+        with self._database.written() as database:
             self._make_room(database, tenant, size)
             database.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
             database.executemany(
@@ -168,13 +133,12 @@ class ResponseStore:
             )
 
     def _make_room(self, database: sqlite3.Connection, tenant: str, size: int) -> None:
-        oldest_s = self._clock() - self._bounds.most_days * _DAY_S
+        oldest_s = self._clock() - self._bounds.most_days * DAY_S
         database.execute("DELETE FROM responses WHERE used_s < ?", (oldest_s,))
-        query = "SELECT count(*), coalesce(sum(bytes), 0) FROM responses WHERE tenant = ?"
-        count, held = database.execute(query, (tenant,)).fetchone()
+        count, held = self._database.held("responses", tenant)
         query = "SELECT id, bytes FROM responses WHERE tenant = ? ORDER BY used_s, id"
         old = database.execute(query, (tenant,))
-        while count >= self._bounds.most_responses or held + size > self._bounds.most_bytes:
+        while count >= self._bounds.most_number or held + size > self._bounds.most_bytes:
             if (row := old.fetchone()) is None:
                 break
             database.execute("DELETE FROM responses WHERE id = ?", (row[0],))
@@ -182,22 +146,22 @@ class ResponseStore:
         old.close()
 
     def _get(self, tenant: str, response_id: str) -> Kept | None:
-        oldest_s = self._clock() - self._bounds.most_days * _DAY_S
+        oldest_s = self._clock() - self._bounds.most_days * DAY_S
         query = (
             "SELECT previous, input, response FROM responses "
             "WHERE id = ? AND tenant = ? AND used_s >= ?"
         )
-        row = self._database.execute(query, (response_id, tenant, oldest_s)).fetchone()
+        row = self._database.connection.execute(query, (response_id, tenant, oldest_s)).fetchone()
         return None if row is None else Kept(row[0], from_json(row[1]), from_json(row[2]))
 
     def _delete(self, tenant: str, response_id: str) -> bool:
         query = "DELETE FROM responses WHERE id = ? AND tenant = ?"
-        with self._written() as database:
+        with self._database.written() as database:
             return database.execute(query, (response_id, tenant)).rowcount > 0
 
     def _chain(self, tenant: str, last: str, most_bytes: int) -> list[Kept] | None:
         named = {"id": last, "tenant": tenant, "most": MAX_TURNS}
-        rows = self._database.execute(_CHAIN, named).fetchall()
+        rows = self._database.connection.execute(_CHAIN, named).fetchall()
         if not rows or (rows[-1][1] is not None and len(rows) <= MAX_TURNS):
             return None
         if sum(row[2] for row in rows) > most_bytes or sum(row[3] for row in rows) > MAX_TURNS:
@@ -207,7 +171,7 @@ class ResponseStore:
         if len(whole) < len(rows):
             return None
         now_s = self._clock()
-        with self._written() as database:
+        with self._database.written() as database:
             database.executemany(
                 "UPDATE responses SET used_s = ? WHERE id = ?", [(now_s, row[0]) for row in rows]
             )
@@ -220,59 +184,9 @@ class ResponseStore:
         )
         sizes: dict[str, int] = {}
         for one in ids:
-            sizes |= self._database.execute(query, (one, tenant)).fetchall()
+            sizes |= self._database.connection.execute(query, (one, tenant)).fetchall()
             if sum(sizes.values()) > most_bytes:
                 raise TooLongError
         held = (self._get(tenant, response_id) for response_id in sizes)
         outputs = (kept.response["output"] for kept in held if kept is not None)
         return {item["id"]: item for output in outputs for item in output}
-
-    @contextmanager
-    def _written(self) -> Iterator[sqlite3.Connection]:
-        """A transaction that writes."""
-        self._database.execute("BEGIN IMMEDIATE")
-        try:
-            yield self._database
-        except BaseException:
-            self._database.execute("ROLLBACK")
-            raise
-        self._database.execute("COMMIT")
-
-
-def _guarded(folder: Path) -> Path:
-    """The path of the file, in a folder that is no link and that only this user may use."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    held = folder.lstat()
-    if not stat.S_ISDIR(held.st_mode) or held.st_uid != os.geteuid() or held.st_mode & 0o077:
-        raise StoreError(f"{folder} must be a folder of this user's own, with mode 0700")
-    file = folder / FILE
-    for name in (file, *(Path(f"{file}{end}") for end in ("-wal", "-shm"))):
-        if name.is_symlink():
-            raise StoreError(f"{name} is a link")
-    # SQLite gives its other files the mode of this one.
-    os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
-    file.chmod(0o600)
-    return file
-
-
-def _open(file: Path) -> sqlite3.Connection:
-    database = sqlite3.connect(file, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
-    for pragma in (
-        f"busy_timeout = {int(BUSY_S * 1e3)}",
-        "journal_mode = WAL",
-        "synchronous = NORMAL",
-        "foreign_keys = ON",
-        "secure_delete = ON",
-    ):
-        database.execute(f"PRAGMA {pragma}")
-    database.execute("BEGIN IMMEDIATE")
-    version = database.execute("PRAGMA user_version").fetchone()[0]
-    if version == 0:
-        for statement in _SCHEMA.split(";"):
-            database.execute(statement)
-        database.execute(f"PRAGMA user_version = {VERSION}")
-    database.execute("COMMIT")
-    if version not in (0, VERSION):
-        database.close()
-        raise StoreError(f"{file} has version {version}, and this release reads {VERSION}")
-    return database

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 
 import openai
 
@@ -21,6 +22,17 @@ said["text"] = (
 )
 vectors = client.embeddings.create(model=model, input=["fox", "dog"], dimensions=16).data
 said["embedded"] = [len(one.embedding) for one in vectors]
+line = {"custom_id": "1", "method": "POST", "url": "/v1/completions"}
+line["body"] = {"prompt": "The capital of France is", "temperature": 0, "max_tokens": 8}
+file = client.files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch")
+batch = client.batches.create(
+    input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+)
+while batch.status not in ("completed", "failed"):
+    time.sleep(0.2)
+    batch = client.batches.retrieve(batch.id)
+result = json.loads(client.files.content(batch.output_file_id).text)
+said["batch"] = result["response"]["body"]["choices"][0]["text"]
 try:
     client.chat.completions.create(**asked | {"messages": [messages[0] | {"content": "a " * 9999}]})
 except openai.BadRequestError as error:

@@ -6,22 +6,21 @@ result is a line with the same custom_id, in any order.
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
-
-from console.loadgen.errors import BenchError
 
 URLS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 MOST_LINE_BYTES: Final = 32 << 20
 """Bytes of a line: several times the largest request that a router takes."""
 MOST_ID_CHARS: Final = 512
-"""Characters of a custom_id. They are kept in memory, to find two that are equal."""
+"""Characters of a custom_id. Those of results are kept in memory, as long as a batch runs."""
 
 
-class BatchError(BenchError):
+class BatchError(Exception):
     """A batch cannot be run, or not to its end; the message says why."""
 
 
@@ -43,26 +42,33 @@ class Line:
         return f"batch_req_{self.number}"
 
 
-def read_lines(path: Path) -> Iterator[Line]:
+def read_lines(
+    path: Path, urls: Sequence[str] = URLS, most_bytes: int = MOST_LINE_BYTES
+) -> Iterator[Line]:
     """The requests of a file, one at a time. Empty lines are none.
+
+    Args:
+        path: the file.
+        urls: those that a line may name.
+        most_bytes: of a line.
 
     Raises:
         OSError: the file cannot be read.
     """
-    seen: set[str] = set()
+    seen: set[bytes] = set()
     with path.open("rb") as file:
         number = 0
-        while data := file.readline(MOST_LINE_BYTES + 1):
+        while data := file.readline(most_bytes + 1):
             number += 1
-            if len(data) > MOST_LINE_BYTES:
+            if len(data) > most_bytes:
                 while data and not data.endswith(b"\n"):
-                    data = file.readline(MOST_LINE_BYTES)
-                yield Line(number, "", wrong=f"a line has at most {MOST_LINE_BYTES} bytes")
+                    data = file.readline(most_bytes)
+                yield Line(number, "", wrong=f"a line has at most {most_bytes} bytes")
             elif data.strip():
-                yield _line(number, data, seen)
+                yield _line(number, data, seen, urls)
 
 
-def _line(number: int, data: bytes, seen: set[str]) -> Line:
+def _line(number: int, data: bytes, seen: set[bytes], urls: Sequence[str]) -> Line:
     try:
         stated = json.loads(data)
     except (ValueError, RecursionError):
@@ -72,14 +78,15 @@ def _line(number: int, data: bytes, seen: set[str]) -> Line:
     custom_id, url, body = stated.get("custom_id"), stated.get("url"), stated.get("body")
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MOST_ID_CHARS:
         return Line(number, "", wrong=f"custom_id: must be a text of 1 to {MOST_ID_CHARS}")
+    digest = hashlib.sha256(custom_id.encode(errors="surrogatepass")).digest()[:16]
     rules = (
-        (custom_id not in seen, "custom_id: an earlier line has the same"),
+        (digest not in seen, "custom_id: an earlier line has the same"),
         (stated.get("method") == "POST", "method: must be POST"),
-        (url in URLS, f"url: must be one of {', '.join(URLS)}"),
+        (url in urls, f"url: must be {' or '.join(urls)}"),
         (isinstance(body, dict), "body: must be an object"),
         (isinstance(body, dict) and not body.get("stream"), "body.stream: a batch has no streams"),
     )
-    seen.add(custom_id)
+    seen.add(digest)
     if wrong := next((rule for holds, rule in rules if not holds), ""):
         return Line(number, custom_id, wrong=wrong)
     return Line(number, custom_id, str(url), body)

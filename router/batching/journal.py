@@ -16,34 +16,41 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from console.batching.lines import BatchError
+from router.batching.lines import BatchError
+
+
+class TakenError(BatchError):
+    """Another process writes the results."""
 
 
 class Journal:
     """The file of results. Any thread may write."""
 
-    def __init__(self, path: Path) -> None:
-        """Opens or makes it, and reads what is done.
+    def __init__(self, path: Path, *, make: bool = True) -> None:
+        """Opens it, and reads what is done. `make`: it may have to be made, or be a link.
 
         Raises:
-            BatchError: another process writes it, or it is no file of results.
+            TakenError: another process writes it.
+            BatchError: it is no file of results.
             OSError: it cannot be opened.
         """
         self._path = path
         self._lock = threading.Lock()
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        flags = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC
+        flags |= os.O_CREAT if make else os.O_NOFOLLOW
+        self._file = os.open(path, flags, 0o600)
         try:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise BatchError(f"{path}: another process writes it") from None
-            self.done = self._read()
-            """The custom_id of each line that is done, by the result's id."""
+                raise TakenError(f"{path}: another process writes it") from None
+            self.done, self.size = self._read()
+            """The custom_id of each line that is done, by the result's id; and bytes."""
         except BaseException:
             os.close(self._file)
             raise
 
-    def _read(self) -> dict[str, str]:
+    def _read(self) -> tuple[dict[str, str], int]:
         done: dict[str, str] = {}
         whole = 0
         with self._path.open("rb") as file:
@@ -57,14 +64,19 @@ class Journal:
                     raise BatchError(f"{self._path} is no file of results") from None
                 whole += len(data)
         os.ftruncate(self._file, whole)
-        return done
+        return done, whole
 
-    def write(self, result: Mapping[str, Any]) -> None:
-        """Appends a result."""
-        data = memoryview(json.dumps(result, ensure_ascii=False).encode() + b"\n")
+    def write(self, result: Mapping[str, Any]) -> int:
+        """Appends a result. Returns its bytes."""
+        try:
+            line = json.dumps(result, ensure_ascii=False).encode()
+        except UnicodeEncodeError:  # Half of a surrogate pair.
+            line = json.dumps(result).encode()
+        data = memoryview(line + b"\n")
         with self._lock:
             while data:  # A write takes all of it, unless the disk is full.
                 data = data[os.write(self._file, data) :]
+        return len(line) + 1
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,84 @@
+"""A server over HTTP, to which the lines of a batch are sent."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, Self
+from urllib.parse import urlsplit
+
+from baton.tls import TlsFiles
+from router.batching.running import Answer, NobodyError
+
+ANSWER_S: Final = 3600.0
+"""Longest wait for an answer. The server's own bound on a request is the one that counts."""
+
+
+class Server:
+    """A server. Each thread has a connection of its own.
+
+    Args:
+        url: of its API, with or without /v1.
+        at_once: most requests at the same time.
+        key: token to show.
+        files: of TLS.
+    """
+
+    def __init__(self, url: str, at_once: int, key: str = "", files: TlsFiles | None = None):
+        parts = urlsplit(url)
+        self._host, self._path = parts.netloc, parts.path.rstrip("/").removesuffix("/v1")
+        self._context = None
+        if parts.scheme == "https":
+            self._context = (files or TlsFiles()).client_context()
+        self._headers = {"content-type": "application/json"}
+        if key:
+            self._headers["authorization"] = f"Bearer {key}"
+        self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="baton-batch")
+        self._own = threading.local()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown()
+
+    async def send(self, url: str, body: Any) -> Answer:
+        """Sends a request.
+
+        Raises:
+            NobodyError: nobody answers, or the connection ended.
+        """
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._send, url, body)
+
+    def _send(self, url: str, body: Any) -> Answer:
+        connection = self._connection()
+        try:
+            connection.request("POST", self._path + url, json.dumps(body), self._headers)
+            answer = connection.getresponse()
+            data = answer.read()
+        except (OSError, http.client.HTTPException):
+            self._own.connection = None
+            connection.close()
+            raise NobodyError from None
+        try:
+            content = json.loads(data)
+        except ValueError:
+            content = {"error": {"message": "the answer is no JSON"}}
+        after = answer.getheader("retry-after", "")
+        wait_s = float(after) if after.replace(".", "", 1).isdigit() else None
+        return Answer(answer.status, answer.getheader("x-request-id", ""), content, wait_s)
+
+    def _connection(self) -> http.client.HTTPConnection:
+        held: http.client.HTTPConnection | None = getattr(self._own, "connection", None)
+        if held is None:
+            if self._context is None:
+                held = http.client.HTTPConnection(self._host, timeout=ANSWER_S)
+            else:
+                context = self._context
+                held = http.client.HTTPSConnection(self._host, timeout=ANSWER_S, context=context)
+            self._own.connection = held
+        return held

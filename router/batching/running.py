@@ -1,0 +1,175 @@
+"""Runs the lines of a batch, some at a time, and keeps their results.
+
+A request that the server cannot take now (429, 502, 503, 504, or nobody answers) is sent again, for
+up to `PATIENCE_S`. Any other error is the line's result. If patience ends, or the server takes no
+request of this caller, the batch stops; started again, it goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import suppress
+from itertools import islice
+from typing import Any, Final, NamedTuple, Protocol
+
+from router.batching.lines import BatchError, Line, answered, refused
+
+PATIENCE_S: Final = 600.0
+"""Longest time for which a server may not answer: a router that is replaced is back in minutes."""
+LONGEST_WAIT_S: Final = 30.0
+"""Longest wait between two tries."""
+LATER: Final = frozenset((429, 502, 503, 504))
+"""Statuses that say: not now."""
+STOPS: Final = frozenset((401, 403))
+"""Statuses that every request would get."""
+LOWEST_PRIORITY: Final = 100
+"""Lower numbers run first, as in vLLM's server; this is the last."""
+READ_AT_ONCE: Final = 8
+"""Lines that are read in one go on a thread; not tuned."""
+
+
+class Answer(NamedTuple):
+    """The answer to a request."""
+
+    status: int
+    request_id: str
+    body: Any
+    retry_after_s: float | None
+
+
+class NobodyError(Exception):
+    """Nobody answers."""
+
+
+Send = Callable[[str, Any], Awaitable[Answer]]
+"""Sends a body to a url. Raises NobodyError."""
+
+
+class Results(Protocol):
+    """Keeps results."""
+
+    @property
+    def done(self) -> Mapping[str, str]:
+        """The custom_id of each line that had a result at first, by the result's id."""
+        ...
+
+    def write(self, result: Mapping[str, Any]) -> object:
+        """Keeps a result. Called on any thread."""
+        ...
+
+
+async def run(
+    lines: Iterator[Line],
+    results: Results,
+    send: Send,
+    *,
+    at_once: int,
+    priority: int = LOWEST_PRIORITY,
+    patience_s: float = PATIENCE_S,
+    told: Callable[[bool], None] = lambda _: None,
+    ended: asyncio.Event | None = None,
+) -> None:
+    """Runs the lines that are not done.
+
+    Args:
+        lines: of the batch, all of them. They are read on threads.
+        results: of the batch.
+        send: sends a request.
+        at_once: most requests under way at the same time.
+        priority: of lines that set none.
+        patience_s: see `PATIENCE_S`.
+        told: is called with each line that is done, and whether it went well.
+        ended: if it is set, no further request is sent, and those under way end.
+
+    Raises:
+        BatchError: the results are of another batch, or the batch stopped.
+    """
+    ended = ended or asyncio.Event()
+    one = _Run(results, send, priority, patience_s, told, ended)
+    await one.all(lines, asyncio.Semaphore(at_once))
+    if one.why is not None:
+        raise one.why
+
+
+class _Run:
+    def __init__(
+        self,
+        results: Results,
+        send: Send,
+        priority: int,
+        patience_s: float,
+        told: Callable[[bool], None],
+        ended: asyncio.Event,
+    ) -> None:
+        self._results = results
+        self._send = send
+        self._priority = priority
+        self._patience_s = patience_s
+        self._told = told
+        self._ended = ended
+        self.why: Exception | None = None
+
+    async def all(self, lines: Iterator[Line], room: asyncio.Semaphore) -> None:
+        left = filter(self._is_left, lines)
+        async with asyncio.TaskGroup() as tasks:
+            try:
+                while read := await asyncio.to_thread(lambda: list(islice(left, READ_AT_ONCE))):
+                    for line in read:
+                        await room.acquire()
+                        if self._ended.is_set():
+                            return
+                        task = tasks.create_task(self._one(line))
+                        task.add_done_callback(lambda _: room.release())
+            except (BatchError, OSError) as error:
+                self._stop(error)
+
+    def _is_left(self, line: Line) -> bool:
+        custom_id = self._results.done.get(line.id)
+        if custom_id not in (None, line.custom_id):
+            raise BatchError(
+                f"line {line.number} has another custom_id than its result: the results are of"
+                " another file"
+            )
+        return custom_id is None
+
+    def _stop(self, why: Exception) -> None:
+        self.why = self.why or why
+        self._ended.set()
+
+    async def _one(self, line: Line) -> None:
+        try:
+            if line.wrong:
+                await self._keep(refused(line), went_well=False)
+            elif (answer := await self._answer(line)) is not None:
+                result = answered(line, answer.status, answer.request_id, answer.body)
+                await self._keep(result, went_well=answer.status < 400)
+        except Exception as error:
+            self._stop(error)
+
+    async def _keep(self, result: Mapping[str, Any], *, went_well: bool) -> None:
+        await asyncio.to_thread(self._results.write, result)
+        self._told(went_well)
+
+    async def _answer(self, line: Line) -> Answer | None:
+        """The answer that is the line's result; None: the batch has ended."""
+        body = {"priority": self._priority, **(line.body or {})}
+        clock = asyncio.get_running_loop().time
+        ends_s, wait_s = clock() + self._patience_s, 0.5
+        while not self._ended.is_set():
+            why, asked_s = "nobody answers", None
+            with suppress(NobodyError):
+                answer = await self._send(line.url, body)
+                if answer.status in STOPS:
+                    raise BatchError(f"the server takes no request of this caller: {answer.status}")
+                if answer.status not in LATER:
+                    return answer
+                why, asked_s = f"the server answers {answer.status}", answer.retry_after_s
+            if clock() > ends_s:
+                raise BatchError(f"{why} for {self._patience_s:g} s; start it again to go on")
+            rest_s = min(asked_s or wait_s * random.uniform(0.5, 1), LONGEST_WAIT_S)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), rest_s)
+            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+        return None

@@ -1,0 +1,364 @@
+"""/v1/files and /v1/batches: tenants, bounds, errors, cancelling, and what outlives a process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai_kit import Port, answers, open_port, says
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from router.doors.auth import TokenGate
+from router.doors.batches.multipart import Upload
+from router.doors.batches.store import ENDED, FileStore
+from router.doors.database import Bounds
+from router.errors import RouterError
+from router.jobs import Job, JobEvent
+from telemetry.metrics.router import RouterLoad, RouterMetrics
+from telemetry.names import Attr, Metric, Service
+from telemetry.tracing import setup_tracing
+
+BOUNDS = Bounds(1 << 20, 20, 30.0)
+URL = "/v1/completions"
+TENANTS = '"key-a" = "a"\n"key-b" = "b"\n[limits.a]\nrequests = 4\n'
+
+
+@pytest.fixture
+async def port(tmp_path: Path) -> AsyncIterator[Port]:
+    """Tenants `a` and `b`; the client is `a`."""
+    (tokens := tmp_path / "tokens.toml").write_text(TENANTS)
+    files = FileStore(str(tmp_path / "kept"), BOUNDS)
+    script, gate = says("The fox"), TokenGate(tokens)
+    async with open_port(tmp_path, script, gate=gate, files=files, api_key="key-a") as port:
+        yield port
+    files.close()
+
+
+def lines(*named: str, **more: Any) -> bytes:
+    body = {"prompt": "fox", "max_tokens": 2}
+    given = {"method": "POST", "url": URL, "body": body, **more}
+    return b"".join(json.dumps({"custom_id": name, **given}).encode() + b"\n" for name in named)
+
+
+async def upload(port: Port, content: bytes, name: str = "in.jsonl", **more: Any) -> Any:
+    given = {"purpose": "batch", **more}
+    return await port.client.files.create(file=(name, content), **given)
+
+
+async def begin(port: Port, content: bytes, **more: Any) -> Any:
+    file = await upload(port, content)
+    given = {"endpoint": URL, "completion_window": "24h", **more}
+    return await port.client.batches.create(input_file_id=file.id, **given)
+
+
+async def ended(port: Port, batch: Any, wanted: Callable[[Any], bool] | None = None) -> Any:
+    for _ in range(400):
+        found = await port.client.batches.retrieve(batch.id)
+        if wanted(found) if wanted else found.status in ENDED:
+            return found
+        await asyncio.sleep(0.05)
+    raise AssertionError(found)
+
+
+async def results(port: Port, file_id: str | None) -> list[Any]:
+    if file_id is None:
+        return []
+    content = await port.client.files.content(file_id)
+    return [json.loads(line) for line in content.text.splitlines()]
+
+
+def errors_of(batch: Any) -> list[str]:
+    return [one.code for one in batch.errors.data]
+
+
+async def test_a_batch_from_its_file_to_its_results(port: Port) -> None:
+    """Lines that went well are in one file, others in another. The batch is its tenant's."""
+    content = lines("a", "b") + lines("wrong", body={"prompt": 5}) + lines("other", url="/v1/chat")
+    batch = await begin(port, content, metadata={"night": "one"})
+    assert (batch.status, batch.object, batch.metadata) == ("validating", "batch", {"night": "one"})
+    done = await ended(port, batch)
+    counts = done.request_counts
+    assert (done.status, counts.total, counts.completed, counts.failed) == ("completed", 4, 2, 2)
+    assert done.created_at <= done.in_progress_at <= done.completed_at < done.expires_at
+    good = await results(port, done.output_file_id)
+    assert sorted(one["custom_id"] for one in good) == ["a", "b"]
+    assert {one["response"]["body"]["choices"][0]["text"] for one in good} == {"The fox"}
+    bad = {one["custom_id"]: one for one in await results(port, done.error_file_id)}
+    assert bad["wrong"]["response"]["body"]["error"]["param"] == "prompt"
+    assert "url" in bad["other"]["error"]["message"]
+    job = port.job
+    assert (job.tenant, job.priority, job.quota.requests) == ("a", -100, 4)
+    found = (await port.client.files.list(purpose="batch_output")).data
+    assert {one.id for one in found} == {done.output_file_id, done.error_file_id}
+
+
+async def test_reading_listing_and_deleting(port: Port) -> None:
+    api = port.client.files
+    kept = [await upload(port, lines("a"), f"{n}.jsonl") for n in range(3)]
+    assert (kept[0].purpose, kept[0].bytes) == ("batch", len(lines("a")))
+    assert await api.retrieve(kept[0].id) == kept[0]
+    assert [one.id async for one in api.list(limit=2)] == [one.id for one in reversed(kept)]
+    assert [one.id async for one in api.list(order="asc", after=kept[0].id)] == [
+        one.id for one in kept[1:]
+    ]
+    assert (await api.delete(kept[1].id)).deleted
+    for lost in (kept[1].id, "file-none", "..%2Ffiles.sqlite"):
+        with pytest.raises(openai.NotFoundError):
+            await api.retrieve(lost)
+    batch = await begin(port, lines("a"))
+    assert [one.id async for one in port.client.batches.list()] == [batch.id]
+
+
+async def test_another_tenants_files_and_batches_are_not_there(port: Port) -> None:
+    batch, other = await begin(port, lines("a")), port.client.with_options(api_key="key-b")
+    done = await ended(port, batch)
+    for file_id in (done.input_file_id, done.output_file_id):
+        for asked in (other.files.retrieve, other.files.delete, other.files.content):
+            with pytest.raises(openai.NotFoundError):
+                await asked(file_id)
+    for asked in (other.batches.retrieve, other.batches.cancel):
+        with pytest.raises(openai.NotFoundError):
+            await asked(batch.id)
+    with pytest.raises(openai.NotFoundError):
+        await other.batches.create(
+            input_file_id=done.input_file_id, endpoint=URL, completion_window="24h"
+        )
+    assert (await other.files.list()).data == (await other.batches.list()).data == []
+    with pytest.raises(openai.AuthenticationError):
+        await port.client.with_options(api_key="none").files.list()
+
+
+@pytest.mark.parametrize(
+    ("content", "given", "named"),
+    [
+        (b"", {"purpose": "fine-tune"}, "purpose"),
+        (b"", {"expires_after": {"anchor": "created_at", "seconds": 5}}, "expires_after.seconds"),
+        (b"", {"name": "n" * 300}, "file"),
+        (None, {"completion_window": "1h"}, "completion_window"),
+        (None, {"endpoint": "/v1/moderations"}, "endpoint"),
+        (None, {"metadata": {"a": "b" * 600}}, "metadata.a"),
+        (None, {"output_expires_after": {"anchor": "created_at", "seconds": 5}}, "output_expires"),
+    ],
+)
+async def test_what_is_wrong_is_named(
+    port: Port, content: bytes | None, given: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await (begin(port, lines("a"), **given) if content is None else upload(port, b"", **given))
+    assert caught.value.param.startswith(named)
+
+
+async def test_a_tenants_bounds_refuse_and_leave_nothing(port: Port, tmp_path: Path) -> None:
+    most = 20
+    for number in range(most):
+        await upload(port, lines("a"), f"{number}.jsonl")
+    with pytest.raises(openai.RateLimitError) as caught:
+        await upload(port, lines("a"))
+    assert caught.value.code == "store_full"
+    other = port.client.with_options(api_key="key-b")
+    await other.files.create(file=("b.jsonl", b"x" * (1 << 19)), purpose="batch")
+    for size in (1 << 20, 3 << 18):
+        with pytest.raises(openai.RateLimitError):
+            await other.files.create(file=("b.jsonl", b"x" * size), purpose="batch")
+    contents = list((tmp_path / "kept/files").iterdir())
+    assert len(contents) == most + 1
+    assert {one.stat().st_mode & 0o777 for one in contents} == {0o600}
+    assert (tmp_path / "kept/files").stat().st_mode & 0o777 == 0o700
+
+
+async def test_results_that_find_no_room_end_the_batch(port: Port) -> None:
+    await upload(port, b"x" * ((1 << 20) - 3000))
+    done = await ended(port, await begin(port, lines(*map(str, range(12)))))
+    assert (done.status, errors_of(done)) == ("failed", ["stopped"])
+    assert 0 < len(await results(port, done.output_file_id)) < 12, "what was done is there"
+
+
+async def test_files_end_with_their_days(tmp_path: Path) -> None:
+    now = [1e9]
+    store = FileStore(str(tmp_path / "kept"), BOUNDS, lambda: now[0])
+
+    async def add(lives_s: float) -> Any:
+        name, descriptor = store.begin()
+        os.close(descriptor)
+        os.utime(store.contents / name, (now[0], now[0]))
+        return await store.add("a", name, 0, "a", "batch", lives_s)
+
+    short, long = await add(3600.0), await add(float("inf"))
+    now[0] += 2 * 86_400
+    assert await store.file("a", short["id"]) is None
+    assert await store.file("a", long["id"]) is not None
+    await store.sweep()
+    assert len(list(store.contents.iterdir())) == 1
+    now[0] += 30 * 86_400
+    await store.sweep()
+    assert list(store.contents.iterdir()) == []
+    store.close()
+
+
+async def test_files_without_lines_fail(port: Port) -> None:
+    done = await ended(port, await begin(port, b""))
+    assert (done.status, errors_of(done)) == ("failed", ["wrong_number_of_lines"])
+    assert done.output_file_id is None
+    await port.client.files.delete(done.input_file_id)
+    with pytest.raises(openai.NotFoundError):
+        await port.client.files.retrieve(done.input_file_id)
+
+
+class Gated:
+    """Answers when it is let, and counts how often each prompt was asked."""
+
+    def __init__(self) -> None:
+        self.open = asyncio.Semaphore(0)
+        self.under_way = 0
+        self.most = 0
+
+    async def __call__(self, job: Job) -> AsyncGenerator[JobEvent, None]:
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        try:
+            await self.open.acquire()
+            async for event in answers(lambda _job, _choice: [5])(job):
+                yield event
+        finally:
+            self.under_way -= 1
+
+
+async def test_cancelling_ends_what_runs_and_keeps_what_is_done(tmp_path: Path) -> None:
+    files, script = FileStore(str(tmp_path / "kept"), BOUNDS), Gated()
+    (tokens := tmp_path / "tokens.toml").write_text(TENANTS)
+    gate = TokenGate(tokens)
+    async with open_port(tmp_path, script, gate=gate, files=files, api_key="key-a") as port:
+        batch = await begin(port, lines(*map(str, range(9))))
+        with pytest.raises(openai.BadRequestError, match="has not ended"):
+            await port.client.files.delete(batch.input_file_id)
+        for _ in range(3):
+            script.open.release()
+        await ended(port, batch, lambda one: one.request_counts.completed == 3)
+        assert (script.under_way, script.most) == (2, 2), "half of its tenant's four requests"
+        now = await port.client.batches.cancel(batch.id)
+        assert now.status in ("cancelling", "cancelled")
+        done = await ended(port, batch)
+        assert (done.status, script.under_way) == ("cancelled", 0)
+        assert len(await results(port, done.output_file_id)) == 3
+        with pytest.raises(openai.BadRequestError, match="has ended"):
+            await port.client.batches.cancel(batch.id)
+    files.close()
+
+
+async def test_another_router_goes_on_where_one_stopped(tmp_path: Path) -> None:
+    """They share the folder. While one holds a batch, the other leaves it alone."""
+    stores, scripts = [FileStore(str(tmp_path), BOUNDS) for _ in range(2)], [Gated(), Gated()]
+    metrics = RouterMetrics(RouterLoad)
+
+    async def opened(number: int, held: AsyncExitStack) -> Port:
+        (folder := tmp_path / str(number)).mkdir()
+        given = {"files": stores[number], "events": metrics}
+        return await held.enter_async_context(open_port(folder, scripts[number], **given))
+
+    async with AsyncExitStack() as second:
+        async with AsyncExitStack() as first:
+            port = await opened(0, first)
+            batch = await begin(port, lines(*map(str, range(40))))
+            for _ in range(5):
+                scripts[0].open.release()
+            await ended(port, batch, lambda one: one.request_counts.completed == 5)
+            other = await opened(1, second)
+            await asyncio.sleep(1.2)
+            assert (scripts[0].under_way, scripts[1].most) == (32, 0)
+        for _ in range(35):
+            scripts[1].open.release()
+        done = await ended(other, batch)
+        found = await results(other, done.output_file_id)
+    assert done.status == "completed"
+    assert Counter(one["custom_id"] for one in found) == Counter(map(str, range(40)))
+    shown = metrics.registry.get_sample_value
+    assert shown(f"{Metric.BATCH_LINES}_total", {"outcome": "ok"}) == 40
+    assert shown(f"{Metric.REQUESTS_BY_METHOD}_total", {"method": f"BATCH {URL}"}) >= 40
+    model = {"gen_ai_request_model": "tiny"}
+    assert not shown(f"{Metric.TIME_TO_FIRST_TOKEN}_count", model), "nobody waits for them"
+    for store in stores:
+        store.close()
+
+
+async def test_a_line_is_a_trace_without_its_content(port: Port) -> None:
+    exporter = InMemorySpanExporter()
+    tracing = setup_tracing(Service.ROUTER, "r", exporter=exporter)
+    assert tracing is not None
+    done = await ended(port, await begin(port, lines("SECRET")))
+    tracing.shutdown()
+    found = {span.name: span for span in exporter.get_finished_spans()}
+    line, inner = found[f"BATCH {URL}"], found["text_completion tiny"]
+    assert line.attributes == {
+        Attr.HTTP_ROUTE: URL,
+        Attr.BATCH_ID: done.id,
+        Attr.HTTP_RESPONSE_STATUS_CODE: 200,
+    }
+    assert inner.parent is not None
+    assert inner.parent.span_id == line.context.span_id
+    assert "SECRET" not in f"{[span.to_json() for span in found.values()]}"
+    (result,) = await results(port, done.output_file_id)
+    assert int(result["response"]["request_id"], 16) == line.context.trace_id
+
+
+async def test_without_a_folder_nothing_is_kept(tmp_path: Path) -> None:
+    async with open_port(tmp_path, says("The fox")) as port:
+        for asked in (upload(port, b""), port.client.batches.list(), begin(port, b"")):
+            with pytest.raises(openai.NotFoundError, match="batches_folder"):
+                await asked
+
+
+async def test_a_page_of_another_origin_uploads_nothing(port: Port) -> None:
+    with pytest.raises(openai.PermissionDeniedError):
+        await upload(port, b"", extra_headers={"origin": "https://evil.example"})
+
+
+def form(*parts: tuple[str, bytes]) -> bytes:
+    return b"".join(b"--B\r\ncontent-disposition: form-data; %b\r\n\r\n%b\r\n" % (
+        name.encode(), content) for name, content in parts) + b"--B--\r\n"  # fmt: skip
+
+
+GOOD = form(('name="purpose"', b"batch"), ('name="file"; filename="a"', b"x\r\n--A\r\n-\r\n--"))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, len(GOOD)])
+def test_a_form_is_read_however_its_bytes_come(size: int) -> None:
+    written = bytearray()
+    upload = Upload("multipart/form-data; boundary=B", written.extend)
+    for place in range(0, len(GOOD), size):
+        upload.feed(GOOD[place : place + size])
+    upload.close()
+    assert (upload.fields, upload.filename) == ({"purpose": "batch"}, "a")
+    assert written == b"x\r\n--A\r\n-\r\n--"
+
+
+@pytest.mark.parametrize(
+    ("kind", "content"),
+    [
+        ("application/json", GOOD),
+        ("multipart/form-data", GOOD),
+        (f"multipart/form-data; boundary={'B' * 71}", GOOD),
+        ("multipart/form-data; boundary=B", GOOD[:-4]),
+        ("multipart/form-data; boundary=B", b"x" + GOOD),
+        ("multipart/form-data; boundary=B", b"--B\r\n" + b"a: b\r\n" * 2000),
+        ("multipart/form-data; boundary=B", form(("", b"x"))),
+        ("multipart/form-data; boundary=B", form(('name="a"', b"x" * 2000))),
+        ("multipart/form-data; boundary=B", form(*(('name="file"; filename="a"', b""),) * 2)),
+        ("multipart/form-data; boundary=B", form(*((f'name="{n}"', b"") for n in range(20)))),
+    ],
+)
+def test_what_is_no_form_is_refused(kind: str, content: bytes) -> None:
+    def read() -> None:
+        upload = Upload(kind, lambda _: None)
+        upload.feed(content)
+        upload.close()
+
+    with pytest.raises(RouterError):
+        read()
