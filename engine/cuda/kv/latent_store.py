@@ -68,13 +68,11 @@ def _latent_store(
         tl.store(target + rank + two, second, mask=exists)
     else:
         head = (tl.program_id(1) - 1) * head_block + tl.arange(0, head_block)
-        exists = (head < heads)[:, None] & (at < half)[None, :]
-        source = q + (token * heads + head[:, None]) * head_dim + head_dim - 2 * half
-        first, second = _turned(
-            source, angle, at[None, :], exists, one[None, :], two[None, :], half
-        )
-        tl.store(source + one[None, :], first, mask=exists)
-        tl.store(source + two[None, :], second, mask=exists)
+        paired = (head < heads)[:, None] & (at < half)[None, :]
+        row = q + (token * heads + head[:, None]) * head_dim + head_dim - 2 * half
+        low, high = _turned(row, angle, at[None, :], paired, one[None, :], two[None, :], half)
+        tl.store(row + one[None, :], low, mask=paired)
+        tl.store(row + two[None, :], high, mask=paired)
 
 
 def latent_store(
