@@ -53,6 +53,9 @@ class Bounds:
     cut_tokens: int = 0
     """Set by `Engine.build` from the groups: prompts are cut behind multiples of so many tokens.
     0: of whole pages."""
+    object_tokens: int = 0
+    """Set by `Engine.build`: tokens from the end of an object in a store to that of the next; 0:
+    there are no stores."""
 
     @property
     def chunk_tokens(self) -> int:

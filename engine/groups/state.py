@@ -11,8 +11,9 @@ new sequence needs no page that was cleared.
 
 A state that a later prompt may go on from is written to a page of its own, beside the row's, by the
 step that passes its last token. That is done at the last place of a prompt where it may be, at the
-place up to which group 0 knew the prompt, because prompts that begin alike part there, and now and
-then while a sequence decodes. Of the last kind a sequence keeps the newest, until it ends.
+place up to which group 0 knew the prompt, because prompts that begin alike part there, at the last
+place where an object of a store ends, and now and then while a sequence decodes. Of the last kind
+a sequence keeps the newest, until it ends.
 
 A page that a step in flight reads, and whose slot has another one by now, is held until the step
 has settled. A sequence needs one page, which is promised to it when it gets a slot:
@@ -24,6 +25,7 @@ Whoever needs another page and finds none waits until the step in flight has set
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -58,6 +60,12 @@ class StatePages:
         """By slot: others may read `page`."""
         self._size = config.page_size
         self._grid = state.grid_pages(config.page_size)
+        self._places = [self._grid]
+        """Where a state of a prompt is kept: at the last multiple of so many pages. Objects in
+        stores end at multiples of their own."""
+        if config.object_tokens:
+            size = max(1, config.object_tokens // config.page_size)
+            self._places.append(math.lcm(size, self._grid))
         self._keeps = config.prefix_cache
         self._wanted: dict[int, list[int]] = {}
         """By slot: numbers of a prompt's tokens behind which its state is to be kept."""
@@ -126,10 +134,11 @@ class StatePages:
         if cached:
             (page,) = self.blocks.acquire(keys[cached - 1 : cached])
             self.page[slot], self._is_shared[slot] = page, True
-        ends = {min(known, len(keys)) // self._grid, len(keys) // self._grid}
-        wanted = [end * self._grid for end in sorted(ends) if end * self._grid > cached]
+        ends = {len(keys) - len(keys) % each for each in self._places}
+        ends.add(min(known, len(keys)) // self._grid * self._grid)
+        wanted = [end * self._size for end in sorted(ends) if end > cached]
         if wanted and self._keeps:
-            self._wanted[slot] = [end * self._size for end in wanted]
+            self._wanted[slot] = wanted
 
     def reserve(self, slot: int, num_tokens: int, keys: Sequence[bytes]) -> GroupGrant:
         """A page for the state of a prompt that another worker computes."""

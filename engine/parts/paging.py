@@ -23,6 +23,7 @@ from engine.pool.pools import KvPools, make_pools
 from engine.pool.state_pool import StatePool, unit_bytes_of
 from engine.speculation.choosing import pages_ahead
 from engine.tiers.arena import HostArena, divided
+from engine.tiers.stores.objects import OBJECT_TOKENS
 from engine.tiers.touching import HostMemoryError
 
 log = logging.getLogger("baton.engine")
@@ -97,11 +98,6 @@ def check_groups(config: EngineConfig, loaded: LoadedModel) -> None:
             else "K and V of this model's layers differ in shape"
         )
         raise EngineError(f"{reason}, and {why}")
-    if has_states and config.kv_stores:
-        raise EngineError(
-            "kv_store is set, and some layers keep states: their last place to go on from is no end"
-            " of an object of 256 tokens, so little could be found"
-        )
     if has_states:
         _check_states(config, cut_tokens(config, loaded))
 
@@ -289,5 +285,6 @@ def resolved(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> EngineC
         kv_precision=pool.precision,
         gathers=pool.gathers,
         cut_tokens=cut_tokens(config, loaded),
+        object_tokens=OBJECT_TOKENS if config.kv_stores else 0,
         reserve_pages=max(config.reserve_pages, pages_ahead(config)),
     )

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tiny_families import HYBRIDS
 from tiny_models import write_tiny_model
 from tokenizers import Tokenizer
 
@@ -75,9 +76,10 @@ class Harness:
     _baselines: Baselines = field(default_factory=Baselines)
 
     def __post_init__(self) -> None:
-        self._model = write_tiny_model(self.workspace / "model")
-        self._reference = ReferenceEngine(self._model)
-        self._tokenizer = Tokenizer.from_file(str(self._model / "tokenizer.json"))
+        self._models: dict[bool, Path] = {}
+        self._references: dict[bool, ReferenceEngine] = {}
+        self._model_of(states=False)
+        self._tokenizer = Tokenizer.from_file(str(self._models[False] / "tokenizer.json"))
         self._certs = str(self.workspace / "certs") if self.tls else ""
         if self.tls:
             write_set(Path(self._certs), ("prefill", "decode", "both"), (), days=1)
@@ -103,11 +105,12 @@ class Harness:
     def close(self) -> None:
         """Ends everything."""
         self.close_cluster()
-        self._reference.stop()
+        for reference in self._references.values():
+            reference.stop()
 
     async def _run(self, plan: RunPlan, arena: Arena) -> Outcome:
         blows = len(arena.blows)
-        references = self._reference.answer(plan.asks)
+        references = self._references[plan.topology.states].answer(plan.asks)
         left: list[str] = []
         histories: list[History] = []
         points: Counter[str] = Counter()
@@ -144,10 +147,19 @@ class Harness:
         if self._arena is None or self._block != block:
             self.close_cluster()
             logs = self.workspace / f"logs-{plan.seed}-{plan.number}"
-            self._arena = Arena.start(plan.topology, self._model, logs, self._certs)
+            model = self._model_of(states=plan.topology.states)
+            self._arena = Arena.start(plan.topology, model, logs, self._certs)
             self._block, self._baselines = block, Baselines()
             asyncio.run(self._warm_up(self._arena))
         return self._arena
+
+    def _model_of(self, *, states: bool) -> Path:
+        """The model, with an engine that answers without faults; made at its first use."""
+        if states not in self._models:
+            options = HYBRIDS["qwen3_5"] if states else {}
+            path = write_tiny_model(self.workspace / f"model{'-states' * states}", **options)
+            self._models[states], self._references[states] = path, ReferenceEngine(path)
+        return self._models[states]
 
     async def _warm_up(self, arena: Arena) -> None:
         """Until peers have met and the first of everything is over; then what is at rest is."""

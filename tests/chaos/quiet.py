@@ -38,6 +38,7 @@ ALWAYS_ZERO: Final = {
     "baton_kv_damaged_pages_total": "free pages that were written",
 }
 PAGES: Final = "baton_kv_pages"
+GROUP_PAGES: Final = "baton_kv_group_pages"
 USED_STATES: Final = ("granted", "quarantined", "used")
 SLOTS: Final = "baton_kv_tier_slots"
 WATCHED: Final = {
@@ -91,6 +92,12 @@ def _pages(found: Mapping[Sample, float]) -> list[str]:
         capacity = found["baton_kv_pages_capacity", ()]
         missing = capacity - by_state["free"] - by_state["cached"]
         left += [f"{missing:.0f} pages nowhere"] if missing else []
+    by_group = {labels: value for (key, labels), value in found.items() if key == GROUP_PAGES}
+    left += [
+        f"{value:.0f} pages in {dict(labels)}"
+        for labels, value in by_group.items()
+        if dict(labels)["state"] == "used" and value
+    ]
     held = found.get((SLOTS, (("state", "held"),)), 0)
     return left + ([f"{held:.0f} host slots held"] if held else [])
 

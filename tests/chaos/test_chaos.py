@@ -18,12 +18,14 @@ from chaos.plan import (
     RANKS,
     Fault,
     FaultKind,
+    Topology,
     below,
     plan_below,
     plan_fetch_moment,
     plan_moment,
     plan_of_rank,
     plan_run,
+    with_states,
 )
 from faults.failpoints import POINTS
 
@@ -115,6 +117,43 @@ def test_an_accident_at_a_named_moment_costs_nobody_an_answer(
             break
     assert [blow.name for blow in outcome.blows] == [target]
     assert all(history.ended_ok for history in outcome.histories)
+
+
+STATE_MOMENTS = {
+    **MOMENTS,
+    "a row in flight of a sequence that ended": ("decode-0", "decode.ended", 2, 1021, 1022),
+}
+"""Stopped there, the worker that wakes has a step in flight that writes a state, whose page others
+may be granted."""
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ending", ["kill", "stop"])
+@pytest.mark.parametrize("moment", STATE_MOMENTS)
+def test_an_accident_at_a_named_moment_makes_no_state_wrong(
+    made: Harness, moment: str, ending: str
+) -> None:
+    target, failpoint, nth, killed_in, stopped_in = STATE_MOMENTS[moment]
+    number = killed_in if ending == "kill" else stopped_in
+    for other in range(ATTEMPTS):
+        plan = plan_moment(SEED, number + 100 * other, target, f"{failpoint}={ending}@{nth}")
+        outcome = made.run(with_states(plan))
+        assert outcome.is_good, outcome.report()
+        if outcome.blows:
+            break
+    assert [blow.name for blow in outcome.blows] == [target]
+    assert all(history.ended_ok for history in outcome.histories)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(600)
+def test_faults_make_no_answer_of_a_hybrid_wrong(made: Harness) -> None:
+    """Workers fetch states from each other, keep them in tiers, and do both legs."""
+    for topology in (Topology(2, 2, states=True, fetching="any"), Topology(0, 0, 2, states=True)):
+        for number in range(4):
+            outcome = made.run(plan_run(SEED + 1, number, topology))
+            assert outcome.is_good, outcome.report()
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,20 @@ from engine.step.plan import StepPlan, StepResult
 from engine.tiers.lanes import Copy
 
 VOCAB = 997
+FIRST_STATE = 17
+"""What no tokens are folded into."""
 
 
 def next_token(tokens: list[int]) -> int:
     """What the fake model says after `tokens`."""
-    value = 17
-    for position, token in enumerate(tokens):
-        value = (value * 31 + token * (position + 1) + 7) % 1_000_003
-    return value % VOCAB
+    return folded(FIRST_STATE, 0, tokens) % VOCAB
+
+
+def folded(state: int, start: int, tokens: Sequence[int]) -> int:
+    """A state of `start` tokens, with these behind them."""
+    for position, token in enumerate(tokens, start):
+        state = (state * 31 + token * (position + 1) + 7) % 1_000_003
+    return state
 
 
 def expected_output(prompt: list[int], max_tokens: int, stops: frozenset[int]) -> list[int]:
@@ -50,11 +56,16 @@ class HashExecutor:
         max_slots: int,
         deferred: bool = False,
         windows: Sequence[tuple[int, int]] = (),
+        states: int = 0,
     ):
-        """`windows`: window and pages of each group beyond group 0."""
+        """`windows`: window and pages of each group beyond group 0. `states`: pages of the last
+        group, which has how many tokens a state has folded in, and what they make; 0: none."""
         self.kv = np.full((num_pages, page_size), -1, np.int64)
         self.others = [np.full((pages, page_size), -1, np.int64) for _, pages in windows]
         self.windows = [window for window, _ in windows]
+        self.states = np.full((states, 2), -1, np.int64)
+        if states:
+            self.others.append(self.states)
         self.torn: set[tuple[int, int]] = set()
         """Steps and slots whose window lacked a token. Only rows that nobody waits for may."""
         self.table = np.full(max_slots, -1, np.int64)
@@ -100,16 +111,41 @@ class HashExecutor:
         self.kv[pages, offset] = token_ids
         for group in range(len(self.windows)):
             self._run_group(plan, group, token_ids)
+        states, spoilt = self._run_states(plan, token_ids)
         tokens = []
         for at in plan.sample_tokens.tolist():
             row, position = rows[at], int(plan.positions[at])
             context = self.kv[plan.page_table[row]].reshape(-1)[: position + 1]
             assert self.lost or (context >= 0).all(), "KV was never written"
-            tokens.append(next_token(context.tolist()))
+            tokens.append(states[row] % VOCAB if states else next_token(context.tolist()))
         drawn = np.array(tokens, np.int32)
         self.table[plan.sample_slots] = drawn
         self.lost = False
-        return StepResult(drawn, np.ones(len(drawn), np.bool_), None, None, None)
+        finite = np.ones(len(drawn), np.bool_)
+        return StepResult(drawn, finite, None, None, None, spoilt=spoilt)
+
+    def _run_states(
+        self, plan: StepPlan, token_ids: np.ndarray
+    ) -> tuple[list[int], np.ndarray | None]:
+        """Folds the tokens of each row into its state, if there is such a group. Returns the
+        states, and which rows have found a wrong one."""
+        if not len(self.states):
+            return [], None
+        kv, table, first = self.states, plan.others[-1].pages, 0
+        found, spoilt = [], np.zeros(len(table), np.bool_)
+        for row, count in enumerate(plan.query_lens.tolist()):
+            own, first = token_ids[first : first + count].tolist(), first + count
+            start = int(plan.context_lens[row]) - count
+            stamp, state = kv[table[row, 0]].tolist() if table[row, 0] else (0, FIRST_STATE)
+            spoilt[row] = stamp != start
+            pages = dict(zip(table[row, 2::2].tolist(), table[row, 3::2].tolist(), strict=True))
+            pages[int(table[row, 1])] = start + count
+            for page, end in pages.items():
+                if page:
+                    value = folded(state, start, own[: end - start])
+                    kv[page] = (-1, -1) if spoilt[row] else (end, value)
+            found.append(folded(state, start, own))
+        return found, spoilt
 
     def _run_group(self, plan: StepPlan, group: int, token_ids: np.ndarray) -> None:
         """Stores the tokens in a window's group, and reads what each new token sees of it."""

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import numpy as np
 from engine_fakes import (
+    FIRST_STATE,
     VOCAB,
     DraftingExecutor,
     FakeLanes,
     HashExecutor,
     expected_output,
+    folded,
     next_token,
 )
 
 from engine.bounds import Bounds
 from engine.groups.others import other_groups
-from engine.groups.spec import Window
+from engine.groups.spec import Kind, State, Window
 from engine.pages.blocks import BlockManager
 from engine.pages.eviction import EVICTION_POLICIES
 from engine.pages.prefix import prompt_keys
@@ -44,6 +47,8 @@ from engine.types import (
 )
 
 GREEDY = SamplingParams(temperature=0.0)
+GRID = 8
+"""Tokens of a prompt that states take at once."""
 SALT = b"\0"
 """Of a request without a salt, over a pool whose precision is not told."""
 
@@ -61,8 +66,11 @@ class Wiping(Unwatched):
 class Bench:
     """A scheduler, a fake device and one step in flight, as in the step loop."""
 
-    def __init__(self, *, num_pages=40, page_size=4, slots=6, step_tokens=16, seed=0, **options):
+    def __init__(
+        self, *, num_pages=40, page_size=4, slots=6, step_tokens=16, seed=0, states=0, **options
+    ):
         config = Bounds(
+            cut_tokens=math.lcm(page_size, GRID) if states else 0,
             max_sequences=slots,
             max_step_tokens=step_tokens,
             mixed_prefill_tokens=options.pop("mixed", step_tokens),
@@ -79,16 +87,18 @@ class Bench:
         policy = POLICIES[options.pop("policy", "fcfs")]()
         sampler = Sampler(slots, VOCAB, "cpu", [3])
         windows, widths = options.pop("windows", ()), options.pop("widths", None)
+        grouped = bool(windows or states)
         self.device = (
             DraftingExecutor(num_pages, page_size, slots, random.Random(seed))
             if widths
-            else HashExecutor(num_pages, page_size, slots, deferred=bool(windows), windows=windows)
+            else HashExecutor(num_pages, page_size, slots, grouped, windows, states)
         )
         managers = [
             BlockManager(len(kv), EVICTION_POLICIES[options.get("eviction", "lru")](), Wiping(kv))
             for kv in self.device.others
         ]
-        kinds = [Window(window) for window, _ in windows]
+        kinds: list[Kind] = [Window(window) for window, _ in windows]
+        kinds += [State(GRID)] * bool(states)
         others = other_groups(config, kinds, managers)
         self.tiers = self.lanes = self.host = None
         if host_slots := options.pop("host_slots", 0):
@@ -100,7 +110,7 @@ class Bench:
             books = zip((self.blocks, *managers), hosts, lanes, strict=True)
             tiers = [HostTiers(*own, page_size) for own in books]
             self.host, self.lanes, self.tiers = hosts[0], lanes[0], tiers[0]
-            if windows:
+            if grouped:
                 self.tiers = GroupedTiers(tiers[0], tiers[1:], others)
         self.scheduler = Scheduler(
             config, self.blocks, sampler, policy, self.tiers, others=others, widths=widths
@@ -203,7 +213,8 @@ class Bench:
         torn = {slot for number, slot in self.device.torn if number == plan.number}
         assert not torn & live, "a window lacks what it must have"
         config = self.scheduler.config
-        for group, window in zip(self.scheduler.others.groups, self.device.windows, strict=True):
+        groups = self.scheduler.others.groups[: len(self.device.windows)]
+        for group, window in zip(groups, self.device.windows, strict=True):
             kept = Window(window).most_pages(config.page_size)
             chunks = 2 * -(-config.max_step_tokens // config.page_size)
             held = (group.end - group.first)[: config.max_sequences]
@@ -260,6 +271,9 @@ def deliver(bench, request_id):
     for kv, (first_page, pages, held) in zip(
         [bench.device.kv, *bench.device.others], groups, strict=True
     ):
+        if kv is bench.device.states:
+            kv[pages] = len(prompt), folded(FIRST_STATE, 0, prompt)
+            continue
         for i, page in enumerate(pages.tolist()):
             at = (first_page + i) * size
             part = prompt[at : at + size]

@@ -11,6 +11,7 @@ from engine_fakes import VOCAB, expected_output, next_token
 from scheduler_bench import SALT, Bench, deliver, prompt_of
 from speculation_kit import Switching
 
+from engine.groups import state
 from engine.groups.spec import Window
 from engine.pages.eviction import EVICTION_POLICIES
 from engine.schedule.policies import POLICIES
@@ -421,6 +422,52 @@ def test_random_operations_over_three_groups(seed, lacks_memory, host_slots):
     play(bench, rng, lacks_memory=lacks_memory)
 
 
+@pytest.mark.parametrize("lacks_memory", [False, True])
+@pytest.mark.parametrize(
+    ("host_slots", "seed"),
+    [
+        *((0, seed) for seed in range(8)),
+        *((slots, seed) for slots in (12, 60) for seed in range(3)),
+        *(
+            pytest.param(slots, seed, marks=pytest.mark.slow)
+            for slots, first, last in ((0, 8, 150), (12, 3, 60), (60, 3, 60))
+            for seed in range(first, last)
+        ),
+    ],
+)
+def test_random_operations_with_states(seed, lacks_memory, host_slots, monkeypatch):
+    """A token is that of the state which its row has read. Now and then a cached one is spoilt:
+    what goes on from it is computed again."""
+    rng = random.Random(seed)
+    size, slots, step_tokens = rng.choice([1, 4, 16]), rng.choice([2, 6]), rng.choice([32, 64])
+    monkeypatch.setattr(state, "DECODED_TOKENS", 16)
+    windows = [(17, 1 + slots * Window(17).most_pages(size) + 2 * -(-step_tokens // size))]
+    bench = Bench(
+        num_pages=rng.choice([20, 40, 80]) * 16 // size // rng.choice([2, 4]),
+        page_size=size,
+        slots=slots,
+        step_tokens=step_tokens,
+        seed=seed,
+        eviction=rng.choice(sorted(EVICTION_POLICIES)),
+        prefix_cache=rng.random() < 0.8,
+        mixed=rng.choice([16, 32]),
+        windows=rng.choice([[], windows]),
+        states=rng.choice([4, 1 + slots, 3 * slots]),
+        host_slots=host_slots,
+        lane_random=random.Random(seed),
+    )
+    play(bench, rng, lacks_memory=lacks_memory)
+    assert FailureReason.NUMERICAL not in bench.failed.values()
+
+
+def spoil_a_state(bench, rng):
+    """One that only the cache holds is said to be of more tokens than it is of."""
+    blocks = bench.scheduler.others.groups[-1].blocks
+    idle = [page for page in blocks._by_key.values() if not blocks._refcount[page]]
+    if idle:
+        bench.device.states[rng.choice(idle), 0] += 1
+
+
 def play(bench, rng, *, lacks_memory):
     cancelled, delivered = set(), set()
     for _ in range(150):
@@ -443,6 +490,8 @@ def play(bench, rng, *, lacks_memory):
             settle_transfers(bench, rng, cancelled, delivered)
         elif action < 0.6 and lacks_memory:
             bench.device.fail_next = torch.OutOfMemoryError()
+        elif action < 0.65 and len(bench.device.states):
+            spoil_a_state(bench, rng)
         bench.turn()
     for _ in range(300):
         settle_transfers(bench, rng, cancelled, delivered, everything=True)

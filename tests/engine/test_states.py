@@ -116,6 +116,7 @@ def test_whole_in_chunks_cached_forked_resumed_and_handed_off(engines, folder, f
             for options in (
                 {"num_pages": 40, "kv_host_bytes": 1 << 22},
                 {"tp": 2},
+                {"tp": 2, "num_pages": 40, "kv_host_bytes": 1 << 22},
                 {"kv_cache_dtype": "fp8"},
             )
         ),

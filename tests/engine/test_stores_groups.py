@@ -10,7 +10,6 @@ from tiny_families import EVERY, HYBRIDS
 from tiny_models import write_tiny_model
 from waiting import wait_until
 
-from engine.engine import EngineError
 from engine.tiers.stores.opening import address_of
 
 SMALL = {
@@ -21,10 +20,22 @@ SMALL = {
     "kv_host_bytes": 1 << 20,
 }
 COUNT, ROUNDS = 16, 2
-MODELS = {"gemma3": EVERY["gemma3"], "lfm2": EVERY["lfm2"]}
+MODELS = {
+    "gemma3": EVERY["gemma3"],
+    "lfm2": EVERY["lfm2"],
+    "qwen3_next": HYBRIDS["qwen3_next"],
+    "nemotron_h": HYBRIDS["nemotron_h"],
+}
 
 
-@pytest.fixture(scope="module", params=["gemma3", pytest.param("lfm2", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "gemma3",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("lfm2", "qwen3_next")),
+        pytest.param("nemotron_h", marks=pytest.mark.matrix),
+    ],
+)
 def model(request, tmp_path_factory):
     options = {**MODELS[request.param], "max_positions": 1024}
     return write_tiny_model(tmp_path_factory.mktemp("tiny"), tokenizer=False, **options)
@@ -86,14 +97,6 @@ def test_ranks_copy_the_pages_of_all_groups(model):
         check_baseline(small)
     finally:
         small.stop()
-
-
-def test_states_are_refused_with_stores(tmp_path):
-    path = write_tiny_model(tmp_path / "model", tokenizer=False, **HYBRIDS["qwen3_next"])
-    with pytest.raises(EngineError, match="kv_store is set, and some layers keep states"):
-        build(
-            path, num_pages=41, kv_host_bytes=24 << 20, kv_stores=(f"disk:{tmp_path}/kv?gib=0.1",)
-        )
 
 
 @pytest.mark.parametrize(
