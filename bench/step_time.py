@@ -1,11 +1,11 @@
-"""What a step takes on a GPU: decode rows, and beside them a piece of a prompt.
+"""What a step takes on a GPU: decode rows, and beside them a chunk of a prompt.
 
-python -m bench.step_time [--rows 4 40 64] [--context 1100] [--spread 0] [--pieces 0 192]
+python -m bench.step_time [--rows 4 40 64] [--context 1100] [--spread 0] [--chunks 0 192]
                           [--behind 0 4000 7800] [--repeats 20] [--model FOLDER] [--no-graphs]
                           [--kv-cache-dtype auto|fp8]
                           [--profile] [--rows-are alike|different] [--json FILE]
 
-A table, in ms: the median step of `rows` rows of `context` tokens each, alone and with `pieces`
+A table, in ms: the median step of `rows` rows of `context` tokens each, alone and with `chunks`
 tokens of one prompt of which `behind` tokens are computed, and how long the host is busy launching
 it (`--no-graphs`: kernel by kernel). Dummy weights, random KV, greedy; each step is launched while
 the one before it runs, as the step loop does. `--spread`: the rows' tokens are the quantiles of a
@@ -94,11 +94,11 @@ class Stepper:
         if graphs:
             self.executor.capture()
 
-    def plan(self, contexts: list[int], piece: int, behind: int) -> StepPlan:
-        """Decode rows of so many tokens, then, if `piece` is not 0, tokens of a prompt."""
+    def plan(self, contexts: list[int], chunk: int, behind: int) -> StepPlan:
+        """Decode rows of so many tokens, then, if `chunk` is not 0, tokens of a prompt."""
         rows = len(contexts)
-        news = np.array([1] * rows + [piece] * (piece > 0), np.int32)
-        ends = np.array(contexts + [behind + piece] * (piece > 0), np.int32)
+        news = np.array([1] * rows + [chunk] * (chunk > 0), np.int32)
+        ends = np.array(contexts + [behind + chunk] * (chunk > 0), np.int32)
         needed = -(-ends // PAGE_TOKENS)
         pages = iter(np.random.default_rng(0).permutation(self._pool.num_pages - 1) + 1)
         table = np.zeros((len(ends), needed.max()), np.int32)
@@ -161,7 +161,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, nargs="+", default=[4, 40, 64])
     parser.add_argument("--context", type=int, default=1100)
     parser.add_argument("--spread", type=float, default=0.0)
-    parser.add_argument("--pieces", type=int, nargs="+", default=[0, 192])
+    parser.add_argument("--chunks", type=int, nargs="+", default=[0, 192])
     parser.add_argument("--behind", type=int, nargs="+", default=[0, 4000, 7800])
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--model", default=str(SHAPE))
@@ -181,22 +181,22 @@ def main() -> None:
     """Times every step that is asked for."""
     arguments = parse()
     contexts = {rows: lengths(rows, arguments.context, arguments.spread) for rows in arguments.rows}
-    most_tokens = max(map(sum, contexts.values())) + max(arguments.behind) + max(arguments.pieces)
+    most_tokens = max(map(sum, contexts.values())) + max(arguments.behind) + max(arguments.chunks)
     graphs = not arguments.no_graphs
     if arguments.rows_are:
         shapes.lengths_differ = lambda *_: arguments.rows_are == "different"  # type: ignore[attr-defined]
-    step_tokens = max(2048, SLOTS + max(arguments.pieces))
+    step_tokens = max(2048, SLOTS + max(arguments.chunks))
     options = (arguments.attention, graphs, arguments.kv_cache_dtype)
     stepper = Stepper(arguments.model, most_tokens, step_tokens, *options)
     found = []
     for rows in arguments.rows:
-        for piece in arguments.pieces:
-            for behind in arguments.behind if piece else [0]:
-                plan = stepper.plan(contexts[rows], piece, behind)
+        for chunk in arguments.chunks:
+            for behind in arguments.behind if chunk else [0]:
+                plan = stepper.plan(contexts[rows], chunk, behind)
                 ms, launch_ms = stepper.time_ms(plan, arguments.repeats)
-                step = {"rows": rows, "piece": piece, "behind": behind}
+                step = {"rows": rows, "chunk": chunk, "behind": behind}
                 found.append({**step, "ms": ms, "launch_ms": launch_ms})
-                what = f"{rows:4d} rows, {piece:4d} tokens behind {behind:5d}"
+                what = f"{rows:4d} rows, {chunk:4d} tokens behind {behind:5d}"
                 print(f"{what}: {ms:7.2f} ms, {launch_ms:5.2f} of the host", flush=True)
     if arguments.profile:
         print(stepper.profile(plan))

@@ -1,6 +1,6 @@
 """How near the router comes to the best that two workers could do for the first token.
 
-python -m bench.two_queues [--load 1024@24 ...] [--without local known prediction] [--piece 192]
+python -m bench.two_queues [--load 1024@24 ...] [--without local known prediction] [--chunk 192]
                            [--draws 400] [--requests 300] [--json FILE]
 
 On a virtual clock, nothing is computed: the router's own routing and load estimates
@@ -67,7 +67,7 @@ class Options(NamedTuple):
     local: bool = True
     known: bool = True
     prediction: bool = True
-    piece: int = 192
+    chunk: int = 192
 
 
 @dataclass(eq=False)
@@ -166,7 +166,7 @@ class Machine:
         begins_s = max(self._events.now_s, self._step_ends_s if self._step else 0.0)
         if not self.decodes:
             return begins_s + (ahead + tokens) * PREFILL_TOKEN_S
-        steps = math.ceil((ahead + tokens) / self._options.piece)
+        steps = math.ceil((ahead + tokens) / self._options.chunk)
         return begins_s + steps * DECODE_STEP_S + (ahead + tokens) * PIECE_TOKEN_S
 
     def report(self) -> None:
@@ -200,7 +200,7 @@ class Machine:
         return self._step_ends_s + steps * DECODE_STEP_S + wait
 
     def _plan(self) -> None:
-        budget = self._options.piece if self.decodes else MOST_STEP_TOKENS
+        budget = self._options.chunk if self.decodes else MOST_STEP_TOKENS
         while self._queue and budget > 0:
             prompt = self._queue[0]
             tokens = min(prompt.left, budget)
@@ -290,11 +290,11 @@ class Run:
         self.events.at(self.events.now_s + SUBMIT_S, lambda: worker.submit(prompt))
 
 
-def first_tokens_s(prompts: Sequence[Prompt], piece: int, *, local: bool) -> list[float]:
+def first_tokens_s(prompts: Sequence[Prompt], chunk: int, *, local: bool) -> list[float]:
     """Seconds to each first token where both queues are known, or with the prefill worker alone."""
     free_s, found = [0.0, 0.0], []
     for prompt in prompts:
-        local_s = math.ceil(prompt.tokens / piece) * DECODE_STEP_S + prompt.tokens * PIECE_TOKEN_S
+        local_s = math.ceil(prompt.tokens / chunk) * DECODE_STEP_S + prompt.tokens * PIECE_TOKEN_S
         took_s = [prompt.tokens * PREFILL_TOKEN_S, local_s if local else math.inf]
         done_s = [
             max(prompt.arrived_s, free) + took for free, took in zip(free_s, took_s, strict=True)
@@ -333,8 +333,8 @@ def simulate(load: str, options: Options, draws: int, requests: int) -> dict[str
     ideal, alone, tails, middles, steps_s, misplaced = [], [], [], [], [], 0
     for seed in range(draws):
         prompts = draw(lengths, float(rate), requests, seed)
-        ideal.append(np.percentile(first_tokens_s(prompts, options.piece, local=True), 99))
-        alone.append(np.percentile(first_tokens_s(prompts, options.piece, local=False), 99))
+        ideal.append(np.percentile(first_tokens_s(prompts, options.chunk, local=True), 99))
+        alone.append(np.percentile(first_tokens_s(prompts, options.chunk, local=False), 99))
         run = Run(prompts, options)
         decode = run.run()
         waits_s = [prompt.done_s - prompt.arrived_s for prompt in prompts]
@@ -366,13 +366,13 @@ def main() -> None:
     parser.add_argument(
         "--without", nargs="*", default=[], choices=["local", "known", "prediction"]
     )
-    parser.add_argument("--piece", type=int, default=192)
+    parser.add_argument("--chunk", type=int, default=192)
     parser.add_argument("--draws", type=int, default=400)
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     off = dict.fromkeys(arguments.without, False)
-    options = Options(piece=arguments.piece, **off)
+    options = Options(chunk=arguments.chunk, **off)
     found = [
         simulate(load, options, arguments.draws, arguments.requests) for load in arguments.load
     ]

@@ -67,7 +67,7 @@ class EngineLoad:
     queued_prefill_tokens: int = 0
     """Prompt tokens to be computed here, with those of steps in flight."""
     requests: frozenset[bytes] = frozenset()
-    """Ids of the requests that the engine holds and that the other figures contain."""
+    """Ids of the requests that the engine holds and that the other numbers contain."""
     waiting_requests: int = 0
     wanted_pages: int = 0
     """Pages for which requests without pages wait, and those kept back for the growth of others."""
@@ -96,9 +96,9 @@ class EngineLoad:
     prefill_context_s: float = 0.0
     """How much longer it takes for each token before it."""
     piece_delay_ms: float = 0.0
-    """How much longer a step that decodes takes with a prompt's piece; 0 while unknown."""
+    """How much longer a step that decodes takes with a prompt's chunk; 0 while unknown."""
     piece_tokens: float = 0.0
-    """Prompt tokens of such a piece, on average."""
+    """Prompt tokens of such a chunk, on average."""
     steps: int = 0
     preemptions: int = 0
     beam_searches: int = 0

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from baton.worker.v1 import worker_pb2
-from engine.tiers.peers import FetchPart
+from engine.tiers.peers import GroupFetch
 from engine.types import PageIds
 from faults import failpoints
 from fetch_service.fetching import Paths
@@ -58,7 +58,7 @@ KEY_BYTES: Final = 32
 class _Hold:
     fetch: worker_pb2.Fetch
     stream: Outbox
-    parts: Sequence[FetchPart]
+    parts: Sequence[GroupFetch]
     """By group, keys and the other side's pages."""
     since_s: float = field(default_factory=time.monotonic)
     refused: str = ""
@@ -212,7 +212,7 @@ class HoldService:
         hold.stream.send(worker_pb2.WorkResponse(fetch_refused=refused))
 
 
-def _parts_of(fetch: worker_pb2.Fetch, groups: int) -> Sequence[FetchPart]:
+def _parts_of(fetch: worker_pb2.Fetch, groups: int) -> Sequence[GroupFetch]:
     """The pages that are wanted of so many groups; empty if the message is malformed."""
     parts = []
     wanted: list[worker_pb2.Fetch | worker_pb2.GroupFetch] = [fetch, *fetch.groups]
@@ -225,6 +225,6 @@ def _parts_of(fetch: worker_pb2.Fetch, groups: int) -> Sequence[FetchPart]:
             return ()
         if len(packed) != KEY_BYTES * len(pages):
             return ()
-        parts.append(FetchPart(keys, pages))
+        parts.append(GroupFetch(keys, pages))
     is_sound = len(parts) == groups and any(part.keys for part in parts)
     return parts if is_sound else ()

@@ -2,7 +2,7 @@
 
 1. `meet` opens the peer at once (sends may start), then pushes between the scratch pages: one page
    to warm the path up, a few single ones for the latency, and one large push for the bandwidth.
-   PeerOpened follows with the figures; without them after `SELF_TEST_S`, and again when they are
+   PeerOpened follows with what it measured; without it after `SELF_TEST_S`, and again when they are
    there. Meeting again an open peer only repeats PeerOpened.
 2. A push that fails, or a notification that cannot be sent, makes the peer lost: PeerFailed. It is
    opened anew when it is met again, and tried with back-off in between: a quarantine can end only

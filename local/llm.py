@@ -92,7 +92,7 @@ class LLM:
         self.settings = resolved.settings
         with ExitStack() as stack:
             self.engine = build(self.settings, stack)
-            """The engine. `load()` returns its figures; `model` describes the model."""
+            """The engine. `load()` returns its stats; `model` describes the model."""
             self._loop = LoopThread("baton-llm")
             stack.callback(self._loop.stop)
             self._service, self._inside = self._loop.run(

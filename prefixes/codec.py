@@ -47,7 +47,7 @@ class Events(NamedTuple):
         return self.first + len(self.kinds)
 
 
-class Part(NamedTuple):
+class ShardSnapshot(NamedTuple):
     """All pages of a worker in shards [first_shard, end_shard)."""
 
     sequence: int
@@ -76,7 +76,7 @@ def read_events(events: Events, groups: int = 1) -> ShortKeys:
     return _read(events.keys, events.kinds, _of_groups(_KINDS, groups))
 
 
-def read_part(part: Part, groups: int = 1) -> ShortKeys:
+def read_part(part: ShardSnapshot, groups: int = 1) -> ShortKeys:
     """The keys of a well-formed part, likewise. A key may be there once for each group.
 
     Raises:

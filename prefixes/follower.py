@@ -24,7 +24,14 @@ from typing import Final
 
 import numpy as np
 
-from prefixes.codec import Events, MalformedPagesError, Part, Wanted, read_events, read_part
+from prefixes.codec import (
+    Events,
+    MalformedPagesError,
+    ShardSnapshot,
+    Wanted,
+    read_events,
+    read_part,
+)
 from prefixes.index import BOTH, HOST, POOL, SHARDS, PrefixIndex
 from prefixes.keys import ShortKeys
 
@@ -95,7 +102,7 @@ class Follower:
         self._index.apply(self.holder, keys.tolist(), events.kinds)
         self._go_on(Wanted(events.end, self._next.next_shard), now_s)
 
-    def part(self, part: Part, now_s: float) -> None:
+    def part(self, part: ShardSnapshot, now_s: float) -> None:
         """Takes a part of a snapshot."""
         try:
             keys = read_part(part, self._index.groups)
@@ -117,7 +124,7 @@ class Follower:
         if not self.is_in_step and now_s >= self._ask_again_s:
             self._ask_for(SILENT, now_s)
 
-    def _replace(self, part: Part, keys: ShortKeys) -> None:
+    def _replace(self, part: ShardSnapshot, keys: ShortKeys) -> None:
         self._index.clear(self.holder, part.first_shard, part.end_shard)
         tiers = np.frombuffer(part.tiers, np.uint8)
         for tier in (POOL, HOST):

@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from prefixes.codec import MOST_BYTES, MOST_EVENTS, MOST_IN_PART, Events, Part
+from prefixes.codec import MOST_BYTES, MOST_EVENTS, MOST_IN_PART, Events, ShardSnapshot
 from prefixes.index import BOTH, GONE, GROUP, SHARDS
 from prefixes.keys import SHORT_BYTES, short_keys
 
@@ -79,7 +79,7 @@ class PageLog:
         places = np.arange(first, min(self.end, first + self._most_events)) % self._size
         return Events(first, self._keys[places].tobytes(), self._kinds[places].tobytes())
 
-    def part(self, first_shard: int) -> Part:
+    def part(self, first_shard: int) -> ShardSnapshot:
         """All pages in the shards from `first_shard` on, as many shards as fit into a message. Of
         a shard that does not fit, the router's index would drop the rest anyway."""
         end, count = first_shard + 1, self._count(first_shard)
@@ -93,9 +93,11 @@ class PageLog:
             held = bytes(chain.from_iterable(shard.values() for shard in shards))
             tiers.append(np.frombuffer(held, np.uint8) + np.uint8(GROUP * group))
         if not keys:
-            return Part(self.end - 1, first_shard, end, b"", b"")
+            return ShardSnapshot(self.end - 1, first_shard, end, b"", b"")
         columns = np.concatenate(keys)[:_MOST_FIT], np.concatenate(tiers)[:_MOST_FIT]
-        return Part(self.end - 1, first_shard, end, *(column.tobytes() for column in columns))
+        return ShardSnapshot(
+            self.end - 1, first_shard, end, *(column.tobytes() for column in columns)
+        )
 
     def tiers(self, group: int = 0) -> dict[int, int]:
         """All pages of a group that can be found: short key and tiers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from prefixes.codec import Events, Part, Wanted
+from prefixes.codec import Events, ShardSnapshot, Wanted
 from prefixes.index import SHARDS
 from prefixes.log import PageLog
 
@@ -34,9 +34,9 @@ class Teller:
         """Whether the router was told everything."""
         return self._next == (self._log.end, SHARDS)
 
-    def turn(self) -> list[Events | Part]:
+    def turn(self) -> list[Events | ShardSnapshot]:
         """The next messages."""
-        log, messages = self._log, list[Events | Part]()
+        log, messages = self._log, list[Events | ShardSnapshot]()
         sequence, shard = self._next
         if not (log.first <= sequence <= log.end and shard <= SHARDS):
             sequence, shard = log.end, 0

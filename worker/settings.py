@@ -96,7 +96,7 @@ class WorkerDebug(BaseModel):
     """Fills free KV pages with a pattern, and counts writes to them. For debugging."""
     page_size_tokens: int = Field(default=_ENGINE.page_size, ge=1, le=256)
     """Sets the number of tokens in a KV page. Small pages waste less, large ones move in fewer
-    pieces. It must be the same on all workers."""
+    messages. It must be the same on all workers."""
     max_step_tokens: int = Field(default=_ENGINE.max_step_tokens, ge=0, le=MOST_TOKENS)
     """Limits the new tokens in one step, and so the size of a prompt's chunks. 0: 512 on a CPU and
     on a decode worker, 4,096 on a prefill worker, otherwise 2,048."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from baton.worker.v1 import worker_pb2
-from prefixes.codec import Events, Part, Wanted
+from prefixes.codec import Events, ShardSnapshot, Wanted
 from prefixes.log import PageLog
 from prefixes.teller import Teller
 
@@ -97,7 +97,7 @@ class PageReports:
         return taken, bytes(kinds)
 
 
-def _message(told: Events | Part) -> worker_pb2.WorkResponse:
+def _message(told: Events | ShardSnapshot) -> worker_pb2.WorkResponse:
     if isinstance(told, Events):
         events = worker_pb2.PageEvents(first_sequence=told.first, keys=told.keys, kinds=told.kinds)
         return worker_pb2.WorkResponse(page_events=events)

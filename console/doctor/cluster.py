@@ -97,18 +97,18 @@ def _workers(seen: Scrape) -> Iterator[Finding]:
 
 def _paths(seen: Scrape, source: str) -> Iterator[Path]:
     samples = seen.samples[source]
-    figures: dict[str, dict[str, float]] = {}
+    metrics: dict[str, dict[str, float]] = {}
     transports: dict[str, str] = {}
     for metric in (Metric.PEER_BANDWIDTH, Metric.PEER_LATENCY):
         for labels, value in samples.values.get(metric, {}).items():
             have = dict(labels)
             transports[have["peer"]] = have["transport"]
-            figures.setdefault(have["peer"], {})[metric] = value
+            metrics.setdefault(have["peer"], {})[metric] = value
     causes = {
         dict(labels)["peer"]: dict(labels).get("cause", "")
         for labels in samples.values.get(Metric.PEER_HEALTHY, {})
     }
-    for target, found in sorted(figures.items()):
+    for target, found in sorted(metrics.items()):
         yield Path(
             source,
             target,

@@ -35,7 +35,7 @@ Behind = Gated | Experts | Beside | Input
 """What may stand in a layer beside its mixer."""
 
 
-class _Part(NamedTuple):
+class _Sublayer(NamedTuple):
     """A mixer, or what stands behind it, with its norms."""
 
     layer: int
@@ -78,7 +78,7 @@ class FusedForward:
         factor = model.config.residual_scale
         readers = [*((part.before, part.reader, part.again) for part in parts[1:])]
         readers.append((model.norm, None, False))
-        self._parts: list[tuple[_Part, Join, Joined]] = [
+        self._parts: list[tuple[_Sublayer, Join, Joined]] = [
             (
                 part,
                 Join(part.after, before, reader, part.factor_of(factor), part.scalar, again),
@@ -142,23 +142,23 @@ class FusedForward:
         return self._model.shaped(self._products.linear(hidden, self._model.head, None))
 
 
-def _parts_of(layer: Layer, fuse: Callable[[Mixer], FusedMixer]) -> Iterator[_Part]:
-    found: list[_Part] = []
+def _parts_of(layer: Layer, fuse: Callable[[Mixer], FusedMixer]) -> Iterator[_Sublayer]:
+    found: list[_Sublayer] = []
     own, is_parallel = layer.feed_forward, layer.parallel and layer.mixer is not None
     if layer.mixer is not None:
         mixer = fuse(layer.mixer)
         # Two that read the same round it for themselves.
         reader = None if is_parallel else mixer.reader
-        found.append(_Part(layer.index, layer.before_mixer, reader, mixer, layer.after_mixer))
+        found.append(_Sublayer(layer.index, layer.before_mixer, reader, mixer, layer.after_mixer))
     assert not isinstance(own, Mlp), "`features.obstacle` names those"
     if own is not None:
         before, reader = layer.before_feed_forward, feed_forward.reader_of(own)
         if is_parallel:
             before = reader = None
         after = layer.after_feed_forward
-        found.append(_Part(layer.index, before, reader, own, after, again=is_parallel))
+        found.append(_Sublayer(layer.index, before, reader, own, after, again=is_parallel))
     if (given := layer.input) is not None:
-        found.append(_Part(layer.index, None, given.gate.method.input, given, given.norm))
+        found.append(_Sublayer(layer.index, None, given.gate.method.input, given, given.norm))
     if found and layer.scalar is not None:
         found[-1] = found[-1]._replace(scalar=layer.scalar)
     yield from found

@@ -77,12 +77,12 @@ class _ContextFit:
         return TokenCost(base, (self._seconds - base) / self._context if self._context else 0.0)
 
 
-class _PieceDelay:
-    """How much longer steps that decode take with a prompt's piece beside the rows."""
+class _ChunkDelay:
+    """How much longer steps that decode take with a prompt's chunk beside the rows."""
 
     def __init__(self) -> None:
         self.tokens = 0.0
-        """Tokens of such a piece, on average."""
+        """Tokens of such a chunk, on average."""
         self._without_s = self._with_s = 0.0
 
     def add(self, prompt_tokens: int, seconds: float) -> None:
@@ -106,7 +106,7 @@ class StepRates:
     def __init__(self) -> None:
         self.step_s = 0.0
         self.prefill = _MovingRate()
-        self.piece = _PieceDelay()
+        self.chunk = _ChunkDelay()
         self.prompt_tokens = 0
         self.tokens_sampled = 0
         self._fit = _ContextFit()
@@ -130,7 +130,7 @@ class StepRates:
         self.prompt_tokens += plan.prompt_tokens
         self.tokens_sampled += len(plan.sample_slots) if tokens is None else tokens
         if plan.num_decodes:
-            self.piece.add(plan.prompt_tokens, self.step_s)
+            self.chunk.add(plan.prompt_tokens, self.step_s)
         if plan.prompt_tokens >= TELLING_TOKENS:
             self.prefill.add(plan.prompt_tokens, self.step_s)
             self._fit.add(_mean_context(plan), self.step_s / plan.prompt_tokens)

@@ -24,7 +24,7 @@ from engine.model.mixers.base import Step
 from engine.model.mixers.kinds import mixer
 from engine.model.mixers.rope import Ropes
 from engine.model.places import Place, of_linear, of_norm, plain
-from engine.model.precision.base import Format, Kernels, Part, parameter
+from engine.model.precision.base import Format, Kernels, WeightSlice, parameter
 from engine.model.precision.choice import Precision
 from engine.model.precision.packing import pack, product
 from engine.model.region import Region
@@ -50,7 +50,9 @@ class Inputs(nn.Module):
         self._own, self._body, layers = own, config.body, config.num_layers
         outputs, hidden = layers * own.width, config.hidden_size
         self.embedding = parameter((own.vocab_size, outputs), build.dtype, build.device)
-        part = Part(f"{config.body}.per_layer_model_projection", Region.whole(outputs, hidden))
+        part = WeightSlice(
+            f"{config.body}.per_layer_model_projection", Region.whole(outputs, hidden)
+        )
         self.product = Linear([part], False, build)
         self.norm = RmsNorm(own.width, config.norm_eps, build)
         self._scale = torch.tensor(own.width**0.5, dtype=build.dtype).item()
@@ -79,7 +81,7 @@ class Input(nn.Module):
 
         def linear(name: str, outputs: int, inputs: int) -> Linear:
             region = Region.whole(outputs, inputs)
-            return Linear([Part(config.layer_name(index, name), region)], False, build)
+            return Linear([WeightSlice(config.layer_name(index, name), region)], False, build)
 
         self.gate = linear("per_layer_input_gate", own.width, hidden)
         self.product = linear("per_layer_projection", hidden, own.width)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.model.precision.base import Part, parameter
+from engine.model.precision.base import WeightSlice, parameter
 from engine.model.precision.choice import Precision
 from engine.model.precision.rounding import Rounded
 from engine.model.shard import Shard
@@ -32,7 +32,7 @@ class Build(NamedTuple):
 class Linear(nn.Module):
     """A product with a weight, which is one or several modules of a checkpoint."""
 
-    def __init__(self, parts: Sequence[Part], bias: bool, build: Build) -> None:
+    def __init__(self, parts: Sequence[WeightSlice], bias: bool, build: Build) -> None:
         super().__init__()
         self.parts = parts
         self.method = build.precision.method(parts, parts[0].region.columns.size, build.device)

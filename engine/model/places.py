@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.model.linear import Linear, RmsNorm
-from engine.model.precision.base import Format, Get, Part, TensorSpec
+from engine.model.precision.base import Format, Get, TensorSpec, WeightSlice
 from engine.model.precision.dense import dequantised
 from engine.model.region import Range
 from engine.model.shard import Shard
@@ -68,7 +68,7 @@ def of_linear(linear: Linear, form: Format | None, shard: Shard) -> Iterator[Pla
         first += part.rows
 
 
-def widened(part: Part, target: Tensor, form: Format | None) -> Place:
+def widened(part: WeightSlice, target: Tensor, form: Format | None) -> Place:
     """A part of a weight [N, K] that is kept in the model's dtype, however the checkpoint has
     it."""
     module, region = part.module, part.region
@@ -79,7 +79,7 @@ def widened(part: Part, target: Tensor, form: Format | None) -> Place:
     return Place(specs, partial(_fill_widened, part, target, form))
 
 
-def _fill_widened(part: Part, target: Tensor, form: Format | None, get: Get) -> None:
+def _fill_widened(part: WeightSlice, target: Tensor, form: Format | None, get: Get) -> None:
     module, region = part.module, part.region
     if form is None or form.scheme(module) is None:
         target.copy_(get(f"{module}.weight", region.rows, region.columns))
@@ -87,12 +87,12 @@ def _fill_widened(part: Part, target: Tensor, form: Format | None, get: Get) -> 
         target.copy_(dequantised(form.read(module, region, get)))
 
 
-def _fill_float(linear: Linear, first: int, part: Part, get: Get) -> None:
+def _fill_float(linear: Linear, first: int, part: WeightSlice, get: Get) -> None:
     name, region = f"{part.module}.weight", part.region
     linear.method.fill(first, get(name, region.rows, region.columns))
 
 
-def _fill_quantised(linear: Linear, first: int, form: Format, part: Part, get: Get) -> None:
+def _fill_quantised(linear: Linear, first: int, form: Format, part: WeightSlice, get: Get) -> None:
     linear.method.fill(first, form.read(part.module, part.region, get))
 
 

@@ -15,7 +15,7 @@ from engine.model.config import (
     UnsupportedModelError,
 )
 from engine.model.mixers.kinds import parts_of
-from engine.model.precision.base import Part
+from engine.model.precision.base import WeightSlice
 from engine.model.precision.choice import Precision
 from engine.model.shard import Shard
 
@@ -60,7 +60,7 @@ def _widths(config: ModelConfig) -> Iterator[int]:
             yield part.width
 
 
-def _cut(part: Part, precision: Precision) -> str:
+def _cut(part: WeightSlice, precision: Precision) -> str:
     """What of a quantised weight a boundary of this part would cut; empty: nothing."""
     region = part.region
     limits = zip((region.rows, region.columns), region.shape, precision.units(part), strict=True)
@@ -70,7 +70,7 @@ def _cut(part: Part, precision: Precision) -> str:
     return ""
 
 
-def _parts(config: ModelConfig, shard: Shard) -> Iterator[Part]:
+def _parts(config: ModelConfig, shard: Shard) -> Iterator[WeightSlice]:
     """A rank's parts of the weights of all layers."""
     for index, layer in enumerate(config.layers):
         if layer.mixer is not None:
@@ -81,7 +81,7 @@ def _parts(config: ModelConfig, shard: Shard) -> Iterator[Part]:
 
 def _feed_forward_parts(
     config: ModelConfig, shard: Shard, index: int, own: FeedForwardConfig
-) -> Iterator[Part]:
+) -> Iterator[WeightSlice]:
     for each in _parts_of(own):
         if isinstance(each, GatedConfig | MlpConfig):
             for parts in shard.gated_parts(config, index, each):

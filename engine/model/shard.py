@@ -20,27 +20,27 @@ from engine.model.config import (
     MlpConfig,
     ModelConfig,
 )
-from engine.model.precision.base import Part, Stack
+from engine.model.precision.base import Stack, WeightSlice
 from engine.model.region import Range, Region
 
 
 class GatedParts(NamedTuple):
     """The weights of a feed-forward that is no mixture."""
 
-    gate_up: list[Part]
+    gate_up: list[WeightSlice]
     """Up alone where there is no gate."""
-    down: list[Part]
+    down: list[WeightSlice]
 
 
 class ExpertParts(NamedTuple):
     """The weights of a feed-forward of experts."""
 
-    router: list[Part]
-    gate_up: list[list[Part]]
+    router: list[WeightSlice]
+    gate_up: list[list[WeightSlice]]
     """By expert."""
-    down: list[list[Part]]
+    down: list[list[WeightSlice]]
     """By expert."""
-    shared_gate: list[Part]
+    shared_gate: list[WeightSlice]
     """Empty: there is none."""
 
 
@@ -85,15 +85,17 @@ class Shard:
         gate = Region.whole(1, config.hidden_size)
         opening = (names.up,) if own.gate.squared else (names.gate, names.up)
         return ExpertParts(
-            [Part(config.layer_name(index, names.router), router)],
+            [WeightSlice(config.layer_name(index, names.router), router)],
             [[self._expert_part(config, index, own, e, name) for name in opening] for e in experts],
             [[self._expert_part(config, index, own, e, names.down)] for e in experts],
-            [Part(config.layer_name(index, own.shared_gate), gate)] if own.shared_gate else [],
+            [WeightSlice(config.layer_name(index, own.shared_gate), gate)]
+            if own.shared_gate
+            else [],
         )
 
     def _expert_part(
         self, config: ModelConfig, index: int, own: ExpertsConfig, expert: int, name: str
-    ) -> Part:
+    ) -> WeightSlice:
         names, middle = own.names, self.even(own.width)
         hidden = own.reduced.size if own.reduced else config.hidden_size
         if name == names.down:
@@ -108,12 +110,12 @@ class Shard:
             stack = Stack(
                 tensor, own.routing.experts, expert, turn, turns, names.behind, names.straight
             )
-        return Part(config.layer_name(index, names.module(expert, name)), region, stack)
+        return WeightSlice(config.layer_name(index, names.module(expert, name)), region, stack)
 
 
 def stacked(
     config: ModelConfig, index: int, names: Sequence[str], sizes: list[tuple[int, Range]]
-) -> list[Part]:
+) -> list[WeightSlice]:
     """Weights that are kept one below the other.
 
     Args:
@@ -130,14 +132,16 @@ def stacked(
         else:
             own = Range(first + own.start, first + own.end)
             name, region = names[0], Region.some_rows((total, hidden), own)
-        parts.append(Part(config.layer_name(index, name), region))
+        parts.append(WeightSlice(config.layer_name(index, name), region))
         first += rows
     if len(names) < len(sizes) and sum(part.rows for part in parts) == total:
-        return [Part(parts[0].module, Region.whole(total, hidden))]
+        return [WeightSlice(parts[0].module, Region.whole(total, hidden))]
     return parts
 
 
-def columns(config: ModelConfig, index: int, name: str, inputs: int, own: Range) -> list[Part]:
+def columns(
+    config: ModelConfig, index: int, name: str, inputs: int, own: Range
+) -> list[WeightSlice]:
     """A weight of which the rank reads these of so many inputs."""
     region = Region.some_columns((config.hidden_size, inputs), own)
-    return [Part(config.layer_name(index, name), region)]
+    return [WeightSlice(config.layer_name(index, name), region)]

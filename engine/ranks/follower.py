@@ -29,7 +29,6 @@ from engine.parts.building import cuda_executor, load, open_all, pages_that_fit,
 from engine.parts.paging import EngineError, make_arenas, make_pages, resolved
 from engine.pool.pools import KvPools
 from engine.ranks.copies import begin_copying, send_memory
-from engine.ranks.figures import RankFigures, Stage, watched
 from engine.ranks.groups import device_of, group_on
 from engine.ranks.process import (
     FAILED,
@@ -46,6 +45,7 @@ from engine.ranks.process import (
     read_config,
     steps_of,
 )
+from engine.ranks.stats import RankStats, Stage, watched
 from engine.ranks.steps import decode
 from engine.step.collective import CollectiveError
 from engine.step.executor import Executor, Launched
@@ -74,7 +74,7 @@ class Follower:
         self._shard = Shard(rank, size)
         self._device = device_of(self._config.device, rank)
         self._group = group_on(self._device, rank, size)
-        self._figures = RankFigures(folder, size)
+        self._figures = RankStats(folder, size)
         self._collective = watched(self._group, self._figures)
         self._errors: SimpleQueue[BaseException] = SimpleQueue()
         """Errors of steps that were queued."""

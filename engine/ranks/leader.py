@@ -31,7 +31,6 @@ import zmq
 from engine.config import EngineConfig
 from engine.ranks.copies import DIRECTIONS, LOAD, SAVE, CopyingRanks, MemoryInbox, SharedMover
 from engine.ranks.executor import RankedExecutor
-from engine.ranks.figures import RankFigures, RankLoad, Stage, watched
 from engine.ranks.groups import device_of, group_on
 from engine.ranks.keeper import Keeper, Pulse, RankError
 from engine.ranks.process import (
@@ -48,6 +47,7 @@ from engine.ranks.process import (
     steps_of,
     write_config,
 )
+from engine.ranks.stats import RankLoad, RankStats, Stage, watched
 from engine.ranks.steps import encode
 from engine.step.collective import Alone, Collective
 from engine.step.executor import Executor
@@ -210,9 +210,9 @@ class HostRanks:
         self._beside = beside
         self._group = group_on(device_of(config.device, 0), 0, config.tp)
         self._folder = Path(tempfile.mkdtemp(prefix="baton-ranks-"))
-        self.figures = RankFigures(self._folder, config.tp, create=True)
+        self.stats = RankStats(self._folder, config.tp, create=True)
         """What each rank does with its time."""
-        self.collective: Collective = watched(self._group, self.figures)
+        self.collective: Collective = watched(self._group, self.stats)
         self._config = config
         self._threads = torch.get_num_threads()
         self._closed = False
@@ -235,16 +235,16 @@ class HostRanks:
 
     def loads(self) -> Sequence[RankLoad]:
         """See `Ranks`."""
-        return self.figures.loads()
+        return self.stats.loads()
 
     @property
     def skew_s(self) -> float | None:
         """See `Ranks`."""
-        return self.figures.skew_s
+        return self.stats.skew_s
 
     def skew_between(self, start_ns: int, end_ns: int) -> float:
         """See `Ranks`."""
-        return self.figures.skew.between(start_ns, end_ns)
+        return self.stats.skew.between(start_ns, end_ns)
 
     def start(self) -> None:
         """See `Ranks`.
@@ -277,7 +277,7 @@ class HostRanks:
         torch.set_num_threads(threads)
         self._keeper = Keeper(folder, self._config.tp, threads)
         self._keeper.call_when_lost(lambda _: self._group.let_go())
-        own, pids = self.figures, self._all_pids
+        own, pids = self.stats, self._all_pids
         self._keeper.watch(lambda: own.start_pulse(pids()), lambda: own.why_late(pids()))
 
     def _pair(self, name: str) -> zmq.Socket[bytes]:
@@ -288,12 +288,12 @@ class HostRanks:
     def check(self) -> None:
         """See `Ranks`."""
         if self._keeper is not None:
-            self.figures.sign(0)
+            self.stats.sign(0)
             self._keeper.check()
 
     def agree(self, revision: str, num_pages: int) -> int:
         """See `Ranks`."""
-        self.figures.reach(0, Stage.LOADED)
+        self.stats.reach(0, Stage.LOADED)
         reports = self._kept.wait_for(LOADED)
         for rank, report in enumerate(reports, 1):
             if report["revision"] != revision:
@@ -312,7 +312,7 @@ class HostRanks:
             except Exception as error:
                 errors.append(error)
 
-        self.figures.reach(0, Stage.JOINING)
+        self.stats.reach(0, Stage.JOINING)
         # On a thread of its own: the group would wait for a rank that is gone.
         meeting = threading.Thread(target=meet, name="baton-ranks-join", daemon=True)
         meeting.start()
@@ -322,11 +322,11 @@ class HostRanks:
         self._kept.check()  # A rank lost before could not be let go of: nothing was mapped yet.
         if errors:
             raise RankError(f"rank 0 cannot join the group: {errors[0]}")
-        self.figures.reach(0, Stage.JOINED)
+        self.stats.reach(0, Stage.JOINED)
 
     def wait_until_ready(self) -> None:
         """See `Ranks`. The folder is not needed any more then."""
-        self.figures.reach(0, Stage.READY)
+        self.stats.reach(0, Stage.READY)
         self._kept.wait_for(READY)
         for socket in (*self.beside, *chain.from_iterable(self._copies.values())):
             while not socket.poll(MEET_LOOK_MS):
@@ -335,7 +335,7 @@ class HostRanks:
             assert hello == HELLO, "a rank says so before it is READY"
         if self._inbox is not None:
             self.memories = self._inbox.receive()
-        self.figures.has_started = True
+        self.stats.has_started = True
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def executor(self, own: Executor) -> Executor:
@@ -344,7 +344,7 @@ class HostRanks:
             own,
             self._kept,
             lambda plan: self._send([STEP, *encode(plan)]),
-            self.figures.step_ended,
+            self.stats.step_ended,
         )
 
     def mover(self, own: PageMover, group: int) -> PageMover:
@@ -358,7 +358,7 @@ class HostRanks:
 
     def watch(self, pulse: Callable[[], Pulse]) -> None:
         """See `Ranks`."""
-        self._kept.watch(pulse, lambda: self.figures.why_stuck(self._all_pids()))
+        self._kept.watch(pulse, lambda: self.stats.why_stuck(self._all_pids()))
 
     def _all_pids(self) -> dict[int, int]:
         return {0: os.getpid(), **self.pids}

@@ -28,7 +28,7 @@ from engine.schedule.policies import Fcfs, SchedulingPolicy
 from engine.schedule.recovery import Recovery
 from engine.schedule.requests import Requests
 from engine.schedule.settling import Settler
-from engine.speculation.figures import Figures
+from engine.speculation.stats import DraftStats
 from engine.speculation.widths import Widths
 from engine.step.budget import StepBudget
 from engine.step.sampling import SamplePlanner
@@ -69,7 +69,7 @@ class Scheduler:
         self.planner = Planner(*shared, self.tiers, widths)
         self.masking = Masking(self.batch, self.requests)
         self.recovery = Recovery(*shared[1:], hooks, self.tiers)
-        self.drafts = Figures(widths.most - 1) if widths else None
+        self.drafts = DraftStats(widths.most - 1) if widths else None
         self.settler = Settler(
             *shared,
             tiers=self.tiers,

@@ -23,7 +23,7 @@ from engine.schedule.recovery import Recovery
 from engine.schedule.requests import Requests
 from engine.schedule.sequences import ChunkPlan, RequestState, Sequence
 from engine.schedule.slots import SlotState
-from engine.speculation.figures import Figures
+from engine.speculation.stats import DraftStats
 from engine.step.budget import StepBudget
 from engine.step.plan import ScoreResult, StepPlan, StepResult
 from engine.stopping import end_reason
@@ -58,7 +58,7 @@ class Settler:
         tiers: PageTiers,
         masking: Masking,
         recovery: Recovery,
-        drafts: Figures | None,
+        drafts: DraftStats | None,
     ) -> None:
         self._config = config
         self._blocks = blocks

@@ -120,7 +120,7 @@ class StoreTiers:
         self._storing: dict[Job, tuple[list[Loan], PageIds]] = {}
         self._rest_until_s = 0.0
         self.version = 0
-        """Changes with the figures."""
+        """Changes with the counts."""
         self.came_from: dict[bytes, str] = {}
         """For keys in slots that a store has filled: its name."""
         self._failures: Counter[str] = Counter()
@@ -182,7 +182,7 @@ class StoreTiers:
             self._advance(job, seeker)
         self._store_ahead(now)
 
-    def figures(self) -> tuple[dict[str, int], dict[str, float], Counter[str]]:
+    def counts(self) -> tuple[dict[str, int], dict[str, float], Counter[str]]:
         """Bytes moved, rates and failures, each by what it is of."""
         rates = {process.name + " load": process.bytes_per_s for process in self.processes}
         return dict(self._bytes_moved), rates, +self._failures

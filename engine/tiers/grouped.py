@@ -32,7 +32,7 @@ from engine.tiers.tiers import HostTiers
 from engine.types import PageIds
 
 
-class _Part(NamedTuple):
+class _GroupWait(NamedTuple):
     """What a request waits for in a group beyond the first."""
 
     tiers: HostTiers
@@ -59,7 +59,7 @@ class GroupedTiers:
         self._others = tuple(others)
         self._groups = groups
         self._all = (first, *others)
-        self._parts: dict[Wait, list[_Part]] = {}
+        self._parts: dict[Wait, list[_GroupWait]] = {}
         self._seeks = GroupSeeks(self._all, groups, self._sought)
         groups.count_lent(lambda group: self._all[group].count_held())
 
@@ -189,7 +189,7 @@ class GroupedTiers:
 
     def _start(self, wait: Wait, looked: Sequence[Looked]) -> None:
         """Lets come what was looked for, by group."""
-        parts = [_Part(tiers, Wait({_GATE})) for tiers in self._others]
+        parts = [_GroupWait(tiers, Wait({_GATE})) for tiers in self._others]
         for part, one in zip(parts, looked[1:], strict=True):
             part.tiers.start(part.wait, one)
             wait.under_way.add(part)

@@ -18,9 +18,9 @@ from engine.pages.runs import merged
 from engine.types import PageIds
 
 PIECE_BYTES: Final = 16 << 20
-"""Most bytes of a piece of a copy. It is that of a save of eight pages of 2 MiB, beside which steps
+"""Most bytes of a batch of a copy. It is that of a save of eight pages of 2 MiB, beside which steps
 are 0.09 ms longer (`bench/README.md`)."""
-PIECES_AHEAD: Final = 2
+BATCHES_AHEAD: Final = 2
 """Pieces that a device has at a time: it copies one while the next is there."""
 Run = tuple[int, int, int]
 """First page read, first place written, number of pages."""
@@ -66,14 +66,14 @@ class CudaMover:
 
     A copy engine takes copies of one direction one after the other, whatever their streams. So the
     input of a step could wait there for all that is queued before it: 20 ms for a load of 8,000
-    tokens. Therefore the engine gets a copy in small pieces, and only few ahead.
+    tokens. Therefore the engine gets a copy in small batches, and only few ahead.
     """
 
     def __init__(self, pages: Tensor, slots: Tensor) -> None:
         self._pages = pages
         self._slots = slots[:, : pages.shape[1]]
         self._most = max(1, PIECE_BYTES // pages.shape[1])
-        """Pages in a piece."""
+        """Pages in a batch."""
         self._most_in_run = self._most if slots.shape[1] == pages.shape[1] else 1
         """Only without padding, neighbours are one run of bytes."""
         self._saves = torch.cuda.Stream(pages.device)
@@ -96,19 +96,19 @@ class CudaMover:
         written: PageIds,
     ) -> None:
         posted: deque[torch.cuda.Event] = deque()
-        for piece in pieces(read, written, self._most, self._most_in_run):
-            if len(posted) == PIECES_AHEAD:
+        for batch in batches(read, written, self._most, self._most_in_run):
+            if len(posted) == BATCHES_AHEAD:
                 posted.popleft().synchronize()
-            posted.append(self._post(stream, source, target, piece))
+            posted.append(self._post(stream, source, target, batch))
         for done in posted:
             done.synchronize()
 
     @staticmethod
     def _post(
-        stream: torch.cuda.Stream, source: Tensor, target: Tensor, piece: list[Run]
+        stream: torch.cuda.Stream, source: Tensor, target: Tensor, batch: list[Run]
     ) -> torch.cuda.Event:
         with torch.cuda.stream(stream), torch.no_grad():
-            for first, place, size in piece:
+            for first, place, size in batch:
                 here = source[first : first + size].view(-1)
                 target[place : place + size].view(-1).copy_(here, non_blocking=True)
             done = torch.cuda.Event(blocking=True)
@@ -116,21 +116,21 @@ class CudaMover:
         return done
 
 
-def pieces(read: PageIds, written: PageIds, most: int, most_in_run: int) -> Iterator[list[Run]]:
-    """A copy in pieces of at most `most` pages, each of runs of at most `most_in_run`."""
-    piece: list[Run] = []
+def batches(read: PageIds, written: PageIds, most: int, most_in_run: int) -> Iterator[list[Run]]:
+    """A copy in batches of at most `most` pages, each of runs of at most `most_in_run`."""
+    batch: list[Run] = []
     room = most
     for first, place, count in merged(read, written):
         at = 0
         while at < count:
             size = min(count - at, most_in_run, room)
-            piece.append((first + at, place + at, size))
+            batch.append((first + at, place + at, size))
             at, room = at + size, room - size
             if not room:
-                yield piece
-                piece, room = [], most
-    if piece:
-        yield piece
+                yield batch
+                batch, room = [], most
+    if batch:
+        yield batch
 
 
 def mover_for(pages: Tensor, slots: Tensor) -> PageMover:

@@ -50,7 +50,7 @@ FETCH_ID_BYTES: Final = 16
 """As those of transfers: drawn numbers never meet."""
 
 
-class FetchPart(NamedTuple):
+class GroupFetch(NamedTuple):
     """What a fetch brings of one group."""
 
     keys: Sequence[bytes]
@@ -66,7 +66,7 @@ class FetchWanted(NamedTuple):
     request_id: bytes
     peer: str
     """Agent name of the worker that is said to hold the pages."""
-    parts: Sequence[FetchPart]
+    parts: Sequence[GroupFetch]
     """By group."""
 
 
@@ -74,7 +74,7 @@ AskPeer = Callable[[FetchWanted], None]
 """Makes a fetch. Called on the step loop's thread; must return at once and answer by `fetched`."""
 
 
-class _Part(NamedTuple):
+class _GroupRun(NamedTuple):
     """Pages of one group that a fetch brings."""
 
     keys: list[bytes]
@@ -85,7 +85,7 @@ class _Part(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Fetch:
-    parts: list[_Part]
+    parts: list[_GroupRun]
     """By group."""
     left: list[PageIds] = field(default_factory=list)
     """By group, pages that a write may still land in after the end."""
@@ -346,13 +346,13 @@ class Fetches:
         assert request.fetch is not None
         fetch_id = secrets.token_bytes(FETCH_ID_BYTES)
         parts = [
-            _Part([keys[at] for at in depths], depths, books.allocate(len(depths)))
+            _GroupRun([keys[at] for at in depths], depths, books.allocate(len(depths)))
             for books, depths in zip(self._books, missing, strict=True)
         ]
         fetch = self._fetches[fetch_id] = _Fetch(parts)
         for coming, part in zip(self._coming, parts, strict=True):
             coming.update(dict.fromkeys(part.keys, fetch))
-        wanted = [FetchPart(part.keys, part.pages) for part in parts]
+        wanted = [GroupFetch(part.keys, part.pages) for part in parts]
         self._ask(FetchWanted(fetch_id, request.id, request.fetch.peer, wanted))
         return fetch
 

@@ -101,7 +101,7 @@ class PageTiers(Protocol):
         ...
 
     def load(self) -> TierLoad | None:
-        """The figures; None without tiers."""
+        """Stats; None without tiers."""
         ...
 
     def add_holders(self, holders: NDArray[np.int32], group: int = 0) -> None:

@@ -167,7 +167,7 @@ class HostTiers:
         rates = {lane.name: lane.bytes_per_s for lane in lanes}
         late = +Counter({lane.name: lane.failures for lane in lanes})
         if self.stores:
-            more_moved, more_rates, failures = self.stores.figures()
+            more_moved, more_rates, failures = self.stores.counts()
             moved, rates, late = moved | more_moved, rates | more_rates, late + failures
         return TierLoad(
             loaded_tokens=self._loaded_tokens.copy(),

@@ -1,6 +1,6 @@
 """Reads calls of functions while a model writes them.
 
-A reader gets the raw text of a region that holds calls, in any pieces. It gives the id and the name
+A reader gets the raw text of a region that holds calls, in any deltas. It gives the id and the name
 of a call as soon as they are certain, and then the arguments as they come, letter by letter as the
 model wrote them. Text that turns out to be no call is given back at the end of the region.
 """
@@ -25,7 +25,7 @@ _HEADS: Final = ('{"name":"', '{"type":"function","name":"')
 
 
 @dataclass(slots=True)
-class CallPart:
+class CallDelta:
     """What is new of one call."""
 
     index: int
@@ -40,12 +40,12 @@ class CallPart:
         return bool(self.id)
 
 
-def joined_calls(parts: Iterable[CallPart]) -> list[CallPart]:
+def joined_calls(parts: Iterable[CallDelta]) -> list[CallDelta]:
     """The parts of each call as one, in order."""
-    calls: dict[int, CallPart] = {}
+    calls: dict[int, CallDelta] = {}
     for part in parts:
         if (call := calls.get(part.index)) is None:
-            calls[part.index] = CallPart(part.index, part.id, part.name, part.arguments)
+            calls[part.index] = CallDelta(part.index, part.id, part.name, part.arguments)
         else:
             call.arguments += part.arguments
     return list(calls.values())
@@ -63,13 +63,13 @@ class Calls:
 
     def __init__(self, id_chars: int = 0) -> None:
         self._id_chars = id_chars
-        self._parts: list[CallPart] = []
+        self._parts: list[CallDelta] = []
         self.begun = 0
         self.complete = 0
 
     def begin(self, name: str) -> None:
         """A call begins."""
-        self._parts.append(CallPart(self.begun, new_id(self._id_chars), name))
+        self._parts.append(CallDelta(self.begun, new_id(self._id_chars), name))
         self.begun += 1
 
     def extend(self, text: str) -> None:
@@ -78,9 +78,9 @@ class Calls:
         if last is not None and last.index == self.begun - 1:
             last.arguments += text
         else:
-            self._parts.append(CallPart(self.begun - 1, arguments=text))
+            self._parts.append(CallDelta(self.begun - 1, arguments=text))
 
-    def take(self) -> list[CallPart]:
+    def take(self) -> list[CallDelta]:
         """The parts since the last time."""
         parts, self._parts = self._parts, []
         return parts
@@ -90,7 +90,7 @@ class CallReader(Protocol):
     """Reads the calls of one region."""
 
     def push(self, text: str) -> None:
-        """Takes the next piece."""
+        """Takes the next delta."""
         ...
 
     def finish(self, *, is_cut: bool = False) -> str:
@@ -123,7 +123,7 @@ class JsonCalls:
         self._streams = False
 
     def push(self, text: str) -> None:
-        """Takes the next piece."""
+        """Takes the next delta."""
         for letter in text:
             if not self._sent:
                 self._raw.append(letter)
@@ -279,7 +279,7 @@ class NamedCalls:
         self._begun = self._in_arguments = self._is_first = False
 
     def push(self, text: str) -> None:
-        """Takes the next piece."""
+        """Takes the next delta."""
         if not self._begun:
             self._raw += text
         self._text += text

@@ -63,7 +63,7 @@ class ShowsSpecial:
 class Detokenizer:
     """Text of one choice's tokens, at character boundaries.
 
-    The returned pieces, joined, are the text that the tokens add to the prompt: the decoded whole
+    The returned texts, joined, are the text that the tokens add to the prompt: the decoded whole
     without the decoded prompt.
     """
 

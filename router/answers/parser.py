@@ -4,7 +4,7 @@ transformers' `ResponseParser` finds the regions. What is inside a region of cal
 because a client gets a call's name at once and its arguments as the model writes them. A region
 that is no call, such as one with broken JSON, is given back as content.
 
-The parts do not depend on the pieces in which the text comes. Text beside a call keeps its white
+The parts do not depend on the deltas in which the text comes. Text beside a call keeps its white
 space. White space alone between calls, and around the thinking, belongs to nothing.
 """
 
@@ -18,7 +18,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
-from router.answers.calls import CallPart, CallReader, Calls, JsonCalls, NamedCalls
+from router.answers.calls import CallDelta, CallReader, Calls, JsonCalls, NamedCalls
 from router.answers.forms import CALLS, THINKING, ResponseForm, Spec
 from router.answers.harmony import CALL_HEAD, HarmonyStream
 from router.answers.tagged_calls import TaggedCalls
@@ -42,11 +42,11 @@ def is_readable(spec: Spec) -> bool:
 
 
 class Parts(NamedTuple):
-    """What a piece of text adds to each part."""
+    """What a delta of text adds to each part."""
 
     content: str = ""
     reasoning: str = ""
-    calls: Sequence[CallPart] = ()
+    calls: Sequence[CallDelta] = ()
 
 
 class AnswerParser:

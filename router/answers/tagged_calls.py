@@ -48,7 +48,7 @@ class TaggedCalls:
         """Letters of a text that were given; -1 before its quote."""
 
     def push(self, text: str) -> None:
-        """Takes the next piece."""
+        """Takes the next delta."""
         if not self._begun:
             self._raw += text
         self._text += text

@@ -2,7 +2,7 @@
 
 Most decoders write a token as the same bytes wherever it stands, so that a text is the bytes of its
 tokens, read as UTF-8. `TokenTexts.of` reads them off a tokenizer of the two usual kinds: byte
-level; or pieces with U+2581 for a space, and bytes where no piece fits. It compares them with what
+level; or tokens with U+2581 for a space, and bytes where none fits. It compares them with what
 the tokenizer itself decodes: each id behind another one, and random pairs. One difference, and `of`
 gives None: such a tokenizer needs `router.answers.detokenization.Detokenizer`.
 """
@@ -30,7 +30,7 @@ _ANCHORS: Final = "aeiotn"
 """Letters of which one is a token: what stands before the tokens that are compared."""
 _PAIRS: Final = 10_000
 _PIECES: Final = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
-"""Decoders of vocabularies of pieces."""
+"""Decoders of vocabularies with U+2581."""
 _BATCH: Final = 512
 """Tokens of a run whose text is compared with the tokenizer's own."""
 
@@ -39,7 +39,7 @@ class TokenTexts:
     """What each id of a tokenizer writes inside a text, special tokens by their names.
 
     `whole[id]` is its text. It is None if the bytes are no characters by themselves, or the token
-    stands for one byte where no piece fits; then `partial` has the bytes. Ids that the tokenizer
+    stands for one byte where no other fits; then `partial` has the bytes. Ids that the tokenizer
     does not know write nothing.
     """
 
@@ -116,15 +116,15 @@ class TokenTexts:
         """The text of a whole run, of the bytes that each id writes."""
         if self.is_byte_level:
             return self._as_text(b"".join([written[one] for one in token_ids]))
-        pieces = []
+        texts = []
         for is_partial, run in itertools.groupby(token_ids, self.partial.__contains__):
             data = b"".join([written[one] for one in run])
             if not is_partial:
-                pieces.append(data)
+                texts.append(data)
                 continue
             is_text = data.decode(errors="ignore").encode() == data
-            pieces.append(data if is_text else _BROKEN.encode() * len(data))
-        return self._as_text(b"".join(pieces))
+            texts.append(data if is_text else _BROKEN.encode() * len(data))
+        return self._as_text(b"".join(texts))
 
     def _as_text(self, data: bytes) -> str:
         text = data.decode(errors="replace")
@@ -190,8 +190,8 @@ class ByteDetokenizer:
 
 
 class _FallbackDetokenizer(ByteDetokenizer):
-    """Bytes stand where no piece fits. A run of them that is not all characters is U+FFFD for each
-    byte. Characters that were given before that was known stay."""
+    """Bytes stand where no other token fits. A run of them that is not all characters is U+FFFD
+    for each byte. Characters that were given before that was known stay."""
 
     _run_is_broken = False
 

@@ -1,7 +1,7 @@
 """A fork server as the router sees it, and the processes that it forks.
 
 Life of a server: not started -> starts -> ready -> gone, by `close` or by an accident; then the
-next piece of work starts another one. It is not started again for a while if it could not get
+next task starts another one. It is not started again for a while if it could not get
 ready.
 """
 

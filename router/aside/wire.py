@@ -22,7 +22,7 @@ carries."""
 
 
 class Bounds(NamedTuple):
-    """What one piece of work may take."""
+    """What one task may take."""
 
     cpu_s: float
     memory_bytes: int

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from router.answers.calls import CallPart
+    from router.answers.calls import CallDelta
     from router.requests.outputs import TextDelta
 
 Kind = Literal["thinking", "text", "call"]
@@ -90,7 +90,7 @@ class Blocks:
             yield from self._open(Block(len(self.all), kind))
         yield self._grow(text)
 
-    def _call(self, call: CallPart) -> Iterator[Step]:
+    def _call(self, call: CallDelta) -> Iterator[Step]:
         if call.is_first:
             yield from self._open(Block(len(self.all), "call", call.id, call.name))
         if call.arguments:

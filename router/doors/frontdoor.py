@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 
 from baton.inference.v1 import inference_pb2 as api
-from router.answers.calls import CallPart, joined_calls
+from router.answers.calls import CallDelta, joined_calls
 from router.call import Call
 from router.doors.auth import OPEN, Gate
 from router.doors.grpc_edge import Edge
@@ -182,14 +182,14 @@ class _WholeMessage:
     def __init__(self) -> None:
         self._contents: list[str] = []
         self._reasoning: list[str] = []
-        self._calls: list[CallPart] = []
+        self._calls: list[CallDelta] = []
 
     def add(self, delta: api.MessageDelta) -> None:
         """Adds the next delta."""
         self._contents.append(delta.content)
         self._reasoning.append(delta.reasoning)
         self._calls += [
-            CallPart(call.index, call.id, call.name, call.arguments) for call in delta.tool_calls
+            CallDelta(call.index, call.id, call.name, call.arguments) for call in delta.tool_calls
         ]
 
     def whole(self) -> api.ChatMessage:

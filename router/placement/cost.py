@@ -7,7 +7,7 @@ each way,
     seconds = queue + load or fetch + uncached tokens / rate(context) + delay of its streams
 
 The delay is what the prompt costs others: decode rows x the delay of a step with a chunk of a
-prompt, as the workers of that role have measured it on average (`placing.usual_piece`). A worker's
+prompt, as the workers of that role have measured it on average (`placing.usual_chunk`). A worker's
 way is its fastest. Among workers the fastest wins, and on a tie the first, as for `least_work`.
 
 Among decode workers that are to receive a prompt, the one under the least pressure is taken, as by
@@ -26,13 +26,13 @@ from prefixes.index import Held
 from router.placement.just_routed import JustRouted
 from router.placement.placing import (
     LocalReason,
-    Piece,
+    MixedChunk,
     delay_s,
     finish_s,
     rate_of_unmeasured,
     rest_s,
     takeover_tokens,
-    usual_piece,
+    usual_chunk,
 )
 from router.placement.policies import LeastWork, Policy, RoundRobin, pressure
 from router.placement.ways import Way
@@ -63,12 +63,12 @@ class Usual(NamedTuple):
 
     rate: float
     """Tokens per second of one without a fresh rate."""
-    pieces: Mapping[int, Piece]
+    chunks: Mapping[int, MixedChunk]
     """By role."""
 
-    def piece(self, worker: WorkerLink) -> Piece:
-        """The piece of a prompt at a worker."""
-        return self.pieces.get(worker.identity.role, Piece())
+    def chunk(self, worker: WorkerLink) -> MixedChunk:
+        """The chunk of a prompt at a worker."""
+        return self.chunks.get(worker.identity.role, MixedChunk())
 
 
 class Cost:
@@ -185,8 +185,8 @@ class Cost:
     ) -> int:
         """The most tokens that the decode worker may compute and still be first."""
         usual = _usual_beside(prefill, everyone)
-        capacity, piece = decode.capacity(), usual.piece(decode)
-        return takeover_tokens(capacity, piece, way.seconds, demand.prompt_tokens, usual.rate)
+        capacity, chunk = decode.capacity(), usual.chunk(decode)
+        return takeover_tokens(capacity, chunk, way.seconds, demand.prompt_tokens, usual.rate)
 
     # -- ways ---------------------------------------------------------------------------------
 
@@ -232,7 +232,7 @@ class Cost:
         cached = min(pages * demand.model.page_size_tokens, tokens - 1)
         seconds = finish_s(capacity, 0, usual.rate) + moved_s
         seconds += rest_s(capacity, cached, tokens, usual.rate)
-        seconds += delay_s(capacity, usual.piece(worker), tokens - cached)
+        seconds += delay_s(capacity, usual.chunk(worker), tokens - cached)
         return Way(seconds, cached)
 
     # -- who holds what -----------------------------------------------------------------------
@@ -329,8 +329,8 @@ def _usual(workers: Sequence[WorkerLink], everyone: Sequence[WorkerLink]) -> Usu
     by_role: dict[int, list[Capacity]] = {}
     for one in everyone:
         by_role.setdefault(one.identity.role, []).append(one.capacity())
-    pieces = {role: usual_piece(capacities) for role, capacities in by_role.items()}
-    return Usual(rate_of_unmeasured([worker.capacity() for worker in workers]), pieces)
+    chunks = {role: usual_chunk(capacities) for role, capacities in by_role.items()}
+    return Usual(rate_of_unmeasured([worker.capacity() for worker in workers]), chunks)
 
 
 def _usual_beside(worker: WorkerLink, everyone: Sequence[WorkerLink]) -> Usual:

@@ -43,8 +43,8 @@ class LocalReason(enum.StrEnum):
     """It would finish the prompt before any prefill worker."""
 
 
-class Piece(NamedTuple):
-    """A piece of a prompt that is computed beside decode rows, on average."""
+class MixedChunk(NamedTuple):
+    """A prompt's chunk that is computed beside decode rows, on average."""
 
     tokens: float = 0.0
     """0 while unknown."""
@@ -52,8 +52,8 @@ class Piece(NamedTuple):
     """How much longer the step takes with it, seconds."""
 
 
-def usual_piece(capacities: Sequence[Capacity]) -> Piece:
-    """The piece of workers that are alike: the mean of what each of them has measured.
+def usual_chunk(capacities: Sequence[Capacity]) -> MixedChunk:
+    """The chunk of workers that are alike: the mean of what each of them has measured.
 
     A worker's own figure is not used where workers are compared. It is multiplied by dozens of
     rows, so that an error of a millisecond would outweigh a prompt in the queue. And it changes
@@ -62,9 +62,9 @@ def usual_piece(capacities: Sequence[Capacity]) -> Piece:
     """
     known = [one for one in capacities if one.piece_tokens and one.piece_delay_s]
     if not known:
-        return Piece()
+        return MixedChunk()
     tokens = sum(one.piece_tokens for one in known) / len(known)
-    return Piece(tokens, sum(one.piece_delay_s for one in known) / len(known))
+    return MixedChunk(tokens, sum(one.piece_delay_s for one in known) / len(known))
 
 
 def rate_of_unmeasured(capacities: Sequence[Capacity]) -> float:
@@ -98,27 +98,27 @@ def rest_s(capacity: Capacity, cached: int, tokens: int, unmeasured: float) -> f
     return (tokens - cached) * _token_s(capacity, (cached + tokens) / 2, unmeasured)
 
 
-def delay_s(capacity: Capacity, piece: Piece, tokens: int) -> float:
+def delay_s(capacity: Capacity, chunk: MixedChunk, tokens: int) -> float:
     """Seconds by which `tokens` prompt tokens delay the streams that the worker decodes, all
-    streams together. Each piece of the prompt delays every row."""
-    if tokens <= 0 or not piece.tokens:
+    streams together. Each chunk of the prompt delays every row."""
+    if tokens <= 0 or not chunk.tokens:
         return 0.0
-    return max(1.0, tokens / piece.tokens) * capacity.running_sequences * piece.delay_s
+    return max(1.0, tokens / chunk.tokens) * capacity.running_sequences * chunk.delay_s
 
 
 def takeover_tokens(
-    capacity: Capacity, piece: Piece, seconds: float, tokens: int, unmeasured: float
+    capacity: Capacity, chunk: MixedChunk, seconds: float, tokens: int, unmeasured: float
 ) -> int:
     """The most tokens at the end of a prompt of `tokens` tokens that a decode worker computes
     within `seconds`, its queue and the delay of its streams included. The prefill worker would have
     computed the prompt by then."""
     left_s = seconds - finish_s(capacity, 0, unmeasured)
     each_s = _token_s(capacity, tokens, unmeasured)
-    if piece.tokens:
-        piece_s = capacity.running_sequences * piece.delay_s
-        if piece_s > left_s:
+    if chunk.tokens:
+        chunk_s = capacity.running_sequences * chunk.delay_s
+        if chunk_s > left_s:
             return 0
-        each_s += piece_s / piece.tokens
+        each_s += chunk_s / chunk.tokens
     return min(NO_LIMIT, max(0, math.floor(left_s / each_s)))
 
 

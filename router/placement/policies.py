@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from router.placement.placing import (
     LocalReason,
-    Piece,
+    MixedChunk,
     finish_s,
     rate_of_unmeasured,
     soonest,
@@ -138,7 +138,7 @@ class _Unaware:
         """See `router.placement.placing`. Nothing is known of the delay of streams."""
         unmeasured = rate_of_unmeasured([prefill.capacity()])
         tokens = demand.prompt_tokens
-        return takeover_tokens(decode.capacity(), Piece(), way.seconds, tokens, unmeasured)
+        return takeover_tokens(decode.capacity(), MixedChunk(), way.seconds, tokens, unmeasured)
 
     def local(
         self,

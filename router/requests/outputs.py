@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 from baton.inference.v1 import inference_pb2 as api
 from baton.worker.v1 import worker_pb2
 from router import errors
-from router.answers.calls import CallPart
+from router.answers.calls import CallDelta
 from router.dispatch.stopping import ending_ids
 from router.jobs import Job, JobTimings, JobTokens, TokenScore
 
@@ -69,7 +69,7 @@ class TextDelta:
     """If the answer is parsed, those of its content."""
     logprobs: list[TokenScore]
     reasoning: list[str] = field(default_factory=list)
-    calls: list[CallPart] = field(default_factory=list)
+    calls: list[CallDelta] = field(default_factory=list)
     reasoning_tokens: int = 0
     is_message: bool = False
     """Whether the answer is parsed."""

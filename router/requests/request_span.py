@@ -1,4 +1,4 @@
-"""The records of one generation: its span, the steps below it, figures, its part of the log.
+"""The records of one generation: its span, the steps below it, metrics, its part of the log.
 
 Nothing here holds a prompt, an output or the text of an exception.
 """
@@ -168,7 +168,7 @@ class RequestSpan:
 
     def observe(self, output: Output, left_s: float) -> None:
         """Notes an output that left for the client, `left_s` seconds after the request's arrival.
-        Call it after the output was sent, so that a first token does not wait for its figures."""
+        Call it after the output was sent, so that a first token does not wait for its metrics."""
         match output:
             case TextDelta():
                 self.observe_tokens(output, left_s)

@@ -65,7 +65,7 @@ class SchemaError(Exception):
         """The request's field that holds it, if that is known."""
 
 
-class Part(NamedTuple):
+class Subschema(NamedTuple):
     """A schema inside a schema."""
 
     pointer: str
@@ -176,7 +176,7 @@ def _drop_blamed(prepared: Prepared, problem: str) -> list[str]:
     """Finds the keyword to blame by checking parts of the schema alone, and drops it."""
     schema, coerce = prepared.schema, prepared.coerce_one_of
     shared = _shared(schema)
-    part, left = Part("", schema), _MAX_ISOLATED
+    part, left = Subschema("", schema), _MAX_ISOLATED
     while left > 0:
         for inner in _children(part):
             left -= 1
@@ -243,28 +243,28 @@ def _take_in_patterns(schema: dict[str, Any]) -> None:
         del schema["patternProperties"]
 
 
-def _parts(schema: dict[str, Any]) -> Iterator[Part]:
+def _parts(schema: dict[str, Any]) -> Iterator[Subschema]:
     """The schema and all schemas in it."""
-    waiting = deque([Part("", schema)])
+    waiting = deque([Subschema("", schema)])
     while waiting:
         part = waiting.popleft()
         yield part
         waiting += _children(part)
 
 
-def _children(part: Part) -> Iterator[Part]:
+def _children(part: Subschema) -> Iterator[Subschema]:
     for key, value in part.schema.items():
         pointer = f"{part.pointer}/{escaped(key)}"
         if key in _OF_NAMES and isinstance(value, dict):
             for name, one in value.items():
                 if isinstance(one, dict):
-                    yield Part(f"{pointer}/{escaped(name)}", one)
+                    yield Subschema(f"{pointer}/{escaped(name)}", one)
         elif key in _OF_LISTS and isinstance(value, list):
             for index, one in enumerate(value):
                 if isinstance(one, dict):
-                    yield Part(f"{pointer}/{index}", one)
+                    yield Subschema(f"{pointer}/{index}", one)
         elif key in _OF_ONE and isinstance(value, dict):
-            yield Part(pointer, value)
+            yield Subschema(pointer, value)
 
 
 def _remove(schema: dict[str, Any], is_wrong: Callable[[str, Any], bool]) -> list[str]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from baton.worker.v1 import worker_pb2
-from prefixes.codec import Events, Part, Wanted
+from prefixes.codec import Events, ShardSnapshot, Wanted
 from prefixes.follower import Follower
 from prefixes.index import MOST_GROUPS, Held, PrefixIndex
 
@@ -114,10 +114,10 @@ class WorkerPages:
         else:
             part = message.page_snapshot
             shards = part.first_shard, part.end_shard
-            follower.part(Part(part.sequence, *shards, part.keys, part.tiers), _now_s())
+            follower.part(ShardSnapshot(part.sequence, *shards, part.keys, part.tiers), _now_s())
 
     def lost(self, link: WorkerLink) -> None:
-        """Forgets a worker. What is left of it is swept in small pieces."""
+        """Forgets a worker. What is left of it is swept in small steps."""
         if (follower := self._followers.pop(link, None)) is None:
             return
         follower.end()

@@ -4,7 +4,7 @@ Reports come a tenth of a second apart. A burst must not pile up on the worker t
 the last one. So the router keeps a *reservation* for each attempt at each worker:
 
 1. Reserved, at dispatch. The reservation is added to the report.
-2. Known: a report names the attempt among those that its figures contain. The reservation is no
+2. Known: a report names the attempt among those that its numbers contain. The reservation is no
    longer added.
 3. Released: the prompt is computed or the attempt is over. The attempt's part in the last report is
    subtracted until the next report comes.
@@ -75,9 +75,9 @@ class Capacity(NamedTuple):
     prefill_context_s: float = 0.0
     """How much longer it takes for each token before it."""
     piece_delay_s: float = 0.0
-    """How much longer a step that decodes takes with a prompt's piece; 0 while unknown."""
+    """How much longer a step that decodes takes with a prompt's chunk; 0 while unknown."""
     piece_tokens: float = 0.0
-    """Prompt tokens of such a piece, on average."""
+    """Prompt tokens of such a chunk, on average."""
     load_bytes_per_s: float = 0.0
     """Rate of loads from host memory; 0: there is no such tier."""
     fetch_latency_s: float = 0.0

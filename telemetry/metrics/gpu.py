@@ -35,7 +35,7 @@ def gpu_reader(uuid: str, nvml: Any = None) -> Callable[[], GpuLoad | None]:
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
     except Exception as error:  # NVML has many classes: not installed, no driver, no such GPU.
         details = {"error_type": type(error).__qualname__}
-        logger.info("figures of the GPU cannot be read", extra=details)
+        logger.info("metrics of the GPU cannot be read", extra=details)
         return lambda: None
     return lambda: _read(nvml, handle)
 

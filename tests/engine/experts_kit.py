@@ -16,7 +16,7 @@ from engine.model.experts.weights import ExpertWeights, Listed
 from engine.model.feed_forward import feed_forward
 from engine.model.linear import Build, Linear
 from engine.model.precision import int4, mxfp4
-from engine.model.precision.base import Format, Kind, Part, Quantised, Scheme
+from engine.model.precision.base import Format, Kind, Quantised, Scheme, WeightSlice
 from engine.model.precision.choice import Precision
 from engine.model.precision.dense import dequantised
 from engine.model.precision.fp8 import quantised_by_block, quantised_by_channel
@@ -62,10 +62,12 @@ def written(precision: str, weight: Tensor, dtype: torch.dtype, expert: int) -> 
     return weight
 
 
-def parts_of(experts: int, names: tuple[str, ...], outputs: int, inputs: int) -> list[list[Part]]:
+def parts_of(
+    experts: int, names: tuple[str, ...], outputs: int, inputs: int
+) -> list[list[WeightSlice]]:
     """Whole modules of all experts."""
     region = Region.whole(outputs, inputs)
-    return [[Part(f"experts.{e}.{name}", region) for name in names] for e in range(experts)]
+    return [[WeightSlice(f"experts.{e}.{name}", region) for name in names] for e in range(experts)]
 
 
 class Known(NamedTuple):
@@ -88,13 +90,15 @@ class OneScheme:
         return self._scheme
 
 
-def stacked(precision: str, parts: list[list[Part]], dtype: torch.dtype, bias: bool) -> Known:
+def stacked(
+    precision: str, parts: list[list[WeightSlice]], dtype: torch.dtype, bias: bool
+) -> Known:
     """As a GPU keeps them."""
     kind, scheme = PRECISIONS[precision]
     return filled(kind(parts, scheme, bias, dtype, CPU), precision, dtype)
 
 
-def listed(precision: str, parts: list[list[Part]], dtype: torch.dtype, bias: bool) -> Known:
+def listed(precision: str, parts: list[list[WeightSlice]], dtype: torch.dtype, bias: bool) -> Known:
     """As a CPU keeps them."""
     scheme = PRECISIONS[precision][1]
     form = cast("Format", OneScheme(scheme)) if scheme else None

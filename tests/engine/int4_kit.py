@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.model.precision.base import Kind, Part, Quantised, Scheme
+from engine.model.precision.base import Kind, Quantised, Scheme, WeightSlice
 from engine.model.precision.int4 import Int4
 from engine.model.region import Region
 
@@ -35,7 +35,7 @@ def method_of(
     dtype: torch.dtype = BF16,
 ) -> Int4:
     rows = [len(part.values) if isinstance(part, Quantised) else len(part) for part in parts]
-    named = [Part(f"part{i}", Region.whole(count, inputs)) for i, count in enumerate(rows)]
+    named = [WeightSlice(f"part{i}", Region.whole(count, inputs)) for i, count in enumerate(rows)]
     method = Int4(Scheme(Kind.INT4, group), named, inputs, dtype, device)
     first = 0
     for part, count in zip(parts, rows, strict=True):

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.attention.parts import OF_FEW, Division
 from engine.model.experts.config import Gate, Routing
 from engine.model.linear import Build, Linear, RmsNorm
-from engine.model.precision.base import Part
+from engine.model.precision.base import WeightSlice
 from engine.model.precision.choice import Precision
 from engine.model.region import Region
 from engine.model.shard import Shard
@@ -136,7 +136,7 @@ def linear_of(precision: Precision, outputs: int, inputs: int) -> Linear:
     from engine.cuda.products import CudaProducts
 
     built = build_of(precision)
-    made = Linear([Part("layer", Region.whole(outputs, inputs))], False, built)
+    made = Linear([WeightSlice("layer", Region.whole(outputs, inputs))], False, built)
     made.method.fill(0, drawn(outputs, inputs) / inputs**0.5)
     made.method.finish(CudaProducts())
     return made

@@ -327,7 +327,7 @@ def test_the_wait_for_the_slowest_rank_is_told(graphs, tmp_path, monkeypatch):
     assert rank_0.waited_s - rank_1.waited_s > 0.02 * rank_0.steps
     assert 0.02 * rank_0.steps < ranks.skew_s < (ended_ns - began_ns) / 1e9
     assert engine.rank_skew_s(began_ns, ended_ns) == pytest.approx(ranks.skew_s)
-    assert ranks.figures.slowest[1] > 0.8 * rank_0.steps
+    assert ranks.stats.slowest[1] > 0.8 * rank_0.steps
 
 
 @two_gpus
@@ -359,10 +359,10 @@ def wake_ups(pid: int, name: str) -> int:
 def test_a_rank_stopped_before_it_is_ready_lets_rank_0_go(point, tmp_path, monkeypatch):
     """Rank 0 waits for it in NCCL, or in the kernels before its first graph."""
     from engine.engine import EngineError
-    from engine.ranks import figures
+    from engine.ranks import stats
 
     path = write_tiny_model(tmp_path, tokenizer=False, **SHAPES["llama"])
-    monkeypatch.setattr(figures, "STOPPED_S", 5.0)
+    monkeypatch.setattr(stats, "STOPPED_S", 5.0)
     monkeypatch.setenv("BATON_DEBUG_FAILPOINTS", f"{point}=stop~1")
     with pytest.raises(EngineError, match="has not gone on for 5 s: rank 1 is stopped"):
         build_on_gpus(path, 2)

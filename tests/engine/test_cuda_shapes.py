@@ -12,8 +12,8 @@ from engine.attention.fa3 import LONG_PIECE
 from engine.bounds import Bounds
 from engine.cuda.steps.packing import PackedStep, pack
 from engine.cuda.steps.shapes import (
+    CHUNKS,
     LONGEST_GRAPH,
-    PIECES,
     PROMPT_ROWS,
     Shape,
     Shapes,
@@ -130,7 +130,7 @@ def test_steps_with_narrowed_rows_have_graphs_of_their_own() -> None:
     assert {shape._replace(narrowed=False) for shape in narrowed} == {
         shape
         for shape in plain.all
-        if not shape.prompt_rows or (shape.decodes and shape.prompt_tokens == PIECES[-1])
+        if not shape.prompt_rows or (shape.decodes and shape.prompt_tokens == CHUNKS[-1])
     }
     plan, reads = step(40), np.full(40, 2000, np.int32)
     assert shapes.of(plan) == plain.of(plan)
@@ -139,11 +139,11 @@ def test_steps_with_narrowed_rows_have_graphs_of_their_own() -> None:
     assert found == Shape(40, differ=False, narrowed=True)
     reads[3] = 20000
     assert shapes.of(plan, reads) == found._replace(differ=True)
-    for piece in (1, 64, PIECES[-1]):
+    for piece in (1, 64, CHUNKS[-1]):
         beside = shapes.of(step(40, (0, piece)), reads)
-        assert beside == Shape(64, PROMPT_ROWS + 1, PIECES[-1], narrowed=True)
+        assert beside == Shape(64, PROMPT_ROWS + 1, CHUNKS[-1], narrowed=True)
         assert beside in shapes.all
-    assert shapes.of(step(40, (0, PIECES[-1] + 1)), reads) is None
+    assert shapes.of(step(40, (0, CHUNKS[-1] + 1)), reads) is None
     assert plain.of(plan, reads) is None
 
 
@@ -153,7 +153,7 @@ def test_the_shape_of_a_step_holds_it_and_has_a_graph(most):
     assert [s.tokens for s in shapes.all] == sorted((s.tokens for s in shapes.all), reverse=True)
     assert len(set(shapes.all)) == len(shapes.all)
     for decodes in range(most + 1):
-        pieces = [[(8, 8 + most)] for most in PIECES]
+        pieces = [[(8, 8 + most)] for most in CHUNKS]
         for prompts in ([], [(0, 1)], *pieces, [(0, 9)] * PROMPT_ROWS):
             if not decodes and not prompts:
                 continue
@@ -162,7 +162,7 @@ def test_the_shape_of_a_step_holds_it_and_has_a_graph(most):
             assert shape in shapes.all
             assert decodes <= shape.decodes < decodes + 33
             padding = shape.prompt_tokens - (plan.num_tokens - decodes)
-            assert 0 <= padding < PIECES[0]
+            assert 0 <= padding < CHUNKS[0]
             assert (len(prompts) < shape.prompt_rows) if prompts else (shape.prompt_rows == 0)
 
 
@@ -180,7 +180,7 @@ def test_prompts_alone_have_graphs_up_to_the_longest_chunk(longest):
 
 
 def test_attention_knows_the_longest_piece():
-    assert PIECES[-1] == LONG_PIECE
+    assert CHUNKS[-1] == LONG_PIECE
 
 
 def test_where_nothing_decodes_only_prompts_have_graphs():
@@ -193,7 +193,7 @@ def test_where_nothing_decodes_only_prompts_have_graphs():
 
 def test_long_many_and_scored_prompts_have_none():
     shapes = shapes_of(8, 8192)
-    assert shapes.of(step(2, (0, PIECES[-1] + 1))) is None
+    assert shapes.of(step(2, (0, CHUNKS[-1] + 1))) is None
     assert shapes.of(step(0, (0, LONGEST_GRAPH + 1))) is None
     for decodes in (0, 2):
         assert shapes.of(step(decodes, *[(0, 5)] * (PROMPT_ROWS + 1))) is None
@@ -210,19 +210,19 @@ def packed(plan: StepPlan | None, shape: Shape) -> PackedStep:
 
 def test_decode_rows_come_first_and_prompts_behind_their_padding():
     plan = step(2, (4, 9), (0, 3), last=False)
-    found = packed(plan, shape := Shape(8, PROMPT_ROWS + 1, PIECES[-1]))
+    found = packed(plan, shape := Shape(8, PROMPT_ROWS + 1, CHUNKS[-1]))
     assert found.header.tolist() == [2, 2, plan.page_table.shape[1]]
     assert found.slots.tolist() == [20, 21] + [NOBODY] * 6
     assert found.contexts.tolist() == [11, 12] + [1] * 6 + [9, 3] + [1] * (PROMPT_ROWS - 1)
     assert found.prompts is not None
     ids, positions, stores = found.prompts.tokens.tolist()
-    assert ids == [*range(502, 510), *[0] * (PIECES[-1] - 8)]
+    assert ids == [*range(502, 510), *[0] * (CHUNKS[-1] - 8)]
     assert positions[:8] == [4, 5, 6, 7, 8, 0, 1, 2]
     pages = plan.page_table
     assert stores[:5] == [pages[2, p // 4] * 4 + p % 4 for p in range(4, 9)]
     assert stores[5:8] == [pages[3, 0] * 4 + p for p in range(3)]
     assert {*positions[8:], *stores[8:]} == {0}, "position 0 of the scratch page"
-    assert found.prompts.starts.tolist() == [0, 5] + [8] * (PROMPT_ROWS - 1) + [PIECES[-1]]
+    assert found.prompts.starts.tolist() == [0, 5] + [8] * (PROMPT_ROWS - 1) + [CHUNKS[-1]]
     assert found.prompts.ends.tolist() == [
         *range(8), 12, *[15] * (PROMPT_ROWS - 1), shape.tokens - 1,
     ]  # fmt: skip
@@ -232,7 +232,7 @@ def test_decode_rows_come_first_and_prompts_behind_their_padding():
 
 
 def test_a_group_of_a_window_has_a_table_that_begins_at_what_is_read():
-    plan, shape = windowed(step(2, (14, 19), (0, 3))), Shape(8, PROMPT_ROWS + 1, PIECES[-1])
+    plan, shape = windowed(step(2, (14, 19), (0, 3))), Shape(8, PROMPT_ROWS + 1, CHUNKS[-1])
     staging = StepStaging(1 << 14, torch.device("cpu"))
     staging.begin()
     found = pack(plan, shape, staging, NOBODY, PAGE_SIZE, widths=[width_of(shape)])
@@ -250,10 +250,10 @@ def test_a_group_of_a_window_has_a_table_that_begins_at_what_is_read():
 
 
 def test_a_piece_that_fills_its_shape_leaves_no_token_to_padding():
-    found = packed(step(0, (0, PIECES[-1])), Shape(1, PROMPT_ROWS + 1, PIECES[-1]))
+    found = packed(step(0, (0, CHUNKS[-1])), Shape(1, PROMPT_ROWS + 1, CHUNKS[-1]))
     assert found.header.tolist()[:2] == [0, 1]
     assert found.prompts is not None
-    assert found.prompts.starts.tolist() == [0] + [PIECES[-1]] * (PROMPT_ROWS + 1)
+    assert found.prompts.starts.tolist() == [0] + [CHUNKS[-1]] * (PROMPT_ROWS + 1)
     assert found.sampled.tolist() == [1]
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.model.linear import Build, Linear, RmsNorm
-from engine.model.precision.base import Part
+from engine.model.precision.base import WeightSlice
 from engine.model.precision.fp8 import Fp8Blocks, Fp8Channels
 from engine.model.precision.rounding import (
     LEAST_SCALE,
@@ -175,7 +175,7 @@ def fp8_weight(method: type[Fp8Channels | Fp8Blocks], outputs: int, inputs: int)
     own.fill(0, checks.draw(outputs, inputs) / inputs**0.5)
     own.finish(CudaProducts())
     precision = SimpleNamespace(method=lambda *_: own)
-    return Linear([Part("", Region.whole(outputs, inputs))], False, build_of(precision))
+    return Linear([WeightSlice("", Region.whole(outputs, inputs))], False, build_of(precision))
 
 
 def build_of(precision) -> Build:

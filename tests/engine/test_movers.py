@@ -1,4 +1,4 @@
-"""Copies between a GPU's pool and host slots go in small pieces, so that a step's input gets by."""
+"""Copies between a GPU's pool and host slots go in small batches: a step's input gets by."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from engine.ranks.copies import CopyingRanks, SharedMover, begin_copying
 from engine.ranks.keeper import RankError
 from engine.tiers import movers
 from engine.tiers.arena import HostArena
-from engine.tiers.movers import PIECES_AHEAD, CudaMover, pieces
+from engine.tiers.movers import BATCHES_AHEAD, CudaMover, batches
 
 PAGE_BYTES = 4096
 
 
-def test_pieces_hold_every_page_once_and_are_small() -> None:
+def test_batches_hold_every_page_once_and_are_small() -> None:
     rng = np.random.default_rng(1)
     read = rng.permutation(200)[:120].astype(np.int32)
     written = np.concatenate([np.arange(50, 110), 200 + rng.permutation(60)]).astype(np.int32)
     read[:40] = np.arange(300, 340)
     for most, in_run in ((1, 1), (7, 7), (8, 1), (500, 500)):
-        found = list(pieces(read, written, most, in_run))
-        assert max(sum(count for _, _, count in piece) for piece in found) <= most
-        runs = [run for piece in found for run in piece]
+        found = list(batches(read, written, most, in_run))
+        assert max(sum(count for _, _, count in batch) for batch in found) <= most
+        runs = [run for batch in found for run in batch]
         assert max(count for _, _, count in runs) <= in_run
         pairs = [(a + i, b + i) for a, b, count in runs for i in range(count)]
         assert sorted(pairs) == sorted(zip(read.tolist(), written.tolist(), strict=True))
@@ -68,13 +68,13 @@ def test_a_device_has_few_pieces_at_a_time(monkeypatch: pytest.MonkeyPatch, padd
     pages.zero_()
     mover.load(places, places[::-1].copy())
     assert torch.equal(pages, before)
-    assert device.most_ahead == PIECES_AHEAD
+    assert device.most_ahead == BATCHES_AHEAD
     assert device.ahead == 0
 
 
 @pytest.mark.gpu
 def test_a_steps_input_does_not_wait_for_a_load() -> None:
-    """2 GiB are loaded in 40 ms; a small copy to the device meanwhile waits for a piece or two."""
+    """2 GiB are loaded in 40 ms; a small copy to the device meanwhile waits for a batch or two."""
     device, page_bytes, count = torch.device("cuda"), 2 << 20, 1024
     pages = torch.zeros(count, page_bytes, dtype=torch.uint8, device=device)
     arena = HostArena((count + 1) * page_bytes, page_bytes, device)

@@ -38,7 +38,7 @@ from engine.engine import Engine, EngineError
 from engine.model.best import TOLD, best_of_parts
 from engine.model.shard import Shard
 from engine.pool.latent_pool import LatentPool
-from engine.ranks import figures
+from engine.ranks import stats
 from engine.ranks.executor import RankedExecutor
 from engine.ranks.keeper import RankError
 from engine.ranks.leader import HostRanks
@@ -474,9 +474,9 @@ LATE = [
 def test_a_rank_whose_start_does_not_go_on_is_named(count, point, how, why, tmp_path, monkeypatch):
     """Between its load and READY, where all others wait for it. None is left."""
     path = write_tiny_model(tmp_path, tokenizer=False)
-    monkeypatch.setattr(figures, "STOPPED_S", 2.0)
+    monkeypatch.setattr(stats, "STOPPED_S", 2.0)
     if how == "hang":  # It is longer than a busy machine takes to import torch.
-        monkeypatch.setattr(figures, "START_S", 60.0)
+        monkeypatch.setattr(stats, "START_S", 60.0)
     monkeypatch.setenv("BATON_DEBUG_FAILPOINTS", f"{point}={how}~{count - 1}")
     before = set(psutil.Process().children())
     after_s = 2 if how == "stop" else 60
@@ -549,6 +549,6 @@ def test_time_is_told_by_rank(tmp_path, monkeypatch):
         assert engine.ranks.skew_s > 0.02 * rank_0.steps
         assert engine.rank_skew_s(began_ns, ended_ns) == pytest.approx(engine.ranks.skew_s)
         assert engine.rank_skew_s(ended_ns, time.time_ns()) == 0
-        slowest = engine.ranks.figures.slowest
+        slowest = engine.ranks.stats.slowest
         assert sum(slowest) == rank_0.steps
         assert slowest[1] > slowest[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.loop.rates import _ContextFit, _PieceDelay
+from engine.loop.rates import _ChunkDelay, _ContextFit
 
 
 def fitted(contexts: list[float], token_s: float, context_s: float, noise: float = 0.0):
@@ -40,7 +40,7 @@ def test_the_line_never_falls() -> None:
 
 
 def test_the_delay_of_a_piece_is_what_the_step_takes_longer() -> None:
-    delay = _PieceDelay()
+    delay = _ChunkDelay()
     for _ in range(30):
         delay.add(0, 6e-3)
         assert delay.seconds == 0 or delay.tokens
@@ -50,6 +50,6 @@ def test_the_delay_of_a_piece_is_what_the_step_takes_longer() -> None:
 
 
 def test_no_delay_is_known_from_pieces_alone() -> None:
-    delay = _PieceDelay()
+    delay = _ChunkDelay()
     delay.add(192, 9e-3)
     assert delay.seconds == 0

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from prefixes.codec import MOST_BYTES, Events, Part, Wanted
+from prefixes.codec import MOST_BYTES, Events, ShardSnapshot, Wanted
 from prefixes.follower import Follower
 from prefixes.index import BOTH, GONE, GROUP, HOST, POOL, SHARDS, Held, PrefixIndex
 from prefixes.keys import short_key, short_keys
@@ -53,7 +53,7 @@ class Worker:
 
     def connect(self) -> None:
         self.teller: Teller | None = None
-        self.told: deque[Events | Part] = deque()
+        self.told: deque[Events | ShardSnapshot] = deque()
         self.asked: deque[Wanted] = deque()
 
     def change(self, kind: int, changed: list[bytes]) -> None:
@@ -133,7 +133,7 @@ class Following(RuleBasedStateMachine):
         for _ in range(min(heard, len(worker.told))):
             self.hear(name, worker.told.popleft())
 
-    def hear(self, name: str, message: Events | Part) -> None:
+    def hear(self, name: str, message: Events | ShardSnapshot) -> None:
         follower = self.followers[name]
         take = follower.events if isinstance(message, Events) else follower.part
         take(message, self.now_s)
@@ -142,7 +142,7 @@ class Following(RuleBasedStateMachine):
     def report(self, name: str) -> None:
         self.followers[name].told(self.workers[name].log.end - 1, self.now_s)
 
-    def disturb(self, told: deque[Events | Part], fault: str, place: int) -> None:
+    def disturb(self, told: deque[Events | ShardSnapshot], fault: str, place: int) -> None:
         message = told[place]
         if fault == "lose":
             del told[place]

@@ -15,7 +15,7 @@ from router.jobs import Demand, ServedModel
 from router.placement.cost import Cost
 from router.placement.forecasts import computed_again, computed_by_takeover
 from router.placement.just_routed import JUST_ROUTED_S, JustRouted
-from router.placement.placing import LocalReason, Piece, delay_s, rest_s, usual_piece
+from router.placement.placing import LocalReason, MixedChunk, delay_s, rest_s, usual_chunk
 from router.placement.routing import Route
 from router.placement.ways import Way
 from router.workers.load_estimate import Capacity
@@ -275,16 +275,16 @@ def test_a_worker_that_was_not_measured_yet_counts_as_the_fastest_prefill_worker
 
 def test_streams_that_wait_for_a_piece_count_each() -> None:
     """40 rows, 3 ms a step, 2.5 steps at least one."""
-    capacity, piece = Worker("d0", rows=40).capacity(), Piece(192, 0.003)
+    capacity, piece = Worker("d0", rows=40).capacity(), MixedChunk(192, 0.003)
     assert delay_s(capacity, piece, 480) == pytest.approx(40 * 0.003 * 2.5)
     assert delay_s(capacity, piece, 10) == pytest.approx(40 * 0.003)
-    assert delay_s(capacity, piece, 0) == delay_s(capacity, Piece(), 480) == 0
+    assert delay_s(capacity, piece, 0) == delay_s(capacity, MixedChunk(), 480) == 0
 
 
 def test_a_piece_is_the_mean_of_those_who_have_measured_one() -> None:
     new, *others = [Worker(f"b{i}", delay_ms=delay).capacity() for i, delay in enumerate((0, 2, 4))]
-    assert usual_piece([new, *others]) == Piece(192, pytest.approx(0.003))
-    assert usual_piece([new]) == Piece()
+    assert usual_chunk([new, *others]) == MixedChunk(192, pytest.approx(0.003))
+    assert usual_chunk([new]) == MixedChunk()
 
 
 def test_what_one_worker_has_measured_does_not_send_prompts_to_a_longer_queue() -> None:

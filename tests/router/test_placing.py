@@ -7,7 +7,7 @@ import pytest
 from router.placement.placing import (
     FRESH_S,
     NO_LIMIT,
-    Piece,
+    MixedChunk,
     finish_s,
     rate_of_unmeasured,
     soonest,
@@ -36,7 +36,7 @@ def chosen(*capacities: Capacity, tokens: int = 1000) -> int:
 def takeover(prefill: Capacity, decode: Capacity, tokens: int) -> int:
     unmeasured = rate_of_unmeasured([prefill])
     seconds = finish_s(prefill, tokens, unmeasured)
-    return takeover_tokens(decode, Piece(), seconds, tokens, unmeasured)
+    return takeover_tokens(decode, MixedChunk(), seconds, tokens, unmeasured)
 
 
 def test_the_wait_and_the_prompt_itself_count() -> None:

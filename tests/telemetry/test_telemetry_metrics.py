@@ -15,7 +15,7 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.loads import GroupLoad, SpeculationLoad, TierLoad
-from engine.ranks.figures import RankLoad
+from engine.ranks.stats import RankLoad
 from engine.types import EngineLoad
 from kv_transfer.events import TransferCounters
 from router.workers.holdings import PagesLoad

@@ -3,7 +3,7 @@ for decode rows, for rows of any number of new tokens.
 
 A program takes some queries of a row, tokens and heads side by side, and reads all that they see.
 Against K and V of heads that are made first it does three times the arithmetic for each token seen,
-and makes nothing. So it pays for short pieces behind long contexts.
+and makes nothing. So it pays for short chunks behind long contexts.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -35,18 +35,18 @@ def _attend_latent_prompt(
     if pdl:
         gdc_launch_dependents()
         gdc_wait()
-    row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, some = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dim: tl.constexpr = rank + turned
     begin, new = tl.load(starts + row), tl.load(starts + row + 1)
     new = new - begin
-    if piece * queries >= new * heads:
+    if some * queries >= new * heads:
         return
     context = tl.load(contexts + row)
-    at_query = piece * queries + tl.arange(0, queries)
+    at_query = some * queries + tl.arange(0, queries)
     column, head = at_query // heads, at_query % heads
     real = column < new
     # The last query's tokens bound what the program reads.
-    last = tl.minimum((piece * queries + queries - 1) // heads, new - 1)
+    last = tl.minimum((some * queries + queries - 1) // heads, new - 1)
     end = context - new + last + 1
     at, beside = tl.arange(0, padded_rank), tl.arange(0, padded_turned)
     place = (begin + column).to(tl.int64) * heads + head

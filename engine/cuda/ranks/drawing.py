@@ -97,7 +97,7 @@ def drawing_of(model: Model, sampler: Sampler | None, token_table: Tensor) -> Dr
     if sampler is not None and ranks.size == 1:
         return SingleRankSampling(sampler, token_table)
     assert isinstance(ranks, CudaCollective)
-    part = _Part(ranks, model.shard.vocab(model.config).start, model.config.vocab_size)
+    part = _VocabShard(ranks, model.shard.vocab(model.config).start, model.config.vocab_size)
     if sampler is not None:
         return LeaderSampling(sampler, token_table, part)
     return FollowerSampling(token_table, part)
@@ -164,7 +164,7 @@ class SingleRankSampling:
         return tokens
 
 
-class _Part(NamedTuple):
+class _VocabShard(NamedTuple):
     """A rank's part of the vocabulary, and the ranks."""
 
     ranks: CudaCollective
@@ -182,7 +182,7 @@ class _Part(NamedTuple):
 class LeaderSampling(SingleRankSampling):
     """Draws the tokens for all ranks, on the first of them."""
 
-    def __init__(self, sampler: Sampler, token_table: Tensor, part: _Part) -> None:
+    def __init__(self, sampler: Sampler, token_table: Tensor, part: _VocabShard) -> None:
         super().__init__(sampler, token_table)
         self._part = part
 
@@ -222,7 +222,7 @@ class FollowerSampling:
     """Follows the drawing on the other ranks: the same collectives in the same order. The host
     reads nothing."""
 
-    def __init__(self, token_table: Tensor, part: _Part) -> None:
+    def __init__(self, token_table: Tensor, part: _VocabShard) -> None:
         self._token_table = token_table
         self._part = part
         self.vocab_size = part.vocab_size

@@ -5,12 +5,12 @@ interpreter to other threads. A graph is one launch. The shapes are:
 
 - decode rows alone, in buckets. Most buckets have two shapes, one for rows that differ in length
   and one for rows alike (`engine.attention.parts`);
-- decode rows with a short piece of a prompt, which is all that a decode worker computes beside
+- decode rows with a short chunk of a prompt, which is all that a decode worker computes beside
   them;
 - prompts alone, up to the longest graph or the largest step without decode rows;
 - if a hook may choose pages in graphs: decode rows of which it narrows some, alone as above, or
-  with a piece of the largest size;
-- if drafts are verified: decode rows of several tokens, alone in wider buckets, or with a piece of
+  with a chunk of the largest size;
+- if drafts are verified: decode rows of several tokens, alone in wider buckets, or with a chunk of
   the largest size.
 
 Steps without a shape are longer and keep the device busy meanwhile, or read the hidden states of
@@ -35,8 +35,8 @@ beside the prompt's tokens."""
 WIDE_SMALL = (1, 2, 4, 8, 16, 24)
 WIDE_SPACING = 32
 """Buckets of decode rows of several tokens. They are few, because there are such for each width."""
-PIECES = tuple(range(64, 192 + 1, 32))
-"""Prompt tokens beside decode rows. The last is the piece that a decode worker computes in one
+CHUNKS = tuple(range(64, 192 + 1, 32))
+"""Prompt tokens beside decode rows. The last is the chunk that a decode worker computes in one
 step. Fewer are the end of a prompt."""
 PROMPT_SPACING = 64
 """Distance of the shapes of prompts alone, tokens."""
@@ -101,17 +101,17 @@ class Shapes:
 
     def _all(self) -> list[Shape]:
         plain = [Shape(rows) for rows in self._decodes]
-        mixed = [_with_prompts(rows, piece) for rows in self._beside for piece in PIECES]
+        mixed = [_with_prompts(rows, chunk) for rows in self._beside for chunk in CHUNKS]
         alone = [_with_prompts(0, tokens) for tokens in self._alone]
         alike = [shape._replace(differ=False) for shape in plain if self._has_two(shape)]
         shapes = [*plain, *alike, *mixed, *alone]
         if self._narrows:
-            beside = [_with_prompts(rows, PIECES[-1]) for rows in self._beside]
+            beside = [_with_prompts(rows, CHUNKS[-1]) for rows in self._beside]
             shapes += [each._replace(narrowed=True) for each in (*plain, *alike, *beside)]
         for width in self._widths[1:]:
             wide = [Shape(rows, width=width) for rows in self._wide]
             shapes += [each._replace(differ=False) for each in wide if self._has_two(each)]
-            beside = [_with_prompts(rows, PIECES[-1], width) for rows in self._beside]
+            beside = [_with_prompts(rows, CHUNKS[-1], width) for rows in self._beside]
             shapes += [*wide, *beside]
         return sorted(shapes, key=lambda shape: shape.tokens, reverse=True)
 
@@ -127,8 +127,8 @@ class Shapes:
         if shape is None or (reads is not None and not self._narrows):
             return None
         if reads is not None:
-            if shape.prompt_rows:  # One piece is enough: graphs beside prompts take much memory.
-                shape = _with_prompts(shape.decodes, PIECES[-1])
+            if shape.prompt_rows:  # One chunk is enough: graphs beside prompts take much memory.
+                shape = _with_prompts(shape.decodes, CHUNKS[-1])
             shape = shape._replace(narrowed=True)
         if not self._has_two(shape):
             return shape
@@ -150,8 +150,8 @@ class Shapes:
         if plan.reads_all_states or len(plan.row_slots) - plan.num_decodes > PROMPT_ROWS:
             return None
         decodes = bucket_of(plan.num_decodes, self._beside) if plan.num_decodes else 0
-        pieces = PIECES if width == 1 else PIECES[-1:]
-        tokens = bucket_of(plan.prompt_tokens, pieces if decodes else self._alone)
+        chunks = CHUNKS if width == 1 else CHUNKS[-1:]
+        tokens = bucket_of(plan.prompt_tokens, chunks if decodes else self._alone)
         return None if decodes is None or tokens is None else _with_prompts(decodes, tokens, width)
 
 

@@ -21,7 +21,7 @@ from engine.model.experts.stacked import Stacked, StackedFp8, StackedInt4, Stack
 from engine.model.experts.weights import ExpertWeights, Listed
 from engine.model.linear import Build, Linear
 from engine.model.places import FLOATS, Place, of_linear
-from engine.model.precision.base import Format, Get, Kind, Part, TensorSpec, parameter
+from engine.model.precision.base import Format, Get, Kind, TensorSpec, WeightSlice, parameter
 from engine.model.precision.choice import Precision
 from engine.model.region import Region
 from engine.model.shard import Shard
@@ -35,7 +35,9 @@ _STACKED = {
 }
 
 
-def expert_weights(parts: Sequence[Sequence[Part]], bias: bool, build: Build) -> ExpertWeights:
+def expert_weights(
+    parts: Sequence[Sequence[WeightSlice]], bias: bool, build: Build
+) -> ExpertWeights:
     """Memory for the weights of experts, in their precision.
 
     Args:
@@ -80,7 +82,9 @@ class Experts(nn.Module):
         if (given := own.reduced) is not None:
             sizes = (given.size, config.hidden_size), (config.hidden_size, given.size)
             self.reduce, self.restore = (
-                Linear([Part(config.layer_name(index, name), Region.whole(*size))], False, build)
+                Linear(
+                    [WeightSlice(config.layer_name(index, name), Region.whole(*size))], False, build
+                )
                 for name, size in zip((given.before, given.after), sizes, strict=True)
             )
         self.shared = shared
@@ -149,13 +153,15 @@ def _weight_places(weights: ExpertWeights, form: Format | None) -> Iterator[Plac
             first += part.rows
 
 
-def _float_specs(part: Part) -> dict[str, TensorSpec]:
+def _float_specs(part: WeightSlice) -> dict[str, TensorSpec]:
     if part.stack is None:
         return {f"{part.module}.weight": TensorSpec(part.region.shape, FLOATS)}
     return {part.stack.tensor: TensorSpec(part.stack.spec(part.region.shape), FLOATS)}
 
 
-def _fill_float(weights: ExpertWeights, expert: int, first: int, part: Part, get: Get) -> None:
+def _fill_float(
+    weights: ExpertWeights, expert: int, first: int, part: WeightSlice, get: Get
+) -> None:
     region = part.region
     if part.stack is None:
         weight = get(f"{part.module}.weight", region.rows, region.columns)
@@ -165,7 +171,7 @@ def _fill_float(weights: ExpertWeights, expert: int, first: int, part: Part, get
 
 
 def _fill_quantised(
-    weights: ExpertWeights, expert: int, first: int, part: Part, form: Format, get: Get
+    weights: ExpertWeights, expert: int, first: int, part: WeightSlice, form: Format, get: Get
 ) -> None:
     weights.fill(expert, first, form.read(part.module, part.region, get))
 
@@ -183,7 +189,7 @@ def _bias_places(weights: ExpertWeights, shard: Shard) -> Iterator[Place]:
             first += part.rows
 
 
-def _bias_specs(part: Part) -> dict[str, TensorSpec]:
+def _bias_specs(part: WeightSlice) -> dict[str, TensorSpec]:
     outputs = part.region.shape[0]
     if part.stack is None:
         return {f"{part.module}.bias": TensorSpec((outputs,), FLOATS)}
@@ -191,7 +197,7 @@ def _bias_specs(part: Part) -> dict[str, TensorSpec]:
     return {f"{part.stack.tensor}_bias": TensorSpec(shape, FLOATS)}
 
 
-def _fill_bias(target: Tensor, part: Part, adds: bool, get: Get) -> None:
+def _fill_bias(target: Tensor, part: WeightSlice, adds: bool, get: Get) -> None:
     rows = part.region.rows
     read = part.stack.read_bias(rows, get) if part.stack else get(f"{part.module}.bias", rows)
     target.copy_(read)

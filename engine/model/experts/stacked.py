@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.model.experts.weights import ExpertWeights
 from engine.model.precision import int4, mxfp4
-from engine.model.precision.base import BLOCK, Kind, Part, Quantised, Scheme, parameter
+from engine.model.precision.base import BLOCK, Kind, Quantised, Scheme, WeightSlice, parameter
 from engine.model.precision.dense import dequantised
 from engine.model.precision.fp8 import quantised_by_block, quantised_by_channel
 from engine.model.precision.rounding import Rounding, restored
@@ -39,7 +39,7 @@ class Stacked(ExpertWeights):
 
     def __init__(
         self,
-        parts: Sequence[Sequence[Part]],
+        parts: Sequence[Sequence[WeightSlice]],
         scheme: Scheme | None,
         bias: bool,
         dtype: torch.dtype,

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from engine.model.precision.base import Method, Part, Quantised, parameter
+from engine.model.precision.base import Method, Quantised, WeightSlice, parameter
 from engine.model.precision.rounding import Rounding
 
 
@@ -26,7 +26,11 @@ class ExpertWeights(nn.Module, ABC):
     """How its input is rounded; None: it takes the model's dtype."""
 
     def __init__(
-        self, parts: Sequence[Sequence[Part]], bias: bool, dtype: torch.dtype, device: torch.device
+        self,
+        parts: Sequence[Sequence[WeightSlice]],
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         """Args:
         parts: by expert, the modules that lie one below the other, those of all experts alike.
@@ -64,7 +68,7 @@ class Listed(ExpertWeights):
 
     def __init__(
         self,
-        parts: Sequence[Sequence[Part]],
+        parts: Sequence[Sequence[WeightSlice]],
         methods: Sequence[Method],
         bias: bool,
         dtype: torch.dtype,

@@ -22,7 +22,7 @@ from engine.model.mixers.config import AttentionConfig
 from engine.model.mixers.head_norms import QK_NORMS, HeadNorm, WholeNorm
 from engine.model.mixers.rope import rotate
 from engine.model.places import Place, of_linear, plain
-from engine.model.precision.base import Format, Part, parameter
+from engine.model.precision.base import Format, WeightSlice, parameter
 from engine.model.region import Range
 from engine.model.shard import Shard, columns, stacked
 from engine.step.attention import AttentionSpec
@@ -31,8 +31,8 @@ from engine.step.attention import AttentionSpec
 class AttentionParts(NamedTuple):
     """The weights around attention."""
 
-    qkv: list[Part]
-    output: list[Part]
+    qkv: list[WeightSlice]
+    output: list[WeightSlice]
 
 
 def parts_of(own: AttentionConfig, config: ModelConfig, index: int, shard: Shard) -> AttentionParts:

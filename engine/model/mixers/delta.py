@@ -36,7 +36,7 @@ from engine.model.mixers.base import Step
 from engine.model.mixers.config import GRID, DeltaConfig
 from engine.model.mixers.convolution import convolved, join_state, split_state
 from engine.model.places import FLOATS, Place, of_linear, of_norm, plain
-from engine.model.precision.base import Format, Get, Part, TensorSpec, parameter
+from engine.model.precision.base import Format, Get, TensorSpec, WeightSlice, parameter
 from engine.model.precision.choice import Precision
 from engine.model.region import Range
 from engine.model.shard import Shard, columns, stacked
@@ -49,11 +49,11 @@ EPSILON = 1e-6
 class DeltaParts(NamedTuple):
     """The weights around the rule."""
 
-    inputs: list[Part]
+    inputs: list[WeightSlice]
     """q, k, v and the gate of the output."""
-    gates: list[Part]
+    gates: list[WeightSlice]
     """beta and decay."""
-    output: list[Part]
+    output: list[WeightSlice]
 
 
 def parts_of(own: DeltaConfig, config: ModelConfig, index: int, shard: Shard) -> DeltaParts:

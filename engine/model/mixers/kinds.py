@@ -18,7 +18,7 @@ from engine.model.mixers.config import (
     MixerConfig,
     ShortConvConfig,
 )
-from engine.model.precision.base import Part
+from engine.model.precision.base import WeightSlice
 from engine.model.shard import Shard
 
 
@@ -43,9 +43,11 @@ def mixer(
     return attention.Attention(config, index, own, build)
 
 
-def parts_of(config: ModelConfig, index: int, own: MixerConfig, shard: Shard) -> Iterator[Part]:
+def parts_of(
+    config: ModelConfig, index: int, own: MixerConfig, shard: Shard
+) -> Iterator[WeightSlice]:
     """A rank's parts of the weights of its products."""
-    parts: Iterable[list[Part]]
+    parts: Iterable[list[WeightSlice]]
     if isinstance(own, ShortConvConfig):
         parts = short_conv.parts_of(own, config, index, shard)
     elif isinstance(own, DeltaConfig):

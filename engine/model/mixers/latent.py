@@ -24,7 +24,7 @@ from engine.model.mixers.base import Step
 from engine.model.mixers.config import LatentConfig
 from engine.model.mixers.rope import rotate
 from engine.model.places import Place, of_linear, of_norm, widened
-from engine.model.precision.base import Format, Part, parameter
+from engine.model.precision.base import Format, WeightSlice, parameter
 from engine.model.region import Range, Region
 from engine.model.shard import Shard, columns
 from engine.step.attention import AttentionSpec, Latents
@@ -33,29 +33,29 @@ from engine.step.attention import AttentionSpec, Latents
 class LatentParts(NamedTuple):
     """The weights around attention over latents."""
 
-    q: list[Part]
+    q: list[WeightSlice]
     """Queries, or the latent that they are made of."""
-    heads_of_q: list[Part]
+    heads_of_q: list[WeightSlice]
     """Queries of that latent; empty: there is none."""
-    kept: list[Part]
+    kept: list[WeightSlice]
     """The latent of K and V, and the part of K that is rotated."""
-    heads: list[Part]
+    heads: list[WeightSlice]
     """K and V of the latent."""
-    output: list[Part]
+    output: list[WeightSlice]
 
 
 def parts_of(own: LatentConfig, config: ModelConfig, index: int, shard: Shard) -> LatentParts:
     """A rank's parts of the weights of layer `index`."""
     hidden, heads = config.hidden_size, shard.even(own.heads)
 
-    def whole(name: str, rows: int) -> list[Part]:
+    def whole(name: str, rows: int) -> list[WeightSlice]:
         region = Region.whole(rows, hidden)
-        return [Part(config.layer_name(index, f"{own.module}.{name}"), region)]
+        return [WeightSlice(config.layer_name(index, f"{own.module}.{name}"), region)]
 
-    def by_heads(name: str, size: int, inputs: int) -> list[Part]:
+    def by_heads(name: str, size: int, inputs: int) -> list[WeightSlice]:
         rows = Range(heads.start * size, heads.end * size)
         region = Region.some_rows((own.heads * size, inputs), rows)
-        return [Part(config.layer_name(index, f"{own.module}.{name}"), region)]
+        return [WeightSlice(config.layer_name(index, f"{own.module}.{name}"), region)]
 
     values = Range(heads.start * own.v_dim, heads.end * own.v_dim)
     output = columns(config, index, f"{own.module}.o_proj", own.heads * own.v_dim, values)

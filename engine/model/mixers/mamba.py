@@ -32,7 +32,7 @@ from engine.model.mixers.base import Step
 from engine.model.mixers.config import GRID, MambaConfig
 from engine.model.mixers.convolution import convolved, join_state, split_state
 from engine.model.places import FLOATS, Place, of_linear, plain
-from engine.model.precision.base import Format, Get, Part, TensorSpec, parameter
+from engine.model.precision.base import Format, Get, TensorSpec, WeightSlice, parameter
 from engine.model.region import Range
 from engine.model.shard import Shard, columns, stacked
 from engine.step.attention import AttentionSpec
@@ -41,9 +41,9 @@ from engine.step.attention import AttentionSpec
 class MambaParts(NamedTuple):
     """The weights around the recurrence."""
 
-    inputs: list[Part]
+    inputs: list[WeightSlice]
     """The gate of the output, x, B, C and the time steps."""
-    output: list[Part]
+    output: list[WeightSlice]
 
 
 class _Held(NamedTuple):

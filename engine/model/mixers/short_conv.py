@@ -20,7 +20,7 @@ from engine.model.linear import Build, Linear
 from engine.model.mixers.base import Step
 from engine.model.mixers.config import ShortConvConfig
 from engine.model.places import Place, of_linear, plain
-from engine.model.precision.base import Format, Part, parameter
+from engine.model.precision.base import Format, WeightSlice, parameter
 from engine.model.region import Range
 from engine.model.shard import Shard, columns, stacked
 from engine.step.attention import AttentionSpec, Taps
@@ -29,9 +29,9 @@ from engine.step.attention import AttentionSpec, Taps
 class ShortConvParts(NamedTuple):
     """The weights around the convolution."""
 
-    gates: list[Part]
+    gates: list[WeightSlice]
     """B, C and x."""
-    output: list[Part]
+    output: list[WeightSlice]
 
 
 def parts_of(own: ShortConvConfig, config: ModelConfig, index: int, shard: Shard) -> ShortConvParts:

@@ -248,7 +248,7 @@ class Stack(NamedTuple):
         return Range(rows.start * self.turns, rows.end * self.turns)
 
 
-class Part(NamedTuple):
+class WeightSlice(NamedTuple):
     """Rows of a fused weight that are one module of the checkpoint, or a rank's part of one."""
 
     module: str

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.model.config import UnsupportedModelError
-from engine.model.precision.base import BLOCK, Format, Kind, Method, Part, Scheme
+from engine.model.precision.base import BLOCK, Format, Kind, Method, Scheme, WeightSlice
 from engine.model.precision.dense import Dense
 from engine.model.precision.fp8 import LEAST_CAPABILITY, Fp8Blocks, Fp8Channels
 from engine.model.precision.int4 import INT4_MULTIPLE, Int4, int4_obstacle, takes
@@ -62,7 +62,7 @@ class Precision:
         self._widened: defaultdict[str, set[str]] = defaultdict(set)
         """Modules by the reason why they are widened."""
 
-    def method(self, parts: Sequence[Part], inputs: int, device: torch.device) -> Method:
+    def method(self, parts: Sequence[WeightSlice], inputs: int, device: torch.device) -> Method:
         """The method of a `Linear` of these parts, with memory on `device`."""
         outputs = sum(part.rows for part in parts)
         schemes = {self._scheme(part.module) for part in parts}
@@ -91,7 +91,7 @@ class Precision:
             case Kind.INT4 | Kind.MXFP4:
                 return Dense(outputs, inputs, self._dtype, device)
 
-    def of_experts(self, parts: Sequence[Part]) -> Scheme | None:
+    def of_experts(self, parts: Sequence[WeightSlice]) -> Scheme | None:
         """The scheme in which a GPU keeps the weights of all experts in one tensor; None: in the
         model's dtype.
 
@@ -110,7 +110,7 @@ class Precision:
             return None
         return scheme
 
-    def _obstacle_of_experts(self, scheme: Scheme, parts: Sequence[Part]) -> str:
+    def _obstacle_of_experts(self, scheme: Scheme, parts: Sequence[WeightSlice]) -> str:
         """Why our kernels take no such weights; empty: they do."""
         if scheme.kind not in (Kind.INT4, Kind.MXFP4):
             return self._obstacle(scheme, parts)
@@ -125,7 +125,7 @@ class Precision:
         """Whether a GPU computes."""
         return self._device.type == "cuda"
 
-    def units(self, part: Part) -> tuple[int, int]:
+    def units(self, part: WeightSlice) -> tuple[int, int]:
         """Rows and columns of a module's weight that no boundary between ranks may cut."""
         scheme = self._scheme(part.module)
         if scheme is None:
@@ -158,7 +158,7 @@ class Precision:
     def _scheme(self, module: str) -> Scheme | None:
         return self.form.scheme(module) if self.form else self._rounds
 
-    def _obstacle(self, scheme: Scheme, parts: Sequence[Part]) -> str:
+    def _obstacle(self, scheme: Scheme, parts: Sequence[WeightSlice]) -> str:
         """Why no product takes such a weight; empty: one does. Only whole weights count, so it does
         not depend on the number of ranks."""
         if scheme.kind is Kind.INT4:
@@ -173,7 +173,7 @@ class Precision:
             return f"its shape is no multiple of {multiple}"
         return ""
 
-    def _int4_obstacle(self, scheme: Scheme, parts: Sequence[Part]) -> str:
+    def _int4_obstacle(self, scheme: Scheme, parts: Sequence[WeightSlice]) -> str:
         if not self.on_gpu:
             return ""
         if obstacle := int4_obstacle(self._device):
@@ -195,7 +195,7 @@ class Precision:
             )
 
     def _widen(
-        self, parts: Sequence[Part], reason: str, inputs: int, device: torch.device
+        self, parts: Sequence[WeightSlice], reason: str, inputs: int, device: torch.device
     ) -> Method:
         self._widened[reason].update(part.module for part in parts)
         return Dense(sum(part.rows for part in parts), inputs, self._dtype, device)

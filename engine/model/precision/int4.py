@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.model.precision import humming
-from engine.model.precision.base import Kernels, Method, Part, Quantised, Scheme
+from engine.model.precision.base import Kernels, Method, Quantised, Scheme, WeightSlice
 from engine.model.precision.humming import LOCKS, Progress, first_rows
 from engine.model.precision.rounding import Rounded
 
@@ -95,7 +95,7 @@ class Int4(Method):
     def __init__(
         self,
         scheme: Scheme,
-        parts: Sequence[Part],
+        parts: Sequence[WeightSlice],
         inputs: int,
         dtype: torch.dtype,
         device: torch.device,

@@ -257,9 +257,9 @@ class Connection(asyncio.Protocol):
         self._is_due = False
         if self._transport is None or self._transport.is_closing():
             return
-        if self._wanted and (piece := bytes(self._unread[:TURN_BYTES])):
+        if self._wanted and (received := bytes(self._unread[:TURN_BYTES])):
             del self._unread[:TURN_BYTES]
-            self.inner.data_received(piece)
+            self.inner.data_received(received)
         self._arrange()
 
     def _arrange(self) -> None:

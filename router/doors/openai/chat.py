@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from baton.inference.v1 import inference_pb2 as api
-from router.answers.calls import CallPart, joined_calls
+from router.answers.calls import CallDelta, joined_calls
 from router.doors.http.parsing import parse
 from router.doors.openai.logprobs import chat_logprobs
-from router.doors.openai.reply import Reply, ReplyOrder, ReplyPart
+from router.doors.openai.reply import Reply, ReplyDelta, ReplyOrder
 from router.doors.openai.schema import StreamOptions
 from router.doors.openai.turns import ChatRequest
 
@@ -27,37 +27,37 @@ class ChatForm:
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def choice(self, part: ReplyPart) -> JSON:
+    def choice(self, delta: ReplyDelta) -> JSON:
         """A whole choice."""
-        calls = joined_calls(part.calls)
-        content = None if calls and not part.text else part.text
+        calls = joined_calls(delta.calls)
+        content = None if calls and not delta.text else delta.text
         message: JSON = {"role": "assistant", "content": content, "refusal": None}
-        message |= _reasoning(part)
+        message |= _reasoning(delta)
         if calls:
             message["tool_calls"] = [_call(call) for call in calls]
-        return self._with("message", message, part)
+        return self._with("message", message, delta)
 
-    def delta(self, part: ReplyPart) -> JSON:
-        """A part of a choice. The role comes with the first text, because load generators would
-        time an extra chunk as a token."""
-        delta: JSON = {"role": "assistant"} if part.first else {}
-        if part.finish_reason is None:
-            delta |= _reasoning(part)
-            if part.calls:
-                delta["tool_calls"] = [
-                    {"index": call.index, **_call(call)} for call in joined_calls(part.calls)
+    def delta(self, delta: ReplyDelta) -> JSON:
+        """What is new of a choice. The role comes with the first text, because load generators
+        would time an extra chunk as a token."""
+        said: JSON = {"role": "assistant"} if delta.first else {}
+        if delta.finish_reason is None:
+            said |= _reasoning(delta)
+            if delta.calls:
+                said["tool_calls"] = [
+                    {"index": call.index, **_call(call)} for call in joined_calls(delta.calls)
                 ]
-            if part.text or len(delta) == part.first:
-                delta["content"] = part.text
-        return self._with("delta", delta, part)
+            if delta.text or len(said) == delta.first:
+                said["content"] = delta.text
+        return self._with("delta", said, delta)
 
-    def _with(self, name: str, content: JSON, part: ReplyPart) -> JSON:
+    def _with(self, name: str, content: JSON, delta: ReplyDelta) -> JSON:
         return {
-            "index": part.choice,
+            "index": delta.choice,
             name: content,
-            "logprobs": None if part.scored is None else chat_logprobs(part.scored),
-            "finish_reason": part.finish_reason,
-            **({} if part.token_ids is None else {"token_ids": part.token_ids}),
+            "logprobs": None if delta.scored is None else chat_logprobs(delta.scored),
+            "finish_reason": delta.finish_reason,
+            **({} if delta.token_ids is None else {"token_ids": delta.token_ids}),
         }
 
     def prompt_ids(self, token_ids: list[int]) -> tuple[JSON, JSON]:
@@ -65,16 +65,16 @@ class ChatForm:
         return {"prompt_token_ids": token_ids}, {}
 
 
-def _reasoning(part: ReplyPart) -> JSON:
+def _reasoning(delta: ReplyDelta) -> JSON:
     """What the model thought, under both names that clients know."""
-    if not part.reasoning:
+    if not delta.reasoning:
         return {}
-    text = "".join(part.reasoning)
+    text = "".join(delta.reasoning)
     return {"reasoning_content": text, "reasoning": text}
 
 
-def _call(call: CallPart) -> JSON:
-    """A call, or a part of one. Only the first part has id and name."""
+def _call(call: CallDelta) -> JSON:
+    """A call, or a delta of one. Only the first delta has id and name."""
     if not call.is_first:
         return {"function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}

@@ -9,7 +9,7 @@ from router import errors
 from router.doors.http.parsing import parse
 from router.doors.http.values import Prompt
 from router.doors.openai.logprobs import completion_logprobs
-from router.doors.openai.reply import Echo, Reply, ReplyOrder, ReplyPart
+from router.doors.openai.reply import Echo, Reply, ReplyDelta, ReplyOrder
 from router.doors.openai.schema import CompletionRequest, StreamOptions
 from router.errors import Violation
 
@@ -29,14 +29,14 @@ class CompletionForm:
     whole_object = "text_completion"
     chunk_object = "text_completion"
 
-    def choice(self, part: ReplyPart) -> JSON:
+    def choice(self, delta: ReplyDelta) -> JSON:
         """A whole choice."""
         return {
-            "index": part.choice,
-            "text": part.text,
-            "logprobs": None if part.scored is None else completion_logprobs(part.scored),
-            "finish_reason": part.finish_reason,
-            **({} if part.token_ids is None else {"token_ids": part.token_ids}),
+            "index": delta.choice,
+            "text": delta.text,
+            "logprobs": None if delta.scored is None else completion_logprobs(delta.scored),
+            "finish_reason": delta.finish_reason,
+            **({} if delta.token_ids is None else {"token_ids": delta.token_ids}),
         }
 
     delta = choice

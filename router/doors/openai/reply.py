@@ -1,8 +1,8 @@
-"""Answers a request: runs its generations, one for each prompt, and joins their parts.
+"""Answers a request: runs its generations, one for each prompt, and joins what they give.
 
 Choice `c` of prompt `p` is the reply's choice `p * n + c`. All generations run at once. If one
-fails, or the caller leaves, the others end. The result is a series of `ReplyPart`s, in order within
-each choice. `Reply.whole` joins them. `Reply.chunks` sends each on as it comes.
+fails, or the caller leaves, the others end. The result is a series of `ReplyDelta`s, in order
+within each choice. `Reply.whole` joins them. `Reply.chunks` sends each on as it comes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from baton.inference.v1 import inference_pb2 as api
-from router.answers.calls import CallPart
+from router.answers.calls import CallDelta
 from router.answers.detokenization import CONTEXT_TOKENS
 from router.doors.http.statuses import JSON, chat_name, dropped_header, ignored_header
 from router.doors.http.told import renamed
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class ReplyPart:
-    """The part that one output adds to one choice of a reply."""
+class ReplyDelta:
+    """What one output adds to one choice of a reply."""
 
     choice: int
     texts: list[str]
@@ -43,9 +43,9 @@ class ReplyPart:
     """Log probabilities, if the request asks for them."""
     finish_reason: str | None = None
     first: bool = False
-    """Whether it is the first part of its choice."""
+    """Whether it is the first delta of its choice."""
     reasoning: list[str] = field(default_factory=list)
-    calls: list[CallPart] = field(default_factory=list)
+    calls: list[CallDelta] = field(default_factory=list)
     token_ids: list[int] | None = None
     """If the request asks for them."""
     extra: JSON = field(default_factory=dict)
@@ -56,8 +56,8 @@ class ReplyPart:
         """Its whole text."""
         return "".join(self.texts)
 
-    def extend(self, later: ReplyPart) -> None:
-        """Appends a later part."""
+    def extend(self, later: ReplyDelta) -> None:
+        """Appends a later delta."""
         self.texts += later.texts
         if self.scored is not None and later.scored is not None:
             self.scored += later.scored
@@ -75,12 +75,12 @@ class Form(Protocol):
     whole_object: str
     chunk_object: str
 
-    def choice(self, part: ReplyPart) -> JSON:
+    def choice(self, delta: ReplyDelta) -> JSON:
         """A whole choice."""
         ...
 
-    def delta(self, part: ReplyPart) -> JSON:
-        """A part of a choice, in a stream."""
+    def delta(self, delta: ReplyDelta) -> JSON:
+        """What is new of a choice, in a stream."""
         ...
 
     def prompt_ids(self, token_ids: list[int]) -> tuple[JSON, JSON]:
@@ -157,7 +157,7 @@ class Reply:
         self._id = f"{order.form.id_prefix}-{call.id}{secrets.token_hex(4)}"
         """Begins with the trace id, which all requests of a trace share."""
         self.headers: dict[str, str] = ignored_header(order.ignored)
-        """Headers of the answer, known when its first part is."""
+        """Headers of the answer, known when its first delta is."""
 
     async def whole(self) -> JSON:
         """The reply in one object.
@@ -165,15 +165,15 @@ class Reply:
         Raises:
             RouterError: the reply failed.
         """
-        whole: dict[int, ReplyPart] = {}
-        async with aclosing(self._parts()) as parts:
-            async for part in parts:
-                if (earlier := whole.get(part.choice)) is not None:
-                    earlier.extend(part)
+        whole: dict[int, ReplyDelta] = {}
+        async with aclosing(self._deltas()) as deltas:
+            async for delta in deltas:
+                if (earlier := whole.get(delta.choice)) is not None:
+                    earlier.extend(delta)
                 else:
-                    whole[part.choice] = part
+                    whole[delta.choice] = delta
         form = self._order.form
-        choices = [{**form.choice(part), **part.extra} for _, part in sorted(whole.items())]
+        choices = [{**form.choice(delta), **delta.extra} for _, delta in sorted(whole.items())]
         return {**self._head, "choices": choices, "usage": self._usage.json()}
 
     async def chunks(self) -> AsyncGenerator[JSON, None]:
@@ -182,9 +182,9 @@ class Reply:
         Raises:
             RouterError: the reply is incomplete.
         """
-        async with aclosing(self._parts()) as parts:
-            async for part in parts:
-                yield self._chunk(part)
+        async with aclosing(self._deltas()) as deltas:
+            async for delta in deltas:
+                yield self._chunk(delta)
         if self._order.stream_options.include_usage:
             yield {**self._head, "choices": [], "usage": self._usage.json()}
 
@@ -205,15 +205,15 @@ class Reply:
     def _template(self, choice: int, kind: str, straight: Straight) -> Template | None:
         if not self._choices[choice].begun:
             return None
-        part = ReplyPart(choice, [MARK] if kind == "text" else [])
-        part.reasoning = [MARK] if kind == "thinking" else []
-        template = Template(straight.frame(self._chunk(part)))
+        delta = ReplyDelta(choice, [MARK] if kind == "text" else [])
+        delta.reasoning = [MARK] if kind == "thinking" else []
+        template = Template(straight.frame(self._chunk(delta)))
         self._templates[choice, kind] = template
         return template
 
-    def _chunk(self, part: ReplyPart) -> JSON:
+    def _chunk(self, delta: ReplyDelta) -> JSON:
         options = self._order.stream_options
-        choice = {**self._order.form.delta(part), **part.extra}
+        choice = {**self._order.form.delta(delta), **delta.extra}
         chunk: JSON = {**self._head, "choices": [choice]}
         if options.include_usage:
             chunk["usage"] = self._usage.json() if options.continuous_usage_stats else None
@@ -227,15 +227,15 @@ class Reply:
         """The error itself."""
         return error
 
-    async def _parts(self) -> AsyncGenerator[ReplyPart, None]:
+    async def _deltas(self) -> AsyncGenerator[ReplyDelta, None]:
         with renamed(self._order.name_of):
             async with aclosing(merged(self._streams)) as outputs:
                 async for prompt, output in outputs:
-                    for part in self._take(prompt, output):
-                        yield part
+                    for delta in self._take(prompt, output):
+                        yield delta
 
-    def _take(self, prompt: int, output: Output) -> list[ReplyPart]:
-        """The parts that one output of a prompt's generation makes."""
+    def _take(self, prompt: int, output: Output) -> list[ReplyDelta]:
+        """The deltas that one output of a prompt's generation makes."""
         first = prompt * self._choices_per_prompt
         match output:
             case TextDelta() if self._order.echo_only:
@@ -254,8 +254,8 @@ class Reply:
                     self._usage.rejected_drafts += output.usage.rejected_draft_tokens
                 return [self._choices[first + output.choice].finish(output)]
 
-    def _start(self, prompt: int, started: Started) -> list[ReplyPart]:
-        """Notes the start of a prompt's generation; returns the parts that echo the prompt."""
+    def _start(self, prompt: int, started: Started) -> list[ReplyDelta]:
+        """Notes the start of a prompt's generation; returns the deltas that echo the prompt."""
         self._usage.prompt_tokens += started.job.prompt_tokens
         echo = self._order.echoes[prompt]
         form = self._order.form
@@ -287,14 +287,14 @@ class Reply:
 
 
 class _Choice:
-    """One choice of a reply, while its parts come."""
+    """One choice of a reply, while its deltas come."""
 
     def __init__(
         self, index: int, order: ReplyOrder, prompt_ids: PromptIds, echo: Echo | None
     ) -> None:
         self.index = index
         self.extra: JSON = {}
-        """Further fields of its first part."""
+        """Further fields of its first delta."""
         self._token_ids = order.token_ids
         self.begun = False
         self._echo_only = order.echo_only
@@ -311,35 +311,35 @@ class _Choice:
                 prompt_ids=prompt_ids[-CONTEXT_TOKENS:].tolist() if echo is None else (),
             )
 
-    def echo(self, echo: Echo, records: Sequence[TokenScore]) -> ReplyPart:
+    def echo(self, echo: Echo, records: Sequence[TokenScore]) -> ReplyDelta:
         """The prompt. Its first token has no log probability."""
-        part = self._part([echo.text])
+        delta = self._begun([echo.text])
         if self._scorer is not None:
-            part.scored = self._scorer.score(echo.token_ids, [None, *records], echo.text)
-        return part
+            delta.scored = self._scorer.score(echo.token_ids, [None, *records], echo.text)
+        return delta
 
-    def add(self, delta: TextDelta) -> ReplyPart:
-        """New tokens. Tokens without text make a part, too, since clients count and time them."""
-        part = self._part(delta.texts)
-        part.reasoning, part.calls = delta.reasoning, delta.calls
+    def add(self, delta: TextDelta) -> ReplyDelta:
+        """New tokens. Tokens without text make one, too, since clients count and time them."""
+        made = self._begun(delta.texts)
+        made.reasoning, made.calls = delta.reasoning, delta.calls
         if self._token_ids:
-            part.token_ids = [*delta.token_ids]
+            made.token_ids = [*delta.token_ids]
         if self._scorer is not None:
-            part.scored = self._scorer.score(delta.token_ids, delta.logprobs)
-        return part
+            made.scored = self._scorer.score(delta.token_ids, delta.logprobs)
+        return made
 
-    def finish(self, finished: Finished) -> ReplyPart:
+    def finish(self, finished: Finished) -> ReplyDelta:
         """The end."""
-        part = self._part([])
+        delta = self._begun([])
         reason = api.FINISH_REASON_LENGTH if self._echo_only else finished.reason
-        part.finish_reason = FINISH_WORDS[reason]
-        return part
+        delta.finish_reason = FINISH_WORDS[reason]
+        return delta
 
-    def _part(self, texts: list[str]) -> ReplyPart:
+    def _begun(self, texts: list[str]) -> ReplyDelta:
         first, self.begun = not self.begun, True
-        part = ReplyPart(self.index, texts, first=first, extra=self.extra if first else {})
-        part.token_ids = [] if self._token_ids else None
-        return part
+        delta = ReplyDelta(self.index, texts, first=first, extra=self.extra if first else {})
+        delta.token_ids = [] if self._token_ids else None
+        return delta
 
 
 @dataclass(slots=True)

@@ -39,7 +39,7 @@ REFERENCE: Final = "item_reference"
 """An item that stands for one of a stored response."""
 
 
-class Part(ApiObject):
+class ContentPart(ApiObject):
     """A part of a content."""
 
     type: str = "text"
@@ -52,7 +52,9 @@ def _parts(value: object) -> object:
     return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
 
 
-Content = Annotated[list[Part] | None, Field(max_length=MAX_CONTENT_PARTS), BeforeValidator(_parts)]
+Content = Annotated[
+    list[ContentPart] | None, Field(max_length=MAX_CONTENT_PARTS), BeforeValidator(_parts)
+]
 
 
 class Item(ApiObject):
@@ -91,12 +93,12 @@ class Item(ApiObject):
                     yield Violation(f"{where}.text", "must be set")
 
 
-def texts_in(parts: Sequence[Part] | None) -> list[str]:
+def texts_in(parts: Sequence[ContentPart] | None) -> list[str]:
     """The texts of a content."""
     return [part.text or part.refusal or "" for part in parts or ()]
 
 
-def _text_of(parts: Sequence[Part] | None) -> str:
+def _text_of(parts: Sequence[ContentPart] | None) -> str:
     return "\n".join(texts_in(parts))
 
 

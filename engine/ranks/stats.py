@@ -43,7 +43,7 @@ from engine.ranks.keeper import Pulse, is_stopped
 from engine.ranks.skew import SkewHistory
 from engine.step.collective import Collective
 
-FILE: Final = "figures"
+FILE: Final = "stats"
 STEPS, BUSY_S, WAITED_S, BEGAN_S, STEP_S, IS_BUSY, STAGE, SIGNS = range(8)
 _COLUMNS: Final = 8
 _FLOAT_BYTES: Final = 8
@@ -78,7 +78,7 @@ class RankLoad(NamedTuple):
     one. None: nobody knows."""
 
 
-class RankFigures:
+class RankStats:
     """The rows of all ranks."""
 
     def __init__(self, folder: Path, count: int, *, create: bool = False) -> None:
@@ -133,7 +133,7 @@ class RankFigures:
         self.rows[rank, STEPS] += 1
 
     def loads(self) -> list[RankLoad]:
-        """The figures of each rank."""
+        """Load of each rank."""
         return [
             RankLoad(
                 rank, int(row[STEPS]), row[BUSY_S].item() or None, row[WAITED_S].item() or None
@@ -196,23 +196,23 @@ def _named(ranks: Sequence[int]) -> str:
     return f"rank {names} is" if len(ranks) == 1 else f"ranks {names} are"
 
 
-def watched(group: GroupCollective, figures: RankFigures) -> Collective:
-    """The group, with a rank's row of figures."""
+def watched(group: GroupCollective, stats: RankStats) -> Collective:
+    """The group, with a rank's row of stats."""
     if group.waits_on_host:
-        return TimedCollective(group, figures)
-    group.on_step = partial(figures.begin_step, group.rank)
-    group.on_waits = figures.devices_waited
+        return TimedCollective(group, stats)
+    group.on_step = partial(stats.begin_step, group.rank)
+    group.on_waits = stats.devices_waited
     return group
 
 
 class TimedCollective:
-    """Another collective, with a rank's row of figures."""
+    """Another collective, with a rank's row of stats."""
 
-    def __init__(self, inner: Collective, figures: RankFigures) -> None:
+    def __init__(self, inner: Collective, stats: RankStats) -> None:
         self.rank = inner.rank
         self.size = inner.size
         self._inner = inner
-        self._row = figures.rows[inner.rank]
+        self._row = stats.rows[inner.rank]
         self._since_s = time.monotonic()
 
     def begin_step(self) -> None:

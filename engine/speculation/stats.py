@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from engine.step.plan import StepPlan, StepResult
 
 
-class Figures:
+class DraftStats:
     """Counts drafts. It belongs to the step loop's thread."""
 
     def __init__(self, most: int) -> None:
@@ -38,7 +38,7 @@ class Figures:
             total[: len(rows)] += rows
 
     def load(self) -> SpeculationLoad:
-        """The figures now."""
+        """Counts so far."""
         return SpeculationLoad(
             drafted_by_position=tuple(self._drafted.tolist()),
             accepted_by_position=tuple(self._accepted.tolist()),
