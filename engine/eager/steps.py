@@ -160,8 +160,9 @@ class TorchSteps:
         rows = np.repeat(np.arange(len(plan.row_slots)), plan.query_lens)
         page_index, offsets = np.divmod(plan.positions, size)
         pages = plan.page_table[rows, page_index]
-        if self.verification is not None:
-            pages[self.verification.unstored] = SCRATCH_PAGE
+        no_rows = np.zeros(0, np.intp)
+        unstored = no_rows if self.verification is None else self.verification.unstored
+        pages[unstored] = SCRATCH_PAGE
         batch = AttentionBatch(
             query_lens=plan.query_lens,
             context_lens=plan.context_lens,
@@ -177,6 +178,7 @@ class TorchSteps:
                 others.append(replace(own, is_state=True))
                 continue
             pages = other.pages[rows, page_index - other.skipped[rows]]
+            pages[unstored] = SCRATCH_PAGE
             contexts = plan.context_lens - other.skipped * np.int32(size)
             others.append(replace(own, context_lens=contexts, token_pages=self._upload(pages)))
         return replace(batch, others=tuple(others)) if others else batch

@@ -124,6 +124,13 @@ class OtherGroups:
             return rows
         return np.setdiff1d(rows, np.concatenate(waiting))
 
+    def grow_ahead(self, rows: Slots, most: Int32s, seniority: NDArray[np.int64]) -> Int32s:
+        """Gives decode rows pages for drafts up to `most` tokens. Returns up to how many each may
+        store. Arguments are by row."""
+        for group in self.groups:
+            most = group.grow_ahead(rows, most, seniority)
+        return most
+
     def tables(
         self, slots: Int32s, starts: Int32s, contexts: Int32s, step: int
     ) -> tuple[GroupTable, ...]:
@@ -131,6 +138,12 @@ class OtherGroups:
         if not self.groups:
             return ()
         return tuple(group.table_of(slots, starts, contexts, step) for group in self.groups)
+
+    def take_back(self, slot: int, first: int, end: int, step: int) -> None:
+        """The pages [first, end) of a sequence were written by `step` last, and not by the one in
+        flight."""
+        for group in self.groups:
+            group.take_back(slot, first, end, step)
 
     def settle(self, step: int) -> None:
         """See `BlockManager.settle`."""

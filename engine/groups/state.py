@@ -208,6 +208,13 @@ class StatePages:
     def _drop(self, page: int) -> None:
         self.blocks.release(np.array([page], np.int32))
 
+    def grow_ahead(self, rows: Slots, most: Int32s, seniority: NDArray[np.int64]) -> Int32s:
+        """As `OtherGroups.grow_ahead`: one page is there for any number of tokens."""
+        return most
+
+    def take_back(self, slot: int, first: int, end: int, step: int) -> None:
+        """Nothing: no step folds in tokens that may not count."""
+
     def table_of(self, slots: Int32s, starts: Int32s, contexts: Int32s, step: int) -> GroupTable:
         """The pages of a step's rows, which fold in tokens [start, context). Makes this step their
         last writer.

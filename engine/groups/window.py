@@ -32,6 +32,7 @@ from engine.group_pages import GroupGrant, GroupPages
 from engine.groups.sizing import chunk_pages
 from engine.groups.spec import Window, name_of
 from engine.pages.blocks import BlockManager
+from engine.pages.growth import grow_oldest
 from engine.step.plan import GroupTable, Int32s
 from engine.types import SCRATCH_PAGE, PageIds
 
@@ -188,6 +189,15 @@ class WindowPages:
         self.end[served] += 1
         return waiting
 
+    def grow_ahead(self, rows: Slots, most: Int32s, seniority: NDArray[np.int64]) -> Int32s:
+        """As `OtherGroups.grow_ahead`. No row gets more than what is promised to it."""
+        missing = -(-most // self._size) - self.end[rows]
+        if (missing > 0).any():
+            missing = np.minimum(missing, self._most - (self.end - self.first)[rows]).clip(min=0)
+            grow_oldest(self.blocks, self.table, self.end, rows, missing, seniority)
+        bounds: Int32s = np.minimum(most, self.end[rows] * self._size)
+        return bounds
+
     def table_of(self, slots: Int32s, starts: Int32s, contexts: Int32s, step: int) -> GroupTable:
         """The pages of a step's rows, whose new tokens are at positions [start, context). Makes
         this step their last writer."""
@@ -218,6 +228,10 @@ class WindowPages:
             for row in np.flatnonzero(~single).tolist()
         ]
         self.blocks.mark_written(np.concatenate(pages), step)
+
+    def take_back(self, slot: int, first: int, end: int, step: int) -> None:
+        """See `OtherGroups.take_back`."""
+        self.blocks.mark_written(self.table[slot, first:end], step)
 
     def kept_from(self, num_tokens: int) -> int:
         """Index of the first page that a sequence of so many tokens keeps."""

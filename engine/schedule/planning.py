@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from engine.bounds import UNBOUNDED, Bounds
 from engine.pages.blocks import BlockManager
+from engine.pages.growth import grow_oldest
 from engine.schedule.batch import Batch
 from engine.schedule.requests import Requests
 from engine.schedule.sequences import ChunkPlan, PrefillTask, Sequence
@@ -127,8 +128,8 @@ class Planner:
         slots = self._batch.slots
         if self._widths is None or not slots.drafts[rows].any():
             return 1
-        if self._batch.others or self._batch.hook_tags(rows.astype(np.int32)).any():
-            return 1  # Other groups have pages for one more token. Hooks are told of lengths.
+        if self._batch.hook_tags(rows.astype(np.int32)).any():
+            return 1  # Hooks are told of lengths.
         room = (self._budget.tokens - self._config.page_size) // rows.size
         return self._widths.choose(rows.size, room)
 
@@ -141,23 +142,17 @@ class Planner:
         """[R]: the first position that each decode row must not store in this step. Rows get pages
         for all that they may store, oldest first, as long as there are any: nobody is preempted
         for a draft."""
-        slots, size = self._batch.slots, self._config.page_size
+        slots, size, others = self._batch.slots, self._config.page_size, self._batch.others
         if self._widths is None:
             return slots.kv_len[rows] + 1
         most = slots.kv_len[rows] + np.where(slots.drafts[rows], width, 1)
         most = np.minimum(most, slots.limit_len[rows] - 1)
         missing = np.maximum(-(-most // size) - slots.page_count[rows], 0)
+        seniority = slots.seniority[rows]
         if missing.any():
-            oldest_first = np.argsort(slots.seniority[rows], kind="stable")
-            served = oldest_first[missing[oldest_first].cumsum() <= self._blocks.available]
-            grown, counts = rows[served], missing[served]
-            places = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
-            places += np.repeat(slots.page_count[grown], counts)
-            pages = self._blocks.allocate_apart(int(counts.sum()))
-            slots.page_table[np.repeat(grown, counts), places] = pages
-            slots.page_count[grown] += counts
+            grow_oldest(self._blocks, slots.page_table, slots.page_count, rows, missing, seniority)
         bounds: Int32s = np.minimum(most, slots.page_count[rows] * size).astype(np.int32)
-        return bounds
+        return others.grow_ahead(rows, bounds, seniority) if others else bounds
 
     def _make_room(self, missing: int) -> None:
         """Preempts the youngest sequences until `missing` more pages are free or about to be free.

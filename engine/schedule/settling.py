@@ -139,6 +139,7 @@ class Settler:
         for i in np.flatnonzero(end > first).tolist():
             pages = slots.page_table[where[i], first[i] : end[i]]
             self._blocks.mark_written(pages, plan.number)
+            self._batch.others.take_back(int(where[i]), first[i], end[i], plan.number)
 
     def _let_pass(self, plan: StepPlan) -> None:
         """Lets pages go that no later step reads."""

@@ -170,8 +170,8 @@ class DraftingExecutor(HashExecutor):
     """One whose drafts are right as often as `random` says. It knows lengths, and stores tokens of
     drafts that failed behind them."""
 
-    def __init__(self, num_pages: int, page_size: int, max_slots: int, random):
-        super().__init__(num_pages, page_size, max_slots)
+    def __init__(self, num_pages: int, page_size: int, max_slots: int, random, windows=()):
+        super().__init__(num_pages, page_size, max_slots, bool(windows), windows)
         self.length = np.zeros(max_slots, np.int64)
         self._random = random
 
@@ -179,6 +179,8 @@ class DraftingExecutor(HashExecutor):
         if plan.begins is not None:
             self.length[plan.begins.slots] = plan.begins.lens
         self.kv[plan.copy_target] = self.kv[plan.copy_source]
+        for kv, table in zip(self.others, plan.others, strict=True):
+            kv[table.copy_target] = kv[table.copy_source]
         self.table[plan.write_slots] = plan.write_tokens
         tokens = np.zeros((len(plan.sample_slots), plan.width), np.int32)
         counts = np.ones(len(tokens), np.int32)
@@ -219,10 +221,19 @@ class DraftingExecutor(HashExecutor):
         page = plan.page_table[row, position // self.page_size]
         assert page != 0, "a token was stored on the scratch page"
         self.kv[page, position % self.page_size] = token
+        for kv, table in zip(self.others, plan.others, strict=True):
+            page = table.pages[row, position // self.page_size - table.skipped[row]]
+            assert page != 0, "a token was stored on the scratch page"
+            kv[page, position % self.page_size] = token
 
     def _context(self, plan: StepPlan, row: int, count: int) -> list[int]:
         context = self.kv[plan.page_table[row]].reshape(-1)[:count]
         assert self.lost or (context >= 0).all(), "KV was never written"
+        for kv, table, window in zip(self.others, plan.others, self.windows, strict=True):
+            seen = np.arange(max(0, count - window), count)
+            pages = table.pages[row, seen // self.page_size - table.skipped[row]]
+            if not (kv[pages, seen % self.page_size] == context[seen]).all():
+                self.torn.add((plan.number, int(plan.row_slots[row])))
         return context.tolist()
 
 

@@ -89,7 +89,7 @@ class Bench:
         windows, widths = options.pop("windows", ()), options.pop("widths", None)
         grouped = bool(windows or states)
         self.device = (
-            DraftingExecutor(num_pages, page_size, slots, random.Random(seed))
+            DraftingExecutor(num_pages, page_size, slots, random.Random(seed), windows)
             if widths
             else HashExecutor(num_pages, page_size, slots, grouped, windows, states)
         )

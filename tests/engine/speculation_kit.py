@@ -26,7 +26,7 @@ class Switching:
         self._turns = itertools.cycle((8, 1, 3, 2, 1, 1, 5, 8, 4))
 
     def choose(self, rows: int, room: int) -> int:
-        return min(next(self._turns), room)
+        return max(1, min(next(self._turns), room))
 
     def settled(self, *_: object) -> None:
         pass

@@ -387,18 +387,24 @@ def test_random_operations_keep_every_promise(seed, lacks_memory, host_slots, wi
 
 @pytest.mark.parametrize("lacks_memory", [False, True])
 @pytest.mark.parametrize(
-    ("host_slots", "seed"),
+    ("host_slots", "seed", "widths"),
     [
-        *((0, seed) for seed in range(8)),
-        *((slots, seed) for slots in (12, 60) for seed in range(3)),
+        *((0, seed, None) for seed in range(8)),
+        *((slots, seed, None) for slots in (12, 60) for seed in range(3)),
+        *((slots, seed, Switching) for slots in (0, 12) for seed in range(3)),
         *(
-            pytest.param(slots, seed, marks=pytest.mark.slow)
+            pytest.param(slots, seed, None, marks=pytest.mark.slow)
             for slots, first, last in ((0, 8, 150), (12, 3, 60), (60, 3, 60))
             for seed in range(first, last)
         ),
+        *(
+            pytest.param(slots, seed, Switching, marks=pytest.mark.slow)
+            for slots in (0, 12, 60)
+            for seed in range(3, 40)
+        ),
     ],
 )
-def test_random_operations_over_three_groups(seed, lacks_memory, host_slots):
+def test_random_operations_over_three_groups(seed, lacks_memory, host_slots, widths):
     """Steps run when the next one is launched, and a page that is free holds nothing."""
     rng = random.Random(seed)
     size, slots, step_tokens = rng.choice([1, 4, 16]), rng.choice([2, 6]), rng.choice([16, 64])
@@ -418,6 +424,7 @@ def test_random_operations_over_three_groups(seed, lacks_memory, host_slots):
         windows=windows,
         host_slots=host_slots,
         lane_random=random.Random(seed),
+        widths=widths() if widths else None,
     )
     play(bench, rng, lacks_memory=lacks_memory)
 

@@ -17,6 +17,11 @@ LENGTHS = (1, 15, 16, 17, 63, 64, 65, 200)
 VOCAB = 384
 TOKENS = 40
 SCRIPTS = tuple(Oracle(VOCAB).scripts())
+WINDOWED = [
+    "gpt_oss",
+    "phi3",
+    *(pytest.param(n, marks=pytest.mark.slow) for n in ("gemma3", "lfm2")),
+]
 FAMILIES = {"llama": {}, "mistral": {"family": "mistral", "sliding_window": 24}, **EVERY}
 
 
@@ -86,6 +91,26 @@ def test_right_drafts_save_steps_and_are_counted(told: Told) -> None:
     assert load.steps < TOKENS / 2
     assert load.speculation is not None
     assert load.speculation.accepted_tokens > 0.9 * load.speculation.drafted_tokens > 0
+
+
+@pytest.fixture(scope="module", params=WINDOWED)
+def windowed(request, tmp_path_factory) -> Told:
+    options = FAMILIES[request.param]
+    return Told(write_tiny_model(tmp_path_factory.mktemp("tiny"), tokenizer=False, **options))
+
+
+@pytest.mark.parametrize("page_size", [16, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("script", ["right", "half", "random"])
+def test_windows_have_pages_for_drafts(windowed: Told, script: str, page_size: int) -> None:
+    options = {"page_size": page_size, "num_pages": 3200 // page_size, "max_context_tokens": 400}
+    options["poison_freed_pages"] = True
+    widths = None if script == "right" else Switching()
+    with speculating(windowed.path, windowed.oracle.scripts()[script], widths, **options) as engine:
+        assert len(engine.pools) > 1
+        windowed.run(engine)
+        load = engine.load()
+    assert script != "right" or load.speculation.accepted_tokens > 200  # Of 320 tokens.
+    assert load.preemptions == load.damaged_pages == 0
 
 
 def test_a_request_may_do_without(told: Told) -> None:
