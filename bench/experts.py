@@ -76,9 +76,15 @@ CASES: Final[dict[tuple[str, str], dict[str, Case]]] = {
         "64x1024+256": Case(64, 1024, 256, 0, 0, 0),
     },
     ("gpt-oss-20b", "as-is"): {"decode-1": Case(1, 128, 256, 0, 620, 450)},
+    ("qwen3.5-35b-a3b", "fp8"): {
+        "prefill-1024": Case(128, 1024, 1, 61_105, 110_000, 81_000),
+        "decode-1": Case(1, 128, 256, 212, 1_000, 350),
+        "64x1024+256": Case(64, 1024, 256, 2_836, 4_250, 3_400),
+        "256x128+512": Case(256, 128, 512, 7_966, 11_800, 9_500),
+    },
 }
 """By shape and precision. `floor` is what memory allows; 0: not known. What vLLM does with DeepSeek
-is of one H100."""
+and Qwen3.5 is of one H100, and so is the floor of Qwen3.5."""
 
 
 class Experts(NamedTuple):

@@ -63,6 +63,7 @@ FLOORS = (
         "engine.cuda.experts",
         "engine.cuda.ranks",
         "engine.cuda.speculation",
+        "engine.cuda.states",
         "engine.cuda.steps",
     ),
     ("engine.loop",),

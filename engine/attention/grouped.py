@@ -55,12 +55,12 @@ class GroupEnds(NamedTuple):
     width: int = 1
 
 
-Member = PagedAttention | ShortConvBackend
+Member = PagedAttention | ShortConvBackend | RecurrentBackend
 """What kernels read pages of a group with."""
 
 
 class PagedGroups:
-    """`PagedAttention` of each group, or its convolutions, by layer of the model."""
+    """`PagedAttention` of each group, or its convolutions or states, by layer of the model."""
 
     def __init__(self, members: Sequence[Member], places: Mapping[int, Place]) -> None:
         """`places`: by layer of the model."""
@@ -74,7 +74,7 @@ class PagedGroups:
 
     def _of(self, group: int) -> PagedAttention:
         member = self.members[group]
-        assert isinstance(member, PagedAttention), "convolutions are not asked to attend"
+        assert isinstance(member, PagedAttention), "convolutions and states are not asked to attend"
         return member
 
     def step(self, group: int) -> PagedStep:
@@ -82,6 +82,18 @@ class PagedGroups:
         member = self.members[group]
         assert isinstance(member, ShortConvBackend)
         return member.step
+
+    def states(self, group: int) -> RecurrentBackend:
+        """A group of states, for their kernels."""
+        member = self.members[group]
+        assert isinstance(member, RecurrentBackend)
+        return member
+
+    def spoilt(self) -> Tensor | None:
+        """After all layers of a step: [R] int32, 1 for rows that have found a wrong state; None: no
+        layer has states."""
+        found = [each.found for each in self.members if isinstance(each, RecurrentBackend)]
+        return torch.stack(found).amax(0) if found else None
 
     def reserve(self, tokens: int, rows: int) -> None:
         """See `PagedAttention`."""

@@ -45,20 +45,16 @@ from engine.cuda.ranks.drawing import (
     drawing_of,
     nothing_drawn,
     pooled_of,
-    pooling,
+    spoilt_of,
     telling,
+    telling_more,
 )
 from engine.cuda.speculation.drawing import Drafting, DraftSampling
 from engine.cuda.steps.inputs import Inputs, attention_of, ends_of, narrowed_of
-from engine.cuda.steps.packing import (
-    PackedStep,
-    pack,
-    reads_of,
-)
+from engine.cuda.steps.packing import PackedStep, Width, pack, reads_of, width_of
 from engine.cuda.steps.shapes import MIXED_SPACING, PROMPT_ROWS, Shape, Shapes
 from engine.cuda.steps.staging import StepStaging
 from engine.cuda.waiting import Read, StepWaiter
-from engine.groups.spec import Window
 from engine.model import Model
 from engine.pool.pools import KvPools
 from engine.sampling import Sampler
@@ -74,13 +70,21 @@ SPARE_INTEGERS = 1 << 16
 """Room in the staging buffer for copies, samples of many choices and gaps between sections."""
 
 
+class _Computed(NamedTuple):
+    hidden: Tensor
+    """[R, H]"""
+    logits: Tensor
+    """[R, vocab]"""
+    spoilt: Tensor | None
+    """[R] int32: see `PagedGroups.spoilt`."""
+
+
 class _Graph(NamedTuple):
     graph: torch.cuda.CUDAGraph
     hidden: Tensor | None
-    """[R, H]; None: it has no prompts. The next replay of any shape may overwrite it, and the
-    logits."""
+    """None: it has no prompts. The next replay of any shape may overwrite it, and the others."""
     logits: Tensor
-    """[R, vocab]"""
+    spoilt: Tensor | None
 
 
 class CudaExecutor:
@@ -125,7 +129,8 @@ class CudaExecutor:
         narrows = self._most_chosen > 0
         self._shapes = Shapes(bounds, self._kv_heads, narrows=narrows, widths=widths)
         shapes = self._shapes.all
-        widest = [max_pages, *self._widths(max(bounds.max_step_tokens, shapes[0].tokens))]
+        widths_of_groups = self._widths(max(bounds.max_step_tokens, shapes[0].tokens))
+        widest = [max_pages, *(width.columns for width in widths_of_groups)]
         self._staging = StepStaging(_most_integers(bounds, shapes[0], widest), device)
         most_rows = max(shape.rows for shape in shapes)
         tables = None if drafting is None else drafting.tables
@@ -138,14 +143,11 @@ class CudaExecutor:
         self.step_times: dict[Shape, float] = {}
         """Seconds of a step of decode rows of no length, by shape, as captured."""
 
-    def _widths(self, prompt_tokens: int) -> list[int]:
-        """Pages in a row of the tables of the groups beyond group 0, in steps with so many tokens
-        of prompts."""
-        size = self._page_size
-        kinds = [spec.kind for spec in self._pools.specs[1:]]
-        most = [kind.most_pages(size) for kind in kinds if isinstance(kind, Window)]
+    def _widths(self, prompt_tokens: int) -> list[Width]:
+        """The tables of the groups beyond group 0, in steps with so many tokens of prompts."""
         ahead = 0 if self._drafting is None else 1
-        return [min(self._max_pages, pages + -(-prompt_tokens // size)) + ahead for pages in most]
+        size = self._page_size, self._max_pages, prompt_tokens, ahead
+        return [width_of(spec.kind, *size) for spec in self._pools.specs[1:]]
 
     def capture(self, progress: Progress | None = None) -> None:
         """Makes the graph of every shape. Blocks until that is done.
@@ -166,7 +168,7 @@ class CudaExecutor:
         self._hooked.capture()
         with torch.cuda.stream(self.stream):
             packed = self._pack(None, shape)
-            _, logits = self._kernels(packed)
+            logits = self._kernels(packed).logits
             if shape.decodes:
                 verified = self._verified(self._inputs, shape.decodes, shape.width)
                 self._drawing.warm(logits[: shape.decode_tokens], packed.slots, verified)
@@ -174,13 +176,14 @@ class CudaExecutor:
             self.stream.synchronize()
             graph.capture_begin(memory, capture_error_mode="thread_local")
             try:
-                hidden, logits = self._kernels(packed)
+                done = self._kernels(packed)
             finally:
                 graph.capture_end()
             if self._drafting is not None and shape.decodes and not shape.prompt_rows:
                 self.step_times[shape] = replay_s(graph)
         self._hooked.check_captured()
-        return _Graph(graph, hidden if shape.prompt_rows else None, logits)
+        hidden = done.hidden if shape.prompt_rows else None
+        return _Graph(graph, hidden, done.logits, done.spoilt)
 
     def seconds_by_rows_and_width(self) -> dict[tuple[int, int], float]:
         """Seconds of a step of decode rows without context, whatever division of contexts it
@@ -222,7 +225,7 @@ class CudaExecutor:
         (draw, future), self._waiting = self._waiting, None
         try:
             with torch.inference_mode(), torch.cuda.stream(self.stream):
-                self._finish(pooling(self._drawing.draw(draw, masks), draw.pooled), future)
+                self._finish(telling_more(self._drawing.draw(draw, masks), draw), future)
         except Exception as error:
             future.set_exception(error)
 
@@ -246,7 +249,7 @@ class CudaExecutor:
         if plan.masked.size:
             self._waiting = draw, Future()
             return self._waiting[1]
-        return self._finish(pooling(self._drawing.draw(draw), draw.pooled))
+        return self._finish(telling_more(self._drawing.draw(draw), draw))
 
     def _transfer(self, plan: StepPlan) -> None:
         """Queues page copies and token table writes before the step. They are rare, so no graph has
@@ -278,12 +281,14 @@ class CudaExecutor:
         ready = self._graphs.get(shape)
         hidden: Tensor | None
         if ready is None:
-            hidden, logits = self._kernels(packed)
+            hidden, logits, spoilt = self._kernels(packed)
         else:
             ready.graph.replay()
-            hidden, logits = ready.hidden, ready.logits
+            _, hidden, logits, spoilt = ready
         pooled = pooled_of(plan, hidden, shape.decode_tokens)
-        return self._draw(plan, packed, logits, self._inputs)._replace(pooled=pooled)
+        draw = self._draw(plan, packed, logits, self._inputs)
+        spoilt = spoilt_of(plan, spoilt, shape.decodes, self._ranks)
+        return draw._replace(pooled=pooled, spoilt=spoilt)
 
     def _draw(self, plan: StepPlan, packed: PackedStep, logits: Tensor, inputs: Inputs) -> Draw:
         """The draw of a padded step."""
@@ -311,8 +316,8 @@ class CudaExecutor:
         self._staging.upload()
         return packed
 
-    def _kernels(self, packed: PackedStep) -> tuple[Tensor, Tensor]:
-        """Hidden states [R, H] of the rows, and their logits [R, vocab]. A graph captures this."""
+    def _kernels(self, packed: PackedStep) -> _Computed:
+        """What a graph captures."""
         inputs = self._inputs.spread(packed, self._token_table, self._page_size)
         self._attention.prepare(attention_of(packed, inputs))
         narrowed = narrowed_of(packed, inputs[0], self._most_chosen, self._page_size)
@@ -323,7 +328,7 @@ class CudaExecutor:
             ends_of(packed, inputs),
             self._hooked.attend(self._attention.first, narrowed, differ=packed.shape.differ),
         )
-        return hidden, self._forward.logits(hidden)
+        return _Computed(hidden, self._forward.logits(hidden), self._attention.spoilt())
 
     # -- steps with longer prompts --------------------------------------------------------------
 
@@ -365,7 +370,9 @@ class CudaExecutor:
             assert ends is not None, "states of prompts are read"
             hidden = hidden.index_select(0, ends.tokens)
         logits = hidden if plan.sample is None else self._forward.logits(hidden)
-        return self._draw(plan, packed, logits, own)._replace(scores=scores, pooled=pooled)
+        spoilt = spoilt_of(plan, self._attention.spoilt(), decodes, self._ranks)
+        draw = self._draw(plan, packed, logits, own)
+        return draw._replace(scores=scores, pooled=pooled, spoilt=spoilt)
 
 
 def widths_of(most: int) -> tuple[int, ...]:

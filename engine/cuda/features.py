@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from engine.model.config import ExpertsConfig, MlpConfig, ModelConfig
-from engine.model.mixers.config import AttentionConfig, DeltaConfig, MambaConfig
+from engine.model.mixers.config import DeltaConfig, MambaConfig
+
+MOST_NUMBERS: Final = 32768
+"""The most in the matrix of a head: a program has one in its registers."""
 
 
 def obstacle(config: ModelConfig) -> str:
@@ -14,9 +19,11 @@ def obstacle(config: ModelConfig) -> str:
         if squares or isinstance(forward, MlpConfig):
             return "a feed-forward without a gate"
         if isinstance(own, DeltaConfig):
-            return "linear attention"
-        if isinstance(own, MambaConfig):
-            return "Mamba"
-        if isinstance(own, AttentionConfig) and own.gated:
-            return "attention with gates"
+            numbers = own.key_dim * own.value_dim
+        elif isinstance(own, MambaConfig):
+            numbers = own.state_dim * own.head_dim
+        else:
+            continue
+        if numbers > MOST_NUMBERS:
+            return f"a state of {numbers} numbers a head"
     return ""

@@ -9,6 +9,8 @@ from engine.attention.paged import PagedStep
 from engine.bounds import Bounds
 from engine.cuda.forward import FusedForward
 from engine.cuda.steps.shapes import LONGEST_GRAPH
+from engine.groups.spec import State
+from engine.groups.state import TABLE_COLUMNS
 from engine.model import Model
 from engine.pool.pools import KvPools
 from engine.types import SCRATCH_PAGE
@@ -84,7 +86,9 @@ def _run_largest(model: Model, scratch: KvPools, attention: PagedGroups, bounds:
     table = torch.full((1, width), SCRATCH_PAGE, dtype=torch.int32, device=device)
     starts = torch.nn.functional.pad(lens, (1, 0))
     step = PagedStep(0, lens, table, starts, size, all_fresh=True)
-    attention.prepare([step] * len(scratch))
+    states = step._replace(page_table=table.new_zeros(1, TABLE_COLUMNS))
+    kinds = [spec.kind for spec in scratch.specs]
+    attention.prepare([states if isinstance(kind, State) else step for kind in kinds])
     forward = FusedForward(model, scratch, attention, bounds.max_context_tokens)
     stores = SCRATCH_PAGE * page_size + positions % page_size
     hidden = forward.hidden(torch.zeros_like(positions), positions, [stores] * len(scratch))

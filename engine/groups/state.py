@@ -45,6 +45,12 @@ many are computed again. With 256 a next turn's first token comes 0.8 ms later, 
 take 0.3 % more of decoding (`bench.constants --only states`)."""
 
 
+MOST_SAVED = 3
+"""States that a row saves in a step: three of a prompt, or one of an answer."""
+TABLE_COLUMNS = 2 + 2 * MOST_SAVED
+"""The most columns of `StatePages.table_of`."""
+
+
 class StatePages:
     """Who holds which page of a state's group. It belongs to the step loop's thread."""
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.groups.spec import Full, GroupSpec, Plane
 from engine.pool.kv_pool import KvPool
 from engine.pool.page_pool import PagePool
+from engine.pool.state_pool import StatePool
 
 ALIGNMENT = 4096
 """A group's run begins at a multiple of so many bytes."""
@@ -74,6 +75,13 @@ class KvPools:
         place = self.places[layer]
         pool = self._pools[place.group]
         assert isinstance(pool, KvPool), "the layer keeps K and V"
+        return pool, place.layer
+
+    def state_of(self, layer: int) -> tuple[StatePool, int]:
+        """The pool that has the states of a layer, and the layer's index there."""
+        place = self.places[layer]
+        pool = self._pools[place.group]
+        assert isinstance(pool, StatePool), "the layer keeps states"
         return pool, place.layer
 
     def __iter__(self) -> Iterator[PagePool]:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from engine.pool.page_pool import PagePool
 
-STAMP_NUMBERS: Final = 4
-"""Numbers that a stamp takes, of which it uses one: 16 bytes, so that those behind it are
-aligned."""
+STAMP_NUMBERS: Final = 32
+"""Numbers that a stamp takes, of which it uses one: 128 bytes, as much as a GPU's memory hands out
+at once, so that matrices behind it are aligned."""
 SPOILT: Final = -1
 """Stamp of a state that must not be used: it equals no number of tokens."""
 
@@ -25,7 +25,7 @@ SPOILT: Final = -1
 class StatePool(PagePool):
     """States in float32, whatever the model's dtype is."""
 
-    layout = "state-unit-outer-1"
+    layout = "state-unit-outer-2"
     precision = "float32"
 
     def __init__(
@@ -51,16 +51,18 @@ class StatePool(PagePool):
             data=data,
         )
         shape = num_pages, units, num_layers, STAMP_NUMBERS + numbers
-        self._numbers = self.data.view(torch.float32).view(shape)
-        self._stamps = self.data.view(torch.int32).view(shape)
+        self.elements = self.data.view(torch.float32).view(shape)
+        """All numbers, with the stamps before those of each layer."""
+        self.integers = self.data.view(torch.int32).view(shape)
+        """All memory as integers, for the stamps."""
 
     def layer(self, layer: int) -> Tensor:
         """States of a layer, [num_pages, units, numbers] float32, a strided view."""
-        return self._numbers[:, :, layer, STAMP_NUMBERS:]
+        return self.elements[:, :, layer, STAMP_NUMBERS:]
 
     def stamps(self, layer: int) -> Tensor:
         """Tokens folded into each, [num_pages, units] int32, a strided view."""
-        return self._stamps[:, :, layer, 0]
+        return self.integers[:, :, layer, 0]
 
 
 def unit_bytes_of(num_layers: int, numbers: int) -> int:

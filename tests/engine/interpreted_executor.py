@@ -19,9 +19,11 @@ import numpy as np
 import torch
 from engine_kit import GREEDY, Run, build, check_baseline, finish, submit
 from speculation_kit import Oracle, Switching, speculating
+from tiny_families import HYBRIDS
 from tiny_models import write_tiny_model
 
-from engine.attention.grouped import PagedGroups
+from engine.attention.grouped import Member, PagedGroups
+from engine.attention.recurrent.states import RecurrentBackend
 from engine.attention.triton import TritonBackend
 from engine.beams.params import BeamParams
 from engine.cuda import executor as executors
@@ -31,8 +33,9 @@ from engine.cuda.ranks import drawing
 from engine.cuda.speculation import drawing as verified
 from engine.engine import Engine
 from engine.parts import building
+from engine.pool.state_pool import StatePool
 from engine.pooling.requests import Pooling, PoolKind
-from engine.types import Mode, SamplingParams
+from engine.types import FailureReason, Mode, SamplingParams
 
 VOCAB = 384
 
@@ -47,10 +50,13 @@ def on_a_device(config, loaded, pools, sampler, hooks, progress=None):
     """`building.cuda_executor`, with attention of our own."""
     specs = loaded.model.attention_specs
     kernels = prompt_attention, decode_attention
-    own = [
-        TritonBackend(pool, tuple(specs[layer] for layer in spec.layers), *kernels)
-        for pool, spec in zip(pools, pools.specs, strict=True)
-    ]
+    own: list[Member] = []
+    for pool, spec in zip(pools, pools.specs, strict=True):
+        of_layers = tuple(specs[layer] for layer in spec.layers)
+        if isinstance(pool, StatePool):
+            own.append(RecurrentBackend(pool, of_layers))
+        else:
+            own.append(TritonBackend(pool, of_layers, *kernels))
     groups = PagedGroups(own, pools.places)
     drafting = building._drafting(config, loaded, pools.first.device)
     return executors.CudaExecutor(loaded.model, pools, groups, sampler, config, drafting=drafting)
@@ -64,7 +70,7 @@ def patches() -> ExitStack:
         ("stream", lambda _stream: nullcontext()),
     ):  # fmt: skip
         stack.enter_context(patch.object(torch.cuda, name, stand_in))
-    for module in (drawing, verified):
+    for module in (drawing, verified, executors):
         stack.enter_context(patch.object(module, "to_pinned", torch.clone))
     stack.enter_context(patch.object(building, "cuda_executor", on_a_device))
     return stack
@@ -186,6 +192,38 @@ def check_beams(path: Path) -> None:
             engine.stop()
 
 
+def check_states(path: Path) -> None:
+    """Prompts in chunks, beside decode rows, from the cache, and forked. Then a state is wrong, and
+    the rows that read it fail."""
+    options = OPTIONS | {"max_step_tokens": 72, "max_context_tokens": 256, "num_pages": 80}
+    prompts = [np.random.default_rng(n).integers(1, VOCAB, n).tolist() for n in (5, 66)]
+
+    def answered(engine: Engine) -> list[Run]:
+        runs = []
+        for choices in (1, 2):
+            several = [submit(engine, ids, 3, choices=choices, ignore_eos=True) for ids in prompts]
+            finish(*several, timeout_s=600)
+            runs += several
+        check_baseline(engine)
+        return runs
+
+    plain = build(path, **options)
+    wanted = answered(plain)
+    plain.stop()
+    with patches():
+        engine = build(path, cuda_graphs=False, **options)
+        same(answered(engine), wanted)
+        for layer in range(2):
+            engine.pools[1].stamps(layer).add_(1)
+        wrong = submit(engine, prompts[1], 3, ignore_eos=True)
+        finish(submit(engine, prompts[0], 3, ignore_eos=True), timeout_s=300)
+        assert wrong.done.wait(300)
+        assert wrong.failed is not None
+        assert wrong.failed.reason is FailureReason.NUMERICAL
+        check_baseline(engine)
+        engine.stop()
+
+
 CASES = {
     "pools": check_pools, "plain": check_plain, "drafts": check_drafts, "suffix": check_suffix,
     "beams": check_beams,
@@ -196,7 +234,11 @@ def main() -> None:
     interpreted_ptx.teach()
     path = write_tiny_model(Path(sys.argv[1]) / "tiny", tokenizer=False)
     for case in sys.argv[2:]:
-        CASES[case](path)
+        if case in HYBRIDS:
+            own = write_tiny_model(Path(sys.argv[1]) / case, tokenizer=False, **HYBRIDS[case])
+            check_states(own)
+        else:
+            CASES[case](path)
         print(case, "equal", flush=True)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from engine.attention.fa3 import LONG_PIECE
 from engine.bounds import Bounds
-from engine.cuda.steps.packing import PackedStep, pack
+from engine.cuda.steps.packing import PackedStep, Width, pack
 from engine.cuda.steps.shapes import (
     CHUNKS,
     LONGEST_GRAPH,
@@ -235,7 +235,7 @@ def test_a_group_of_a_window_has_a_table_that_begins_at_what_is_read():
     plan, shape = windowed(step(2, (14, 19), (0, 3))), Shape(8, PROMPT_ROWS + 1, CHUNKS[-1])
     staging = StepStaging(1 << 14, torch.device("cpu"))
     staging.begin()
-    found = pack(plan, shape, staging, NOBODY, PAGE_SIZE, widths=[width_of(shape)])
+    found = pack(plan, shape, staging, NOBODY, PAGE_SIZE, widths=[Width(width_of(shape))])
     staging.upload()
     (group,) = found.others
     assert group.header.tolist() == [2, 2, width_of(shape)]
@@ -266,7 +266,7 @@ def test_a_step_lies_where_the_graph_was_captured(shape):
     for plan in plans:
         staging.begin()
         own = plan if plan is None else windowed(plan)
-        found = pack(own, shape, staging, NOBODY, PAGE_SIZE, widths=[width_of(shape)])
+        found = pack(own, shape, staging, NOBODY, PAGE_SIZE, widths=[Width(width_of(shape))])
         staging.upload()
         (group,) = found.others
         fixed = [

@@ -8,7 +8,8 @@ A row whose state has not folded in just the tokens before it is spoilt, and so 
 The host hears of it and fails the request. The row computes with zeros meanwhile: NaN would stay in
 pages that others get.
 
-The reference for other devices, as `sdpa` is.
+The reference for other devices, as `sdpa` is. Kernels (`engine.cuda.states`) do the same in rows
+that `prepare` tells them of.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.attention.paged import PagedStep
 from engine.pool.state_pool import SPOILT, StatePool
 from engine.step.attention import AttentionBatch, Recurrence, Specs
 
@@ -84,7 +86,20 @@ class RecurrentBackend:
 
     def attend_ends(self, layer: int, q: Tensor, contexts: Tensor, page_table: Tensor) -> Tensor:
         """See `AttentionBackend`."""
-        raise NotImplementedError("only kernels ask for ends, and states have none yet")
+        raise NotImplementedError("kernels of states compute all tokens")
+
+    def reserve(self, tokens: int, rows: int) -> None:
+        """See `PagedAttention`."""
+        return
+
+    def prepare(self, step: PagedStep) -> None:
+        """Sets the step for kernels. Its page table is that of the group, as `begin` gets it."""
+        self.step = step
+        rows = len(step.context_lens)
+        self.found = torch.zeros(rows, dtype=torch.int32, device=step.context_lens.device)
+        """[R]: 1 where a kernel has found a wrong state in some layer."""
+        self.chunks: Tensor | None = None
+        """Where kernels cut the prompts of the step, once one has asked."""
 
     def _read(self, layer: int, pages: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """States in pages [B], [B, U, N], and which are spoilt, [B]: they should have folded in

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from engine.attention.grouped import PagedGroups
 from engine.cuda import kernels
 from engine.cuda.kv.fp8_store import rope_store_fp8
+from engine.cuda.kv.gates import opened, ungated
 from engine.cuda.kv.rope_store import HeadNorms, RopeTable, rope_store
 from engine.cuda.mixers.base import RowEnds, StepTokens
 from engine.model import Model
@@ -58,6 +59,13 @@ class RopeTables:
         return RopeTable(angles.flatten(1), turned, rope.neighbours)
 
 
+class _Made(NamedTuple):
+    heads: Tensor
+    """[T, (Hq + 2 Hkv) D]: q, k and v, or q alone."""
+    gated: Tensor | None
+    """[T, ..], the product with the gates of q (`engine.cuda.kv.gates`)."""
+
+
 class FusedAttention:
     """See `FusedMixer`."""
 
@@ -91,33 +99,46 @@ class FusedAttention:
 
     def run(self, x: Tensor | Rounded, step: StepTokens) -> Tensor:
         """See `FusedMixer`."""
+        made = self._made(x)
         if self.keeps:
-            q, k, v = self._project(x, step)
+            q, k, v = self._project(made.heads, step)
         else:
-            q, (k, v) = self._query(x, step), step.lent[self._keeper]
-        return self._output(step.attend(self._keeper, q, k, v))
+            q, (k, v) = self._query(made.heads, step), step.lent[self._keeper]
+        return self._output(step.attend(self._keeper, q, k, v), made.gated)
 
     def store(self, x: Tensor | Rounded, step: StepTokens) -> None:
         """See `FusedMixer`."""
-        self._project(x, step)
+        self._project(self._made(x).heads, step)
 
     def run_ends(self, x: Tensor | Rounded, step: StepTokens, ends: RowEnds) -> Tensor:
         """See `FusedMixer`."""
+        made = self._made(x)
+        gated = made.gated
         if self.keeps:
-            q, _, _ = self._project(x, step)
+            q, _, _ = self._project(made.heads, step)
             q = q.index_select(0, ends.tokens)
+            gated = None if gated is None else gated.index_select(0, ends.tokens)
         else:
-            q = self._query(x, step)
-        return self._output(self._attention.attend_ends(self._keeper, q, ends.groups))
+            q = self._query(made.heads, step)
+        return self._output(self._attention.attend_ends(self._keeper, q, ends.groups), gated)
 
-    def _output(self, attended: Tensor) -> Tensor:
-        out: Tensor = self._module.output(attended.flatten(1))
+    def _made(self, x: Tensor | Rounded) -> _Made:
+        module = self._module
+        made: Tensor = module.qkv(x)
+        if not module.own.gated:
+            return _Made(made, None)
+        return _Made(ungated(made, module.heads[0], module.own.head_dim), made)
+
+    def _output(self, attended: Tensor, gated: Tensor | None) -> Tensor:
+        flat = attended.flatten(1)
+        if gated is not None:
+            flat = opened(flat, gated, self._module.own.head_dim)
+        out: Tensor = self._module.output(flat)
         return out
 
-    def _project(self, x: Tensor | Rounded, step: StepTokens) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, qkv: Tensor, step: StepTokens) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, with q and k rotated. k and v are also stored in the pool."""
         module, own = self._module, self._module.own
-        qkv = module.qkv(x)
         if own.v_is_k:
             width = module.heads[1] * own.head_dim
             qkv = torch.cat((qkv, qkv[:, -width:]), dim=1)
@@ -129,11 +150,11 @@ class FusedAttention:
             step.lent[module.index] = k, v
         return self._grown(q, step), k, v
 
-    def _query(self, x: Tensor | Rounded, step: StepTokens) -> Tensor:
+    def _query(self, qkv: Tensor, step: StepTokens) -> Tensor:
         """q, rotated, where K and V are another layer's."""
         to = step.positions, step.positions, self._pool
         kept = self._layer, self._head_norms
-        q, _, _ = rope_store(self._module.qkv(x), self._rope, *to, *kept, keeps=False)
+        q, _, _ = rope_store(qkv, self._rope, *to, *kept, keeps=False)
         return self._grown(q, step)
 
     def _grown(self, q: Tensor, step: StepTokens) -> Tensor:

@@ -32,6 +32,7 @@ from engine.hooks.calling import Failures
 from engine.model import Model
 from engine.sampling import Sampler, SampleResult, Scores, score
 from engine.sampling.pooling import pooled_states
+from engine.step.collective import Collective
 from engine.step.plan import SCORE_ROWS, ScorePlan, ScoreResult, StepPlan, StepResult
 from engine.step.sampling import Masks, SamplePlan
 
@@ -69,6 +70,9 @@ class Draw(NamedTuple):
     """None: no step verifies drafts."""
     pooled: Tensor | None = None
     """[P, H]. Pooled states on their way to pinned memory; None: the step pools nothing."""
+    spoilt: Tensor | None = None
+    """[R] int32 on its way to pinned memory: 1 for rows that have found a wrong state. None: there
+    are no states."""
 
 
 class Drawing(Protocol):
@@ -302,11 +306,43 @@ def pooled_of(plan: StepPlan, hidden: Tensor | None, decode_tokens: int | None) 
     return to_pinned(pooled_states(plan, hidden[decode_tokens - plan.num_decodes :], by_row=True))
 
 
-def pooling(read: Read, pooled: Tensor | None) -> Read:
-    """Reads what was pooled, too."""
+def spoilt_of(
+    plan: StepPlan, spoilt: Tensor | None, decodes: int, ranks: Collective
+) -> Tensor | None:
+    """Queues the copy to the host of where any rank has found a wrong state, by row of the plan.
+    None: there are no states.
+
+    Args:
+        plan: the step.
+        spoilt: int32 of each row on this rank: decode rows, with those of padding, then prompts.
+        decodes: number of decode rows, with those of padding.
+        ranks: all ranks. Each calls it.
+    """
+    if spoilt is None:
+        return None
+    if ranks.size > 1:
+        assert isinstance(ranks, CudaCollective)
+        spoilt = ranks.gather_on_all(spoilt).amax(0)
+    real = plan.num_decodes
+    prompts = spoilt[decodes:][: len(plan.row_slots) - real]
+    return to_pinned(torch.cat((spoilt[:real], prompts)))
+
+
+def telling_more(read: Read, draw: Draw) -> Read:
+    """Reads what was pooled, and which rows are spoilt, too."""
+    return _telling_spoilt(_pooling(read, draw.pooled), draw.spoilt)
+
+
+def _pooling(read: Read, pooled: Tensor | None) -> Read:
     if pooled is None:
         return read
     return lambda: replace(read(), pooled=pooled.numpy())
+
+
+def _telling_spoilt(read: Read, spoilt: Tensor | None) -> Read:
+    if spoilt is None:
+        return read
+    return lambda: replace(read(), spoilt=spoilt.numpy() > 0)
 
 
 def nothing_drawn(scores: list[HostScores] | None = None) -> StepResult:

@@ -54,6 +54,9 @@ class Inputs:
         for index, group in enumerate(_groups(packed)):
             own = self._columns[index][:, : shape.tokens]
             table, contexts = self._tables[index][: shape.rows], group.contexts
+            if group.is_state:
+                spread.append(StepInputs(own[0], own[1], own[2], group.page_table, contexts))
+                continue
             if self._drafts is not None:
                 contexts = self._contexts[index][: shape.rows]
             inputs = StepInputs(own[0], own[1], own[2], table, contexts)

@@ -2,7 +2,8 @@
 
 The step's shape alone decides the addresses of the sections, so a graph of the shape finds them in
 every step. The page table of group 0 comes last, and its width is in the header. The other groups'
-tables are as wide as any step of the shape needs, because what such a group keeps is bounded.
+tables are as wide as any step of the shape needs, because what such a group keeps is bounded. That
+of a group of states has its rows where the shape has them, and is read as it is.
 
 Padding is harmless. A padding decode row has an unused token at position 0, and reads and writes
 only the scratch page. Padding tokens of prompts write there, too. They are a row of their own, the
@@ -19,9 +20,35 @@ from torch import Tensor
 
 from engine.cuda.steps.shapes import Shape
 from engine.cuda.steps.staging import Int32s, StepStaging
+from engine.groups.spec import Kind, State, Window
+from engine.groups.state import TABLE_COLUMNS
 from engine.step.hooks import Narrowed
 from engine.step.plan import GroupTable, StepPlan
 from engine.types import SCRATCH_PAGE
+
+
+class Width(NamedTuple):
+    """How wide the table of a group beyond group 0 is."""
+
+    columns: int
+    is_state: bool = False
+
+
+def width_of(kind: Kind, page_size: int, most: int, prompt_tokens: int, ahead: int) -> Width:
+    """How wide the table of a group of this kind is, in steps with so many tokens of prompts.
+
+    Args:
+        kind: the group's.
+        page_size: tokens in a page.
+        most: pages of the longest sequence.
+        prompt_tokens: of all prompts.
+        ahead: pages for drafts.
+    """
+    if isinstance(kind, State):
+        return Width(TABLE_COLUMNS, is_state=True)
+    assert isinstance(kind, Window), "group 0 alone keeps all tokens"
+    pages = kind.most_pages(page_size) + -(-prompt_tokens // page_size)
+    return Width(min(most, pages) + ahead)
 
 
 class PackedGroup(NamedTuple):
@@ -34,6 +61,9 @@ class PackedGroup(NamedTuple):
     stores: Tensor | None
     """[C], the place of each prompt token. None if there is no prompt row."""
     page_table: Tensor
+    is_state: bool = False
+    """The table is that of `engine.groups.state.StatePages.table_of`, with a row for each of the
+    shape's."""
 
 
 class PackedPrompts(NamedTuple):
@@ -81,7 +111,7 @@ def pack(
     nobody: int,
     page_size: int,
     narrowed: Narrowed | None = None,
-    widths: Sequence[int] = (),
+    widths: Sequence[Width] = (),
 ) -> PackedStep:
     """Adds a step's sections to the staging buffer. `plan` None: a step of padding only.
 
@@ -92,7 +122,7 @@ def pack(
         nobody: the slot of padding rows.
         page_size: tokens in a page.
         narrowed: the rows that a hook has narrowed, if `shape` is for such.
-        widths: pages in a row of the table of each group beyond group 0.
+        widths: of the table of each group beyond group 0.
     """
     real = 0 if plan is None else plan.num_decodes
     prompt_rows = 0 if plan is None else len(plan.row_slots) - real
@@ -125,13 +155,13 @@ def _pack_group(
     shape: Shape,
     staging: StepStaging,
     page_size: int,
-    width: int,
+    width: Width,
 ) -> PackedGroup:
     """Adds the sections of a group beyond group 0. Its table has a row for each row of the shape,
     so that its place does not depend on the step."""
     contexts = np.ones(shape.rows, np.int32)
-    header = np.array([0, 0, width], np.int32)
-    table, packed = staging.room((shape.rows, width))
+    header = np.array([0, 0, width.columns], np.int32)
+    table, packed = staging.room((shape.rows, width.columns))
     table[:] = SCRATCH_PAGE
     stores = np.full(shape.prompt_tokens, SCRATCH_PAGE * page_size, np.int32)
     if plan is not None:
@@ -140,12 +170,16 @@ def _pack_group(
         header[:2] = real, rows - real
         contexts[:real] = own[:real]
         contexts[shape.decodes :][: rows - real] = own[real:]
-        table[:rows, : other.pages.shape[1]] = other.pages
-        first = plan.decode_tokens
-        stores[: plan.num_tokens - first] = group_stores_of(plan, other, page_size)[first:]
+        if width.is_state:
+            table[:real, : other.pages.shape[1]] = other.pages[:real]
+            table[shape.decodes :][: rows - real, : other.pages.shape[1]] = other.pages[real:]
+        else:
+            table[:rows, : other.pages.shape[1]] = other.pages
+            first = plan.decode_tokens
+            stores[: plan.num_tokens - first] = group_stores_of(plan, other, page_size)[first:]
     added = staging.add(header), staging.add(contexts)
     prompts = staging.add(stores) if shape.prompt_rows else None
-    return PackedGroup(*added, prompts, packed)
+    return PackedGroup(*added, prompts, packed, width.is_state)
 
 
 def _pack_prompts(

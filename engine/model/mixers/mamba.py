@@ -171,11 +171,13 @@ class Mamba(nn.Module):
         self.index = index
         self.own = own
         self._name = config.layer_name(index, own.module)
-        self._collective, self._eps = build.collective, config.norm_eps
+        self._collective, self.eps = build.collective, config.norm_eps
         parts = parts_of(own, config, index, build.shard)
         self.inputs = Linear(parts.inputs, own.bias, build)
         self.output = Linear(parts.output, own.bias, build)
         self._held = _held(own, build.shard)
+        self.groups = self._held.groups.size
+        """Groups of this rank."""
         units = build.shard.even(own.units).size
         self.taps = parameter((units, own.channels, own.kernel), build.dtype, build.device)
         self.conv_bias = None
@@ -188,6 +190,12 @@ class Mamba(nn.Module):
         """log of -A, what is added to time steps, and D."""
         self.gain = parameter((self._held.numbers.size,), build.dtype, build.device)
         """Weight of the norm behind the recurrence."""
+
+    @property
+    def has_whole_groups(self) -> bool:
+        """Whether the numbers of its groups are all on this rank."""
+        own = self.own
+        return self._held.numbers.size == self.groups * (own.heads * own.head_dim // own.groups)
 
     @property
     def spec(self) -> AttentionSpec:
@@ -207,9 +215,11 @@ class Mamba(nn.Module):
         steps = F.softplus(torch.unflatten(dt, 1, (units, -1)).float() + self.rate_bias)
         steps = steps.clamp(own.least_step, own.most_step)
         out = step.attention(self.index, inputs, -self.rate.exp() * steps, steps)
-        gated = out.flatten(1) * F.silu(gate.float())
-        normed = self._normed(gated).to(x.dtype) * self.gain
-        return self._collective.all_reduce(self.output(normed))
+        return self._collective.all_reduce(self.output(self.gated_norm(out.flatten(1), gate)))
+
+    def gated_norm(self, out: Tensor, gate: Tensor) -> Tensor:
+        """What the recurrence gives, behind its gates and the norm: [T, N] each."""
+        return self._normed(out * F.silu(gate.float())).to(gate.dtype) * self.gain
 
     def _of_units(self, x: Tensor, units: int) -> Tensor:
         """[T, G * N] -> [T, U, N]: that of its group for each unit."""
@@ -226,7 +236,7 @@ class Mamba(nn.Module):
             every = squares.new_zeros(len(x), own.groups)
             every[:, held.groups.slice] = squares
             squares = self._collective.all_reduce(every)[:, held.groups.slice]
-        return (groups * torch.rsqrt(squares / of_group + self._eps)[..., None]).flatten(1)
+        return (groups * torch.rsqrt(squares / of_group + self.eps)[..., None]).flatten(1)
 
     def places(self, form: Format | None, shard: Shard) -> Iterator[Place]:
         """See `Mixer`."""

@@ -1,0 +1,100 @@
+"""The gated delta rule with fused kernels: decode rows are one kernel between the products."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from engine.attention.grouped import PagedGroups
+from engine.cuda.mixers.base import RowEnds, StepTokens
+from engine.cuda.states.decode import decode_states
+from engine.cuda.states.folding import fold
+from engine.cuda.states.layout import Kept, Made, Places, Shape, Weights
+from engine.cuda.states.mixing import mix
+from engine.cuda.states.norms import norm_heads
+from engine.cuda.states.rows import Rows, RowsOfSteps
+from engine.cuda.states.solving import solve
+from engine.model.linear import RmsNorm
+from engine.model.mixers.config import DeltaConfig
+from engine.model.mixers.delta import DeltaRule
+from engine.model.precision.rounding import Rounded, Rounding
+from engine.pool.pools import KvPools
+
+
+class FusedDelta:
+    """See `FusedMixer`."""
+
+    keeps = True
+
+    def __init__(self, module: DeltaRule, pools: KvPools, attention: PagedGroups) -> None:
+        self._module = module
+        self._kept = Kept(*pools.state_of(module.index))
+        self._rows = RowsOfSteps(attention.states(pools.places[module.index].group))
+        self._weights = Weights(module.taps, None, module.rate, module.rate_bias, None, (0.0, 0.0))
+        self._shape = shape_of(module.own)
+        self._places = places_of(module.own, len(module.rate))
+
+    @property
+    def reader(self) -> Rounding | None:
+        """See `FusedMixer`. The products of gates read the model's dtype, so the other one rounds
+        for itself."""
+        return None
+
+    def run(self, x: Tensor | Rounded, step: StepTokens) -> Tensor:
+        """See `FusedMixer`."""
+        out: Tensor = self._module.output(self._folded(x))
+        return out
+
+    def store(self, x: Tensor | Rounded, step: StepTokens) -> None:
+        """See `FusedMixer`."""
+        self._folded(x)
+
+    def run_ends(self, x: Tensor | Rounded, step: StepTokens, ends: RowEnds) -> Tensor:
+        """See `FusedMixer`."""
+        out: Tensor = self._module.output(self._folded(x).index_select(0, ends.tokens))
+        return out
+
+    def _folded(self, x: Tensor | Rounded) -> Tensor:
+        """[T, U * R * Dv], with gates and norms."""
+        module = self._module
+        made = self._places._replace(inputs=module.inputs(x), gates=module.gates(x))
+        rows = self._rows.of(x)
+        return folded(made, self._weights, self._kept, rows, self._shape, module.norm)
+
+
+def folded(
+    made: Made, weights: Weights, kept: Kept, rows: Rows, shape: Shape, norm: RmsNorm
+) -> Tensor:
+    """Folds a step's tokens into states: [T, U * R * Dv], with gates and norms."""
+    inputs, states = made.inputs, rows.states
+    out = inputs.new_empty(len(inputs), weights.rate.numel() * shape.value_dim)
+    given = weights, kept, states, shape
+    if states.step.num_decodes:
+        decode_states(made, *given, norm, out)
+    if states.prompts:
+        mixed = mix(made, *given, rows.chunks)
+        fold(made, mixed, solve(mixed, shape, rows.chunks), *given, out)
+        norm_heads(out, made, shape, norm, states.step.num_decodes, out)
+    return out
+
+
+def shape_of(own: DeltaConfig) -> Shape:
+    """The shape of a layer."""
+    heads = own.value_heads // own.key_heads
+    channels = 0, own.key_dim, 2 * own.key_dim
+    return Shape(True, heads, own.key_dim, own.value_dim, own.kernel, *channels)
+
+
+def places_of(own: DeltaConfig, units: int) -> Made:
+    """Where products have what a rank of so many units reads, but for the products."""
+    key, value, heads = own.key_dim, own.values, own.value_heads // own.key_heads
+    nothing = Tensor()
+    if own.by_head:
+        stride = own.channels + value
+        q, k, v, gate = (Places(first, stride) for first in (0, key, 2 * key, own.channels))
+        rate, beta = (Places(first, 2 * heads) for first in (heads, 0))
+        return Made(nothing, q, k, v, gate, nothing, rate, beta)
+    firsts = 0, key, 2 * key, 2 * key + value
+    sizes = key, key, value, value
+    q, k, v, gate = (Places(units * first, size) for first, size in zip(firsts, sizes, strict=True))
+    rate, beta = (Places(first, heads) for first in (units * heads, 0))
+    return Made(nothing, q, k, v, gate, nothing, rate, beta)
