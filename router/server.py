@@ -30,6 +30,7 @@ from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from faults import failpoints
 from router.dispatch.dispatcher import JobDispatcher
 from router.doors.auth import TokensFileError, gate_of
+from router.doors.batches.room import Room
 from router.doors.batches.store import FileStore
 from router.doors.database import Bounds, StoreError
 from router.doors.frontdoor import SERVICE_NAME, InferenceService
@@ -116,6 +117,7 @@ class RouterServer:
             store=self._store,
             files=self._files,
             batch_requests=settings.debug.batch_requests,
+            room=Room(lambda: self.registry.members, lambda: self.dispatcher.queued_jobs),
         )
         self._public = grpc.aio.server(
             interceptors=[ServerSpans()],

@@ -170,6 +170,10 @@ def test_vllms_fields_over_http(cluster, searches):
     penalised = post(cluster, "/v1/completions", **asked, n=4, length_penalty=0.0)
     want = searches.find(prompt, BeamParams(4, 0.0), FOUND, (0,))
     assert [one["token_ids"] for one in penalised["choices"]] == [tokens for tokens, _ in want]
+    for said, meant in ((True, EarlyStopping.AT_ONCE), ("never", EarlyStopping.NEVER_BETTER)):
+        early = post(cluster, "/v1/completions", **asked, n=4, early_stopping=said)
+        want = searches.find(prompt, BeamParams(4, 1.0, meant), FOUND, (0,))
+        assert [one["token_ids"] for one in early["choices"]] == [tokens for tokens, _ in want]
     chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5}
     answer = post(cluster, "/v1/chat/completions", **chat, use_beam_search=True, n=2)
     assert len(answer["choices"]) == 2
@@ -185,6 +189,8 @@ def test_vllms_fields_over_http(cluster, searches):
         ({"use_beam_search": True, "length_penalty": 9}, "length_penalty"),
         ({"use_beam_search": True, "temperature": 0.7}, "temperature"),
         ({"length_penalty": 2}, "length_penalty"),
+        ({"early_stopping": True}, "early_stopping"),
+        ({"use_beam_search": True, "early_stopping": "soon"}, "early_stopping"),
     ):
         assert post(cluster, "/v1/completions", **text, **fields)["param"] == name
     cluster.check_baseline()

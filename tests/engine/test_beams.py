@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from beams_kit import Searches, check, counting_pages
 from engine_kit import Run, build, check_baseline, finish, hand_off, held, submit
+from hooks_kit import ALL, QUEST, installed
 from tiny_models import write_tiny_model
 
 from engine.beams.params import BeamParams, EarlyStopping
@@ -127,6 +128,34 @@ def test_a_search_composes(path, searches, options):
         check(run, searches.find(run.request.prompt_ids.tolist(), params, TOKENS, ENDS))
     check_baseline(engine)
     engine.stop()
+
+
+def test_a_hook_that_changes_nothing_changes_no_search(path, searches, tmp_path):
+    with installed(tmp_path / "installed", ALL, QUEST):
+        engine = build(path, hooks=("quiet?graphs=no",))
+    run = search(engine, PROMPTS[2], BeamParams(4))
+    finish(run)
+    check(run, searches.find(PROMPTS[2], BeamParams(4), TOKENS, ENDS))
+    check_baseline(engine)
+    engine.stop()
+
+
+def test_fp8_pages_fork_as_others_do(path):
+    """A search over FP8 pages is the same behind a hand-off as alone, and scores are those of their
+    tokens. transformers does not round pages."""
+    engines = [build(path, kv_cache_dtype="fp8") for _ in range(3)]
+    more = {"token_ids": frozenset(ENDS), "ignore_eos": True}
+    for prompt in PROMPTS:
+        alone = search(engines[0], prompt, BeamParams(4), sampling=SamplingParams(top_logprobs=0))
+        finish(alone)
+        moved = hand_off(*engines[1:], prompt, TOKENS, beams=BeamParams(4), **more)
+        check(moved, [(alone.tokens[n], alone.ends[n].score) for n in range(4)])
+        for choice, records in enumerate(alone.records):
+            mean = sum(record.logprob for record in records) / len(records)
+            assert alone.ends[choice].score == pytest.approx(mean, abs=1e-4)
+    for engine in engines:
+        check_baseline(engine)
+        engine.stop()
 
 
 def test_one_hand_off_serves_all_beams(path, searches):

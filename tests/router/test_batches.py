@@ -7,8 +7,9 @@ import json
 import os
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -18,10 +19,12 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from router.doors.auth import TokenGate
 from router.doors.batches.multipart import Upload
+from router.doors.batches.room import Room
 from router.doors.batches.store import ENDED, FileStore
 from router.doors.database import Bounds
 from router.errors import RouterError
 from router.jobs import Job, JobEvent
+from router.workers.load_estimate import Capacity
 from telemetry.metrics.router import RouterLoad, RouterMetrics
 from telemetry.names import Attr, Metric, Service
 from telemetry.tracing import setup_tracing
@@ -362,3 +365,30 @@ def test_what_is_no_form_is_refused(kind: str, content: bytes) -> None:
 
     with pytest.raises(RouterError):
         read()
+
+
+@pytest.mark.parametrize(
+    ("queued", "workers", "enters"),
+    [
+        (0, [(True, True, 7, 0)], True),
+        (0, [(True, True, 8, 0)], False),
+        (0, [(True, True, 8, 0), (False, True, 3, 9999)], True),
+        (1, [(True, True, 0, 0)], False),
+        (0, [(True, False, 16, 20), (False, True, 0, 9999)], True),
+        (0, [(True, False, 0, 21)], False),
+        (0, [], True),
+    ],
+)
+async def test_a_line_leaves_half_of_the_slots(
+    queued: int, workers: list[tuple[bool, bool, int, int]], enters: bool
+) -> None:
+    """Workers: whether they prefill and decode; of 16 slots those that run; tokens that wait, of
+    1,000 a second."""
+
+    def worker(prefills: bool, decodes: bool, running: int, waiting: int) -> Any:
+        capacity = Capacity(waiting, 0, 1000.0, 0.0, running, 16, 0, 0)
+        return SimpleNamespace(prefills=prefills, decodes=decodes, capacity=lambda: capacity)
+
+    room = Room(lambda: [worker(*one) for one in workers], lambda: queued)
+    with nullcontext() if enters else pytest.raises(TimeoutError):
+        await asyncio.wait_for(room.enter(), 0.2)

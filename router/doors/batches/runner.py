@@ -23,13 +23,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from router.batching.journal import Journal, TakenError
 from router.batching.lines import BatchError, read_lines
-from router.batching.running import run
+from router.batching.running import Answer, run
 from router.doors.batches.store import ENDED
 from router.requests.bounds import MOST_BATCH_LINES
 
 if TYPE_CHECKING:
     from router.call import Caller
     from router.doors.auth import Gate
+    from router.doors.batches.room import Room
     from router.doors.batches.store import Batch, FileStore
     from router.doors.openai.inside import Inside
     from router.events import RouterEvents
@@ -54,16 +55,24 @@ class BatchRunner:
         gate: knows the tenants.
         events: receives the lines that are done.
         at_once: most requests of a batch under way.
+        room: lets each line in; None: at once.
     """
 
     def __init__(
-        self, store: FileStore, inside: Inside, gate: Gate, events: RouterEvents, at_once: int
+        self,
+        store: FileStore,
+        inside: Inside,
+        gate: Gate,
+        events: RouterEvents,
+        at_once: int,
+        room: Room | None = None,
     ) -> None:
         self._store = store
         self._inside = inside
         self._gate = gate
         self._events = events
         self._at_once = at_once
+        self._room = room
         self._look = asyncio.Event()
         self._draining = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -191,7 +200,11 @@ class BatchRunner:
         self, batch: Batch, source: Path, results: _Results, one: _Running, caller: Caller
     ) -> None:
         lines = read_lines(source, (batch.object["endpoint"],), self._inside.shape.most_bytes())
-        send = partial(self._inside.send, caller=caller, batch=batch.id)
+
+        async def send(url: str, body: Any) -> Answer:
+            if self._room is not None:
+                await self._room.enter()
+            return await self._inside.send(url, body, caller, batch.id)
 
         def told(went_well: bool) -> None:
             one.counts["completed" if went_well else "failed"] += 1

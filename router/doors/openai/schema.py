@@ -65,6 +65,12 @@ HARMLESS: Final = frozenset(
 )
 """Fields of OpenAI's API and of vLLM's server that are ignored, since they change no answer."""
 _ALL: Final = (1 << 32) - 1
+_EARLY: Final = {
+    None: api.EARLY_STOPPING_UNSPECIFIED,
+    False: api.EARLY_STOPPING_UNSPECIFIED,
+    True: api.EARLY_STOPPING_AT_ONCE,
+    "never": api.EARLY_STOPPING_NEVER_BETTER,
+}
 _TIERS: Final = {"flex": -10, "priority": 10}
 """Priorities of service tiers; of all others 0."""
 
@@ -121,6 +127,8 @@ class GenerationRequest(FormFields, ModelRequest):
     """Searches with `n` beams, or `best_of`, and returns the `n` best hypotheses."""
     length_penalty: Float | None = None
     """See `inference.proto`; needs `use_beam_search`."""
+    early_stopping: Literal[True, False, "never"] | None = None
+    """When a search ends, in the words of transformers; needs `use_beam_search`. Null is false."""
 
     custom_logit_processor: Annotated[bool, Unless()] = False
     dry_allowed_length: Annotated[bool, Unless()] = False
@@ -151,6 +159,8 @@ class GenerationRequest(FormFields, ModelRequest):
         found = [*super().refused(), *self.several_forms()]
         if not self.use_beam_search and self.length_penalty not in (None, 1):
             found.append(Violation("length_penalty", "needs use_beam_search"))
+        if not self.use_beam_search and self.early_stopping:
+            found.append(Violation("early_stopping", "needs use_beam_search"))
         return found
 
     def width(self) -> int:
@@ -192,7 +202,11 @@ class GenerationRequest(FormFields, ModelRequest):
     def _beams(self) -> api.BeamSearch | None:
         if not self.use_beam_search:
             return None
-        return api.BeamSearch(width=self.width(), length_penalty=self.length_penalty)
+        return api.BeamSearch(
+            width=self.width(),
+            length_penalty=self.length_penalty,
+            early_stopping=_EARLY[self.early_stopping],
+        )
 
     def name_of(self, path: str) -> str:
         """The name that this request has for a field of `inference.proto`."""

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
+    from router.doors.batches.room import Room
     from router.doors.batches.store import FileStore
     from router.doors.http.statuses import JSON
     from router.doors.responses.store import ResponseStore
@@ -137,6 +138,7 @@ class OpenAiServer(EmbeddedHttpServer):
         store: keeps responses; None: none are kept.
         files: keeps files and batches; None: none are kept.
         batch_requests: most requests of a batch under way.
+        room: lets lines of batches in; None: all at once.
     """
 
     def __init__(
@@ -155,6 +157,7 @@ class OpenAiServer(EmbeddedHttpServer):
         store: ResponseStore | None = None,
         files: FileStore | None = None,
         batch_requests: int = 32,
+        room: Room | None = None,
     ) -> None:
         self._pages = _Pages(dispatcher, tokenizers, gate)
         shape = BodyShape(dispatcher.models)
@@ -162,7 +165,7 @@ class OpenAiServer(EmbeddedHttpServer):
         generations = inside.generations
         self._batches = None
         if files is not None:
-            self._batches = BatchRunner(files, inside, gate, events, batch_requests)
+            self._batches = BatchRunner(files, inside, gate, events, batch_requests, room)
         pages = FilePages(files, gate, allowed_origins, self._look)
         messages = Messages(generations)
         responses = Responses(generations, shape, store)
