@@ -122,37 +122,7 @@ async def test_ends_while_it_is_computed_and_while_it_runs(steps: int, end: str)
         await pair.quiet()
 
 
-async def test_preempted_while_it_is_computed() -> None:
-    """As when an older stream finds no page: it is computed again, and the router hears each thing
-    once."""
-    async with a_second_turn() as (pair, turn):
-        pair.d.executor.holds = True
-        older = Attempted(8, max_tokens=60)
-        pair.submit(older)
-        await pair.forward_grant(older)
-        await pair.from_d.heard("delivered", older.id)
-        pair.submit_decode(turn)
-        await until(lambda: pair.from_d.all("taken_over", turn.id) or _step(pair))
-        _preempt(pair, turn)
-        pair.d.executor.let_go()
-        for attempt in (turn, older):
-            await pair.from_d.heard("finished", attempt.id)
-            assert pair.from_d.tokens[attempt.id, 0] == attempt.expected
-        assert pair.from_d.kinds(turn.id).count("taken_over") == 1
-        assert pair.from_d.all("finished", turn.id)[0].timings.preemptions >= 1
-        await pair.quiet()
-
-
 def _step(pair: Pair) -> None:
     """The step loop waits for the step that is held, and hears nothing until then."""
     if pair.d.executor.held:
         pair.d.executor.step()
-
-
-def _preempt(pair: Pair, attempt: Attempted) -> None:
-    """On the step loop's thread, as planning does where pages run out."""
-    pair.d.engine._loop.post(
-        lambda scheduler: scheduler.requests.preempt(
-            scheduler.requests.by_id[attempt.id].sequences[0]
-        )
-    )

@@ -157,17 +157,6 @@ def test_instances_of_300_schemas(random_engine: Engine, demo_model: Path) -> No
     assert found >= 250
 
 
-def test_instances_of_20_schemas_by_the_demo_model(demo_model: Path) -> None:
-    engine = build(demo_model, num_pages=400)
-    try:
-        schemas = drawn(120)[100:]
-        wanted = [(of_schema(schema), is_instance(schema)) for schema in schemas]
-        assert ended(engine, demo_model, wanted) >= 16
-        check_baseline(engine)
-    finally:
-        engine.stop()
-
-
 def test_other_forms(random_engine: Engine, demo_model: Path) -> None:
     patterns = [r"[a-f]{2,9}", r"(\d{3}-){1,3}x", r"ä|ö|[^a-z]{3}", r"\w+@\w{2,5}\.(com|org)"]
     wanted = [

@@ -3,10 +3,6 @@ transformers' own."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import experts_kit as kit
@@ -161,35 +157,6 @@ def test_rounding_to_mxfp4_takes_the_nearest_number():
     assert torch.equal((mxfp4.dequantised(values, exponents) - weight).abs(), nearest)
     again = mxfp4.quantised(mxfp4.dequantised(values, exponents))
     assert torch.equal(mxfp4.dequantised(*again), mxfp4.dequantised(values, exponents))
-
-
-# -- kernels ------------------------------------------------------------------------------------
-
-
-def interpreted(*arguments: str) -> None:
-    script = Path(__file__).with_name("interpreted_experts.py")
-    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, str(script), *arguments],
-        env={
-            **os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
-def test_kernels_in_the_interpreter():
-    pytest.importorskip("triton")
-    interpreted()
-
-
-@pytest.mark.matrix
-def test_all_cases_of_the_kernels_in_the_interpreter():
-    pytest.importorskip("triton")
-    interpreted("all")
 
 
 def test_weights_of_tokens_that_are_no_number_spoil_no_other_token():

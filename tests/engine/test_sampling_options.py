@@ -62,31 +62,6 @@ def test_greedy_takes_the_lowest_id_among_equals() -> None:
     assert choose([1, 5, 5, 2], GREEDY) == 1
 
 
-def test_min_tokens_bans_what_would_end_and_nothing_else() -> None:
-    logits = [9.0, 8, 7, 6]
-    assert choose(logits, GREEDY) == 0
-    assert choose(logits, GREEDY, min_tokens=1) == 1
-    assert choose(logits, GREEDY, min_tokens=1, token_ids=frozenset({1})) == 2
-    assert choose(logits, GREEDY, min_tokens=1, ignore_eos=True) == 0
-    assert choose(logits, GREEDY, min_tokens=1, ignore_eos=True, token_ids=frozenset({0})) == 1
-
-
-def test_min_tokens_is_over_at_its_index() -> None:
-    sampler = Sampler(1, 4, "cpu", [0])
-    sampler.assign(0, GREEDY, StopRules(100, min_tokens=2), 0, NONE, NONE)
-    slots, logits = np.zeros(1, np.int32), torch.tensor([[9.0, 8, 7, 6]])
-    tokens = [sampler.sample(logits, sampler.plan(slots, np.array([i]))).tokens for i in range(4)]
-    assert torch.cat(tokens).tolist() == [1, 1, 0, 0]
-
-
-def test_a_ban_outweighs_a_bias() -> None:
-    assert choose([9.0, 8, 7, 6], SamplingParams(0, logit_bias={0: 100.0}), min_tokens=1) == 1
-
-
-def test_bias() -> None:
-    assert choose([9.0, 8, 7, 6], SamplingParams(0, logit_bias={3: 3.5, 0: -100.0})) == 3
-
-
 def test_ids_beyond_the_vocabulary_do_not_matter() -> None:
     biased = SamplingParams(0, logit_bias={4: 100.0, 2**31: 5.0})
     assert choose([9.0, 8, 7, 6], biased, min_tokens=1, token_ids=frozenset({7, 1})) == 2
@@ -101,25 +76,6 @@ def test_a_tie_with_the_last_token_kept_is_kept() -> None:
         seen = torch.bincount(sampler.sample(logits, plan).tokens, minlength=4)
         assert seen[0] == 0
         assert (seen[1:] > 1200).all()
-
-
-def test_penalties_count_output_and_repetition_the_prompt_too() -> None:
-    sampler = Sampler(3, 4, "cpu", [])
-    slots, logits = np.arange(3, dtype=np.int32), torch.tensor([[4.0, 3.5, 3.0, 2.5]]).repeat(3, 1)
-    prompt, output = np.array([0], np.int32), np.array([1, 1, 1], np.int32)
-    kinds = ("repetition_penalty", 2.0), ("frequency_penalty", 0.4), ("presence_penalty", 0.6)
-    for slot, (kind, strength) in enumerate(kinds):
-        params = SamplingParams(temperature=0, **{kind: strength})
-        sampler.assign(slot, params, FOREVER, 0, prompt, output)
-    draws = [
-        sampler.sample(logits, sampler.plan(slots, np.full(3, index))).tokens.tolist()
-        for index in range(3, 7)
-    ]
-    # Repetition halves 0 (prompt) and 1, once each; frequency takes 0.4 off a token each time;
-    # presence takes 0.6 off once.
-    assert [draw[0] for draw in draws] == [2, 3, 0, 0]
-    assert [draw[1] for draw in draws] == [0, 0, 0, 2]
-    assert [draw[2] for draw in draws] == [0, 0, 0, 0]
 
 
 def test_logprobs_are_of_the_models_own_distribution() -> None:

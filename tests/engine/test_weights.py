@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -81,63 +79,3 @@ def test_a_folder_without_a_model_says_so(tmp_path):
         load(path)
     with pytest.raises(ModelError, match="load format"):
         load(path, load_format="pickle")
-
-
-def write_gguf(path, source: LoadedModel):
-    """A float32 GGUF of a loaded folder, with llama's interleaved rope rows."""
-    from gguf import GGUFWriter
-
-    config = source.config
-    writer = GGUFWriter(path, "llama")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_layers)
-    writer.add_feed_forward_length(config.layers[0].feed_forward.width)
-    writer.add_head_count(config.mixers[0].heads)
-    writer.add_head_count_kv(config.kept.kv_heads)
-    writer.add_layer_norm_rms_eps(config.norm_eps)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_eos_token_id(0)
-    names = {
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-    }
-    tops = {
-        "model.embed_tokens.weight": "token_embd.weight",
-        "model.norm.weight": "output_norm.weight",
-        "lm_head.weight": "output.weight",
-    }
-    for name, values in load_file(Path(source.path) / "model.safetensors").items():
-        if name in tops:
-            writer.add_tensor(tops[name], values.numpy())
-            continue
-        _, _, layer, kind = name.removesuffix(".weight").split(".", 3)
-        if kind in ("self_attn.q_proj", "self_attn.k_proj"):
-            heads = config.mixers[0].heads if "q_proj" in kind else config.kept.kv_heads
-            halves = values.reshape(heads, 2, -1, values.shape[1])
-            values = halves.transpose(1, 2).reshape(values.shape)
-        writer.add_tensor(f"blk.{layer}.{names[kind]}.weight", np.ascontiguousarray(values))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def test_gguf_holds_what_the_folder_held(tmp_path):
-    original = load(write_tiny_model(tmp_path / "hf", tokenizer=False))
-    file = tmp_path / "gguf" / "tiny.gguf"
-    file.parent.mkdir()
-    write_gguf(file, original)
-    for path in (file, file.parent):
-        again = load(path)
-        assert again.config.kept == original.config.kept
-        assert same_weights(original, again)
-        assert again.path == str(file.parent), "its tokenizer lies beside it"

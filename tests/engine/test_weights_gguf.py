@@ -134,6 +134,7 @@ def test_the_file_is_the_folder_again(case, tmp_path):
     folder = write_tiny_model(tmp_path / "hf", tokenizer=False, **options)
     original = load(folder)
     again = load(write_gguf(folder, tmp_path / "tiny.gguf", architecture))
+    assert again.path == str(tmp_path), "its tokenizer lies beside it"
     eps = again.config.norm_eps
     assert eps == pytest.approx(original.config.norm_eps, rel=1e-6)
     assert again.config == replace(original.config, norm_eps=eps)

@@ -6,7 +6,7 @@ import signal
 import time
 
 import pytest
-from streams import bring_back, busy, prompt_of, read
+from streams import bring_back, prompt_of, read
 from waiting import wait_until
 
 from baton.errors import DeadlineError
@@ -15,28 +15,6 @@ from worker.watchdog import EXIT_HUNG
 
 POISONED = 77
 """Prompts of so many tokens kill who decodes them."""
-
-
-def test_a_hung_step_ends_its_worker_and_no_stream(cluster):
-    """Every stack is in the log, the exit code is its own, the stream goes on elsewhere."""
-    with cluster.client() as client:
-        options = {"temperature": 0.9, "seed": 3}
-        want = read(client, prompt_of(40), **options)
-        want.end()
-        cluster.slow_down(*DECODES)
-        reading = read(client, prompt_of(40), **options)
-        reading.until(30)
-        victim = busy(cluster, "decode")
-        strike(cluster, victim, "engine.step=hang@1")
-        reading.end()
-        assert reading.error is None, reading.error
-        assert reading.tokens() == want.tokens()
-        assert cluster.wait_gone(victim) == EXIT_HUNG
-    log = (cluster.logs / f"{victim}.log").read_text()
-    assert "a step hangs" in log
-    assert "most recent call first" in log
-    assert "failpoints.py" in log  # where it hangs
-    bring_back(cluster, victim)
 
 
 @pytest.mark.parametrize(
@@ -79,49 +57,6 @@ def test_a_hand_off_that_never_comes_ends_with_its_request(cluster):
         assert reading.num_tokens == 1
     cluster.check_baseline()
     assert quarantined(cluster) == 0
-
-
-def test_death_between_the_last_notification_and_the_first_token(cluster):
-    """The decode worker has everything: it tells token 0 itself, and nothing is done twice."""
-    with cluster.client() as client:
-        prompt = prompt_of(200, seed=4)
-        want = client.generate(token_ids=prompt, max_tokens=12, temperature=0.0, ignore_eos=True)
-        prompt = prompt_of(200, seed=5)
-        # The event loop sleeps on the first token while the transfer thread does its work.
-        for name in PREFILLS:
-            cluster.arm(name, "prefill.first_token=sleep:1,transfer.done=kill")
-        attempts = cluster.metric("baton_retries_total") + cluster.metric("baton_failovers_total")
-        got = client.generate(token_ids=prompt, max_tokens=12, temperature=0.0, ignore_eos=True)
-        assert len(got.token_ids) == len(want.token_ids) == 12
-        victim = wait_dead(cluster, *PREFILLS)
-        for name in set(PREFILLS) - {victim}:
-            cluster.arm(name, "")
-        assert attempts == (
-            cluster.metric("baton_retries_total") + cluster.metric("baton_failovers_total")
-        )
-        bring_back(cluster, victim)
-        again = client.generate(token_ids=prompt, max_tokens=12, temperature=0.0, ignore_eos=True)
-        assert got.token_ids == again.token_ids
-
-
-def test_a_worker_that_holds_the_gil_loses_its_streams_and_is_taken_back(cluster):
-    """Its connection lives, gRPC's own threads answer every ping: the progress counter tells."""
-    with cluster.client() as client:
-        options = {"temperature": 0.9, "seed": 3}
-        want = read(client, prompt_of(41), **options)
-        want.end()
-        cluster.slow_down(*DECODES)
-        reading = read(client, prompt_of(41), **options)
-        reading.until(30)
-        victim = busy(cluster, "decode")
-        frozen = losses(cluster, victim, "frozen")
-        strike(cluster, victim, "engine.step=gil:5@1")
-        reading.end()
-        assert reading.error is None, reading.error
-        assert reading.tokens() == want.tokens()
-        assert losses(cluster, victim, "frozen") == frozen + 1
-    cluster.wait_attached(victim)
-    cluster.check_baseline()
 
 
 def test_a_control_path_that_is_cut_costs_no_stream_and_no_page(cluster):
@@ -190,21 +125,10 @@ def test_a_prefill_worker_stopped_under_a_write_keeps_the_pages_until_it_wakes(c
         assert quarantined(cluster) == 0
 
 
-def strike(cluster, victim: str, failpoints: str) -> None:
-    """Arms one decode worker, and lets the other be as fast as it can."""
-    for name in DECODES:
-        cluster.arm(name, failpoints if name == victim else "")
-
-
 def losses(cluster, name: str, cause: str) -> int:
     """How often the router has lost the worker for that."""
     lines = (cluster.logs / "router.log").read_text().splitlines()
     return sum("worker lost" in line and name in line and cause in line for line in lines)
-
-
-def wait_dead(cluster, *names: str) -> str:
-    """The one that has ended, as soon as one has."""
-    return wait_until(lambda: dead(cluster, *names))[0]
 
 
 def dead(cluster, *names: str) -> list[str]:

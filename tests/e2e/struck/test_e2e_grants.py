@@ -45,43 +45,6 @@ def check_again(cluster: Cluster, prompt: list[int], tokens: list[int]) -> None:
     assert tuple(tokens) == again.token_ids
 
 
-def test_a_grant_that_expires_costs_a_moment_and_no_answer(cluster):
-    """The prefill worker is slower than the grant lasts: what it writes late, it writes into pages
-    that are nobody's, and the request goes on elsewhere."""
-    before = expired(cluster)
-    for name in DECODES:
-        cluster.arm(name, "decode.grant_timeout=raise@1")
-    cluster.slow_down(*PREFILLS, step_s=0.2)
-    prompt = prompt_of(300, seed=60)
-    with cluster.client() as client:
-        reading = read(client, prompt, **OPTIONS)
-        reading.end()
-    assert reading.error is None, reading.error
-    assert expired(cluster) > before
-    check_again(cluster, prompt, reading.tokens())
-
-
-def test_kv_that_waits_too_long_for_its_grant_costs_a_moment_and_no_answer(cluster):
-    """The decode worker is slower to grant than computed KV waits: the prefill worker gives it up
-    with its first token told, and what is granted then comes back."""
-    gone_on = cluster.metric("baton_failovers_total", cause="expired")
-    for seed in range(140, 150):  # On a busy machine the grant may come before the KV is computed.
-        for name in DECODES:
-            cluster.arm(name, "decode.before_grant=sleep:1@1")
-        for name in PREFILLS:
-            cluster.arm(name, "prefill.grant_wait=raise@1")
-        prompt = prompt_of(40, seed=seed)
-        with cluster.client() as client:
-            reading = read(client, prompt, **OPTIONS)
-            reading.end()
-        assert reading.error is None, reading.error
-        if cluster.metric("baton_failovers_total", cause="expired") > gone_on:
-            break
-    else:
-        raise AssertionError("no KV waited for its grant")
-    check_again(cluster, prompt, reading.tokens())
-
-
 def test_a_grant_that_expires_under_a_write_is_quarantined_until_its_writer_wakes(cluster):
     """The writer is stopped with a push under way: the grant's end frees nothing, and the answer
     does not wait for it."""
