@@ -43,6 +43,8 @@ FLAGS: Final[Mapping[str, str]] = {
     "--max-model-len": "`--max-context-tokens` of `baton worker`",
     "--max-num-batched-tokens": "the variable `BATON_DEBUG_MAX_STEP_TOKENS`",
     "--max-num-seqs": "`--max-sequences` of `baton worker`",
+    "--model-impl": "`--model-impl` of `baton worker`: `auto`, `native` (for `vllm`) or"
+    " `transformers`",
     "--no-enable-prefix-caching": "the variable `BATON_DEBUG_PREFIX_CACHE=false`",
     "--num-gpu-blocks-override": "the variable `BATON_DEBUG_NUM_PAGES`",
     "--otlp-traces-endpoint": "`--otlp-endpoint` of `baton router` and `baton worker`",

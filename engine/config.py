@@ -10,6 +10,7 @@ from engine.bounds import Bounds
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["", "fp8"]
+ModelImpl = Literal["auto", "native", "transformers"]
 KvCacheDtype = Literal["auto", "fp8"]
 Attention = Literal["auto", "fa3", "fa2", "triton", "sdpa"]
 Scheduling = Literal["fcfs", "priority", "shortest", "fair"]
@@ -40,6 +41,8 @@ class EngineConfig(Bounds):
     load_format: LoadFormat = "auto"
     dtype: Dtype = "auto"
     """Auto: float32 on CPU, bfloat16 elsewhere."""
+    model_impl: ModelImpl = "auto"
+    """What runs the model, one of `engine.model.loading.MODEL_IMPLS`."""
     quantization: Quantization = ""
     """"fp8" rounds the weights of a float checkpoint while they are loaded; "": nothing."""
     kv_cache_dtype: KvCacheDtype = "auto"

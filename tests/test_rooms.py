@@ -44,6 +44,7 @@ FLOORS = (
         "engine.model.precision",
         "engine.model.precision.formats",
         "engine.model.experts",
+        "engine.model.wrapped",
     ),
     (
         "engine.tiers",

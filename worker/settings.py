@@ -20,6 +20,7 @@ from engine.config import (
     Eviction,
     KvCacheDtype,
     LoadFormat,
+    ModelImpl,
     Quantization,
     Scheduling,
     Speculation,
@@ -163,6 +164,10 @@ class WorkerSettings(BaseModel):
     dtype: Dtype = _ENGINE.dtype
     """Sets the number format of weights and KV. `auto`: bfloat16, and on a CPU float32, which is
     fast there."""
+    model_impl: ModelImpl = _ENGINE.model_impl
+    """Sets whose code runs the model. `native`: ours, with fused kernels, for the families of
+    docs/models.md. `transformers`: that of the installed transformers, over our pages. `auto`:
+    ours where it reads the model, else that of transformers."""
     quantization: Quantization = _ENGINE.quantization
     """Rounds the weights of a float checkpoint while they are loaded. `fp8`: FP8 weights with a
     scale for each output channel, and FP8 inputs. Quantised checkpoints need no setting."""

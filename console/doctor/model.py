@@ -18,8 +18,9 @@ from engine.cuda import features
 from engine.cuda.attention_kernels import CudaKernels
 from engine.groups.spec import Full, State, name_of, split_layers
 from engine.model import ModelConfig, ModelError, load_model
-from engine.model.families import read_config
+from engine.model.config import WrappedConfig
 from engine.model.gguf import GgufFile
+from engine.model.loading import choose
 from engine.model.mixers.config import AttentionConfig, LatentConfig, MixerConfig
 from engine.parts.paging import lives_of
 from engine.pool.kinds import maker
@@ -90,7 +91,7 @@ def check_model(name: str) -> Iterator[Finding]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = DTYPES[device.type]
     try:
-        config = _config_of(Path(name).expanduser())
+        config = _config_of(Path(name).expanduser(), dtype)
         weights = weights_of(name, dtype, device)
     except ModelError as failure:
         yield error("model", str(failure), "choose another model: docs/models.md lists them")
@@ -98,6 +99,8 @@ def check_model(name: str) -> Iterator[Finding]:
     yield ok("model", _shape(config))
     if any(unread.what == "images" for unread in config.unread):
         yield ok("images", "its text part is read; a request with an image is refused")
+    if isinstance(config, WrappedConfig):
+        yield ok("code", "transformers' own, over our pages: no file of ours reads this model")
     yield from _implementation(config, dtype, device)
     room = room_of(config, weights, dtype, device)
     yield _fits(room, device)
@@ -105,11 +108,12 @@ def check_model(name: str) -> Iterator[Finding]:
         yield ok("groups", _by_group(room, config.max_position_embeddings))
 
 
-def _config_of(path: Path) -> ModelConfig:
+def _config_of(path: Path, dtype: torch.dtype) -> ModelConfig:
     files = [path] if path.is_file() else sorted(path.glob("*.gguf"))
     if files and not (path / "config.json").is_file():
         return GgufFile(files[0]).config()
-    return read_config(path)
+    found = choose(path, USUAL.model_impl, dtype)
+    return found if isinstance(found, ModelConfig) else found.config
 
 
 def weights_of(name: str, dtype: torch.dtype, device: torch.device) -> Weights:
@@ -133,8 +137,9 @@ def weights_of(name: str, dtype: torch.dtype, device: torch.device) -> Weights:
 
 
 def _shape(config: ModelConfig) -> str:
+    what = "calls of attention" if isinstance(config, WrappedConfig) else "layers"
     return (
-        f"{config.architecture}: {config.num_layers} layers of {config.hidden_size}, contexts of"
+        f"{config.architecture}: {config.num_layers} {what} of {config.hidden_size}, contexts of"
         f" up to {config.max_position_embeddings:,} tokens"
     )
 

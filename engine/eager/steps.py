@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.attention.grouped import GroupedAttention
 from engine.groups.spec import State
 from engine.hooks.steps import StepHooks
-from engine.model import Model
+from engine.model import Decoder
 from engine.pool.pools import KvPools
 from engine.sampling import SampleResult
 from engine.speculation.tables import accepted
@@ -34,7 +34,7 @@ class TorchSteps:
 
     def __init__(
         self,
-        model: Model,
+        model: Decoder,
         pools: KvPools,
         attention: StepAttention,
         max_slots: int,

@@ -2,9 +2,10 @@
 
 from engine.model.config import ModelConfig, ModelError, UnsupportedModelError
 from engine.model.decoder import Model
-from engine.model.loading import LoadedModel, load_model
+from engine.model.loading import Decoder, LoadedModel, load_model
 
 __all__ = [
+    "Decoder",
     "LoadedModel",
     "Model",
     "ModelConfig",

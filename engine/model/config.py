@@ -222,6 +222,11 @@ class ModelConfig:
         return f"{self.body}.layers.{index}.{name}"
 
 
+class WrappedConfig(ModelConfig):
+    """A decoder that transformers' own code runs. Its layers are calls of attention, and nothing
+    else."""
+
+
 _NAMES = (
     ("model", "lm_head"),
     ("model.language_model", "lm_head"),

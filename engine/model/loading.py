@@ -7,16 +7,14 @@ copy of the model in memory.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from engine.checkpoints import CheckpointError, Weights
 from engine.model.config import (
@@ -30,7 +28,8 @@ from engine.model.config import (
 from engine.model.decoder import ALL, Layer, Model
 from engine.model.families import read_config
 from engine.model.gguf import GgufFile
-from engine.model.places import Place, of_norm, plain
+from engine.model.places import Check as Check
+from engine.model.places import Load, Place, Progress, fill, of_norm, plain
 from engine.model.precision.base import Format
 from engine.model.precision.choice import Precision
 from engine.model.precision.formats import read_format
@@ -38,6 +37,9 @@ from engine.model.ranks import check_ranks
 from engine.model.region import Range
 from engine.model.shard import Shard
 from engine.model.sources import Dummy, Safetensors, Source
+from engine.model.wrapped import loading as wrapped
+from engine.model.wrapped.decoder import WrappedModel
+from engine.model.wrapped.loading import Outline, outline
 from engine.pooling.checkpoint import (
     CLASSIFIES,
     SCORE,
@@ -50,19 +52,19 @@ from engine.step.collective import Collective
 
 log = logging.getLogger("baton.engine")
 
-Check = Callable[[Weights], None]
-"""Takes the number of weights before they are read, and may refuse them."""
-Progress = Callable[[str, int, int], None]
 _ROWS_COMPARED = 4096
 """Rows of embedding and head that are read at once to compare them."""
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+MODEL_IMPLS = ("auto", "native", "transformers")
+Decoder = Model | WrappedModel
+"""What runs a model: our decoder, or transformers' own code."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model ready to run."""
 
-    model: Model
+    model: Decoder
     config: ModelConfig
     revision: str
     """Digest of the config and of the first and last row of every tensor that was read."""
@@ -83,6 +85,7 @@ def load_model(
     load_format: str = "auto",
     seed: int = 0,
     quantization: str = "",
+    model_impl: str = "auto",
     max_context_tokens: int = 0,
     check: Check | None = None,
     progress: Progress | None = None,
@@ -99,6 +102,8 @@ def load_model(
             weights.
         seed: seed of dummy weights; equal seeds give equal weights in every process.
         quantization: "fp8" rounds the weights of the layers' products while they are loaded.
+        model_impl: one of `MODEL_IMPLS`. native: by a file of ours; transformers: through
+            transformers' own code; auto: native where there is a file that reads the model.
         max_context_tokens: the longest context that will be computed; 0: what the model allows.
         check: is called before the memory of the weights is taken; what it raises goes through.
         progress: called with ("weights", tensors done, tensors in all).
@@ -113,32 +118,70 @@ def load_model(
     if load_format not in LOAD_FORMATS:
         raise ModelError(f"load format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
     folder, gguf = _locate(path, load_format)
-    file = GgufFile(gguf) if gguf else None
-    config = file.config(max_context_tokens) if file else read_config(folder, max_context_tokens)
-    pools, generates = _pools(folder), True
-    is_dummy = load_format == "dummy"
+    pools, is_dummy = _pools(folder), load_format == "dummy"
+    load = Load(dtype, device, is_dummy, seed, quantization, check, progress, shard, collective)
+    if gguf is not None:
+        if model_impl == "transformers":
+            raise UnsupportedModelError("GGUF files are not read through transformers' own code")
+        file = GgufFile(gguf)
+        return _load_native(folder, file.config(max_context_tokens), load, pools, file)
+    chosen = choose(folder, model_impl, dtype, max_context_tokens)
+    if isinstance(chosen, ModelConfig):
+        return _load_native(folder, chosen, load, pools)
+    found, own = wrapped.load(folder, chosen, load), chosen.config
+    defaults = PoolingDefaults(pools.kind, pools.normalise, own.hidden_size)
+    return LoadedModel(found.model, own, found.revision, str(folder), found.precision, defaults)
+
+
+def _load_native(
+    folder: Path, config: ModelConfig, load: Load, pools: Folder, file: GgufFile | None = None
+) -> LoadedModel:
+    """Fills our decoder."""
+    dtype, device, generates = load.dtype, load.device, True
     source: Source | None = file
-    if source is None and not is_dummy:
+    if source is None and not load.dummy:
         source = Safetensors(folder)
         config = named_as(config, source.headers.keys())
         config = replace(config, tie_embeddings=_ties(config, source, dtype))
         config, generates = _without_head(config, source, folder)
     form = None if file else read_format(read_json(folder / "config.json"), folder, config.head)
-    precision = Precision(device, dtype, form, quantization)
-    check_ranks(config, precision, shard.count)
-    if check is not None:
-        check(_weights(config, dtype, precision, shard))
-    model = Model(config, dtype, device, precision, shard, collective)
+    precision = Precision(device, dtype, form, load.quantization)
+    check_ranks(config, precision, load.shard.count)
+    if load.check is not None:
+        load.check(_weights(config, dtype, precision, load.shard))
+    model = Model(config, dtype, device, precision, load.shard, load.collective)
     precision.log_widened()
-    if is_dummy or source is None:
+    if load.dummy or source is None:
         places = list(_places(model, None, ()))
-        source = Dummy(_shapes(places), seed, dtype, device)
+        source = Dummy(_shapes(places), load.seed, dtype, device)
     else:
         places = list(_places(model, form, source.headers))
         _check(places, source, form, config)
-    revision = _fill(places, source, config, progress)
+    revision = fill(places, source, asdict(config), load.progress)
     loaded = LoadedModel(model, config, revision, str(folder), precision.name)
     return _with_pooling(loaded, pools, source, generates=generates)
+
+
+def choose(
+    folder: Path, model_impl: str, dtype: torch.dtype, max_context_tokens: int = 0
+) -> ModelConfig | Outline:
+    """What a folder's model is to us: the features that a file of ours reads, or a class of
+    transformers. Arguments and errors are those of `load_model`."""
+    if model_impl not in MODEL_IMPLS:
+        raise ModelError(f"model_impl {model_impl!r} is not one of {', '.join(MODEL_IMPLS)}")
+    if model_impl == "native":
+        return read_config(folder, max_context_tokens)
+    if model_impl == "transformers":
+        return outline(folder, dtype)
+    try:
+        return read_config(folder, max_context_tokens)
+    except UnsupportedModelError as native:
+        try:
+            found = outline(folder, dtype)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{native}; {error}") from error
+        log.info("%s runs through transformers' own code: no file of ours reads it", found.name)
+        return found
 
 
 def _weights(
@@ -338,48 +381,3 @@ def _check_zeros(names: list[str], source: Source) -> None:
                 f"{name} is not zero, and this model adds no bias there; supported are"
                 " checkpoints whose biases are those of the config, or zero"
             )
-
-
-def _fill(
-    places: list[Place], source: Source, config: ModelConfig, progress: Progress | None
-) -> str:
-    """Reads all tensors, one at a time; returns the revision."""
-    digest = hashlib.sha256(json.dumps(asdict(config), sort_keys=True).encode())
-
-    seen: set[str] = set()
-
-    def get(name: str, *where: Range) -> Tensor:
-        tensor, ends = _read(source, name, where)
-        if name in seen:  # Of one that is cut into several parts, as some ranks do.
-            return tensor
-        seen.add(name)
-        digest.update(name.encode())
-        digest.update(ends.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return tensor
-
-    for done, place in enumerate(places, 1):
-        place.fill(get)
-        if progress:
-            progress("weights", done, len(places))
-    return digest.hexdigest()[:16]
-
-
-def _read(source: Source, name: str, where: tuple[Range, ...]) -> tuple[Tensor, Tensor]:
-    """A tensor, or places of it, and its first and last row."""
-    shape = source.headers[name].shape
-    if where == tuple(Range(0, size) for size in shape[: len(where)]):
-        tensor = source.read(name)
-        ends = torch.stack([_row(tensor, end) for end in (0, -1)])
-        return tensor, ends if tensor.dim() else ends[:1]
-    rows = []
-    for last in (False, True):
-        first = [size - 1 if last else 0 for size in shape[:-1]] or [shape[0] - 1 if last else 0]
-        rows.append(_row(source.read(name, *(Range(at, at + 1) for at in first)), 0))
-    return source.read(name, *where), torch.stack(rows)
-
-
-def _row(tensor: Tensor, end: int) -> Tensor:
-    """The first or the last row of a tensor of any number of dimensions."""
-    return (
-        tensor.reshape(-1, tensor.shape[-1])[end] if tensor.dim() > 1 else tensor.reshape(-1)[end]
-    )

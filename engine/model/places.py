@@ -2,21 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from engine.checkpoints import Weights
 from engine.model.linear import Linear, RmsNorm
 from engine.model.precision.base import Format, Get, TensorSpec, WeightSlice
 from engine.model.precision.dense import dequantised
 from engine.model.region import Range
 from engine.model.shard import Shard
+from engine.model.sources import Source
+from engine.step.collective import Collective
 
 FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of tensors that are not quantised."""
+
+
+Check = Callable[[Weights], None]
+"""Takes the number of weights before they are read, and may refuse them."""
+Progress = Callable[[str, int, int], None]
+
+
+class Load(NamedTuple):
+    """How a model is loaded. See `engine.model.loading.load_model`."""
+
+    dtype: torch.dtype
+    device: torch.device
+    dummy: bool
+    """Weights are drawn from the seed."""
+    seed: int
+    quantization: str
+    check: Check | None
+    progress: Progress | None
+    shard: Shard
+    collective: Collective | None
 
 
 class Place(NamedTuple):
@@ -100,3 +125,64 @@ def _fill_zeros(target: Tensor, place: Place, get: Get) -> None:
     """Reads for the revision alone: of a sum over all ranks, rank 0 adds the bias."""
     place.fill(get)
     target.zero_()
+
+
+# -- filling ------------------------------------------------------------------------------------
+
+
+def fill(
+    places: Sequence[Place],
+    source: Source,
+    stated: Mapping[str, object],
+    progress: Progress | None,
+) -> str:
+    """Reads all tensors, one at a time.
+
+    Args:
+        places: of a model.
+        source: the checkpoint.
+        stated: what else makes the model what it is.
+        progress: called with ("weights", places done, places in all).
+
+    Returns:
+        The revision: a digest of what is stated, and of the first and last row of each tensor.
+    """
+    text = json.dumps(stated, sort_keys=True, default=str)
+    digest = hashlib.sha256(text.encode())
+    seen: set[str] = set()
+
+    def get(name: str, *where: Range) -> Tensor:
+        tensor, ends = _read(source, name, where)
+        if name in seen:  # Of one that is cut into several parts, as some ranks do.
+            return tensor
+        seen.add(name)
+        digest.update(name.encode())
+        digest.update(ends.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return tensor
+
+    for done, place in enumerate(places, 1):
+        place.fill(get)
+        if progress:
+            progress("weights", done, len(places))
+    return digest.hexdigest()[:16]
+
+
+def _read(source: Source, name: str, where: tuple[Range, ...]) -> tuple[Tensor, Tensor]:
+    """A tensor, or places of it, and its first and last row."""
+    shape = source.headers[name].shape
+    if where == tuple(Range(0, size) for size in shape[: len(where)]):
+        tensor = source.read(name)
+        ends = torch.stack([_row(tensor, end) for end in (0, -1)])
+        return tensor, ends if tensor.dim() else ends[:1]
+    rows = []
+    for last in (False, True):
+        first = [size - 1 if last else 0 for size in shape[:-1]] or [shape[0] - 1 if last else 0]
+        rows.append(_row(source.read(name, *(Range(at, at + 1) for at in first)), 0))
+    return source.read(name, *where), torch.stack(rows)
+
+
+def _row(tensor: Tensor, end: int) -> Tensor:
+    """The first or the last row of a tensor of any number of dimensions."""
+    return (
+        tensor.reshape(-1, tensor.shape[-1])[end] if tensor.dim() > 1 else tensor.reshape(-1)[end]
+    )

@@ -26,7 +26,7 @@ from engine.hooks.attention import HookedAttention, MakeBackend
 from engine.hooks.opening import attach, bytes_beside, open_hooks
 from engine.hooks.steps import StepHooks
 from engine.hooks.warming import warm
-from engine.model import LoadedModel, load_model
+from engine.model import LoadedModel, Model, load_model
 from engine.model.loading import Check
 from engine.model.mixers.config import AttentionConfig
 from engine.model.precision.int4 import compile_all
@@ -81,6 +81,7 @@ def load(
         load_format=config.load_format,
         seed=config.seed,
         quantization=config.quantization,
+        model_impl=config.model_impl,
         max_context_tokens=config.max_context_tokens,
         check=check,
         progress=progress,
@@ -161,7 +162,13 @@ def _memory_left(
     context = context_of(config, loaded, most_pages)
     bounds = replace(config, max_context_tokens=max(context, config.page_size))
     drafts = config.draft_tokens if config.speculates else 0
-    return bytes_left(loaded.model, scratch, attention, bounds, share, drafts)
+    return bytes_left(_fused(loaded), scratch, attention, bounds, share, drafts)
+
+
+def _fused(loaded: LoadedModel) -> Model:
+    """The model that fused kernels run. `features.obstacle` says of others that there are none."""
+    assert isinstance(loaded.model, Model)
+    return loaded.model
 
 
 def torch_steps(
@@ -337,7 +344,7 @@ def cuda_executor(
 
     hooked = _hooked(config, loaded, pools.first, attention.first, hooks)
     drafting = _drafting(config, loaded, device)
-    executor = CudaExecutor(loaded.model, pools, attention, sampler, config, hooked, drafting)
+    executor = CudaExecutor(_fused(loaded), pools, attention, sampler, config, hooked, drafting)
     try:
         hooked.check_alike(device)
         if config.cuda_graphs:

@@ -8,6 +8,7 @@ import pytest
 from test_doctor import doctor, plain
 from tiny_families import BY_LAYER, DENSE, EXPERTS, IMAGES, LATENTS
 from tiny_models import write_tiny_model
+from tiny_wrapped import WRAPPED
 
 from engine import memory
 
@@ -78,12 +79,22 @@ def test_the_text_part_of_an_image_checkpoint_is_said(tmp_path):
 def test_what_does_not_run_is_an_error_with_its_reason(tmp_path):
     path = write_tiny_model(tmp_path, tokenizer=False, **EXPERTS["hy_v3"])
     config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"mlp_layer_types": ["odd", "sparse"]}))
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    (path / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
     code, text = text_of(str(path))
     assert code == 1
-    assert "ERROR model HYV3ForCausalLM: feed-forwards of type odd" in text
+    assert "ERROR model HYV3ForCausalLM: rope type dynamic is not supported" in text
+    assert "HYV3ForCausalLM, through transformers' own code: its rope follows" in text
     code, text = text_of(str(tmp_path / "none"))
     assert (code, "ERROR model" in text) == (1, True)
+
+
+def test_a_model_without_a_file_of_ours(tmp_path):
+    code, text = text_of(str(write_tiny_model(tmp_path, tokenizer=False, **WRAPPED["vaultgemma"])))
+    assert code == 0, text
+    assert "VaultGemmaForCausalLM: 3 calls of attention of 64" in text
+    assert "code transformers' own, over our pages" in text
+    assert "window-12: 2 layers" in text
 
 
 @pytest.mark.parametrize("free", [0, 100 << 20])

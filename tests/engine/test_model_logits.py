@@ -48,7 +48,7 @@ class Runner:
         config = loaded.config
         self.model = loaded.model
         self.model.finish()  # as the engine does
-        dtype = loaded.model.embedding.dtype
+        dtype = next(loaded.model.parameters()).dtype
         groups: dict[tuple[int, int, int | None], list[int]] = {}
         for layer, kept in config.keepers.items():
             shape = kept.kv_heads, kept.head_dim, kept.values

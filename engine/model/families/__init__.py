@@ -97,7 +97,7 @@ def read_config(folder: Path, max_context_tokens: int = 0) -> ModelConfig:
     except Exception as error:  # Of any kind: transformers computes with what it has not checked.
         name = FAMILIES[model_type].architecture
         raise ModelError(f"{name}: {folder / 'config.json'} is not a valid config") from error
-    ends = _eos_token_ids(config, folder)
+    ends = eos_tokens_of(config, folder)
     return build_config(model_type, config, ends, max_context_tokens)
 
 
@@ -189,8 +189,13 @@ def _refuse_shape(stated: Mapping[str, Any], why: str) -> None:
     )
 
 
-def _eos_token_ids(config: Any, folder: Path) -> tuple[int, ...]:
-    """Ids from the config and the generation config. Either may hold one id or a list."""
+def eos_tokens_of(config: Any, folder: Path) -> tuple[int, ...]:
+    """Ids from a config of transformers and the generation config of a folder. Either may hold one
+    id or a list.
+
+    Raises:
+        ModelError: they hold something else.
+    """
     file = folder / "generation_config.json"
     generation = read_json(file) if file.is_file() else {}
     ids: set[int] = set()
