@@ -32,6 +32,7 @@ class OtherGroups:
 
     def __init__(self, groups: Sequence[OtherPages] = ()) -> None:
         self.groups = tuple(groups)
+        self.has_states = any(isinstance(group, StatePages) for group in groups)
 
     def __bool__(self) -> bool:
         return bool(self.groups)

@@ -104,9 +104,9 @@ def check_groups(config: EngineConfig, loaded: LoadedModel) -> None:
 
 def _check_states(config: EngineConfig, cut: int) -> None:
     if config.speculates:
-        raise EngineError(
-            f"speculation {config.speculation} cannot be set: some layers of this model fold tokens"
-            " into a state, from which a wrong draft cannot be taken back; set it to off"
+        log.warning(
+            "speculation is set, and steps take one token of a row all the same: some layers fold"
+            " tokens into a state, from which a wrong draft cannot be taken back"
         )
     if config.max_step_tokens < config.max_sequences + cut:
         raise EngineError(

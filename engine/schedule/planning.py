@@ -128,6 +128,8 @@ class Planner:
         slots = self._batch.slots
         if self._widths is None or not slots.drafts[rows].any():
             return 1
+        if self._batch.others.has_states:
+            return 1  # A wrong draft cannot be taken back from one.
         if self._batch.hook_tags(rows.astype(np.int32)).any():
             return 1  # Hooks are told of lengths.
         room = (self._budget.tokens - self._config.page_size) // rows.size

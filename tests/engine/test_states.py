@@ -110,6 +110,7 @@ def test_whole_in_chunks_cached_forked_resumed_and_handed_off(engines, folder, f
     ("family", "options"),
     [
         ("qwen3_5", {"num_pages": 40}),
+        ("qwen3_5", {"num_pages": 40, "speculation": "suffix"}),
         *(
             pytest.param(family, options, marks=pytest.mark.matrix)
             for family in ("qwen3_5", "granite4", "granite4_experts", "nemotron_h_experts")
@@ -352,7 +353,6 @@ def check_named(family, changes, words, folder, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"speculation": "suffix"}, "from which a wrong draft cannot be taken back"),
         ({"max_step_tokens": 79}, "max_sequences 16 plus 64: prompts of this model are cut"),
         ({"mixed_prefill_tokens": 32}, "mixed_prefill_tokens 32 must be at least 64"),
         ({"tp": 4}, "it does not divide the 2 key heads of a linear attention"),
