@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from engine.cuda import kernels
 from engine.cuda.experts.mixing import parts_of
 from engine.cuda.experts.routing import route
-from engine.cuda.experts.summing import Parts, add_up
+from engine.cuda.experts.summing import Parts, Shared, add_up
 from engine.cuda.products.joins import join
 from engine.cuda.products.rounding import rounded, silu_mul_rounded
 from engine.model.config import Activation
@@ -23,6 +23,7 @@ from engine.model.experts.routing import Chosen
 from engine.model.experts.stacked import Stacked
 from engine.model.feed_forward import Gated
 from engine.model.linear import Linear, RmsNorm
+from engine.model.precision.dense import Dense
 from engine.model.precision.rounding import Rounded, Rounding
 
 
@@ -98,8 +99,11 @@ def _experts(module: Experts, x: Tensor) -> Tensor | Parts:
     parts = _parts_of(module, x, chosen)
     if not isinstance(module.shared, Gated):
         return parts
-    shared = _gated(module.shared, as_read(x, reader_of(module.shared)))
-    return add_up(parts) + module.common(x, shared)
+    out = _gated(module.shared, as_read(x, reader_of(module.shared)))
+    gate = None if module.shared_gate is None else module.shared_gate.method
+    assert gate is None or isinstance(gate, Dense), "it is kept in the model's dtype"
+    shared = Shared(out, x, None if gate is None else gate.weight)
+    return parts._replace(shared=shared)
 
 
 def gated(x: Tensor | Rounded, gate_up: Linear, reader: Rounding | None) -> Tensor | Rounded:

@@ -35,7 +35,7 @@ from engine.engine import Engine
 from engine.parts import building
 from engine.pool.state_pool import StatePool
 from engine.pooling.requests import Pooling, PoolKind
-from engine.types import FailureReason, Mode, SamplingParams
+from engine.types import Mode, SamplingParams
 
 VOCAB = 384
 
@@ -70,7 +70,7 @@ def patches() -> ExitStack:
         ("stream", lambda _stream: nullcontext()),
     ):  # fmt: skip
         stack.enter_context(patch.object(torch.cuda, name, stand_in))
-    for module in (drawing, verified, executors):
+    for module in (drawing, verified):
         stack.enter_context(patch.object(module, "to_pinned", torch.clone))
     stack.enter_context(patch.object(building, "cuda_executor", on_a_device))
     return stack
@@ -193,8 +193,8 @@ def check_beams(path: Path) -> None:
 
 
 def check_states(path: Path) -> None:
-    """Prompts in chunks, beside decode rows, from the cache, and forked. Then a state is wrong, and
-    the rows that read it fail."""
+    """Prompts in chunks, beside decode rows, from the cache, and forked. Then a cached state is
+    wrong."""
     options = OPTIONS | {"max_step_tokens": 72, "max_context_tokens": 256, "num_pages": 80}
     prompts = [np.random.default_rng(n).integers(1, VOCAB, n).tolist() for n in (5, 66)]
 
@@ -215,11 +215,10 @@ def check_states(path: Path) -> None:
         same(answered(engine), wanted)
         for layer in range(2):
             engine.pools[1].stamps(layer).add_(1)
-        wrong = submit(engine, prompts[1], 3, ignore_eos=True)
-        finish(submit(engine, prompts[0], 3, ignore_eos=True), timeout_s=300)
-        assert wrong.done.wait(300)
-        assert wrong.failed is not None
-        assert wrong.failed.reason is FailureReason.NUMERICAL
+        again = submit(engine, prompts[1], 3, ignore_eos=True)
+        finish(again, timeout_s=600)
+        same([again], wanted[1:2])
+        assert engine.load().preemptions == 1, "it was found, and computed again"
         check_baseline(engine)
         engine.stop()
 

@@ -10,8 +10,6 @@ from test_model_logits import Runner, load
 from tiny_families import HYBRIDS
 from tiny_models import write_tiny_model
 
-from engine.types import FailureReason
-
 pytestmark = pytest.mark.gpu
 NEAR = 0.5
 """How far a token's logit may be from the best one of float32, where bfloat16 chooses."""
@@ -66,18 +64,15 @@ def test_an_engine_answers_as_on_a_cpu(folder, graphs):
         each.stop()
 
 
-def test_a_wrong_stamp_fails_its_request_alone(tmp_path):
+def test_a_wrong_stamp_is_found(tmp_path):
     path = write_tiny_model(tmp_path / "model", tokenizer=False, **HYBRIDS["qwen3_5"])
     engine = build(path, dtype="bfloat16", device="cuda", max_step_tokens=128)
     finish(submit(engine, prompt_of(130), 4, ignore_eos=True))
     for layer in range(2):
         engine.pools[1].stamps(layer).add_(1)
-    wrong = submit(engine, prompt_of(130), 4, ignore_eos=True)
-    right = submit(engine, prompt_of(60), 4, ignore_eos=True)
-    finish(right)
-    check(path, prompt_of(60), right.tokens[0])
-    assert wrong.done.wait(60)
-    assert wrong.failed is not None
-    assert wrong.failed.reason is FailureReason.NUMERICAL
+    again = submit(engine, prompt_of(130), 4, ignore_eos=True)
+    finish(again)
+    check(path, prompt_of(130), again.tokens[0])
+    assert engine.load().preemptions == 1, "it was computed again"
     check_baseline(engine)
     engine.stop()

@@ -22,8 +22,9 @@ FOLDER = "a folder of the test's own"
 QUICK = ("llama", "halves", "attention", "experts", "experts-fp8", "experts-mxfp4")
 """Kernels of Llama, and those of one row through experts, are counted."""
 FAMILIES = ("mixes", "biases", "gelu", "odd", "mistral", "qwen3", *FUSED, *LATENTS)
-ENGINES = ("plain", "pools", "drafts", "suffix", "beams")
-"""Whole engines on the executor of a GPU: hidden states, tokens, drafts."""
+STATES = ("qwen3_next", "granite4", "granite4_experts")
+ENGINES = ("plain", "pools", "drafts", "suffix", "beams", "qwen3_5", "granite4")
+"""Whole engines on the executor of a GPU: hidden states, tokens, drafts, states."""
 SLOW = pytest.mark.matrix
 
 
@@ -38,6 +39,8 @@ def equal(cases: tuple[str, ...]) -> str:
         pytest.param("interpreted_kernels", ("all",), "all equal", marks=SLOW),
         ("interpreted_latents", ("one",), "all equal"),
         pytest.param("interpreted_latents", ("all",), "all equal", marks=SLOW),
+        ("interpreted_states", (FOLDER, "qwen3_5"), "all equal"),
+        pytest.param("interpreted_states", (FOLDER, *STATES), "all equal", marks=SLOW),
         ("interpreted_forward", (FOLDER, *QUICK), equal(QUICK)),
         pytest.param("interpreted_forward", (FOLDER, *FAMILIES), equal(FAMILIES), marks=SLOW),
         ("interpreted_ranks", (), "equal"),

@@ -26,6 +26,18 @@ _COLUMNS: Final = 1024
 """Columns of a program, one pass over memory. Not tuned."""
 
 
+class Shared(NamedTuple):
+    """The output of an expert that all tokens share."""
+
+    out: Tensor
+    """[T, H], contiguous."""
+    x: Tensor
+    """[T, H], contiguous: what its gate reads."""
+    gate: Tensor | None
+    """[1, H]: `out` is multiplied by the sigmoid of the product with `x`; None: there is no
+    gate."""
+
+
 class Parts(NamedTuple):
     """What is left to be added up."""
 
@@ -34,6 +46,16 @@ class Parts(NamedTuple):
     order: Order
     weights: Tensor
     """[T, C] float32."""
+    shared: Shared | None = None
+    """Is added to the sum."""
+
+    @property
+    def beside(self) -> tuple[Tensor, Tensor, Tensor, bool, bool]:
+        """The shared expert as kernels take it: its three tensors, and which are there."""
+        if self.shared is None:
+            return self.parts, self.parts, self.parts, False, False
+        out, x, gate = self.shared
+        return out, x, x if gate is None else gate, True, gate is not None
 
 
 @triton.jit
@@ -48,28 +70,55 @@ def _sum(parts, places, weights, token, at, inside, size, chosen: tl.constexpr):
 
 
 @triton.jit
-def _add_up(parts, places, weights, out, size, chosen: tl.constexpr, block: tl.constexpr):
+def _with_shared(
+    total, shared, x, gate, token, at, inside, size, has_gate: tl.constexpr, whole: tl.constexpr
+):  # fmt: skip
+    """A part of a token's sum with the shared expert's output, float32. It is rounded where
+    `engine.model.experts.layer` rounds."""
+    dtype: tl.constexpr = shared.dtype.element_ty
+    value = tl.load(shared + token * size + at, mask=inside, other=0.0).to(tl.float32)
+    if has_gate:
+        every = tl.arange(0, whole)
+        there = every < size
+        read = tl.load(x + token * size + every, mask=there, other=0.0).to(tl.float32)
+        weight = tl.load(gate + every, mask=there, other=0.0).to(tl.float32)
+        opened = tl.sigmoid(tl.sum(read * weight).to(dtype).to(tl.float32))
+        value = (value * opened.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+    return (total.to(dtype).to(tl.float32) + value).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _add_up(
+    parts, places, weights, shared, x, gate, out, size, has_shared: tl.constexpr,
+    has_gate: tl.constexpr, chosen: tl.constexpr, whole: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * block + tl.arange(0, block)
     inside = at < size
     total = _sum(parts, places, weights, token, at, inside, size, chosen)
+    if has_shared:
+        total = _with_shared(total, shared, x, gate, token, at, inside, size, has_gate, whole)
     tl.store(out + token * size + at, total, mask=inside)
 
 
 def add_up(given: Parts) -> Tensor:
     """[T, H]"""
-    parts, order, weights = given
+    parts, order, weights, _ = given
     (tokens, chosen), size = weights.shape, parts.shape[1]
     out = parts.new_empty(tokens, size)
     grid = (tokens, triton.cdiv(size, _COLUMNS))
-    launch(_add_up, grid, parts, order.places, weights, out, size, chosen, _COLUMNS)
+    *shared, has_shared, has_gate = given.beside
+    blocks = triton.next_power_of_2(size), _COLUMNS
+    known = has_shared, has_gate, chosen, *blocks
+    launch(_add_up, grid, parts, order.places, weights, *shared, out, size, *known)
     return out
 
 
 @triton.jit(do_not_specialize=["stride"])
 def _add_up_norm(
-    residual, parts, places, weights, gain, values, scales, given, eps, size, stride,
-    chosen: tl.constexpr, pdl: tl.constexpr, group: tl.constexpr, block: tl.constexpr,
+    residual, parts, places, weights, shared, x, gate, gain, values, scales, given, eps, size,
+    stride, has_shared: tl.constexpr, has_gate: tl.constexpr, chosen: tl.constexpr,
+    pdl: tl.constexpr, group: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     if pdl:
         gdc_launch_dependents()
@@ -82,6 +131,8 @@ def _add_up_norm(
         gdc_wait()
     own = tl.load(residual + row * size + at, mask=inside, other=0.0).to(tl.float32)
     value = _sum(parts, places, weights, row, at, inside, size, chosen)
+    if has_shared:
+        value = _with_shared(value, shared, x, gate, row, at, inside, size, has_gate, block)
     total = (value.to(dtype).to(tl.float32) + own).to(dtype)
     tl.store(residual + row * size + at, total, mask=inside)
     value = total.to(tl.float32)
@@ -108,6 +159,7 @@ def add_up_norm(
     else:
         out, stride, group = room(residual, size, how)
         values, scales = out
+    *shared, has_shared, has_gate = x.beside
     launch(
         _add_up_norm,
         (tokens,),
@@ -115,6 +167,7 @@ def add_up_norm(
         x.parts,
         x.order.places,
         x.weights,
+        *shared,
         weight,
         values,
         scales,
@@ -122,6 +175,8 @@ def add_up_norm(
         eps,
         size,
         stride,
+        has_shared,
+        has_gate,
         chosen,
         early(),
         group,
