@@ -57,6 +57,10 @@ class Bounds:
     """Set by `Engine.build`: tokens from the end of an object in a store to that of the next; 0:
     there are no stores."""
 
+    ahead_tokens: int = 0
+    """Set by `Engine.build` from the drafter: it stores something at so many places behind those of
+    a decode step."""
+
     @property
     def chunk_tokens(self) -> int:
         """A prompt is cut behind multiples of so many tokens."""

@@ -15,8 +15,8 @@ KvCacheDtype = Literal["auto", "fp8"]
 Attention = Literal["auto", "fa3", "fa2", "triton", "sdpa"]
 Scheduling = Literal["fcfs", "priority", "shortest", "fair"]
 Eviction = Literal["lru", "lfu", "cost"]
-Speculation = Literal["off", "suffix"]
 OFF: Final = "off"
+SUFFIX: Final = "suffix"
 MOST_DRAFTS: Final = 7
 """Most drafts of a row: with its last token they are a width of 8."""
 
@@ -70,9 +70,9 @@ class EngineConfig(Bounds):
     cuda_graphs: bool = True
     """Whether steps on a GPU replay graphs, which are made at the start. See
     `engine.cuda.steps.shapes`."""
-    speculation: Speculation = "off"
-    """What guesses tokens that steps verify, one of `engine.speculation.choosing.DRAFTERS`, or
-    off."""
+    speculation: str = OFF
+    """What guesses tokens that steps verify: one of `engine.speculation.choosing.DRAFTERS`, the
+    folder of a draft head, or off."""
     draft_tokens: int = 7
     """Most tokens that it guesses at a time."""
     synthetic_acceptance: float = -1

@@ -40,6 +40,7 @@ FLOORS = (
         "engine.model.families",
         "engine.model.families.mixtures",
         "engine.model.families.hybrids",
+        "engine.model.drafts",
         "engine.model.mixers",
         "engine.model.precision",
         "engine.model.precision.formats",

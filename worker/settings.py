@@ -23,7 +23,6 @@ from engine.config import (
     ModelImpl,
     Quantization,
     Scheduling,
-    Speculation,
     tiers_obstacle,
 )
 from faults.failpoints import check as check_failpoints
@@ -235,10 +234,11 @@ class WorkerSettings(BaseModel):
     slow down each one."""
     max_context_tokens: int = Field(default=_ENGINE.max_context_tokens, ge=0, le=MOST_TOKENS)
     """Limits prompt and output together. 0: the model's own limit."""
-    speculation: Speculation = _ENGINE.speculation
+    speculation: str = _ENGINE.speculation
     """Chooses what guesses tokens, several of which one step then verifies: `suffix` looks for the
-    newest tokens earlier in the same sequence, and needs no weights. The tokens stay the same. A
-    prefill worker has none."""
+    newest tokens earlier in the same sequence, and needs no weights. A folder has an EAGLE-3 head
+    for the model; on CPUs for now. The tokens stay the same. A prefill worker drafts nothing, and
+    computes what a head keeps of prompts."""
     draft_tokens: int = Field(default=_ENGINE.draft_tokens, ge=1, le=MOST_DRAFTS)
     """Limits the tokens that are guessed at a time."""
     scheduling: Scheduling = _ENGINE.scheduling

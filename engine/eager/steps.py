@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.grouped import GroupedAttention
+from engine.eager.heads import Computed, HeadDrafter
 from engine.groups.spec import State
 from engine.hooks.steps import StepHooks
-from engine.model import Decoder
+from engine.model import Decoder, Model
+from engine.model.decoder import Tapped
 from engine.pool.pools import KvPools
 from engine.sampling import SampleResult
 from engine.speculation.tables import accepted
@@ -41,7 +43,9 @@ class TorchSteps:
         device: torch.device,
         hooks: StepHooks | None = None,
         verifier: Verifier | None = None,
+        head: HeadDrafter | None = None,
     ) -> None:
+        """`head`: keeps KV of its own. It drafts if the verifier has it."""
         self.model = model
         self._pools = pools
         self._attention = attention
@@ -50,6 +54,9 @@ class TorchSteps:
         self._verifier = verifier
         self.verification: Verification | None = None
         """Verification of the step that runs, where drafts are verified."""
+        self._head = head
+        self._computed: Computed | None = None
+        """The step that runs, for the head."""
         self._token_table = torch.zeros(max_slots, dtype=torch.int64, device=device)
 
     def prepare(self, plan: StepPlan) -> StepPlan:
@@ -59,6 +66,9 @@ class TorchSteps:
         for pool, (source, target) in zip(self._pools, plan.copies, strict=True):
             if source.size:
                 pool.copy_pages(self._upload(source), self._upload(target))
+        self._computed = None
+        if self._head is not None:
+            self._head.begin(plan)
         if self._verifier is not None:
             self.verification = self._verifier.begin(plan)
             plan = self.verification.plan
@@ -75,8 +85,18 @@ class TorchSteps:
         if plan.num_decodes and self._verifier is None:
             decoding = self._upload(plan.row_slots[: plan.num_decodes])
             token_ids[: plan.num_decodes] = self._token_table[decoding]
-        self._attention.begin(self._attention_batch(plan))
-        hidden: Tensor = self.model(token_ids, self._upload(plan.positions), self._attention)
+        batch, positions = self._attention_batch(plan), self._upload(plan.positions)
+        self._attention.begin(batch)
+        if self._head is None:
+            hidden: Tensor = self.model(token_ids, positions, self._attention)
+            return hidden
+        assert isinstance(self.model, Model), "a head reads layers of our decoder"
+        tapped = Tapped(self._head.taps, {})
+        hidden = self.model(token_ids, positions, self._attention, tapped)
+        decodes = plan.num_decodes
+        if self.verification is not None:
+            decodes = len(self.verification.columns.slots)
+        self._computed = Computed(plan, batch, token_ids, tapped.states, decodes)
         return hidden
 
     def spoilt(self) -> Tensor | None:
@@ -134,13 +154,16 @@ class TorchSteps:
         tokens, slots = drawn.tokens, self._upload(plan.sample_slots)
         if self._verifier is None or self.verification is None or drawn.counts is None:
             self.model.collective.broadcast(tokens)
+            self._learn(tokens)
             self.model.collective.end_step()
             self._token_table[slots] = tokens
             return
         columns = torch.cat((tokens, drawn.counts[:, None]), dim=1)
         self.model.collective.broadcast(columns)
+        tokens, counts = columns[:, :-1], columns[:, -1]
+        self._learn(tokens, counts)
+        self._verifier.end(self.verification, slots, tokens, counts)
         self.model.collective.end_step()
-        self._verifier.end(self.verification, slots, columns[:, :-1], columns[:, -1])
 
     def next_drafts(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
         """After `keep`: the drafts of the slots that have drawn, [S, K], and how many, [S]."""
@@ -152,8 +175,13 @@ class TorchSteps:
         """Ends a step that samples nothing."""
         if self.hooks is not None:
             self.hooks.end(self.model.collective)
+        self._learn(None)
         self.model.collective.barrier()
         self.model.collective.end_step()
+
+    def _learn(self, tokens: Tensor | None, counts: Tensor | None = None) -> None:
+        if self._head is not None and self._computed is not None:
+            self._head.learn(self._computed, tokens, counts)
 
     def _attention_batch(self, plan: StepPlan) -> AttentionBatch:
         size = self._pools.first.page_size

@@ -9,7 +9,7 @@ Shapes: T tokens of a step, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,20 @@ ALL = Shard()
 """The whole model."""
 NO_ATTENTION = AttentionSpec(1.0)
 """Attention of a layer without a mixer. Nobody attends there."""
+
+
+class Tapped(NamedTuple):
+    """What enters some layers, for draft heads."""
+
+    layers: tuple[int, ...]
+    """The number of layers: what the last one gives."""
+    found: dict[int, Tensor]
+    """[T, H] by layer, of a step."""
+
+    @property
+    def states(self) -> Tensor:
+        """[T, layers * H]."""
+        return torch.cat([self.found[layer] for layer in self.layers], dim=1)
 
 
 class Inputs(nn.Module):
@@ -260,16 +274,25 @@ class Model(nn.Module):
         if kernels is None:
             self.head = pack(self.head)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attention: StepAttention,
+        tapped: Tapped | None = None,
+    ) -> Tensor:
         """[T] ids at [T] positions -> [T, H], after the last norm.
 
-        `attention.begin` must have been called for this step.
+        `attention.begin` must have been called for this step. `tapped` takes its layers' inputs.
         """
         x = self.embed(token_ids)
         inputs = None if self.inputs is None else self.inputs(token_ids, x)
         step = Step(self.ropes(positions, x.dtype), attention, {}, inputs)
-        for layer in self.layers:
-            x = layer(x, step)
+        wanted = () if tapped is None else tapped.layers
+        for index, layer in enumerate((*self.layers, None)):
+            if tapped is not None and index in wanted:
+                tapped.found[index] = x
+            x = x if layer is None else layer(x, step)
         normed: Tensor = self.norm(x)
         return normed
 

@@ -26,10 +26,11 @@ from engine.model.config import (
     read_json,
 )
 from engine.model.decoder import ALL, Layer, Model
+from engine.model.drafts.loading import LoadedHead
 from engine.model.families import read_config
 from engine.model.gguf import GgufFile
+from engine.model.places import Accepts, Load, Place, Progress, fill, of_norm, plain
 from engine.model.places import Check as Check
-from engine.model.places import Load, Place, Progress, fill, of_norm, plain
 from engine.model.precision.base import Format
 from engine.model.precision.choice import Precision
 from engine.model.precision.formats import read_format
@@ -75,6 +76,8 @@ class LoadedModel:
     pooling: PoolingDefaults = field(default_factory=PoolingDefaults)
     score_head: NDArray[np.float32] | None = None
     """[L, H]. The head that scores; None: the checkpoint has none."""
+    head: LoadedHead | None = None
+    """What drafts for it; None: nothing that has weights."""
 
 
 def load_model(
@@ -87,6 +90,7 @@ def load_model(
     quantization: str = "",
     model_impl: str = "auto",
     max_context_tokens: int = 0,
+    accepts: Accepts | None = None,
     check: Check | None = None,
     progress: Progress | None = None,
     shard: Shard = ALL,
@@ -105,6 +109,7 @@ def load_model(
         model_impl: one of `MODEL_IMPLS`. native: by a file of ours; transformers: through
             transformers' own code; auto: native where there is a file that reads the model.
         max_context_tokens: the longest context that will be computed; 0: what the model allows.
+        accepts: a draft head's; is called before `check`, and what it raises goes through.
         check: is called before the memory of the weights is taken; what it raises goes through.
         progress: called with ("weights", tensors done, tensors in all).
         shard: the part that is loaded. Nothing else of the weights is kept or read, but the ends of
@@ -119,7 +124,8 @@ def load_model(
         raise ModelError(f"load format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
     folder, gguf = _locate(path, load_format)
     pools, is_dummy = _pools(folder), load_format == "dummy"
-    load = Load(dtype, device, is_dummy, seed, quantization, check, progress, shard, collective)
+    told = accepts, check, progress
+    load = Load(dtype, device, is_dummy, seed, quantization, *told, shard, collective)
     if gguf is not None:
         if model_impl == "transformers":
             raise UnsupportedModelError("GGUF files are not read through transformers' own code")
@@ -128,6 +134,11 @@ def load_model(
     chosen = choose(folder, model_impl, dtype, max_context_tokens)
     if isinstance(chosen, ModelConfig):
         return _load_native(folder, chosen, load, pools)
+    if accepts is not None:
+        raise UnsupportedModelError(
+            "a draft head reads what enters some layers, and transformers' own code runs this"
+            " model: set speculation to suffix, or to off"
+        )
     found, own = wrapped.load(folder, chosen, load), chosen.config
     defaults = PoolingDefaults(pools.kind, pools.normalise, own.hidden_size)
     return LoadedModel(found.model, own, found.revision, str(folder), found.precision, defaults)
@@ -147,6 +158,8 @@ def _load_native(
     form = None if file else read_format(read_json(folder / "config.json"), folder, config.head)
     precision = Precision(device, dtype, form, load.quantization)
     check_ranks(config, precision, load.shard.count)
+    if load.accepts is not None:
+        load.accepts(config)
     if load.check is not None:
         load.check(_weights(config, dtype, precision, load.shard))
     model = Model(config, dtype, device, precision, load.shard, load.collective)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.checkpoints import Weights
+from engine.model.config import ModelConfig
 from engine.model.linear import Linear, RmsNorm
 from engine.model.precision.base import Format, Get, TensorSpec, WeightSlice
 from engine.model.precision.dense import dequantised
@@ -27,6 +28,8 @@ FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 Check = Callable[[Weights], None]
 """Takes the number of weights before they are read, and may refuse them."""
 Progress = Callable[[str, int, int], None]
+Accepts = Callable[[ModelConfig], None]
+"""Takes the model's config before weights are read, and may refuse it."""
 
 
 class Load(NamedTuple):
@@ -38,6 +41,7 @@ class Load(NamedTuple):
     """Weights are drawn from the seed."""
     seed: int
     quantization: str
+    accepts: Accepts | None
     check: Check | None
     progress: Progress | None
     shard: Shard

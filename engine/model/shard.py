@@ -114,7 +114,11 @@ class Shard:
 
 
 def stacked(
-    config: ModelConfig, index: int, names: Sequence[str], sizes: list[tuple[int, Range]]
+    config: ModelConfig,
+    index: int,
+    names: Sequence[str],
+    sizes: list[tuple[int, Range]],
+    inputs: int | None = None,
 ) -> list[WeightSlice]:
     """Weights that are kept one below the other.
 
@@ -123,8 +127,9 @@ def stacked(
         index: of the layer.
         names: their modules: one for each weight, or one for all, in which they stand in order.
         sizes: rows of each weight, and those that the rank has of them.
+        inputs: columns of each; None: the hidden size.
     """
-    hidden, total = config.hidden_size, sum(rows for rows, _ in sizes)
+    hidden, total = inputs or config.hidden_size, sum(rows for rows, _ in sizes)
     parts, first = [], 0
     for place, (rows, own) in enumerate(sizes):
         if len(names) == len(sizes):

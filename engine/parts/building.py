@@ -31,10 +31,12 @@ from engine.model.loading import Check
 from engine.model.mixers.config import AttentionConfig
 from engine.model.precision.int4 import compile_all
 from engine.model.shard import Shard
+from engine.parts.heads import head_drafter, head_folder
 from engine.parts.paging import EngineError as EngineError
 from engine.parts.paging import (
     bounds_of,
     context_of,
+    draft_page_bytes,
     dtype_of,
     groups_of,
     page_of,
@@ -74,6 +76,7 @@ def load(
 ) -> LoadedModel:
     """Loads a rank's part of the model, that of rank 0 by default. `check` and `progress` are as in
     `load_model`."""
+    folder = head_folder(config)
     loaded = load_model(
         config.model,
         dtype=dtype_of(config.dtype),
@@ -83,13 +86,17 @@ def load(
         quantization=config.quantization,
         model_impl=config.model_impl,
         max_context_tokens=config.max_context_tokens,
+        accepts=folder.check if folder else None,
         check=check,
         progress=progress,
         shard=shard or Shard(0, config.tp),
         collective=collective,
     )
     compile_all(loaded.model, config.max_step_tokens, progress)
-    return loaded
+    if folder is None or not isinstance(loaded.model, Model):
+        return loaded
+    head = folder.load(loaded.model, dtype_of(config.dtype), device, config.seed)
+    return replace(loaded, head=head)
 
 
 def check_memory(config: EngineConfig, weights: Weights, device: torch.device) -> None:
@@ -138,6 +145,7 @@ def pages_that_fit(
         beside = bytes_beside(hooks, page)
     except HookError as error:
         raise EngineError(str(error)) from error
+    beside += draft_page_bytes(config, loaded)
     page_bytes = page.page_bytes + beside
     left = config.kv_memory_bytes or _memory_left(config, loaded, device, page_bytes)
     specs = share_of(groups_of(config, loaded), loaded)
@@ -188,15 +196,16 @@ def torch_steps(
         backend = GroupedAttention(backends, pools.places)
     own = hook_steps(config, loaded, pools.first, hooks)
     loaded.model.finish()
-    verifier = verifier_of(config, loaded.config.vocab_size, pools.first.device)
+    head = head_drafter(config, loaded, pools, _backends(config))
+    verifier = verifier_of(config, loaded.config.vocab_size, pools.first.device, head)
     rest = config.max_sequences, pools.first.device
     if own is None:
-        return TorchSteps(loaded.model, pools, backend, *rest, verifier=verifier)
+        return TorchSteps(loaded.model, pools, backend, *rest, verifier=verifier, head=head)
     step_hooks, site = own
     _warm(config, loaded, step_hooks, site, torch.int64)
     if step_hooks.attends:
         backend = HookedAttention(_backends(config), site, step_hooks)
-    return TorchSteps(loaded.model, pools, backend, *rest, step_hooks, verifier)
+    return TorchSteps(loaded.model, pools, backend, *rest, step_hooks, verifier, head)
 
 
 def hook_steps(

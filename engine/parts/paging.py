@@ -21,7 +21,7 @@ from engine.pool.kv_pool import KvPool
 from engine.pool.page_pool import PagePool
 from engine.pool.pools import KvPools, make_pools
 from engine.pool.state_pool import StatePool, unit_bytes_of
-from engine.speculation.choosing import pages_ahead
+from engine.speculation.choosing import pages_ahead, tokens_ahead
 from engine.tiers.arena import HostArena, divided
 from engine.tiers.stores.objects import OBJECT_TOKENS
 from engine.tiers.touching import HostMemoryError
@@ -256,7 +256,14 @@ def _allocate(
     device: torch.device,
 ) -> KvPools:
     kinds = [_any_maker(config, loaded, loaded.config.kept_by(spec.layers)) for spec in specs]
-    return make_pools(kinds, specs, counts, device)
+    head = loaded.head
+    drafts = None if head is None else _maker(config, loaded, head.kept)
+    return make_pools(kinds, specs, counts, device, drafts)
+
+
+def draft_page_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
+    """Bytes that a rank's draft head keeps beside each page of group 0; 0: there is no head."""
+    return _page(config, loaded, 1, loaded.head.kept).page_bytes if loaded.head else 0
 
 
 def make_arenas(config: EngineConfig, pools: KvPools) -> list[HostArena]:
@@ -286,5 +293,6 @@ def resolved(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> EngineC
         gathers=pool.gathers,
         cut_tokens=cut_tokens(config, loaded),
         object_tokens=OBJECT_TOKENS if config.kv_stores else 0,
+        ahead_tokens=tokens_ahead(config),
         reserve_pages=max(config.reserve_pages, pages_ahead(config)),
     )

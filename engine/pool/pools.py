@@ -33,10 +33,19 @@ class Place(NamedTuple):
 class KvPools:
     """A pool for each group; the one of group 0 is first."""
 
-    def __init__(self, specs: Sequence[GroupSpec], pools: Sequence[PagePool], data: Tensor) -> None:
-        """`pools` have their pages in `data`, [bytes] uint8. The first one is of K and V."""
+    def __init__(
+        self,
+        specs: Sequence[GroupSpec],
+        pools: Sequence[PagePool],
+        data: Tensor,
+        drafts: KvPool | None = None,
+    ) -> None:
+        """`pools`, and `drafts`, have their pages in `data`, [bytes] uint8. The first one is of K
+        and V."""
         self.specs = tuple(specs)
         self.data = data
+        self.drafts = drafts
+        """What a draft head keeps. It follows group 0: its pages have the same ids."""
         self._pools = tuple(pools)
         self.places = {
             layer: Place(group, index)
@@ -107,12 +116,16 @@ def make_pools(
     specs: Sequence[GroupSpec],
     counts: Sequence[int],
     device: torch.device,
+    drafts: Callable[..., KvPool] | None = None,
 ) -> KvPools:
     """Allocates `counts` pages of each group. `kinds`: what makes the pool of each
-    (`engine.pool.kinds.maker`)."""
-    makers = [
+    (`engine.pool.kinds.maker`), and `drafts` that of a draft head, of one layer."""
+    makers: list[Callable[..., PagePool]] = [
         partial(make, num_layers=len(spec.layers)) for make, spec in zip(kinds, specs, strict=True)
     ]
+    if drafts is not None:
+        makers.append(partial(drafts, num_layers=1))
+        counts = [*counts, counts[0]]
     nowhere, sizes = torch.device("meta"), []
     for make, count in zip(makers, counts, strict=True):
         sizes.append(count * make(num_pages=1, device=nowhere).page_bytes)
@@ -122,7 +135,11 @@ def make_pools(
     for make, count, start, size in zip(makers, counts, starts, sizes, strict=False):
         own = data[start : start + size]
         pools.append(make(num_pages=count, device=device, data=own))
-    return KvPools(specs, pools, data)
+    if drafts is None:
+        return KvPools(specs, pools, data)
+    *own_pools, last = pools
+    assert isinstance(last, KvPool), "a head keeps K and V"
+    return KvPools(specs, own_pools, data, last)
 
 
 def one_group(pool: KvPool) -> KvPools:

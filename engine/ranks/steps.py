@@ -35,6 +35,7 @@ COLUMNS: Final = (
     "arrived",
     "hook_tags",
     "pools",
+    "successors",
 )
 """Columns that travel. The page table, the hooks' tags and the pools have two dimensions."""
 BEGUN: Final = ("slots", "lens", "prompt_lens", "choices", "seeds", "ids")

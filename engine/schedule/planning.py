@@ -149,7 +149,8 @@ class Planner:
             return slots.kv_len[rows] + 1
         most = slots.kv_len[rows] + np.where(slots.drafts[rows], width, 1)
         most = np.minimum(most, slots.limit_len[rows] - 1)
-        missing = np.maximum(-(-most // size) - slots.page_count[rows], 0)
+        drafted = np.minimum(most + self._config.ahead_tokens, slots.limit_len[rows] - 1)
+        missing = np.maximum(-(-drafted // size) - slots.page_count[rows], 0)
         seniority = slots.seniority[rows]
         if missing.any():
             grow_oldest(self._blocks, slots.page_table, slots.page_count, rows, missing, seniority)
@@ -300,6 +301,7 @@ class Planner:
             pools=np.array(pools, np.int32) if pools else NO_POOLS,
             others=others.tables(row_slots, stored_from, contexts, self._batch.next_step),
             width=width,
+            successors=np.array([_successor(c) for c in chunks], np.int32),
             begins=begins,
             tells_drafts=masked.size > 0 and bool(slots.drafts[samples.slots[masked]].any()),
         )
@@ -334,15 +336,21 @@ class Planner:
     def _page_table(self, row_slots: Int32s, contexts: Int32s) -> Int32s:
         """[R, P], wide enough for the longest row. Beyond a row's context it has the scratch
         page."""
-        used = -(-contexts // self._batch.slots.page_size)
+        slots, ahead = self._batch.slots, self._config.ahead_tokens
+        used = -(-(contexts + ahead) // slots.page_size)
+        if ahead:
+            used = np.minimum(used, slots.page_count[row_slots])
         width = max(1, int(used.max(initial=1)))
-        table = self._batch.slots.page_table[row_slots, :width]
+        table = slots.page_table[row_slots, :width]
         return np.where(np.arange(width, dtype=np.int32) < used[:, None], table, SCRATCH_PAGE)
 
     def _mark_written(self, row_slots: Int32s, starts: Int32s, contexts: Int32s) -> None:
         """Makes this step the last writer of the pages of positions [start, context) of each
-        row."""
-        size, table = self._batch.slots.page_size, self._batch.slots.page_table
+        row, and of those behind where its drafter stores something."""
+        slots, ahead = self._batch.slots, self._config.ahead_tokens
+        size, table = slots.page_size, slots.page_table
+        if ahead:
+            contexts = np.minimum(contexts + ahead, slots.page_count[row_slots] * size)
         single = contexts - starts == 1
         pages = [table[row_slots[single], starts[single] // size]]
         pages += [
@@ -350,6 +358,11 @@ class Planner:
             for i in np.flatnonzero(~single).tolist()
         ]
         self._blocks.mark_written(np.concatenate(pages), self._batch.next_step)
+
+
+def _successor(chunk: ChunkPlan) -> int:
+    """The token behind a chunk; -1: it is the last."""
+    return -1 if chunk.is_last else int(chunk.task.tokens[chunk.end])
 
 
 def _score_plan(task: PrefillTask, end: int, first_token: int) -> ScorePlan | None:

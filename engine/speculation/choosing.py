@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 import torch
 
-from engine.config import MOST_DRAFTS, OFF, EngineConfig
+from engine.config import MOST_DRAFTS, OFF, SUFFIX, EngineConfig
 from engine.speculation.drafter import Drafter
 from engine.speculation.suffix import SuffixDrafter
 from engine.speculation.tables import SlotTables
 from engine.speculation.verifying import Verifier
 
-DRAFTERS: Final[dict[str, Callable[[int], Drafter]]] = {"suffix": SuffixDrafter}
+DRAFTERS: Final[dict[str, Callable[[int], Drafter]]] = {SUFFIX: SuffixDrafter}
 """Made with the most drafts of a row."""
 
 
@@ -27,14 +28,22 @@ def check(config: EngineConfig, device: str) -> None:
     Raises:
         SpeculationError: there is no such drafter, or it cannot draft so many tokens, or not here.
     """
-    if config.speculation not in (*DRAFTERS, OFF):
+    if has_head(config) and not Path(config.speculation).expanduser().is_dir():
         known = ", ".join((*DRAFTERS, OFF))
-        raise SpeculationError(f"speculation {config.speculation!r} is not one of {known}")
+        raise SpeculationError(
+            f"speculation {config.speculation!r} is not one of {known}, and no folder of a draft"
+            " head"
+        )
     if not 1 <= config.draft_tokens <= MOST_DRAFTS:
         raise SpeculationError(
             f"draft_tokens {config.draft_tokens} must be from 1 to {MOST_DRAFTS}"
         )
     on_gpu = device != "cpu"
+    if on_gpu and has_head(config):
+        raise SpeculationError(
+            f"speculation {config.speculation} is a draft head, which only CPUs run for now: fused"
+            f" kernels keep no hidden states for it; set it to {SUFFIX}, or to {OFF}"
+        )
     if on_gpu and config.speculates and config.tp > 1:
         raise SpeculationError(
             f"speculation {config.speculation} needs one rank on a GPU: tp is {config.tp}"
@@ -57,9 +66,16 @@ def _check_synthetic(config: EngineConfig, *, on_gpu: bool) -> None:
         raise SpeculationError("synthetic_acceptance needs speculation, and a GPU")
 
 
+def has_head(config: EngineConfig) -> bool:
+    """Whether a draft head guesses. It keeps KV, also where nobody decodes."""
+    return config.speculation not in (*DRAFTERS, OFF)
+
+
 def drafter_of(config: EngineConfig) -> Drafter | None:
-    """A rank's drafter; None: drafts are off."""
-    return DRAFTERS[config.speculation](config.draft_tokens) if config.speculates else None
+    """A rank's drafter that has no weights; None: there is none."""
+    if not config.speculates or has_head(config):
+        return None
+    return DRAFTERS[config.speculation](config.draft_tokens)
 
 
 def tables_of(config: EngineConfig, vocab_size: int, device: torch.device) -> SlotTables:
@@ -68,16 +84,23 @@ def tables_of(config: EngineConfig, vocab_size: int, device: torch.device) -> Sl
     return SlotTables(*bounds, config.draft_tokens, vocab_size, device)
 
 
-def verifier_of(config: EngineConfig, vocab_size: int, device: torch.device) -> Verifier | None:
-    """A rank's verifier; None: drafts are off."""
-    drafter = drafter_of(config)
-    if drafter is None:
+def verifier_of(
+    config: EngineConfig, vocab_size: int, device: torch.device, head: Drafter | None = None
+) -> Verifier | None:
+    """A rank's verifier; None: drafts are off. `head`: what guesses with a draft head."""
+    drafter = drafter_of(config) or head
+    if drafter is None or not config.speculates:
         return None
     return Verifier(tables_of(config, vocab_size, device), drafter)
 
 
+def tokens_ahead(config: EngineConfig) -> int:
+    """Places behind a decode step's own where its drafter stores something."""
+    return config.draft_tokens - 1 if config.speculates and has_head(config) else 0
+
+
 def pages_ahead(config: EngineConfig) -> int:
     """Pages to keep back for the growth of a sequence: the steps in flight may store as many tokens
-    as two of them compute for it. 0: drafts are off."""
-    most = 2 * (1 + config.draft_tokens)
+    as two of them compute for it, and a drafter some more. 0: drafts are off."""
+    most = 2 * (1 + config.draft_tokens) + tokens_ahead(config)
     return 1 + -(-most // config.page_size) if config.speculates else 0

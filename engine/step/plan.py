@@ -128,6 +128,9 @@ class StepPlan:
     the step's tokens, and the number of tokens whose states are added up."""
     width: int = 1
     """Tokens of each decode row."""
+    successors: Int32s = field(default_factory=lambda: np.zeros(0, np.int32))
+    """[R - num_decodes]. The prompt's token behind each other row; -1: the row is the last one, and
+    what comes is drawn."""
     begins: Begins | None = None
     tells_drafts: bool = False
     """Whether the host wants to know the next drafts, because it fills masks behind them."""

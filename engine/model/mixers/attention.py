@@ -51,7 +51,7 @@ def parts_of(own: AttentionConfig, config: ModelConfig, index: int, shard: Shard
     names = [f"{own.module}.{name}" for name in own.qkv[:products]]
     output = f"{own.module}.{own.output}"
     return AttentionParts(
-        stacked(config, index, names, sizes), columns(config, index, output, q, heads)
+        stacked(config, index, names, sizes, own.inputs), columns(config, index, output, q, heads)
     )
 
 

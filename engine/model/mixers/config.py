@@ -87,6 +87,8 @@ class AttentionConfig:
     checkpoint's module."""
     qkv_bias: bool = False
     output_bias: bool = False
+    inputs: int | None = None
+    """Numbers of a token that q, k and v are made of; None: the hidden size."""
 
     @property
     def kept(self) -> Kept | None:
