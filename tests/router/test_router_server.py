@@ -14,7 +14,6 @@ from operators import post_status
 from router_kit import a_router, served
 from scripted_worker import PREFILL, WAIT_S, until
 
-from baton.client.clients import AsyncClient
 from baton.grpc_options import channel_options
 from baton.inference.v1 import inference_pb2, inference_pb2_grpc
 from router.doors.frontdoor import SERVICE_NAME
@@ -132,22 +131,3 @@ async def test_reflection_v1_names_the_services() -> None:
             asked = reflection_pb2.ServerReflectionRequest(file_containing_symbol=name)
             answer = await ask(iter([asked])).read()
             assert answer.file_descriptor_response.file_descriptor_proto, name
-
-
-async def test_draining_finishes_what_runs_and_refuses_the_rest() -> None:
-    async with served() as (server, worker), AsyncClient(server.address) as client:
-        async with grpc.aio.insecure_channel(server.address) as channel:
-            stub = inference_pb2_grpc.InferenceServiceStub(channel)
-            call = stub.StreamGenerate(request())
-            attempt = (await worker.heard("submit")).attempt_id
-            draining = asyncio.create_task(server.drain())
-            await until(lambda: server.dispatcher._draining)
-            refused = stub.StreamGenerate(request())
-            assert await refused.code() is grpc.StatusCode.UNAVAILABLE
-            assert await client.models()
-            worker.first_token(attempt, 10)
-            worker.tokens(attempt, 1, 11)
-            worker.finished(attempt, 2)
-            assert [event async for event in call][-1].WhichOneof("event") == "finished"
-            await draining
-        assert await server.stop()

@@ -159,6 +159,7 @@ async def test_what_runs_is_finished_and_what_comes_is_refused() -> None:
         await router.until_health(serving=False)
         async with asyncio.timeout(WAIT_S):
             assert await router.refused() == "DRAINING"
+        assert (await router.stub.ListModels(api.ListModelsRequest())).models
         assert router.process.returncode is None
         await router.finish()
         assert await router.exit_code() == 0
