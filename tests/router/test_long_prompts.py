@@ -29,6 +29,7 @@ LATE_S = 0.02
 """That the event loop may be; without letting go of the interpreter it was ten times as late."""
 LOADED_S = 4.0
 ROUNDS = 3
+IN_TIME = 0.7  # 0 to 0.17 where the event loop encodes, 1 where the machine has nothing else to do
 """A machine that others use is late by itself at times: the best of these counts."""
 PASSING = 20
 """So many normal prompts, one after the other, are answered before one of the largest is tokenized,
@@ -199,10 +200,14 @@ def lags(router: Running) -> tuple[float, float]:
 
 
 @pytest.mark.timeout(180)
-async def test_prompts_of_300_kb_do_not_hold_up_the_event_loop(folder: Path) -> None:
+async def test_long_prompts_hold_up_neither_the_event_loop_nor_a_normal_one(folder: Path) -> None:
+    longest = longest_token_bytes(load(folder)._backend)
+    assert longest is not None
+    largest = ("fox jumps over " * CONTEXT)[: CONTEXT * longest - 1]
+    normal = "word " * 600
     shares = []
     async with a_served_router(folder) as router:
-        assert await generate(router, "warm") < 20
+        assert await generate(router, normal) < 20
         for _ in range(ROUNDS):
             end_s = time.monotonic() + LOADED_S
             woken, in_time = await asyncio.to_thread(lags, router)
@@ -210,29 +215,18 @@ async def test_prompts_of_300_kb_do_not_hold_up_the_event_loop(folder: Path) -> 
                 await generate(router, TEXT_300_KB)
             now = await asyncio.to_thread(lags, router)
             shares.append((now[1] - in_time) / (now[0] - woken))
-            if shares[-1] >= 0.99:
+            if shares[-1] >= IN_TIME:
                 break
-    print(json.dumps({"in time": shares}))
-    assert max(shares) >= 0.99
-
-
-@pytest.mark.timeout(180)
-async def test_a_normal_prompt_passes_the_largest_ones(folder: Path) -> None:
-    longest = longest_token_bytes(load(folder)._backend)
-    assert longest is not None
-    largest = ("fox jumps over " * CONTEXT)[: CONTEXT * longest - 1]
-    normal = "word " * 600
-    async with a_served_router(folder) as router:
-        assert await generate(router, normal) < 20
         others = [asyncio.create_task(generate(router, largest)) for _ in range(4)]
         await asyncio.sleep(0.2)
         took = [await generate(router, normal) for _ in range(PASSING)]
-        print(json.dumps({"normal": took}))
+        print(json.dumps({"in time": shares, "normal": took}))
         assert not all(one.done() for one in others), (
             "they came before, and would be answered first"
         )
         for one in others:
             one.cancel()
+    assert max(shares) >= IN_TIME
 
 
 async def test_many_short_prompts_do_not_hold_up_the_event_loop(folder: Path) -> None:
