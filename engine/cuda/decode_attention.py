@@ -13,6 +13,8 @@ Memory is the limit: every byte of K and V is read once.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -227,36 +229,24 @@ def decode_attention(
     Returns:
         [B * w, Hq, D]
     """
-    (tokens, heads, dim), rows = q.shape, len(contexts)
-    kv_heads = pool.num_kv_heads
-    most, least, tiles = divided
-    width, group = tokens // rows, heads // kv_heads
-    seen, whole = seen_by(spec), most == 1
-    out = q.new_empty(tokens, heads, dim)
-    partial, sums = parts_of(out, most)
+    dim, tiles = q.shape[2], divided.tiles
+    rows = rows_of(q, contexts, pool.num_kv_heads, dim, spec, divided)
     launch(
         _attend_part,
-        (rows, kv_heads, most),
+        rows.grid,
         q,
         pool.elements,
         contexts,
         page_table,
-        partial,
-        sums,
-        out,
+        *rows.room,
         *features_of(spec, q),
         pool.page_stride,
         pool.head_stride,
         layer * pool.layer_stride,
         page_table.shape[1],
         q.stride(0),
-        seen,
-        most,
-        least,
-        whole,
-        width,
-        group,
-        max(MIN_QUERIES, triton.next_power_of_2(width * group)),
+        rows.seen,
+        *rows.sizes,
         dim,
         triton.next_power_of_2(dim),
         pool.page_size,
@@ -268,9 +258,7 @@ def decode_attention(
         num_stages=tiles.stages,
         launch_pdl=early(),
     )
-    if not whole:
-        merge(out, partial, sums, contexts, seen, divided, kv_heads)
-    return out
+    return rows.merged(contexts)
 
 
 def seen_by(spec: AttentionSpec) -> int:
@@ -278,13 +266,87 @@ def seen_by(spec: AttentionSpec) -> int:
     return EVERYTHING if spec.window is None else spec.window
 
 
-def parts_of(out: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Memory for what `merge` merges into `out`, [B * w, Hq, D]: for each of up to `most` parts of
-    a query's context the sum, D numbers, and two of its weights. Empty where there is one part."""
-    tokens, heads, dim = out.shape
-    places = 0 if most == 1 else tokens * heads * most
-    partial = torch.empty(places, dim, dtype=torch.float32, device=out.device)
-    return partial, torch.empty(places, 2, dtype=torch.float32, device=out.device)
+class Rows(NamedTuple):
+    """A call over decode rows: sizes, and memory for the results and for the parts."""
+
+    out: Tensor
+    """[B * w, Hq, D]"""
+    partial: Tensor
+    """[N, D] float32: the sum of each part of a query's context. Empty where there is one part."""
+    sums: Tensor
+    """[N, 2] float32: two numbers of each part's weights."""
+    rows: int
+    blocks: int
+    """Programs among which the heads of a row are divided."""
+    width: int
+    """New tokens of a row."""
+    group: int
+    """Heads of a program."""
+    seen: int
+    """Positions that a query sees."""
+    divided: Division
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Programs of the first kernel."""
+        return self.rows, self.blocks, self.divided.most
+
+    @property
+    def room(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Where the first kernel writes: `partial, sums, out`."""
+        return self.partial, self.sums, self.out
+
+    @property
+    def sizes(self) -> tuple[int, int, bool, int, int, int]:
+        """The first kernel's `splits, least, whole, width, group, padded`."""
+        most, least, _ = self.divided
+        return most, least, most == 1, self.width, self.group, self.padded
+
+    @property
+    def padded(self) -> int:
+        """Queries of a program, up to what a matrix product takes."""
+        return max(MIN_QUERIES, int(triton.next_power_of_2(self.width * self.group)))
+
+    def merged(self, contexts: Tensor) -> Tensor:
+        """The results, once the second kernel has merged the parts of every row."""
+        (most, least, tiles), dim = self.divided, self.out.shape[2]
+        if most == 1:
+            return self.out
+        launch(
+            _merge_parts,
+            (self.rows * self.blocks, self.width * self.group),
+            self.partial,
+            self.sums,
+            contexts,
+            self.out,
+            self.seen,
+            most,
+            least,
+            self.blocks,
+            least == LEAST_TOKENS_OF_FEW,
+            triton.next_power_of_2(most),
+            self.width,
+            self.group,
+            dim,
+            triton.next_power_of_2(dim),
+            early(),
+            tiles.block,
+            num_warps=MERGE_WARPS,
+            launch_pdl=early(),
+        )
+        return self.out
+
+
+def rows_of(
+    q: Tensor, contexts: Tensor, blocks: int, dim: int, spec: AttentionSpec, divided: Division
+) -> Rows:
+    """Takes memory for results of `dim` numbers of each query. See `decode_attention`."""
+    (tokens, heads, _), count = q.shape, len(contexts)
+    places = 0 if divided.most == 1 else tokens * heads * divided.most
+    partial = torch.empty(places, dim, dtype=torch.float32, device=q.device)
+    sums = torch.empty(places, 2, dtype=torch.float32, device=q.device)
+    out, width, group = q.new_empty(tokens, heads, dim), tokens // count, heads // blocks
+    return Rows(out, partial, sums, count, blocks, width, group, seen_by(spec), divided)
 
 
 def features_of(spec: AttentionSpec, q: Tensor) -> tuple[Tensor, float, float]:
@@ -292,39 +354,3 @@ def features_of(spec: AttentionSpec, q: Tensor) -> tuple[Tensor, float, float]:
     sinks that are not there."""
     sinks = q if spec.sinks is None else spec.sinks
     return sinks, spec.scale * LOG2_E, (spec.soft_cap or 0.0) * LOG2_E
-
-
-def merge(
-    out: Tensor,
-    partial: Tensor,
-    sums: Tensor,
-    contexts: Tensor,
-    seen: int,
-    divided: Division,
-    kv_heads: int,
-) -> None:
-    """Merges the parts of every row into [B * w, Hq, D]."""
-    (tokens, heads, dim), rows = out.shape, len(contexts)
-    width, group = tokens // rows, heads // kv_heads
-    launch(
-        _merge_parts,
-        (rows * kv_heads, width * group),
-        partial,
-        sums,
-        contexts,
-        out,
-        seen,
-        divided.most,
-        divided.least_tokens,
-        kv_heads,
-        divided.least_tokens == LEAST_TOKENS_OF_FEW,
-        triton.next_power_of_2(divided.most),
-        width,
-        group,
-        dim,
-        triton.next_power_of_2(dim),
-        early(),
-        divided.tiles.block,
-        num_warps=MERGE_WARPS,
-        launch_pdl=early(),
-    )

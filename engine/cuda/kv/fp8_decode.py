@@ -20,15 +20,12 @@ from torch import Tensor
 
 from engine.attention.parts import Division
 from engine.cuda.decode_attention import (
-    MIN_QUERIES,
     begun,
     capped,
     cut,
     features_of,
     leave,
-    merge,
-    parts_of,
-    seen_by,
+    rows_of,
     unseen,
     weighed,
 )
@@ -149,24 +146,17 @@ def decode_attention_fp8(
     divided: Division,
 ) -> Tensor:
     """`decode_attention` over a pool in FP8."""
-    (tokens, heads, dim), rows = q.shape, len(contexts)
-    kv_heads = pool.num_kv_heads
-    most, least, tiles = divided
-    width, group = tokens // rows, heads // kv_heads
-    seen, whole = seen_by(spec), most == 1
-    out = q.new_empty(tokens, heads, dim)
-    partial, sums = parts_of(out, most)
+    dim, tiles = q.shape[2], divided.tiles
+    rows = rows_of(q, contexts, pool.num_kv_heads, dim, spec, divided)
     launch(
         _attend_part_fp8,
-        (rows, kv_heads, most),
+        rows.grid,
         q,
         pool.elements,
         pool.data.view(torch.int8),
         contexts,
         page_table,
-        partial,
-        sums,
-        out,
+        *rows.room,
         *features_of(spec, q),
         pool.page_stride,
         pool.head_stride,
@@ -174,13 +164,8 @@ def decode_attention_fp8(
         pool.head_values + layer * 2 * pool.page_size,
         page_table.shape[1],
         q.stride(0),
-        seen,
-        most,
-        least,
-        whole,
-        width,
-        group,
-        max(MIN_QUERIES, triton.next_power_of_2(width * group)),
+        rows.seen,
+        *rows.sizes,
         dim,
         pool.page_size,
         spec.soft_cap is not None,
@@ -189,6 +174,4 @@ def decode_attention_fp8(
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
-    if not whole:
-        merge(out, partial, sums, contexts, seen, divided, kv_heads)
-    return out
+    return rows.merged(contexts)

@@ -24,13 +24,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from engine.attention.latents import blocks_of
 from engine.attention.parts import Division
 from engine.cuda.decode_attention import (
-    EVERYTHING,
     LOG2_E,
     MIN_QUERIES,
     cut,
     leave,
-    merge,
-    parts_of,
+    rows_of,
     unseen,
     weighed,
 )
@@ -126,34 +124,22 @@ def decode_latents(
         [B * w, Hq, C], sums of latents by weights of the heads.
     """
     assert spec.latents is not None, "the layer keeps latents"
-    (tokens, heads, dim), rows = q.shape, len(contexts)
-    rank, width = spec.latents.weight.shape[2], tokens // rows
-    blocks = blocks_of(heads, width)
-    group, (most, least, tiles) = heads // blocks, divided
-    padded = max(MIN_QUERIES, triton.next_power_of_2(width * group))
-    out = q.new_empty(tokens, heads, rank)
-    whole = most == 1
-    partial, sums = parts_of(out, most)
+    dim, rank, tiles = q.shape[2], spec.latents.weight.shape[2], divided.tiles
+    blocks = blocks_of(q.shape[1], len(q) // len(contexts))
+    rows = rows_of(q, contexts, blocks, rank, spec, divided)
     launch(
         _attend_latents,
-        (rows, blocks, most),
+        rows.grid,
         q,
         pool.elements,
         contexts,
         page_table,
-        partial,
-        sums,
-        out,
+        *rows.room,
         spec.scale * LOG2_E,
         pool.page_stride,
         layer * pool.layer_stride,
         page_table.shape[1],
-        most,
-        least,
-        whole,
-        width,
-        group,
-        padded,
+        *rows.sizes,
         rank,
         triton.next_power_of_2(rank),
         dim - rank,
@@ -161,10 +147,8 @@ def decode_latents(
         pool.page_size,
         early(),
         tiles.block,
-        num_warps=max(tiles.warps, padded // QUERIES_OF_A_WARP),
+        num_warps=max(tiles.warps, rows.padded // QUERIES_OF_A_WARP),
         num_stages=tiles.stages,
         launch_pdl=early(),
     )
-    if not whole:
-        merge(out, partial, sums, contexts, EVERYTHING, divided, blocks)
-    return out
+    return rows.merged(contexts)
