@@ -18,7 +18,7 @@ import random
 from collections import Counter, deque
 
 POINTS = 128
-"""Of each cell on the ring."""
+"""Points of each cell on the ring."""
 UNDER_WAY = 4000
 """Requests at once."""
 PREFIXES = 20_000

@@ -46,12 +46,12 @@ WEIGHTS_S: Final = 4.1e-3
 """A step of no rows reads the weights: one row takes so long (`bench.engine`, one H200)."""
 KV_TOKEN_S: Final = 3.2e-8
 COLUMN_S: Final = 1.4e-5
-"""Of a token in KV, and of a token that is computed: what 64 x (1024 + 256) and 256 x (128 + 512)
+"""Time of a token in KV, and of a computed token: what 64 x (1024 + 256) and 256 x (128 + 512)
 leave of a step there."""
 PROMPT_TOKEN_S: Final = 2.5e-5
-"""Of a prompt's token: 40,000 a second. A step is not shorter than that of one row."""
+"""Time of a prompt's token: 40,000 a second. A step is not shorter than that of one row."""
 STATE_BYTES, COPIED_BYTES_S = 77e6, 1.65e12
-"""Of a sequence of Qwen3-Next, and how many a device reads and writes a second."""
+"""State of a sequence of Qwen3-Next, and how many a device reads and writes a second."""
 SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 NOTHING: Final = np.zeros(0, np.int32)
 NEVER: Final = 10**9
@@ -66,8 +66,8 @@ class Load(NamedTuple):
     rate: float
     """Requests a second."""
     acceptance: tuple[float, ...]
-    """Of a draft, by kind of request. A request is of one kind; every `phase_s` another kind is
-    the usual one."""
+    """Acceptance of a draft, by kind of request. A request is of one kind; every `phase_s` another
+    kind is the usual one."""
     phase_s: float
 
 
@@ -83,7 +83,7 @@ Full: 256 rows all the time."""
 
 
 class Sequences:
-    """Those that decode, by columns."""
+    """Sequences that decode, by columns."""
 
     def __init__(self, load: Load, requests: int, seed: int) -> None:
         rng = np.random.default_rng(seed)

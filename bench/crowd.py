@@ -43,7 +43,7 @@ ANY = "127.0.0.1:0"
 PATIENCE_S = 60.0
 REPORT_S = 0.1
 MAX_TOKENS = 1 << 15
-"""Of a stream: more than come."""
+"""Tokens of a stream: more than come."""
 VOCAB = 4096
 STREAMS_A_CHANNEL = 16
 TEMPLATE = (
@@ -64,7 +64,7 @@ class Crowd(NamedTuple):
     tls: bool = False
     """Whether the door speaks TLS."""
     prompt_tokens: int = 0
-    """Of each request, which ends after `output_tokens`; 0: streams that do not end."""
+    """Prompt of each request, which ends after `output_tokens`; 0: streams that do not end."""
     output_tokens: int = 8
     chat: bool = False
     """Whether requests are conversations, and not ids."""
@@ -78,7 +78,7 @@ class Crowd(NamedTuple):
 
     @property
     def roles(self) -> list[worker_pb2.WorkerRole.ValueType]:
-        """Of its workers."""
+        """Roles of its workers."""
         if self.prompt_tokens:
             return [worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_DECODE]
         return [worker_pb2.WORKER_ROLE_BOTH]
@@ -307,7 +307,7 @@ class Reading(NamedTuple):
 
     cpu_s: float
     loop_s: float
-    """Of its event loop's thread."""
+    """CPU time of its event loop's thread."""
     wall_s: float
     tokens: float
     messages: float
@@ -367,7 +367,7 @@ def be(role: str, crowd: str, addresses: str, cores: str) -> None:
 
 
 def _cores(text: str) -> set[int]:
-    """Of a list such as `0,2-5`."""
+    """Numbers of a list such as `0,2-5`."""
     ends = (part.split("-") for part in text.split(","))
     return {core for one in ends for core in range(int(one[0]), int(one[-1]) + 1)}
 

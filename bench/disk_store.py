@@ -24,7 +24,7 @@ from engine.tiers.stores.process import Job, StoreProcess
 
 GIB = 1 << 30
 PAGES, OBJECTS = 128, 8
-"""Of a question. An object is 16 pages."""
+"""Size of a question. An object is 16 pages."""
 
 
 def rates(folder: str, gib: float, page_kib: int, most_s: float) -> dict[str, float]:

@@ -112,7 +112,7 @@ class Outcome:
     step_p50_ms: float = 0.0
     step_p99_ms: float = 0.0
     cpu_per_step_ms: float = 0.0
-    """Of the step loop's thread."""
+    """CPU time of the step loop's thread."""
 
     @property
     def rate(self) -> float:
@@ -311,7 +311,7 @@ def run_sampling(engine: Engine, arguments: argparse.Namespace) -> dict[str, flo
 
 
 def free_memory() -> None:
-    """Of an engine that is gone: its pool and graphs."""
+    """Frees the pool and the graphs of an engine that is gone."""
     gc.collect()
     torch.cuda.empty_cache()
 

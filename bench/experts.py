@@ -46,7 +46,7 @@ SHAPES: Final = Path(__file__).parent / "shapes"
 PRECISIONS: Final[dict[str, dict[str, str]]] = {"as-is": {}, "fp8": {"quantization": "fp8"}}
 """As-is: bf16, but what the shape's config says is quantised."""
 BEGINNINGS: Final = 997
-"""Of layers in the numbers by which experts are drawn. A prime, so layers do not repeat soon."""
+"""Places of layers in the numbers by which experts are drawn. A prime: none repeats soon."""
 CASES: Final[dict[tuple[str, str], dict[str, Case]]] = {
     ("qwen3-30b-a3b", "as-is"): {
         "prefill-1024": Case(128, 1024, 1, 69_300, 0, 72_000),

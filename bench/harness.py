@@ -46,7 +46,7 @@ class Up:
     ) -> None:
         self._options = options
         self._counts = counts
-        """Of workers with the roles prefill, decode and both."""
+        """Workers with the roles prefill, decode and both."""
         self._port, self._admin = _free_port(), _free_port()
         self._log = Path(tempfile.mkdtemp(prefix="baton-up-")) / "up.log"
         self._environment = {

@@ -63,11 +63,11 @@ class Rank(NamedTuple):
     ranks: int
     """Ranks of its worker."""
     folder: str
-    """Of the sockets of its worker's ranks."""
+    """Folder of the sockets of its worker's ranks."""
 
     @property
     def heads(self) -> torch.Tensor:
-        """Those that it holds."""
+        """Pages that it holds."""
         return torch.tensor(list(units_of(self.number, self.ranks, KV_HEADS)))
 
     def socket(self, number: int, binds: bool) -> zmq.Socket[bytes]:

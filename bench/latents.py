@@ -38,7 +38,7 @@ RANK, TURNED, K_DIM, V_DIM = 512, 64, 128, 128
 SCALE: Final = (K_DIM + TURNED) ** -0.5
 BATCHES = ((1, 8192), (64, 1152), (64, 8192), (256, 384), (256, 2176))
 MOST_OFF = 1e-2
-"""Of the norm of a head's output: what bf16 leaves."""
+"""Largest error, as a share of the norm of a head's output: what bf16 leaves."""
 
 
 class Batch:

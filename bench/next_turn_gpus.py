@@ -66,7 +66,7 @@ Found = dict[str, Any]
 
 
 class Processes:
-    """Those of the arrangement that runs now; a context manager."""
+    """Servers of the arrangement that runs now; a context manager."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
@@ -82,7 +82,7 @@ class Processes:
         self.stop()
 
     def of(self, name: str) -> Up:
-        """Those of an arrangement, warm. Others are stopped first."""
+        """Servers of an arrangement, warm. Others are stopped first."""
         if self.name != name:
             self.stop()
             policy, counts = ARRANGEMENTS[name]
@@ -226,7 +226,7 @@ def in_turns(names: Sequence[str], runs: int) -> Iterator[tuple[int, str]]:
 
 
 def latencies(found: Found) -> Found:
-    """Of a result of `baton bench`."""
+    """Reads a result of `baton bench`."""
     run = found["runs"][0]
     return {
         "valid": found["valid"],

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 
 SLOTS = 16
 PROMPT_TOKEN_S, OUTPUT_TOKEN_S = 100e-6, 0.1
-"""Of a small machine: one sequence gets ten tokens a second."""
+"""Rate of a small machine: one sequence gets ten tokens a second."""
 CREDIT_TOKENS, REPORT_S = 8192, 0.1
 MODEL = ServedModel("m", "r", "/m", 1 << 17, 1000, (), 16)
 CHAT = [(tokens, 16) for tokens in range(20, 80)]

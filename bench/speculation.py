@@ -43,7 +43,7 @@ DRAFTS: Final = 3
 COPIED: Final = 7
 COPYING: Final = 0.97
 KV_TOKENS: Final = 110_000
-"""Of each of the two engines."""
+"""Pool of each of the two engines."""
 
 
 class DecodeWatch(Watch):
@@ -186,13 +186,13 @@ def compare(
 
 
 def medians(rates: list[tuple[float, float]]) -> tuple[float, float]:
-    """Of the whole runs, and of decoding."""
+    """Median rates of the whole runs, and of decoding."""
     whole, decode = (statistics.median(column) for column in zip(*rates, strict=True))
     return whole, decode
 
 
 def line(figure: dict[str, Any]) -> str:
-    """Of the table."""
+    """A line of the table."""
     return (
         f"{figure['precision']:>7} {figure['case']:>5} {figure['way']:>8}"
         f" {figure['whole']:9.1f} {figure['whole_x']:5.2f} x {figure['decode']:9.1f}"

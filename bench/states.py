@@ -50,7 +50,7 @@ LAYERS = 4
 CALLS = 8
 MEMORY_TB_S = 3.0
 MOST_OFF = 2e-2
-"""Of the norm, of what comes out and of states: what products in bf16 leave."""
+"""Largest error, as a share of the norm of results and states: what products in bf16 leave."""
 DELTA = DeltaConfig(16, 32, 128, 128, 4)
 MAMBA = MambaConfig(
     heads=128, head_dim=64, groups=1, state_dim=128, kernel=4, units=16, least_step=0.0,
@@ -94,7 +94,7 @@ class Layer:
 
     @property
     def state_bytes(self) -> int:
-        """Of one sequence in one layer."""
+        """Bytes of one sequence in one layer."""
         return self.pool.page_bytes // self.pool.num_layers
 
     def made(self, tokens: int) -> Made:
@@ -193,7 +193,7 @@ class Layer:
 
 
 class Step(NamedTuple):
-    """Of the check."""
+    """Rows of a step that the check computes."""
 
     decodes: list[Row]
     prompts: list[Row]

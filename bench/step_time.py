@@ -47,9 +47,9 @@ PAGE_TOKENS = 16
 SLOTS = 72
 UNCOUNTED = 3
 MOST_TOKENS = 16384
-"""Of a row."""
+"""Longest row."""
 HIGHEST_BYTE = 56
-"""Of random KV. Its numbers are finite in every precision."""
+"""Largest byte of random KV. Its numbers are finite in every precision."""
 NOTHING = np.zeros(0, np.int32)
 
 

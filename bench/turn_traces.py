@@ -80,7 +80,7 @@ def moved(found: Sequence[Trace], least_mib: float) -> Found:
 
 
 def _parts(pairs: Sequence[tuple[Span, Span]]) -> Found:
-    """Of fetches and their gives: GB/s of the pushes alone, and the parts in ms."""
+    """Lines of fetches and their gives: GB/s of the pushes alone, and the parts in ms."""
     pushes = [
         (float(give.attributes[Attr.KV_BYTES]), float(give.attributes[Attr.KV_WIRE_MS]))
         for _, give in pairs
@@ -101,7 +101,7 @@ def _divided(fetch: Span, give: Span) -> list[float]:
 
 
 def _rate(transfers: Sequence[tuple[float, float]]) -> Found:
-    """Of (bytes, ms) each."""
+    """Rate of (bytes, ms) pairs."""
     if not transfers:
         return {"count": 0}
     size, took_ms = (sum(column) for column in zip(*transfers, strict=True))
@@ -133,7 +133,7 @@ class Gap:
 
 
 def gaps_of(found: Sequence[Trace]) -> Iterator[Gap]:
-    """Of each stream the gap before its second token, and the longest of the others."""
+    """For each stream the gap before its second token, and the longest of the others."""
     for trace in found:
         for span in trace.named(SpanName.DECODE_GENERATE):
             computed = [one.end_ns for one in trace.named(SpanName.PREFILL_COMPUTE)]

@@ -50,10 +50,10 @@ if TYPE_CHECKING:
 PREFILL_TOKEN_S = 25e-6
 """1,024 tokens took 25.4 ms and 8,000 took 201 (one H200, Llama-8B shape, 2026-11-22)."""
 FULL_STEP_TOKENS, MOST_STEP_TOKENS = 1024, 4096
-"""Of a prefill worker, as `worker.engine_config` sets them."""
+"""Bounds of a prefill worker, as `worker.engine_config` sets them."""
 DECODE_STEP_S = 6.4e-3
-"""Of 40 rows of 1,100 tokens (`bench.step_time`, one H200, 2026-11-22)."""
-PIECE_TOKEN_S = 16e-6
+"""Step of 40 rows of 1,100 tokens (`bench.step_time`, one H200, 2026-11-22)."""
+CHUNK_TOKEN_S = 16e-6
 """With 192 prompt tokens beside them such a step takes 9.5 ms."""
 TELL_S, SUBMIT_S, REPORT_EVERY_S, REPORT_LATE_S = 1e-3, 1e-3, 0.1, 0.05
 LATE_S = 8e-3
@@ -167,7 +167,7 @@ class Machine:
         if not self.decodes:
             return begins_s + (ahead + tokens) * PREFILL_TOKEN_S
         steps = math.ceil((ahead + tokens) / self._options.chunk)
-        return begins_s + steps * DECODE_STEP_S + (ahead + tokens) * PIECE_TOKEN_S
+        return begins_s + steps * DECODE_STEP_S + (ahead + tokens) * CHUNK_TOKEN_S
 
     def report(self) -> None:
         """Makes a load report, which comes late."""
@@ -213,7 +213,7 @@ class Machine:
             self._queue.popleft()
         tokens = sum(part for _, part in self._step)
         if self.decodes:
-            step_s = DECODE_STEP_S + tokens * PIECE_TOKEN_S
+            step_s = DECODE_STEP_S + tokens * CHUNK_TOKEN_S
         else:
             step_s = tokens * PREFILL_TOKEN_S
         self.steps_s.append(step_s)
@@ -294,7 +294,7 @@ def first_tokens_s(prompts: Sequence[Prompt], chunk: int, *, local: bool) -> lis
     """Seconds to each first token where both queues are known, or with the prefill worker alone."""
     free_s, found = [0.0, 0.0], []
     for prompt in prompts:
-        local_s = math.ceil(prompt.tokens / chunk) * DECODE_STEP_S + prompt.tokens * PIECE_TOKEN_S
+        local_s = math.ceil(prompt.tokens / chunk) * DECODE_STEP_S + prompt.tokens * CHUNK_TOKEN_S
         took_s = [prompt.tokens * PREFILL_TOKEN_S, local_s if local else math.inf]
         done_s = [
             max(prompt.arrived_s, free) + took for free, took in zip(free_s, took_s, strict=True)

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from router.workers.link import WorkerLink
 
 PAGE, PAGE_BYTES = 64, 8 << 20
-TOKEN_S, PIECE_TOKEN_S, PIECE, PIECE_DELAY_S = 25e-6, 49e-6, 192, 3.1e-3
+TOKEN_S, CHUNK_TOKEN_S, PIECE, PIECE_DELAY_S = 25e-6, 49e-6, 192, 3.1e-3
 OUTPUT_TOKEN_S, EVENT_S, REPORT_S, FETCH_S = 8e-3, 0.05, 0.1, 5e-3
 MODEL = ServedModel("m", "r", "", 1 << 18, 1, (), PAGE)
 
@@ -155,7 +155,7 @@ class Machine:
             have = got
         request.cached_tokens = min(have * PAGE, request.tokens - 1)
         rest = request.tokens - request.cached_tokens
-        token_s = PIECE_TOKEN_S if self.is_decode else TOKEN_S
+        token_s = CHUNK_TOKEN_S if self.is_decode else TOKEN_S
         self._free_s = max(self._free_s, now_s + fetch_s) + rest * token_s
         if self.is_decode:
             self.delay_s += max(1, rest / PIECE) * self.rows * PIECE_DELAY_S
@@ -169,7 +169,7 @@ class Machine:
         now_s = self._events.now_s
         while self._waiting and self._waiting[0][0] <= now_s:
             self._waiting.popleft()
-        queued, token_s = 0, PIECE_TOKEN_S if self.is_decode else TOKEN_S
+        queued, token_s = 0, CHUNK_TOKEN_S if self.is_decode else TOKEN_S
         for end_s, rest in self._waiting:
             queued += min(rest, round((end_s - now_s) / token_s))
         self.estimate.report(

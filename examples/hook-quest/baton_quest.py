@@ -62,7 +62,7 @@ class Quest(AttentionHook):
     def __init__(self, sparse_tokens: int) -> None:
         self._sparse_tokens = sparse_tokens
         self._places: dict[int, int] = {}
-        """Of sparse layers, in the summaries."""
+        """Index of sparse layers, in the summaries."""
         self._kernels: Any = None
         self._choice: Any = None
         """None: there is no GPU."""
@@ -88,7 +88,7 @@ class Quest(AttentionHook):
         self._places = {layer: place for place, layer in enumerate(layers)}
         shape = len(layers), pool.num_pages, pool.num_kv_heads, 2 * pool.head_dim
         self._summaries = torch.zeros(shape, dtype=pool.dtype, device=pool.device)
-        """Of each sparse layer, page and head: greatest elements, then least ones."""
+        """Summaries of each sparse layer, page and head: greatest elements, then least ones."""
         self._is_summarised = torch.zeros(pool.num_pages, dtype=torch.uint8, device=pool.device)
         self._layer_ids = torch.tensor(layers, dtype=torch.int32, device=pool.device)
         if pool.device.type == "cuda":

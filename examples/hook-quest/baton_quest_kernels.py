@@ -16,7 +16,7 @@ from engine.hooks.protocol import DecodeRows
 from engine.pool.kv_pool import KvPool
 
 PAGES_AT_ONCE = 64
-"""Of a program that scores. Each has a summary of 4 * D bytes, which is 32 KiB for D = 128."""
+"""Pages of a program that scores. Each has a summary of 4 * D bytes: 32 KiB for D = 128."""
 LEAST_GROUP = 16
 """Rows of the smallest matrix product."""
 FILL = 128
