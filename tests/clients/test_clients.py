@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -123,6 +124,26 @@ def test_schemas_and_tools(served: Served, program: str, requirement: str) -> No
     if "finish" in said:
         assert said["finish"] == "tool_calls"
         assert said["after"] in ("stop", "length", "tool_calls"), "it was answered"
+
+
+def test_lm_eval_over_the_door_and_through_llm(
+    served: Served, demo_model: Path, tmp_path: Path
+) -> None:
+    """A generating task, whose right answers are what our own client got."""
+    (questions := tmp_path / "questions.jsonl").write_text(
+        "".join(
+            json.dumps({"question": TEXT, "answer": answer}) + "\n"
+            for answer in (served.text.split("\n")[0], "none")
+        )
+    )
+    bin_folder = folder_of("lm-eval[api]==0.4.13")
+    program = PROGRAMS / "evals_lm_eval.py"
+    asked = (program, f"{served.url}/v1", MODEL_NAME, questions)
+    over_the_door = run(bin_folder / "python", *asked, OPENAI_API_KEY="none")
+    (packages,) = (bin_folder.parent / "lib").glob("python*/site-packages")
+    here = run(sys.executable, program, "here", demo_model, questions, packages)
+    for shown in (over_the_door, here):
+        assert json.loads(shown.splitlines()[-1]) == {"right": 0.5}
 
 
 def test_openai_in_node(served: Served) -> None:
