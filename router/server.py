@@ -41,6 +41,7 @@ from router.placement.cost import policy_of
 from router.requests.bounds import UNREAD_GRACE_S, most_connections
 from router.requests.tokenization import Tokenizers
 from router.requests.validation import Limits
+from router.split_names import SplitNames
 from router.trace_store import TraceStore, add_trace_receiver, trace_routes
 from router.workers.discovery import discovery_route
 from router.workers.model_folders import AllowedFolders, AnyFolder, ModelFolders
@@ -364,4 +365,5 @@ def _limits(settings: RouterSettings) -> Limits:
         max_output_tokens=settings.max_output_tokens,
         max_choices=settings.debug.max_choices,
         max_request_duration_s=settings.max_request_duration_s,
+        split_names=SplitNames(settings.split_names),
     )

@@ -10,8 +10,15 @@ from pydantic import AfterValidator, BaseModel, Field, model_validator
 from baton.addresses import ROUTER_ADDRESS, ROUTER_INTERNAL_ADDRESS
 from baton.tls import TlsFiles, files_in
 from faults.failpoints import check as check_failpoints
+from router.split_names import SplitNames
 from serving.net.internal_net import check_exposure, check_receiver
 from serving.settings import MOST_TOKENS, SETTINGS, Address, OtlpEndpoint, Words
+
+
+def _split(stated: Words) -> Words:
+    SplitNames(stated)
+    return stated
+
 
 LocalPrefill = Literal["never", "cached", "auto"]
 """The cases in which decode workers compute prompts."""
@@ -150,6 +157,9 @@ class RouterSettings(BaseModel):
     """Names a TOML file with lines `"token" = "tenant"`: only callers with one of these tokens are
     served, each as its tenant. Empty: no token is asked for."""
 
+    split_names: Annotated[Words, AfterValidator(_split)] = ()
+    """Splits requests for a name among models, by weights, such as chat=a:90+b:10: for comparing
+    them on real requests. A conversation stays with its model."""
     chat_template: str = ""
     """Names a Jinja file that replaces the chat template of every model."""
 

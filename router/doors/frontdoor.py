@@ -100,7 +100,8 @@ class InferenceService:
         self, request: api.ListModelsRequest, call: Call
     ) -> api.ListModelsResponse:
         """ListModels."""
-        models = [await self._describe(model) for model in self._dispatcher.models()]
+        listed = self._limits.split_names.listed(self._dispatcher.models())
+        models = [await self._describe(model) for model in listed]
         return api.ListModelsResponse(models=models)
 
     async def _describe(self, model: ServedModel) -> api.Model:

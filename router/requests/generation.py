@@ -54,6 +54,7 @@ from router.requests.tokenization import (
     Tokenizer,
     Tokenizers,
 )
+from router.split_names import Prompted
 from router.structure.plan import AnswerPlan
 from telemetry.names import SpanName
 
@@ -89,6 +90,7 @@ class Generations:
             RouterError: it was refused or could not be finished.
         """
         path = validation.prompt_path(request.input)
+        request.input.model = self.model_for(request.input, call.tenant)
         with RequestSpan.of(call, request, self._events) as span, errors.naming_prompt(path):
             async with self.deadline(call):
                 with span.step(SpanName.ADMIT):
@@ -113,10 +115,8 @@ class Generations:
                 self._shorten(job)
             span.describe_job(job)
             seen = short_way and ObservedWay(short_way, span, call)
-            most, apart_s = (
-                self._limits.max_unread_tokens,
-                request.input.output.min_message_ms / 1e3,
-            )
+            most = self._limits.max_unread_tokens
+            apart_s = request.input.output.min_message_ms / 1e3
             if selects(request.input):  # All comes at the end, and the reader waits for it.
                 most = max(most, job.choices * job.stopping.max_tokens)
             buffer = OutputBuffer(most, whole=call.whole, short_way=seen, min_message_s=apart_s)
@@ -146,12 +146,12 @@ class Generations:
             RouterError: INVALID_FIELD, QUOTA_EXCEEDED, or the model is not served.
         """
         with self._dispatcher.quotas.counted(call.tenant, call.quota):
-            return await self._tokenized(request, call.sharer)
+            return await self._tokenized(request, call)
 
-    async def _tokenized(self, request: api.TokenizeRequest, sharer: str) -> api.TokenizeResponse:
-        found = validation.check_tokenize(request)
+    async def _tokenized(self, request: api.TokenizeRequest, call: Call) -> api.TokenizeResponse:
+        found, sharer = validation.check_tokenize(request), call.sharer
         found.raise_if_any()
-        model = self._dispatcher.model(request.model)
+        model = self._dispatcher.model(self.model_for(request, call.tenant))
         tokenizer = await self._tokenizers.get(model.path)
         if tokenizer is None:
             validation.check_tokenizable(found, request)
@@ -178,6 +178,10 @@ class Generations:
         assert tokenizer is not None
         with self._dispatcher.quotas.counted(call.tenant, call.quota):
             return await self._tokenizers.decode(tokenizer, token_ids, False, call.sharer)
+
+    def model_for(self, request: Prompted, tenant: str) -> str:
+        """The name of the model that a prompt is for, where the request's stands for several."""
+        return self._limits.split_names.model_for(request, tenant, self._dispatcher.models)
 
     async def _admit(self, request: GenerationRequest) -> tuple[ServedModel, Tokenizer | None]:
         found = validation.check_request(request, self._limits)

@@ -19,6 +19,7 @@ from baton.inference.v1 import inference_pb2 as api
 from router import errors
 from router.errors import PROMPT, Violation
 from router.requests.bounds import MAX_TURNS
+from router.split_names import NO_SPLIT_NAMES, SplitNames
 from router.structure.fields import MAX_ALLOWED_TOKENS, check_answer, check_chat
 from serving.wire import MAX_EXTENSION_BYTES, MAX_EXTENSIONS, extension_bytes
 
@@ -66,6 +67,7 @@ class Limits:
     """Longest deadline, and that of a request that sets none."""
     max_unread_tokens: int = 8192
     """Tokens kept for a client that does not read its stream; one more aborts it."""
+    split_names: SplitNames = NO_SPLIT_NAMES
 
 
 @dataclass(slots=True)

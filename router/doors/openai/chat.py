@@ -98,13 +98,14 @@ class ChatCompletions:
             RouterError: the request cannot be understood.
         """
         request = parse(ChatRequest, body)
-        tokenizer = None
+        tokenizer, generation = None, _generation(request)
+        generation.model = self._generations.model_for(generation, call.tenant)
         if request.logprobs:
-            model = self._dispatcher.model(request.model)
+            model = self._dispatcher.model(generation.model)
             tokenizer = await self._tokenizers.get(model.path)
         kind = api.StreamGenerateRequest if request.stream else api.GenerateRequest
         order = ReplyOrder(
-            [kind(input=_generation(request), client_tag=client_tag)],
+            [kind(input=generation, client_tag=client_tag)],
             ChatForm(),
             request.stream_options or StreamOptions(),
             [None],

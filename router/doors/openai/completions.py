@@ -68,7 +68,8 @@ class Completions:
             RouterError: the request cannot be understood, or its prompts cannot be echoed.
         """
         request = parse(CompletionRequest, body, self._shape.most_elements())
-        tokenizer = None
+        tokenizer, first = None, _generation(request, request.prompt[0], None, client_tag).input
+        request.model = self._generations.model_for(first, call.tenant)
         if request.echo or request.logprobs is not None:
             model = self._dispatcher.model(request.model)
             tokenizer = await self._tokenizers.get(model.path)

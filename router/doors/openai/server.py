@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from router.jobs import Dispatcher, ServedModel
     from router.requests.tokenization import Tokenizers
     from router.requests.validation import Limits
+    from router.split_names import SplitNames
 
 MESSAGES: Final = "/v1/messages"
 COUNT_TOKENS: Final = "/v1/messages/count_tokens"
@@ -159,7 +160,7 @@ class OpenAiServer(EmbeddedHttpServer):
         batch_requests: int = 32,
         room: Room | None = None,
     ) -> None:
-        self._pages = _Pages(dispatcher, tokenizers, gate)
+        self._pages = _Pages(dispatcher, tokenizers, gate, limits.split_names)
         shape = BodyShape(dispatcher.models)
         inside = Inside(dispatcher, tokenizers, limits, events, shape)
         generations = inside.generations
@@ -247,8 +248,11 @@ def _method(
 class _Pages:
     """The pages other than generations."""
 
-    def __init__(self, dispatcher: Dispatcher, tokenizers: Tokenizers, gate: Gate) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, tokenizers: Tokenizers, gate: Gate, names: SplitNames
+    ) -> None:
         self.draining = False
+        self._names = names
         self._gate = gate
         self._dispatcher = dispatcher
         self._tokenizers = tokenizers
@@ -257,7 +261,7 @@ class _Pages:
     async def models(self, request: Request) -> Response:
         """All models served now; while there is none, the error that a generation would get."""
         self._admit(request)
-        served = self._dispatcher.models()
+        served = self._names.listed(self._dispatcher.models())
         if not served:
             raise errors.no_workers(self._dispatcher.model("").name)
         if _is_anthropics(request):
@@ -269,7 +273,8 @@ class _Pages:
         """One of them."""
         self._admit(request)
         name = request.path_params["name"]
-        models = {model.name: model for model in self._dispatcher.models()}
+        listed = self._names.listed(self._dispatcher.models())
+        models = {model.name: model for model in listed}
         if name not in models:
             raise errors.model_not_found(name, list(models))
         if _is_anthropics(request):
