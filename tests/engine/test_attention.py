@@ -195,11 +195,18 @@ def test_new_tokens_go_where_the_batch_says_and_nowhere_else():
     assert torch.equal(pool.elements, before)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_ignores_bytes_that_overflow(dtype):
-    """Products with what is left in a page's tail may be infinite: they must not count."""
+@pytest.mark.parametrize(
+    ("dtype", "left"),
+    [
+        (torch.bfloat16, torch.finfo(torch.bfloat16).max / 2),
+        (torch.float16, torch.finfo(torch.float16).max / 2),
+        (torch.bfloat16, torch.nan),
+    ],
+)
+def test_what_is_left_in_the_tail_of_a_page_does_not_count(dtype, left):
+    """Products with it may be infinite, or no numbers."""
     pool = make_pool(16, dtype)
-    pool.elements.fill_(torch.finfo(dtype).max / 2)
+    pool.elements.fill_(left)
     rows = [Row(1, 3), Row(1, 18), Row(4, 4)]
     backend = choose_backend("sdpa", pool, specs_of((None, 2, None), DIM), CudaKernels())
     backend.begin(make_batch(rows, 16, np.random.default_rng(0), decodes=2))
