@@ -1,8 +1,7 @@
 """KV pages between two processes, a GPU each: the transports beside the libraries under them.
 
 python -m bench.kv_wire [--page-mib 2 4 8 16] [--run-pages 1] [--total-mib 1024] [--ways ...]
-                        [--repeats 8] [--device cuda] [--json FILE] [--stamps]
-                        [--ranks 2x2]
+                        [--repeats 8] [--device cuda] [--json FILE] [--ranks 2x2]
 
 `total-mib` of pages in one push, GB/s as the sender sees it from posting to the end. Pages are
 scattered, in runs of `run-pages` adjacent ones (1: none adjacent on purpose):
@@ -10,13 +9,9 @@ scattered, in runs of `run-pages` adjacent ones (1: none adjacent on purpose):
     nixl, bare      the library's own calls: a prepared list, one transfer, polled without a pause
     nixl            our transport, polled every 50 us, as a worker does
     nccl            our transport, polled likewise: pages gathered, sent, scattered
-    nccl M [S]      the same in pieces of M MiB, over S staging buffers
     nccl, bare      one contiguous tensor of that size through send and recv
-    nccl, bare M    the same tensor in pieces of M MiB
 
 `--ranks` has workers of several ranks instead (`bench/kv_wire_ranks.py`).
-
-`--stamps` adds where the time of NCCL's pushes goes (`bench/kv_stamps.py`).
 
 The ways take turns in every repeat; the first two repeats do not count. One layer's K or V of 16
 tokens of an 8B GQA model is 0.03125 MiB: a page of that size stands for a cache of one tensor a
@@ -34,7 +29,6 @@ import queue
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import fields
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -44,25 +38,14 @@ import numpy as np
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from bench import kv_stamps
 from bench.harness import write_json
 from bench.kv_pushes import POLL_S, UNCOUNTED, WAIT_S, Pipe, scattered
 from kv_transfer.nccl.groups import RECEIVER, SENDER, form_group
-from kv_transfer.nccl.staging import ChannelOptions
-from kv_transfer.nccl.transport import NcclTransport
 from kv_transfer.transports.factory import make_transport
-from kv_transfer.transports.pool import PoolMemory
 from kv_transfer.types import KvTransport, PageGroup, PageIds, PushState
 from serving.event_loop import prepare_to_serve
 
-STAMPS = "stamps"
-"""Asks the receiving side for its own."""
 WAYS = ("nixl, bare", "nixl", "nccl", "nccl, bare")
-EXPLAINED = (
-    "nccl 128", "nccl 64 2", "nccl 64 6", "nccl 32 6", "nccl",
-    "nccl, bare 64", "nccl, bare 128", "nccl, bare",
-)  # fmt: skip
-"""What tells launches and staging apart: `--ways explain-nccl`."""
 
 
 class Side:
@@ -78,32 +61,19 @@ class Side:
         ways: Sequence[str],
     ) -> None:
         self.rank = rank
-        self.stamps: kv_stamps.Stamps = []
         self.num_pages = 2 * total // page_bytes
         self.pool = torch.zeros(self.num_pages, page_bytes, dtype=torch.uint8, device=device)
         if rank == SENDER:
             self.pool.random_(0, 255)
+        groups = [PageGroup(page_bytes, self.num_pages)]
         self.ours: dict[str, KvTransport] = {
-            way: self._transport(way, f"{way}-{rank}-{store.port}")
+            way: make_transport(way, f"{way}-{rank}-{store.port}", self.pool, groups)
             for way in ways
             if "bare" not in way
         }
         self.bare = _bare_agent(f"bare-{rank}-{store.port}", self.pool)
         self.flat = torch.zeros(total, dtype=torch.uint8, device=device)
         self.group = form_group(store, rank, self.pool.device, timedelta(seconds=WAIT_S))
-
-    def _transport(self, way: str, agent_name: str) -> KvTransport:
-        groups = [PageGroup(self.pool.shape[1], len(self.pool))]
-        name, *options = way.split()
-        if not options:
-            return make_transport(name, agent_name, self.pool, groups)
-        memory = PoolMemory.of(self.pool, groups)
-        names = [field.name for field in fields(ChannelOptions)]
-        given = {
-            option: int(value) << 20 if option.endswith("bytes") else int(value)
-            for option, value in zip(names, options, strict=False)
-        }
-        return NcclTransport(agent_name, memory, ChannelOptions(**given))
 
     def address(self) -> dict[str, Any]:
         """What the other side has to know."""
@@ -151,17 +121,10 @@ def send(
     ways = {way: _way(way, side, other, pipe, source, target) for way in settings["ways"]}
     total = count * side.pool.shape[1]
     times: dict[str, list[float]] = {name: [] for name in ways}
-    spans: dict[str, list[kv_stamps.Span]] = {name: [] for name in ways}
     for _ in range(settings["repeats"]):
         for name, way in ways.items():
             pipe.send(name)
-            began_s = time.perf_counter()
             times[name].append(way())
-            spans[name].append((began_s, time.perf_counter()))
-    if settings["stamps"]:
-        pipe.send(STAMPS)
-        counted = {name: of_way[UNCOUNTED:] for name, of_way in spans.items()}
-        print(kv_stamps.table(counted, [*side.stamps, *pipe.recv()]), flush=True)
     return {name: total / statistics.median(t[UNCOUNTED:]) / 1e9 for name, t in times.items()}
 
 
@@ -170,9 +133,8 @@ def _way(
 ) -> Callable[[], float]:
     if name == "nixl, bare":
         return lambda: push_bare(side, other, source, target)
-    if name.startswith("nccl, bare"):
-        piece = int(name.split()[2]) << 20 if name[-1].isdigit() else len(side.flat)
-        return lambda: _flat(side, pipe, piece)
+    if name == "nccl, bare":
+        return lambda: _flat(side, pipe)
     return lambda: push_ours(side, other, name, source, target)
 
 
@@ -213,11 +175,9 @@ def push_ours(
     return took
 
 
-def _flat(side: Side, pipe: Pipe, piece: int) -> float:
-    pipe.send(piece)
+def _flat(side: Side, pipe: Pipe) -> float:
     begin = time.perf_counter()
-    for part in side.flat.split(piece):
-        side.group.send([part], RECEIVER, 0).wait()
+    side.group.send([side.flat], RECEIVER, 0).wait()
     if side.flat.is_cuda:
         torch.cuda.synchronize()
     took = time.perf_counter() - begin
@@ -232,19 +192,14 @@ def serve(side: Side, pipe: Pipe) -> None:
         if not pipe.poll(POLL_S):
             side.poll([way])
             continue
-        said = pipe.recv()
-        if said == STAMPS:
-            pipe.send(side.stamps)
-        elif isinstance(said, str):
-            way = said
-        elif piece := said:
-            for part in side.flat.split(piece):
-                side.group.recv([part], SENDER, 0).wait()
+        way = pipe.recv()
+        if not way:
+            return
+        if way == "nccl, bare":
+            side.group.recv([side.flat], SENDER, 0).wait()
             if side.flat.is_cuda:
                 torch.cuda.synchronize()
             pipe.send("received")
-        else:
-            return
 
 
 def prepared(rank: int, pipe: Pipe, settings: Mapping[str, Any]) -> tuple[Side, dict[str, Any]]:
@@ -263,8 +218,6 @@ def prepared(rank: int, pipe: Pipe, settings: Mapping[str, Any]) -> tuple[Side, 
     side = Side(
         rank, settings["page"], settings["total"], settings["device"], store, settings["ways"]
     )
-    if settings.get("stamps"):
-        side.stamps = kv_stamps.take()
     pipe.send(side.address())
     other = pipe.recv()
     side.meet(other)
@@ -278,7 +231,7 @@ def run(rank: int, pipe: Pipe, out: Any, settings: Mapping[str, Any]) -> None:
         serve(side, pipe)
         os._exit(0)  # libraries that wait for each other's end at theirs have nothing to say
     out.put(send(side, other, pipe, settings))
-    pipe.send(0)
+    pipe.send("")
     time.sleep(0.5)
     os._exit(0)
 
@@ -328,7 +281,6 @@ def measure(page_bytes: int, run_pages: int, arguments: argparse.Namespace) -> d
     settings = {
         "page": page_bytes, "run": run_pages, "total": arguments.total_mib << 20,
         "repeats": arguments.repeats, "device": arguments.device, "ways": arguments.ways,
-        "stamps": arguments.stamps,
     }  # fmt: skip
     timeout_s = WAIT_S + 2 * arguments.repeats * len(arguments.ways)
     found: dict[str, float] = in_two_processes(run, settings, timeout_s)
@@ -341,11 +293,10 @@ def main() -> None:
     parser.add_argument("--page-mib", type=float, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--run-pages", type=int, nargs="+", default=[1])
     parser.add_argument("--total-mib", type=int, default=1024)
-    parser.add_argument("--ways", nargs="+", default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--stamps", action="store_true", help="where a push's time goes, too")
     parser.add_argument("--ranks", nargs="+", help="of the sender x of the receiver, such as 2x2")
     arguments = parser.parse_args()
     if arguments.ranks:
@@ -353,8 +304,6 @@ def main() -> None:
 
         kv_wire_ranks.main(arguments)
         return
-    if arguments.ways == ["explain-nccl"]:
-        arguments.ways = list(EXPLAINED)
     rows = []
     for page_mib in arguments.page_mib:
         for run_pages in arguments.run_pages:

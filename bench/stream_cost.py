@@ -1,14 +1,8 @@
 """CPU that a router takes for each token of its streams, and for each request.
 
-    python -m bench.stream_cost [--tokens N]
     python -m bench.stream_cost --crowd [--parts] [--tls] [--door grpc|http] [--streams N]
     python -m bench.stream_cost --requests [--chat] [--door grpc|http] [--parts]
     python -m bench.stream_cost --crowd --routers N --cores "0 1 2,3 4-15"
-
-Alone: one stream of the gRPC door, over a dispatcher that hands it tokens, by how many share a
-message. Tokenizing is left out (`omit_text`), and so are the workers: `bench.step_cost` has those.
-A message holds one token for as long as its reader keeps up, so these are the costs at both ends of
-what a slow reader is worth.
 
 The crowd: whole routers, as their process composes them (`bench.crowd`). Tokens that come faster
 than a router can write them share a message: the line says how many did, and steps further apart
@@ -32,87 +26,17 @@ import argparse
 import asyncio
 import json
 import os
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-import grpc.aio
-
-from baton.grpc_options import server_options
-from baton.worker.v1 import worker_pb2
-from bench.crowd import ANY, Crowd, Reading, a_process, be, write_tokenizer
-from router.doors.frontdoor import InferenceService
-from router.jobs import ChoiceEnded, Job, JobEvent, JobFinished, JobStarted, JobTokens, ServedModel
-from router.quotas import Quotas
-from router.requests.tokenization import Tokenizers
+from bench.crowd import Crowd, Reading, a_process, be, write_tokenizer
 from serving.net.certificates import write_set
 
-MODEL = ServedModel("bench", "r", "/nowhere", 1 << 20, 1 << 16, (), 16)
-READER = """
-import sys
-from baton.client.clients import Client
-with Client(sys.argv[1]) as client:
-    for _ in client.stream(token_ids=[1], max_tokens=int(sys.argv[2]), omit_text=True):
-        pass
-"""
 RUNS = 3
 WARM_UP_S = 1.5
 SMALLEST_SHARE = 0.01
-
-
-class Merged:
-    """A dispatcher whose every job gets its tokens so many at a time."""
-
-    def __init__(self, per_message: int) -> None:
-        self._per_message = per_message
-        self.cpu_s = 0.0
-        self.quotas = Quotas()
-
-    def models(self) -> Sequence[ServedModel]:
-        """The one."""
-        return [MODEL]
-
-    def model(self, name: str) -> ServedModel:
-        """The one."""
-        return MODEL
-
-    def largest_pool_tokens(self, job: Job) -> int | None:
-        """No bound."""
-        return None
-
-    def end_choice(self, job: Job, choice: int) -> None:
-        """Not here."""
-
-    async def run(self, job: Job, tell: Callable[[JobEvent], None]) -> None:
-        """All tokens."""
-        tell(JobStarted())
-        began_s, total = time.process_time(), job.stopping.max_tokens
-        for first in range(0, total, self._per_message):
-            tell(JobTokens(0, first, tuple(range(self._per_message))))
-            await asyncio.sleep(5e-4)  # Longer than a write takes: nothing waits behind another.
-        self.cpu_s = time.process_time() - began_s
-        tell(ChoiceEnded(0, worker_pb2.END_REASON_LENGTH, total))
-        tell(JobFinished())
-
-
-async def microseconds_a_token(per_message: int, tokens: int) -> float:
-    """Runs one stream."""
-    dispatcher = Merged(per_message)
-    of_models = Tokenizers()
-    server = grpc.aio.server(options=server_options())
-    InferenceService(dispatcher, of_models).add_to_server(server)
-    port = server.add_insecure_port(ANY)
-    await server.start()
-    reader = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", READER, f"127.0.0.1:{port}", str(tokens)
-    )
-    assert await reader.wait() == 0
-    await server.stop(None)
-    of_models.close()
-    return dispatcher.cpu_s / tokens * 1e6
 
 
 async def run_crowd(
@@ -229,13 +153,13 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Prints a line for each size, or for each run of the crowd."""
+    """Prints a line for each run."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", type=int, default=16_384, help="of the one stream")
-    parser.add_argument("--crowd", action="store_true")
-    parser.add_argument("--requests", action="store_true")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--crowd", action="store_true", help="streams; the default")
+    kinds.add_argument("--requests", action="store_true")
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of a request's prompt")
     parser.add_argument("--output", type=int, default=8, help="tokens of a request's answer")
     parser.add_argument("--chat", action="store_true", help="requests are conversations")
@@ -252,16 +176,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.role:
         be(*args.role)
-    elif args.crowd or args.requests:
-        measure(args)
     else:
-        for per_message in (1, 4, 16):
-            costs = (
-                asyncio.run(microseconds_a_token(per_message, args.tokens))
-                for _ in range(args.runs)
-            )
-            cost_us = sorted(costs)[args.runs // 2]
-            print(f"{per_message:3d} tokens a message: {cost_us:6.1f} us of CPU a token")
+        measure(args)
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ class WorkerLink:
         self._net = net or ClearNet()
         self._server_name = server_name
         self._stale_after_s = stale_after_s
-        self._outbox = SendQueue()
+        self._to_send = SendQueue()
         self._lost = asyncio.Event()
         self.progress = known_progress
         """The step loop's counter, as last reported."""
@@ -231,8 +231,8 @@ class WorkerLink:
         """Queues a message. Drops it if the worker is lost."""
         if self.state is LinkState.LOST:
             return
-        self._outbox.put(message)
-        if len(self._outbox) > MAX_QUEUED_MESSAGES:
+        self._to_send.put(message)
+        if len(self._to_send) > MAX_QUEUED_MESSAGES:
             asyncio.get_running_loop().call_soon(self.end, Loss.CONGESTED)
 
     async def run(self) -> None:
@@ -281,7 +281,7 @@ class WorkerLink:
     async def _write(self, call: Call) -> None:
         try:
             while True:
-                message = await self._outbox.get()
+                message = await self._to_send.get()
                 await call.write(message)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # the stream is over; its reader learns why
