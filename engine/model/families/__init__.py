@@ -64,7 +64,9 @@ SPARSE: Final = (
 CHUNKED: Final = ": attention is cut at the borders of chunks, and experts scale their inputs"
 NORMED_BEHIND: Final = ": norms of q and k are behind rope, and the kernels norm before it"
 GATED: Final = ": gates on what attention gives are of a kind that is not built"
+BY_CHANNEL: Final = ": its delta rule lets each channel of a key fade by itself, which is not built"
 REASONS: Final = {
+    **dict.fromkeys(("kimi_linear", "kimi_k3"), BY_CHANNEL),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "hy_v4"), SPARSE),
     **dict.fromkeys(("llama4", "llama4_text"), CHUNKED),
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), NORMED_BEHIND),
