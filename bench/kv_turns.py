@@ -52,6 +52,7 @@ class Pool:
 
     data: torch.Tensor
     page_runs: tuple[tuple[int, int, int], ...]
+    drafts_digest: str = ""
 
 
 class Times:

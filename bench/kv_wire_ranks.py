@@ -48,6 +48,7 @@ class Pool:
 
     data: torch.Tensor
     page_runs: tuple[tuple[int, int, int], ...]
+    drafts_digest: str = ""
 
 
 def value(page: torch.Tensor, head: torch.Tensor) -> torch.Tensor:

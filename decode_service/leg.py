@@ -52,6 +52,8 @@ class DecodeLeg(WorkerLeg):
     """Pages of the prompt that the prefill worker is to write, by group."""
     held_pages: int = 0
     """Pages of the prompt that this worker had already, over all groups."""
+    drafts: bool = False
+    """What a draft head keeps of the prompt comes, too: the last of the ranges."""
     took_over: bool = False
     """The prompt was to come from elsewhere, and is computed here."""
     quarantined_s: float = 0.0
@@ -105,14 +107,15 @@ class DecodeLeg(WorkerLeg):
             return None
         return max(0, self.second_token_ns - self.first_token_ns) / 1e6
 
-    def reserve(self, transfer_id: bytes, event: Reserved) -> None:
-        """WAITING -> GRANTED."""
+    def reserve(self, transfer_id: bytes, event: Reserved, *, drafts: bool = False) -> None:
+        """WAITING -> GRANTED. `drafts`: what a draft head keeps is to come, too."""
         self.state, self.transfer_id = DecodeState.GRANTED, transfer_id
         others = [
             Range(other.first_page + other.held_pages, other.first_page + len(other.pages))
             for other in event.others
         ]
-        self.ranges = Range(event.held_pages, len(event.pages)), *others
+        own, self.drafts = Range(event.held_pages, len(event.pages)), drafts
+        self.ranges = own, *others, *([own] if drafts else ())
         self.held_pages = event.held_pages + sum(other.held_pages for other in event.others)
         self.granted_ns = time.time_ns()
 
@@ -168,6 +171,9 @@ class DecodeLeg(WorkerLeg):
             )
             for other in event.others
         ]
+        if self.drafts:  # Its pages have the ids of group 0's.
+            ids, held = pack_ids(event.pages), event.held_pages
+            others.append(worker_pb2.GroupGrant(page_ids=ids, held_pages=held))
         granted = worker_pb2.Grant(
             attempt_id=self.id,
             transfer_id=self.transfer_id,

@@ -104,6 +104,7 @@ class DecodeService(LegService[DecodeLeg]):
         agent_name: str,
         layout: PageLayout,
         max_bytes_per_peer: int,
+        drafts_cause: Callable[[str], str] | None = None,
         grant_timeout_s: float = GRANT_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -114,6 +115,9 @@ class DecodeService(LegService[DecodeLeg]):
         self._epoch = epoch
         self._agent_name = agent_name
         self._layout = layout
+        self._metrics = metrics
+        self._drafts_cause = drafts_cause
+        """Why a peer sends nothing for this worker's draft head; None: there is none."""
         self._grant_timeout_s = grant_timeout_s
         self._token_stream = TokenStream(self._legs, metrics)
         self._by_transfer: dict[bytes, DecodeLeg] = {}
@@ -215,7 +219,11 @@ class DecodeService(LegService[DecodeLeg]):
     def _reserved(self, leg: DecodeLeg, event: Reserved) -> None:
         """WAITING -> GRANTED."""
         failpoints.hit("decode.before_grant")
-        leg.reserve(secrets.token_bytes(TRANSFER_ID_BYTES), event)
+        cause = "" if self._drafts_cause is None else self._drafts_cause(leg.peer)
+        if cause:
+            self._metrics.drafts_degraded(cause)
+        drafts = self._drafts_cause is not None and not cause
+        leg.reserve(secrets.token_bytes(TRANSFER_ID_BYTES), event, drafts=drafts)
         self._by_transfer[leg.transfer_id] = leg
         self._transfer.expect(
             ReceiveSpec(
@@ -224,19 +232,20 @@ class DecodeService(LegService[DecodeLeg]):
                 ranges=leg.ranges,
                 num_tokens=kv_tokens(leg.request),
                 timeout_s=self._grant_lasts_s(leg),
-                on_ready=partial(self._ready, leg.id, leg.request.first_tokens),
+                on_ready=partial(self._ready, leg.id, leg.request.first_tokens, drafts),
             )
         )
         leg.send_granted(event, self._epoch, self._agent_name)
         failpoints.hit("decode.after_grant")
 
-    def _ready(self, leg_id: bytes, choices: int, payload: bytes) -> None:
+    def _ready(self, leg_id: bytes, choices: int, drafts: bool, payload: bytes) -> None:
         """All pages have landed. On the transfer thread: it tells the engine at once, since a step
         is about to leave, and this loop may be busy. `_delivered` finds what is malformed. The
         engine ignores requests that were cancelled or have been told of before."""
         failpoints.hit("decode.ready")
         with contextlib.suppress(MalformedMessage):
-            self._engine.deliver(leg_id, decode_first_tokens(payload, choices).records)
+            records = decode_first_tokens(payload, choices).records
+            self._engine.deliver(leg_id, records, drafts=drafts)
 
     def _grant_lasts_s(self, leg: DecodeLeg) -> float:
         """How long a grant lasts: no longer than its leg."""
@@ -287,7 +296,8 @@ class DecodeService(LegService[DecodeLeg]):
             self._end_early(leg, KV_TRANSFER)
             return
         leg.first_token_ns = first.sampled_ns
-        self._engine.deliver(leg.id, first.records)  # Again: `_ready` may have failed.
+        # Again: `_ready` may have failed.
+        self._engine.deliver(leg.id, first.records, drafts=leg.drafts)
         self._give_share_back(leg)
         delivered = worker_pb2.Delivered(attempt_id=leg.id, delivered_unix_ns=event.delivered_ns)
         leg.tell(delivered=delivered)

@@ -220,14 +220,19 @@ class Engine:
         times, Unix nanoseconds; 0 with one rank."""
         return self.ranks.skew_between(start_ns, end_ns)
 
-    def deliver(self, request_id: bytes, records: Sequence[TokenRecord]) -> None:
+    def deliver(
+        self, request_id: bytes, records: Sequence[TokenRecord], *, drafts: bool = False
+    ) -> None:
         """RECEIVE: the KV of the whole prompt is in the reserved pages.
 
         Args:
             request_id: a request that got Reserved; others are ignored.
             records: the next token of every choice.
+            drafts: what a draft head keeps of the prompt is there, too.
         """
-        self._loop.post(lambda scheduler: scheduler.requests.deliver(request_id, records))
+        self._loop.post(
+            lambda scheduler: scheduler.requests.deliver(request_id, records, drafts=drafts)
+        )
 
     def cancel(self, request_id: bytes) -> None:
         """Ends a request. Pages that a transfer may still use wait for `release`."""

@@ -158,7 +158,9 @@ class Outgoing:
         """Figures of the transfer, done just now; `groups` are those of the pool."""
         return SendStats(
             sum(self.posted),
-            sum(pages * group.page_bytes for pages, group in zip(self.posted, groups, strict=True)),
+            sum(
+                pages * group.page_bytes for pages, group in zip(self.posted, groups, strict=False)
+            ),
             self.pushes,
             self.descriptors,
             self.started_ns,

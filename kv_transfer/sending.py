@@ -63,6 +63,9 @@ class Sender:
         self._counters = counters
         endpoint = transport.endpoint
         self._groups = endpoint.groups
+        whole = len(endpoint.groups)
+        self._counts = whole, sum(not group.digest for group in endpoint.groups)
+        """Groups of a transfer: all, or those that every worker has."""
         most = MAX_PUSH_BYTES[endpoint.memory]
         self._max_push_pages = [max(1, most // group.page_bytes) for group in endpoint.groups]
         self._sends: dict[bytes, Outgoing] = {}
@@ -113,7 +116,7 @@ class Sender:
         if send.spec is not None:
             return
         send.begin(spec)
-        if not spec.is_sound() or len(spec.targets) != len(self._groups):
+        if not spec.is_sound() or len(spec.targets) not in self._counts:
             self._fail(send, "bad_grant")
         elif self._peers.is_dead(spec.peer):
             self._fail(send, "peer_dead")

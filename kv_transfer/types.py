@@ -60,6 +60,10 @@ class PageGroup(NamedTuple):
     has in their place. 0: unknown, and only whole pages move."""
     offset: int = 0
     """Bytes from the pool's beginning to the group's page 0."""
+    digest: str = ""
+    """Digest of a draft head and of the layout of what it keeps under the page ids of group 0. Such
+    a group is the last, and moves between equal digests alone. Empty: every worker has the
+    group."""
 
     @property
     def end(self) -> int:
@@ -99,6 +103,14 @@ class Endpoint:
             for group in self.groups
         )
         return replace(self, groups=tuple(groups), ranks=()), *self.ranks
+
+
+def shared_groups(own: Sequence[PageGroup], peer: Sequence[PageGroup]) -> int | None:
+    """How many groups move between two pools; None: they do not fit each other."""
+    mine, theirs = ([group.digest for group in groups] for groups in (own, peer))
+    if mine.count("") != theirs.count(""):
+        return None
+    return len(mine) if mine == theirs else mine.count("")
 
 
 class Piece(NamedTuple):

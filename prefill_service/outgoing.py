@@ -48,10 +48,16 @@ class Destination:
 
     @classmethod
     def of(
-        cls, grant: worker_pb2.Grant, peer: str, num_pages: int, layout: PageLayout
+        cls,
+        grant: worker_pb2.Grant,
+        peer: str,
+        num_pages: int,
+        layout: PageLayout,
+        *,
+        drafts: bool = False,
     ) -> Self | None:
         """Checks a grant; None unless it is for `num_pages` pages of that peer's pool, in the cache
-        groups of this one's."""
+        groups of this one's. With `drafts` it may be for what a draft head keeps of them, too."""
         try:
             targets = (
                 Target(unpack_ids(grant.page_ids), grant.held_pages),
@@ -68,7 +74,7 @@ class Destination:
         except MalformedMessage:
             return None
         is_sound = (
-            len(targets) == len(layout.groups)
+            len(layout.groups) <= len(targets) <= len(layout.groups) + drafts
             and len(targets[0].pages) == num_pages
             and all(target.is_sound(num_pages) for target in targets)
             and len(grant.transfer_id) == TRANSFER_ID_BYTES
@@ -173,6 +179,9 @@ class OutgoingPrompt:
         )
 
     def _tell(self, destination: Destination, chunk: _Chunk) -> None:
+        sources = chunk.sources
+        if len(destination.targets) > len(sources):
+            sources = (*sources, sources[0])  # A draft head's pages have the ids of group 0's.
         self._transfer.chunk_computed(
-            destination.transfer_id, chunk.end_token, chunk.payload, chunk.sources
+            destination.transfer_id, chunk.end_token, chunk.payload, sources
         )

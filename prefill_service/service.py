@@ -77,6 +77,7 @@ class PrefillService(LegService[PrefillLeg]):
         *,
         layout: PageLayout,
         path_to: Callable[[str], str] = lambda _agent_name: "",
+        shares_drafts: Callable[[str], bool] = lambda _agent_name: False,
         grant_wait_s: float = GRANT_WAIT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -87,6 +88,7 @@ class PrefillService(LegService[PrefillLeg]):
         self._metrics = metrics
         self._layout = layout
         self._path_to = path_to
+        self._shares_drafts = shares_drafts
         self._grant_wait_s = grant_wait_s
         self.stats = PrefillStats(self._legs)
         self._by_transfer: dict[bytes, PrefillLeg] = {}
@@ -123,7 +125,9 @@ class PrefillService(LegService[PrefillLeg]):
             return
         if leg.outgoing.destination is not None:
             return
-        destination = Destination.of(grant, leg.peer, leg.outgoing.num_pages, self._layout)
+        drafts = self._shares_drafts(leg.peer)
+        own = leg.outgoing.num_pages, self._layout
+        destination = Destination.of(grant, leg.peer, *own, drafts=drafts)
         if destination is None or destination.transfer_id in self._by_transfer:
             self._refuse(grant)
             leg.fail(worker_pb2.FAILURE_REASON_KV_TRANSFER)

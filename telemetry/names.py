@@ -274,6 +274,7 @@ class Metric:
     SPECULATION_DRAFTED: Final = "baton_speculation_drafted_tokens"
     SPECULATION_ACCEPTED: Final = "baton_speculation_accepted_tokens"
     SPECULATION_STEPS: Final = "baton_speculation_steps"
+    SPECULATION_DEGRADED: Final = "baton_speculation_degraded"
     RANK_BUSY: Final = "baton_rank_busy_seconds"
     RANK_WAITED: Final = "baton_rank_waited_seconds"
     RANK_SKEW: Final = "baton_rank_skew_seconds"

@@ -114,6 +114,18 @@ class PeerPaths:
         peer = self._peers.get(agent_name)
         return peer.path if peer is not None else ""
 
+    def drafts_cause(self, agent_name: str) -> str:
+        """Why what this worker's draft head keeps does not move to or from that agent, as a short
+        stable word; empty: it does."""
+        own, peer = self._own.endpoint.drafts.digest, self._peers.get(agent_name)
+        groups = peer.endpoint.groups if peer is not None else ()
+        theirs = groups[-1].digest if groups else ""
+        return "" if own and own == theirs else "peer_differs" if theirs else "peer_without"
+
+    def shares_drafts(self, agent_name: str) -> bool:
+        """Whether that agent has the draft head of this worker."""
+        return not self.drafts_cause(agent_name)
+
     def bytes_per_s(self, agent_name: str) -> float:
         """The path's bandwidth as it was measured when the two met; 0 while unknown."""
         peer = self._peers.get(agent_name)

@@ -249,7 +249,7 @@ class Worker:
             self.settings.debug.transport,
             self.agent_name,
             engine.pools,
-            [group.units for group in self.layout.groups],
+            [group.units for group in self.layout.groups] + engine.pools.draft_units,
             Others(engine.ranks.beside, lambda: engine.lost),
         )
 
@@ -265,6 +265,7 @@ class Worker:
             self.metrics,
             layout=self.layout,
             path_to=peers.path_to,
+            shares_drafts=peers.shares_drafts,
         )
         decode = DecodeService(
             self.engine,
@@ -274,6 +275,7 @@ class Worker:
             epoch=self.epoch,
             agent_name=self.agent_name,
             layout=self.layout,
+            drafts_cause=peers.drafts_cause if self.engine.pools.drafts else None,
             max_bytes_per_peer=int(self.settings.debug.max_granted_share * self.layout.pool_bytes),
         )
         relay = QuiesceRelay(

@@ -328,8 +328,13 @@ def endpoint_message(endpoint: Endpoint) -> worker_pb2.KvEndpoint:
         process=endpoint.process,
         kv_heads=endpoint.groups[0].units,
         ranks=map(endpoint_message, endpoint.ranks),
-        groups=[worker_pb2.KvGroup(**group._asdict()) for group in endpoint.groups],
+        groups=[_group_message(group) for group in endpoint.groups if not group.digest],
+        drafts=next((_group_message(group) for group in endpoint.groups if group.digest), None),
     )
+
+
+def _group_message(group: PageGroup) -> worker_pb2.KvGroup:
+    return worker_pb2.KvGroup(**group._asdict())
 
 
 def endpoint_of(message: worker_pb2.KvEndpoint) -> Endpoint:
@@ -340,8 +345,8 @@ def endpoint_of(message: worker_pb2.KvEndpoint) -> Endpoint:
         metadata=message.metadata,
         base_address=message.base_address,
         groups=tuple(
-            PageGroup(group.page_bytes, group.num_pages, group.units, group.offset)
-            for group in message.groups
+            PageGroup(group.page_bytes, group.num_pages, group.units, group.offset, group.digest)
+            for group in (*message.groups, *([message.drafts] if message.drafts.digest else ()))
         ),
         device_id=message.device_id,
         memory=message.memory,

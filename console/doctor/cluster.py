@@ -63,6 +63,7 @@ def check_cluster(admin: str, *, expected: bool) -> Cluster:
         *_workers(seen),
         *_path_findings(paths),
         *_stuck(seen),
+        *_drafts(seen),
     ]
     return Cluster(paths, findings)
 
@@ -136,6 +137,23 @@ def _stuck(seen: Scrape) -> Iterator[Finding]:
                 yield warning(name, found, advice)
 
 
+def _drafts(seen: Scrape) -> Iterator[Finding]:
+    """Decode workers whose prompts come without what their draft heads keep."""
+    for name, samples in seen.samples.items():
+        counts = samples.values.get(f"{Metric.SPECULATION_DEGRADED}_total", {})
+        for labels, count in sorted(counts.items()):
+            cause = dict(labels)["cause"]
+            if count:
+                found = f"{count:.0f} prompts came without its draft head's KV: {cause}"
+                yield warning(name, found, _DRAFTS[cause])
+
+
+_DRAFTS: Final[Mapping[str, str]] = {
+    "peer_without": "prefill workers compute it with the same --speculation; else fewer drafts are"
+    " right",
+    "peer_differs": "the prefill worker has another revision of the head, or keeps it in another"
+    " way: start both with the same --speculation",
+}
 _OVERDUE: Final = (
     (
         Metric.QUARANTINES_OVERDUE,

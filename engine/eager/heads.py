@@ -74,10 +74,11 @@ class HeadDrafter:
 
     def begin(self, plan: StepPlan) -> None:
         """A step begins."""
-        if plan.arrived.size:
-            self._lacks[plan.arrived] = True
+        self._lacks[plan.arrived] = False
+        if plan.undrafted.size:
+            self._lacks[plan.undrafted] = True
             # Nothing of another sequence is read there.
-            self._pool.data[self._upload(plan.arrived)] = 0
+            self._pool.data[self._upload(plan.undrafted)] = 0
         if plan.copy_source.size:
             self._lacks[plan.copy_target] = self._lacks[plan.copy_source]
             self._pool.copy_pages(self._upload(plan.copy_source), self._upload(plan.copy_target))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import math
 from collections.abc import Callable
@@ -19,7 +21,7 @@ from engine.model.mixers.config import Kept
 from engine.pool.kinds import PoolError, maker
 from engine.pool.kv_pool import KvPool
 from engine.pool.page_pool import PagePool
-from engine.pool.pools import KvPools, make_pools
+from engine.pool.pools import DraftPages, KvPools, make_pools
 from engine.pool.state_pool import StatePool, unit_bytes_of
 from engine.speculation.choosing import pages_ahead, tokens_ahead
 from engine.tiers.arena import HostArena, divided
@@ -257,7 +259,12 @@ def _allocate(
 ) -> KvPools:
     kinds = [_any_maker(config, loaded, loaded.config.kept_by(spec.layers)) for spec in specs]
     head = loaded.head
-    drafts = None if head is None else _maker(config, loaded, head.kept)
+    if head is None:
+        return make_pools(kinds, specs, counts, device)
+    page = _page(config, loaded, 1, head.kept)
+    kept = [head.revision, page.layout, page.precision, config.dtype, config.page_size, *head.kept]
+    digest = hashlib.sha256(json.dumps(kept).encode()).hexdigest()[:32]
+    drafts = DraftPages(_maker(config, loaded, head.kept), digest, head.kept.kv_heads)
     return make_pools(kinds, specs, counts, device, drafts)
 
 

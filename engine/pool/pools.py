@@ -30,6 +30,17 @@ class Place(NamedTuple):
     """Its index among the layers of the group."""
 
 
+class DraftPages(NamedTuple):
+    """What a draft head keeps: one layer's K and V."""
+
+    make: Callable[..., KvPool]
+    """Makes a rank's pool."""
+    digest: str
+    """Digest of the head and of the layout of what it keeps."""
+    units: int
+    """Parts of a page that ranks divide."""
+
+
 class KvPools:
     """A pool for each group; the one of group 0 is first."""
 
@@ -39,6 +50,7 @@ class KvPools:
         pools: Sequence[PagePool],
         data: Tensor,
         drafts: KvPool | None = None,
+        draft_pages: DraftPages | None = None,
     ) -> None:
         """`pools`, and `drafts`, have their pages in `data`, [bytes] uint8. The first one is of K
         and V."""
@@ -46,6 +58,10 @@ class KvPools:
         self.data = data
         self.drafts = drafts
         """What a draft head keeps. It follows group 0: its pages have the same ids."""
+        self.drafts_digest = draft_pages.digest if draft_pages else ""
+        """Digest of the head and of the layout of what it keeps; empty: there is none."""
+        self.draft_units = [draft_pages.units] if draft_pages else []
+        """Parts of a page of it that ranks divide."""
         self._pools = tuple(pools)
         self.places = {
             layer: Place(group, index)
@@ -69,15 +85,20 @@ class KvPools:
     @property
     def offsets(self) -> list[int]:
         """Where the run of each group begins, bytes."""
-        return starts_of([pool.num_pages * pool.page_bytes for pool in self._pools])[:-1]
+        return starts_of([pool.num_pages * pool.page_bytes for pool in self._all])[:-1]
 
     @property
     def page_runs(self) -> list[tuple[int, int, int]]:
-        """Runs of each group: bytes of a page, pages, and where its run begins in `data`."""
+        """Runs of each group: bytes of a page, pages, and where its run begins in `data`. Behind
+        them that of `drafts`."""
         return [
             (pool.page_bytes, pool.num_pages, offset)
-            for pool, offset in zip(self._pools, self.offsets, strict=True)
+            for pool, offset in zip(self._all, self.offsets, strict=True)
         ]
+
+    @property
+    def _all(self) -> tuple[PagePool, ...]:
+        return self._pools if self.drafts is None else (*self._pools, self.drafts)
 
     def of_layer(self, layer: int) -> tuple[KvPool, int]:
         """The pool that has K and V of a layer of the model, and the layer's index there."""
@@ -116,15 +137,15 @@ def make_pools(
     specs: Sequence[GroupSpec],
     counts: Sequence[int],
     device: torch.device,
-    drafts: Callable[..., KvPool] | None = None,
+    drafts: DraftPages | None = None,
 ) -> KvPools:
     """Allocates `counts` pages of each group. `kinds`: what makes the pool of each
-    (`engine.pool.kinds.maker`), and `drafts` that of a draft head, of one layer."""
+    (`engine.pool.kinds.maker`)."""
     makers: list[Callable[..., PagePool]] = [
         partial(make, num_layers=len(spec.layers)) for make, spec in zip(kinds, specs, strict=True)
     ]
     if drafts is not None:
-        makers.append(partial(drafts, num_layers=1))
+        makers.append(partial(drafts.make, num_layers=1))
         counts = [*counts, counts[0]]
     nowhere, sizes = torch.device("meta"), []
     for make, count in zip(makers, counts, strict=True):
@@ -139,7 +160,7 @@ def make_pools(
         return KvPools(specs, pools, data)
     *own_pools, last = pools
     assert isinstance(last, KvPool), "a head keeps K and V"
-    return KvPools(specs, own_pools, data, last)
+    return KvPools(specs, own_pools, data, last, drafts)
 
 
 def one_group(pool: KvPool) -> KvPools:

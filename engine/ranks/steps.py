@@ -33,6 +33,7 @@ COLUMNS: Final = (
     "write_slots",
     "write_tokens",
     "arrived",
+    "undrafted",
     "hook_tags",
     "pools",
     "successors",

@@ -294,6 +294,7 @@ class Planner:
             write_slots=np.fromiter(writes.keys(), np.int32, len(writes)),
             write_tokens=np.fromiter(writes.values(), np.int32, len(writes)),
             arrived=self._blocks.arrivals.take(),
+            undrafted=self._blocks.arrivals.take_undrafted(),
             hook_tags=self._batch.hook_tags(row_slots),
             masked=masked,
             whole_logits=masked.size > 0 or (sample is not None and not sample.is_greedy),

@@ -125,14 +125,17 @@ class Requests:
             request, self._blocks.total
         ) and self._batch.others.can_ever_hold(sequences, pages)
 
-    def deliver(self, request_id: bytes, records: Seq[TokenRecord]) -> None:
-        """RECEIVE: the KV of the prompt is in its pages; `records` are the choices' next tokens."""
+    def deliver(
+        self, request_id: bytes, records: Seq[TokenRecord], *, drafts: bool = False
+    ) -> None:
+        """RECEIVE: the KV of the prompt is in its pages, and with `drafts` what a draft head keeps;
+        `records` are the choices' next tokens."""
         active = self.by_id.get(request_id)
         if active is None or active.state is not RequestState.RESERVED:
             return
         active.state = RequestState.ACTIVE
         leader = active.sequences[0]
-        self._blocks.arrivals.note(self._batch.slots.pages(leader.slot))
+        self._blocks.arrivals.note(self._batch.slots.pages(leader.slot), drafts=drafts)
         self._batch.slots.set_kv(leader.slot, len(leader.tokens))
         if self._config.prefix_cache:
             generation = int(self._batch.slots.generation[leader.slot])

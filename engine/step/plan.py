@@ -112,6 +112,8 @@ class StepPlan:
     """Token table entries that only the host knows (delivered first tokens)."""
     arrived: Int32s = field(default_factory=lambda: np.zeros(0, np.int32))
     """[A]. Pages whose KV came from another worker or a lower tier since the last step."""
+    undrafted: Int32s = field(default_factory=lambda: np.zeros(0, np.int32))
+    """Pages among them without what a draft head keeps."""
     hook_tags: Int32s = field(default_factory=lambda: np.zeros((0, 0), np.int32))
     """[H, R]. What each of H hooks has to do with each row (`engine.step.hooks.HookTag`)."""
     masked: Int32s = field(default_factory=lambda: np.zeros(0, np.int32))

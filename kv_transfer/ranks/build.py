@@ -26,7 +26,12 @@ class Pool(Protocol):
     @property
     def page_runs(self) -> Sequence[tuple[int, int, int]]:
         """Runs of each group: bytes of this rank's part of a page, pages, and bytes from the
-        beginning of `data` to page 0."""
+        beginning of `data` to page 0. Behind them that of a draft head, if there is one."""
+        ...
+
+    @property
+    def drafts_digest(self) -> str:
+        """Digest of the head and of the layout of what it keeps; empty: there is no head."""
         ...
 
 
@@ -83,10 +88,13 @@ def serve(socket: Socket, rank: int, pool: Pool) -> None:
 
 
 def _groups_of(pool: Pool) -> list[PageGroup]:
-    return [
+    groups = [
         PageGroup(page_bytes, num_pages, offset=offset)
         for page_bytes, num_pages, offset in pool.page_runs
     ]
+    if pool.drafts_digest:
+        groups[-1] = groups[-1]._replace(digest=pool.drafts_digest)
+    return groups
 
 
 BESIDE: Final = f"{serve.__module__}:{serve.__name__}"

@@ -35,6 +35,7 @@ from kv_transfer.types import (
     Piece,
     PushState,
     TransportError,
+    shared_groups,
 )
 
 _HEADER: Final = struct.Struct("<4sQH")
@@ -125,7 +126,8 @@ class GroupTransport:
             return
         check_same_kind(self._endpoint, peer)
         parts = peer.parts
-        plans = [self._plans(peer, group) for group in range(len(peer.groups))]
+        shared = shared_groups(self._endpoint.groups, peer.groups) or 0
+        plans = [self._plans(peer, group) for group in range(shared)]
         pairs = sorted({pair for writes, reads in plans for pair in writes.keys() | reads})
         opened: list[Pair] = []
         try:

@@ -17,6 +17,7 @@ from kv_transfer.types import (
     PageIds,
     Piece,
     TransportError,
+    shared_groups,
 )
 
 _NOT_PLAIN: Final = (
@@ -64,7 +65,7 @@ class PoolMemory:
 
     def pages(self, group: int) -> torch.Tensor:
         """uint8, (num_pages, page_bytes): the pages of a group."""
-        page_bytes, num_pages, _, offset = self.groups[group]
+        page_bytes, num_pages, _, offset, _ = self.groups[group]
         run = self.data[offset : offset + num_pages * page_bytes]
         return run.view(num_pages, page_bytes)
 
@@ -120,20 +121,22 @@ def in_expandable_segment(address: int, segments: Iterable[Mapping[str, Any]]) -
 
 def check_same_kind(own: Endpoint, peer: Endpoint) -> None:
     """Raises TransportError where pages of one cannot be pages of the other."""
-    _check_transport(own, peer)
-    for one, other in zip(own.groups, peer.groups, strict=True):
+    for one, other in list(zip(own.groups, peer.groups, strict=False))[: _shared(own, peer)]:
         if one.page_bytes != other.page_bytes:
             sizes = f"{one.page_bytes} and {other.page_bytes}"
             raise TransportError("page_size_mismatch", sizes)
 
 
-def _check_transport(own: Endpoint, peer: Endpoint) -> None:
+def _shared(own: Endpoint, peer: Endpoint) -> int:
+    """How many groups move between two pools."""
     if own.transport != peer.transport:
         raise TransportError("transport_mismatch", f"{own.transport} and {peer.transport}")
     # A worker of the release before tells of none.
-    if len(own.groups) != len(peer.groups):
+    shared = shared_groups(own.groups, peer.groups)
+    if shared is None:
         counts = f"{len(own.groups)} and {len(peer.groups)} groups"
         raise TransportError("groups_mismatch", counts)
+    return shared
 
 
 def pieces_between(
@@ -147,9 +150,10 @@ def pieces_between(
     """
     if pieces is None:
         check_same_kind(own, peer)
-        return whole_pages(own)
-    _check_transport(own, peer)
-    for piece, one, other in zip(pieces, own.groups, peer.groups, strict=True):
+        return whole_pages(own)[: _shared(own, peer)]
+    if len(pieces) != _shared(own, peer):
+        raise TransportError("groups_mismatch", f"{len(pieces)} pieces")
+    for piece, one, other in zip(pieces, own.groups, peer.groups, strict=False):
         ends = piece.own_offset + piece.size, piece.peer_offset + piece.size
         if min(piece) < 0 or ends[0] > one.page_bytes or ends[1] > other.page_bytes:
             sizes = f"{one.page_bytes} and {other.page_bytes}"

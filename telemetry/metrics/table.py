@@ -225,6 +225,11 @@ DECLARED: Final[Mapping[str, Declared]] = {
     Metric.SPECULATION_STEPS: Declared(
         "counter", "Steps that decoded, by the tokens of each row.", ("width",)
     ),
+    Metric.SPECULATION_DEGRADED: Declared(
+        "counter",
+        "Prompts that came without what the draft head keeps: `peer_without`, `peer_differs`.",
+        ("cause",),
+    ),
     # Worker: its ranks, if there are several.
     Metric.RANK_BUSY: Declared(
         "counter", "Seconds in which a rank computed. Absent on GPUs.", ("rank",)

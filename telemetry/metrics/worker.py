@@ -48,6 +48,7 @@ class WorkerMetrics(ProcessMetrics):
         self._transfer_s = self._histogram(Metric.TRANSFER_SECONDS)
         self._exposed_s = self._histogram(Metric.TRANSFER_EXPOSED)
         self._transfer_failures = self._counter(Metric.TRANSFER_FAILURES)
+        self._drafts_degraded = self._counter(Metric.SPECULATION_DEGRADED)
         self._fetches = self._counter(Metric.FETCHES)
         self._fetch_pages = self._counter(Metric.FETCH_PAGES)
         self._fetch_bytes = self._counter(Metric.FETCH_BYTES)
@@ -120,6 +121,10 @@ class WorkerMetrics(ProcessMetrics):
     def transfer_failed(self, cause: str) -> None:
         """A transfer cannot complete; `cause` is a short stable word."""
         self._transfer_failures.labels(cause).inc()
+
+    def drafts_degraded(self, cause: str) -> None:
+        """A prompt comes without what the draft head keeps; `cause` is a short stable word."""
+        self._drafts_degraded.labels(cause).inc()
 
     def fetch_ended(self, outcome: str, pages: int, size: int, seconds: float) -> None:
         """A fetch from another worker ended: `pages` of `size` bytes came after `seconds`."""

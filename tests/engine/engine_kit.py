@@ -195,10 +195,17 @@ def hand_off(
         decode.pools[group].data[torch.from_numpy(target[held:]).long()] = prefill.pools[
             group
         ].data[torch.from_numpy(source[held:]).long()]
+    drafts = bool(decode.pools.drafts_digest)
+    drafts = drafts and decode.pools.drafts_digest == prefill.pools.drafts_digest
+    if drafts:  # What a head keeps follows group 0.
+        source, target, held = sources[0].pages, grant.pages, grant.held_pages
+        decode.pools.drafts.data[torch.from_numpy(target[held:]).long()] = (
+            prefill.pools.drafts.data[torch.from_numpy(source[held:]).long()]
+        )
     if second.request.beams is None:
         for choice, record in enumerate(first.prefilled.records):
             second.records[choice].append(record)
-    decode.deliver(second.request.id, first.prefilled.records)
+    decode.deliver(second.request.id, first.prefilled.records, drafts=drafts)
     finish(second)
     prefill.release(first.request.id)
     return second

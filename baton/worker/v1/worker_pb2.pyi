@@ -556,6 +556,7 @@ class KvEndpoint(_message.Message):
     KV_HEADS_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
     agent_name: _builtins.str
     """Name of the transfer agent, new at every start."""
     transport: _builtins.str
@@ -593,6 +594,12 @@ class KvEndpoint(_message.Message):
         with one that has them.
         """
 
+    @_builtins.property
+    def drafts(self) -> Global___KvGroup:
+        """What a draft head keeps beside the pages of cache group 0, under their ids. It moves between
+        workers that have equal digests. Not set: there is no head.
+        """
+
     def __init__(
         self,
         *,
@@ -609,10 +616,11 @@ class KvEndpoint(_message.Message):
         kv_heads: _builtins.int = ...,
         ranks: _abc.Iterable[Global___KvEndpoint] | None = ...,
         groups: _abc.Iterable[Global___KvGroup] | None = ...,
+        drafts: Global___KvGroup | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drafts", b"drafts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_name", b"agent_name", "base_address", b"base_address", "device_id", b"device_id", "groups", b"groups", "kv_heads", b"kv_heads", "memory", b"memory", "metadata", b"metadata", "num_pages", b"num_pages", "page_bytes", b"page_bytes", "process", b"process", "ranks", b"ranks", "scratch_page", b"scratch_page", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_name", b"agent_name", "base_address", b"base_address", "device_id", b"device_id", "drafts", b"drafts", "groups", b"groups", "kv_heads", b"kv_heads", "memory", b"memory", "metadata", b"metadata", "num_pages", b"num_pages", "page_bytes", b"page_bytes", "process", b"process", "ranks", b"ranks", "scratch_page", b"scratch_page", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -628,6 +636,7 @@ class KvGroup(_message.Message):
     NUM_PAGES_FIELD_NUMBER: _builtins.int
     UNITS_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
     page_bytes: _builtins.int
     """Bytes from one page to the next; of a whole page, where there are ranks."""
     num_pages: _builtins.int
@@ -638,6 +647,8 @@ class KvGroup(_message.Message):
     """
     offset: _builtins.int
     """Bytes from the pool's base address to the group's page 0."""
+    digest: _builtins.str
+    """Digest of the draft head, its weights and the layout of what it keeps; empty for cache groups."""
     def __init__(
         self,
         *,
@@ -645,10 +656,11 @@ class KvGroup(_message.Message):
         num_pages: _builtins.int = ...,
         units: _builtins.int = ...,
         offset: _builtins.int = ...,
+        digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_pages", b"num_pages", "offset", b"offset", "page_bytes", b"page_bytes", "units", b"units"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "num_pages", b"num_pages", "offset", b"offset", "page_bytes", b"page_bytes", "units", b"units"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1508,7 +1520,9 @@ class Grant(_message.Message):
     """Leading pages of group 0 that the decode worker holds already."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupGrant]:
-        """The same for cache groups 1, 2, ...; empty where the model has one."""
+        """The same for cache groups 1, 2, ..., and behind them for what a draft head keeps, where both
+        workers have the same head; empty where the model has one group, and no head.
+        """
 
     def __init__(
         self,

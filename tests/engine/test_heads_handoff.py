@@ -1,0 +1,119 @@
+"""A prefill worker computes what a draft head keeps. Without it, or with that of another head,
+drafts are worse and tokens the same."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from engine_kit import build, check_baseline, finish, hand_off, submit
+from heads_kit import PlainHead, write_head, write_oracle
+from references import references
+from test_heads import SHORT, drafting, prompts_of
+from tiny_models import write_tiny_model
+
+
+@contextmanager
+def prefilling(model: Path, **options):
+    """A worker that decodes nothing."""
+    engine = build(model, decodes=False, max_step_tokens=48, **options)
+    try:
+        yield engine
+        check_baseline(engine)
+    finally:
+        engine.stop()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"), tokenizer=False, layers=5)
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("oracle")
+    write_oracle(folder / "model", folder / "head")
+    return folder / "model", folder / "head"
+
+
+@pytest.mark.parametrize("kv", ["auto", pytest.param("fp8", marks=pytest.mark.slow)])
+def test_kv_of_a_head_is_handed_off(model, tmp_path, kv: str) -> None:
+    """Cold, and behind pages that the decode worker has: all that is there is as if computed by one
+    worker."""
+    head = write_head(tmp_path / "head", model)
+    answers, plain = references(model), PlainHead(head, model)
+    known = prompts_of()[5]
+    # The last place of a cached page was computed with the token that followed there.
+    longer = [*known, answers(known, 1, past_end=True).tokens[0], 8, 9]
+    with (
+        prefilling(model, speculation=str(head), kv_cache_dtype=kv) as prefill,
+        drafting(model, head, kv_cache_dtype=kv) as (decode, told),
+    ):
+        for prompt in (*prompts_of()[3:6], longer):
+            run = hand_off(prefill, decode, prompt, SHORT, ignore_eos=True)
+            if kv == "auto":
+                assert run.tokens == [answers(prompt, SHORT, past_end=True).tokens]
+    whole = []
+    with drafting(model, head, kv_cache_dtype=kv) as (engine, alone):
+        for prompt in prompts_of()[3:6]:
+            finish(submit(engine, prompt, SHORT, ignore_eos=True))
+    for tokens, drafted in told.items():
+        if tokens in alone:
+            assert drafted.tokens == alone[tokens].tokens
+            torch.testing.assert_close(drafted.k, alone[tokens].k, rtol=1e-2, atol=1e-2)
+            whole.append(tokens)
+        elif kv == "auto":
+            assert drafted.tokens == plain.draft(tokens, len(drafted.tokens)).tokens
+    assert len(whole) > SHORT
+
+
+def share(prefill, oracle, **options) -> tuple[float, int]:
+    """The share of drafts that are right behind a hand-off, and how many there were."""
+    model, head = oracle
+    answers = references(model)
+    with drafting(model, head, **options) as (decode, _):
+        for prompt in prompts_of()[4:]:
+            prompt = [token % 96 for token in prompt]
+            run = hand_off(prefill, decode, prompt, 40, ignore_eos=True)
+            assert run.tokens == [answers(prompt, 40, past_end=True).tokens]
+        load = decode.load().speculation
+    return load.accepted_tokens / max(1, load.drafted_tokens), load.drafted_tokens
+
+
+def test_another_head_or_none_costs_speed_alone(oracle, tmp_path) -> None:
+    model, head = oracle
+    other = write_head(tmp_path / "other", model, drafted=90)
+    shares = []
+    for options in ({"speculation": str(head)}, {}, {"speculation": str(other)}):
+        with prefilling(model, **options) as prefill:
+            shares.append(share(prefill, oracle))
+    assert shares[0][0] > 0.9
+    assert all(drafted > 50 for _, drafted in shares)
+
+
+def test_the_number_of_drafts_may_differ(oracle) -> None:
+    model, head = oracle
+    with prefilling(model, speculation=str(head), draft_tokens=1) as prefill:
+        assert share(prefill, oracle)[0] > 0.9
+
+
+@pytest.mark.parametrize("choices", [1, 3])
+def test_choices_and_resumption(model, tmp_path, choices: int) -> None:
+    head = write_head(tmp_path / "head", model)
+    answers = references(model)
+    with (
+        prefilling(model, speculation=str(head)) as prefill,
+        drafting(model, head) as (decode, _),
+    ):
+        for prompt in prompts_of()[2:5]:
+            wanted = answers(prompt, SHORT, past_end=True).tokens
+            run = hand_off(prefill, decode, prompt, SHORT, choices=choices, ignore_eos=True)
+            assert run.tokens == [wanted] * choices
+            resumed = submit(
+                decode, prompt, SHORT, ignore_eos=True, generated=[wanted[:5]] * choices,
+                choices=choices,
+            )  # fmt: skip
+            finish(resumed)
+            assert resumed.tokens == [wanted[5:]] * choices
