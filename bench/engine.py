@@ -54,6 +54,8 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "fp8+kv": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
     "bf16+kv": {"kv_cache_dtype": "fp8"},
     "int4": {"model": str(INT4_SHAPE)},
+    "wrapped": {"model_impl": "transformers"},
+    "wrapped fp8": {"model_impl": "transformers", "quantization": "fp8"},
 }
 """Options of engines, beside those of the command line."""
 GREEDY = SamplingParams(temperature=0.0)

@@ -36,7 +36,7 @@ from engine.bounds import Bounds
 from engine.cuda.attention_kernels import CudaKernels
 from engine.cuda.executor import CudaExecutor
 from engine.cuda.steps import shapes
-from engine.model import Model, load_model
+from engine.model import load_model
 from engine.pool.kinds import POOLS, pool_type
 from engine.pool.pools import one_group
 from engine.sampling import Sampler
@@ -68,7 +68,6 @@ class Stepper:
         device = torch.device("cuda")
         loaded = load_model(model_path, dtype=torch.bfloat16, device=device, load_format="dummy")
         shape = loaded.config
-        assert isinstance(loaded.model, Model), "the fast path is measured"
         self._pool = pool_type(kv_cache_dtype, PAGE_TOKENS)(
             num_pages=most_tokens // PAGE_TOKENS + 2 * SLOTS, num_layers=shape.num_layers,
             num_kv_heads=shape.kept.kv_heads, head_dim=shape.kept.head_dim, page_size=PAGE_TOKENS,

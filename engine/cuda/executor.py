@@ -36,7 +36,6 @@ from torch import Tensor
 from engine.attention.grouped import PagedGroups
 from engine.attention.parts import lengths_differ
 from engine.bounds import Bounds
-from engine.cuda.forward import FusedForward
 from engine.cuda.hooks.hooked import Hooked
 from engine.cuda.ranks.drawing import (
     Draw,
@@ -55,7 +54,8 @@ from engine.cuda.steps.packing import PackedStep, Width, pack, reads_of, width_o
 from engine.cuda.steps.shapes import MIXED_SPACING, PROMPT_ROWS, Shape, Shapes
 from engine.cuda.steps.staging import StepStaging
 from engine.cuda.waiting import Read, StepWaiter
-from engine.model import Model
+from engine.cuda.wrapped import forward_of
+from engine.model import Decoder
 from engine.pool.pools import KvPools
 from engine.sampling import Sampler
 from engine.step.executor import Launched
@@ -92,7 +92,7 @@ class CudaExecutor:
 
     def __init__(
         self,
-        model: Model,
+        model: Decoder,
         pools: KvPools,
         attention: PagedGroups,
         sampler: Sampler | None,
@@ -113,7 +113,7 @@ class CudaExecutor:
         self._hooked = hooked
         rows = max(bounds.max_sequences, PROMPT_ROWS + 1)
         attention.reserve(bounds.scratch_tokens + PROMPT_ROWS + 1, rows)  # Padding rows have one.
-        self._forward = FusedForward(model, pools, attention, longest)
+        self._forward = forward_of(model, pools, attention, longest)
         self.stream = torch.cuda.Stream(device)
         self._nobody = bounds.max_sequences
         """Slot of padding rows: the last entry of the token table."""
@@ -161,6 +161,10 @@ class CudaExecutor:
             self._graphs[shape] = self._capture(shape, memory)
             if progress:
                 progress("graphs", done, len(order))
+
+    def drop_graphs(self) -> None:
+        """From now on the kernels of every step run one by one."""
+        self._graphs.clear()
 
     @torch.inference_mode()
     def _capture(self, shape: Shape, memory: Any) -> _Graph:

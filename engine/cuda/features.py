@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from engine.model.config import ExpertsConfig, MlpConfig, ModelConfig, WrappedConfig
+from engine.model.config import ExpertsConfig, MlpConfig, ModelConfig
 from engine.model.mixers.config import DeltaConfig, MambaConfig
 
 MOST_NUMBERS: Final = 32768
@@ -13,8 +13,6 @@ MOST_NUMBERS: Final = 32768
 
 def obstacle(config: ModelConfig) -> str:
     """Which feature of a model has no fused kernels; empty: none."""
-    if isinstance(config, WrappedConfig):
-        return "transformers' own code"
     for layer in dict.fromkeys(config.layers):
         own, forward = layer.mixer, layer.feed_forward
         squares = isinstance(forward, ExpertsConfig) and forward.gate.squared

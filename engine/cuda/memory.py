@@ -7,11 +7,11 @@ import torch
 from engine.attention.grouped import PagedGroups
 from engine.attention.paged import PagedStep
 from engine.bounds import Bounds
-from engine.cuda.forward import FusedForward
 from engine.cuda.steps.shapes import LONGEST_GRAPH
+from engine.cuda.wrapped import forward_of
 from engine.groups.spec import State
 from engine.groups.state import TABLE_COLUMNS
-from engine.model import Model
+from engine.model import Decoder
 from engine.pool.pools import KvPools
 from engine.types import SCRATCH_PAGE
 
@@ -30,7 +30,7 @@ SAMPLING_COPIES = 6
 
 @torch.inference_mode()
 def bytes_left(
-    model: Model,
+    model: Decoder,
     scratch: KvPools,
     attention: PagedGroups,
     bounds: Bounds,
@@ -76,7 +76,7 @@ def _bytes_for_drafts(bounds: Bounds, vocab_size: int, drafts: int) -> int:
     return tables + 6 * bounds.max_sequences * (1 + drafts) * vocab_size
 
 
-def _run_largest(model: Model, scratch: KvPools, attention: PagedGroups, bounds: Bounds) -> None:
+def _run_largest(model: Decoder, scratch: KvPools, attention: PagedGroups, bounds: Bounds) -> None:
     """Runs one prompt as long as a step may be. Every token is stored in the scratch page."""
     size, device, page_size = bounds.max_step_tokens, scratch.first.device, bounds.page_size
     positions = torch.arange(size, dtype=torch.int32, device=device)
@@ -89,7 +89,7 @@ def _run_largest(model: Model, scratch: KvPools, attention: PagedGroups, bounds:
     states = step._replace(page_table=table.new_zeros(1, TABLE_COLUMNS))
     kinds = [spec.kind for spec in scratch.specs]
     attention.prepare([states if isinstance(kind, State) else step for kind in kinds])
-    forward = FusedForward(model, scratch, attention, bounds.max_context_tokens)
+    forward = forward_of(model, scratch, attention, bounds.max_context_tokens)
     stores = SCRATCH_PAGE * page_size + positions % page_size
     hidden = forward.hidden(torch.zeros_like(positions), positions, [stores] * len(scratch))
     forward.logits(hidden[: bounds.max_sequences])

@@ -26,7 +26,8 @@ from engine.hooks.attention import HookedAttention, MakeBackend
 from engine.hooks.opening import attach, bytes_beside, open_hooks
 from engine.hooks.steps import StepHooks
 from engine.hooks.warming import warm
-from engine.model import LoadedModel, Model, load_model
+from engine.model import LoadedModel, load_model
+from engine.model.config import WrappedConfig
 from engine.model.loading import Check
 from engine.model.mixers.config import AttentionConfig
 from engine.model.precision.int4 import compile_all
@@ -170,13 +171,7 @@ def _memory_left(
     context = context_of(config, loaded, most_pages)
     bounds = replace(config, max_context_tokens=max(context, config.page_size))
     drafts = config.draft_tokens if config.speculates else 0
-    return bytes_left(_fused(loaded), scratch, attention, bounds, share, drafts)
-
-
-def _fused(loaded: LoadedModel) -> Model:
-    """The model that fused kernels run. `features.obstacle` says of others that there are none."""
-    assert isinstance(loaded.model, Model)
-    return loaded.model
+    return bytes_left(loaded.model, scratch, attention, bounds, share, drafts)
 
 
 def torch_steps(
@@ -353,14 +348,27 @@ def cuda_executor(
 
     hooked = _hooked(config, loaded, pools.first, attention.first, hooks)
     drafting = _drafting(config, loaded, device)
-    executor = CudaExecutor(_fused(loaded), pools, attention, sampler, config, hooked, drafting)
+    executor = CudaExecutor(loaded.model, pools, attention, sampler, config, hooked, drafting)
     try:
         hooked.check_alike(device)
         if config.cuda_graphs:
-            executor.capture(progress)
+            _capture(executor, loaded, progress)
     except HookError as error:
         raise EngineError(str(error)) from error
     return executor
+
+
+def _capture(executor: CudaExecutor, loaded: LoadedModel, progress: Progress | None) -> None:
+    """Captures the graphs. Code of transformers may do what no graph holds, such as a copy from the
+    host: then its steps run without."""
+    try:
+        executor.capture(progress)
+    except RuntimeError as error:
+        if not isinstance(loaded.config, WrappedConfig):
+            raise
+        name = loaded.config.architecture
+        log.warning("no graphs: code of %s cannot be captured (%s)", name, type(error).__name__)
+        executor.drop_graphs()
 
 
 def _drafting(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> Drafting | None:

@@ -27,6 +27,7 @@ from test_attention import check as check_rows
 from test_model_logits import Runner, load
 from tiny_families import EVERY, FUSED, LATENTS
 from tiny_models import write_tiny_model
+from tiny_wrapped import PATHS
 from torch import Tensor
 from triton.runtime import interpreter
 
@@ -36,13 +37,13 @@ from engine.attention.paged import PagedStep
 from engine.attention.recurrent.short_conv import ShortConvBackend
 from engine.attention.triton import TritonBackend
 from engine.cuda.decode_attention import decode_attention
-from engine.cuda.forward import FusedForward
 from engine.cuda.hooks.choosing import ChosenAttention
 from engine.cuda.hooks.hooked import Hooked
 from engine.cuda.kv.latent_decode import decode_latents
 from engine.cuda.kv.latent_prompt import prompt_latents
 from engine.cuda.kv.prompt_attention import prompt_attention
 from engine.cuda.mixers.base import RowEnds
+from engine.cuda.wrapped import forward_of
 from engine.groups.spec import GroupSpec, Plane, Window, name_of, split_layers
 from engine.hooks.attention import Attend
 from engine.hooks.steps import StepHooks
@@ -66,6 +67,8 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3", "head_dim": 32},
     **FUSED,
     **LATENTS,
+    "wrapped-llama": {},
+    "wrapped-vaultgemma": PATHS["vaultgemma"],
 }
 KERNELS = {
     "_rms_norm": 1, "_rope_store": 2, "_add_rms_norm": 4, "_silu_mul": 2, "_attend_prompt": 2,
@@ -146,7 +149,7 @@ class Fused:
         ]
         self.attention = members[0]
         self.groups = PagedGroups(members, self.pools.places)
-        self.forward = FusedForward(loaded.model, self.pools, self.groups, 128)
+        self.forward = forward_of(loaded.model, self.pools, self.groups, 128)
         self.table = torch.from_numpy(np.random.default_rng(0).permutation(PAGES - 1) + 1)
         self.table = self.table[: 2 * (PAGES // 2 - 1)].view(2, -1)
 
@@ -228,11 +231,12 @@ def check(folder: Path, case: str) -> None:
     """A fresh prompt beside another, a chunk of it beside a decode row, and decode rows alone."""
     path = write_tiny_model(folder / case, tokenizer=False, **CASES[case])
     first, second = (np.random.default_rng(seed).integers(1, 384, 60).tolist() for seed in (1, 2))
-    want = [Runner(load(path)).step([(0, ids)])[0] for ids in (first, second)]
+    impl = {"model_impl": "transformers"} if case.startswith("wrapped") else {}
+    want = [Runner(load(path, **impl)).step([(0, ids)])[0] for ids in (first, second)]
     launches = Launches()
     launches.watch()
     with patch.object(Precision, "on_gpu", True):  # Experts lie in one tensor there.
-        loaded = load(path)
+        loaded = load(path, **impl)
         fused = Fused(halved(loaded) if case == "halves" else loaded)
     same(fused.step([(0, 0, first[:19]), (1, 0, second[:30])]), want[0][:19], want[1][:30])
     if case in (*PLAIN, "halves"):

@@ -19,9 +19,10 @@ pytest.importorskip("triton", reason="Triton is not installed: it comes with tor
 pytestmark = pytest.mark.timeout(900)
 HERE = Path(__file__).parent
 FOLDER = "a folder of the test's own"
-QUICK = ("llama", "halves", "attention", "experts", "experts-fp8", "experts-mxfp4")
+QUICK = ("llama", "halves", "wrapped-llama", "attention", "experts", "experts-fp8", "experts-mxfp4")
 """Kernels of Llama, and those of one row through experts, are counted."""
-FAMILIES = ("mixes", "biases", "gelu", "odd", "mistral", "qwen3", *FUSED, *LATENTS)
+WRAPPED = "wrapped-vaultgemma"
+FAMILIES = ("mixes", "biases", "gelu", "odd", "mistral", "qwen3", *FUSED, *LATENTS, WRAPPED)
 STATES = ("qwen3_next", "granite4", "granite4_experts")
 ENGINES = ("plain", "pools", "drafts", "suffix", "beams", "qwen3_5", "granite4")
 """Whole engines on the executor of a GPU: hidden states, tokens, drafts, states."""

@@ -29,7 +29,7 @@ from engine.cuda.ranks.collective import CudaCollective
 from engine.cuda.steps.staging import Int32s
 from engine.cuda.waiting import Read
 from engine.hooks.calling import Failures
-from engine.model import Model
+from engine.model import Decoder
 from engine.sampling import Sampler, SampleResult, Scores, score
 from engine.sampling.pooling import pooled_states
 from engine.step.collective import Collective
@@ -95,7 +95,7 @@ class Drawing(Protocol):
         ...
 
 
-def drawing_of(model: Model, sampler: Sampler | None, token_table: Tensor) -> Drawing:
+def drawing_of(model: Decoder, sampler: Sampler | None, token_table: Tensor) -> Drawing:
     """The drawing of a rank. Only the first has a sampler."""
     ranks = model.collective
     if sampler is not None and ranks.size == 1:

@@ -100,11 +100,15 @@ class WrappedModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, H] -> [R, vocab] float32."""
+        return self.made(hidden).float()
+
+    def made(self, hidden: Tensor) -> Tensor:
+        """[R, H] -> [R, vocab], in the dtype of the class."""
         self._given.hidden = hidden[None]
         ids = torch.zeros((1, len(hidden)), dtype=torch.long, device=hidden.device)
         logits: Tensor = self.causal(input_ids=ids, use_cache=False).logits[0]
         self._given.hidden = None
-        return logits.float()
+        return logits
 
     def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """[R, H] -> the best tokens and whether the logits are finite. Every rank has the whole

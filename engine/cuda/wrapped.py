@@ -1,0 +1,94 @@
+"""The forward pass of a decoder whose code is transformers', with our products and attention.
+
+The class launches its own kernels between ours, which a graph holds as well: its dry run has shown
+that it reads no numbers on the way. K and V of a layer are stored by the kernel that rotates them
+in other models. Here they come rotated, so it turns them by nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.attention.grouped import PagedGroups
+from engine.cuda.forward import FusedForward
+from engine.cuda.kv.fp8_store import rope_store_fp8
+from engine.cuda.kv.rope_store import RopeTable, rope_store
+from engine.cuda.mixers.base import RowEnds
+from engine.cuda.products import CudaProducts
+from engine.hooks.attention import Attend
+from engine.model import Decoder
+from engine.model.wrapped.decoder import WrappedModel
+from engine.pool.pools import KvPools
+from engine.step.attention import AttentionBatch
+
+
+class _Paged:
+    """`StepAttention` of one step: stores K and V, then attends over pages."""
+
+    name = "paged"
+
+    def __init__(
+        self, pools: KvPools, attend: Attend, stores: Sequence[Tensor], tables: dict[int, RopeTable]
+    ) -> None:
+        self._pools, self._attend, self._stores, self._tables = pools, attend, stores, tables
+        self._nowhere = torch.zeros_like(stores[0])
+
+    def begin(self, batch: AttentionBatch) -> None:
+        """Nothing: the backends were prepared."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `StepAttention`."""
+        pool, own = self._pools.of_layer(layer)
+        stores = self._stores[self._pools.places[layer].group]
+        store = rope_store_fp8 if pool.precision == "fp8" else rope_store
+        heads = torch.cat((q.flatten(1), k.flatten(1), v.flatten(1)), dim=1)
+        table = self._tables[pool.head_dim]
+        return self._attend(layer, *store(heads, table, self._nowhere, stores, pool, own, None))
+
+
+class WrappedForward:
+    """Runs a loaded model over a pool. It makes the model's weights ready for products."""
+
+    def __init__(self, model: WrappedModel, pools: KvPools, attention: PagedGroups) -> None:
+        model.finish(CudaProducts())
+        self._model, self._pools, self._attention = model, pools, attention
+        dims = {pool.head_dim for pool, _ in map(pools.of_layer, pools.places)}
+        self._tables = {dim: RopeTable(_unturned(dim, model), 0) for dim in dims}
+
+    def hidden(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        stores: Sequence[Tensor],
+        ends: RowEnds | None = None,
+        hooked: Attend | None = None,
+    ) -> Tensor:
+        """See `FusedForward`. Every layer computes all tokens."""
+        attend = hooked or self._attention.attend
+        paged = _Paged(self._pools, attend, stores, self._tables)
+        hidden: Tensor = self._model(token_ids.long(), positions.long(), paged)
+        return hidden if ends is None else hidden.index_select(0, ends.tokens)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[S, H] -> [S, vocab], in the model's dtype."""
+        return self._model.made(hidden)
+
+
+def _unturned(dim: int, model: WrappedModel) -> Tensor:
+    """[1, D]: the rotation by nothing."""
+    weight = next(model.parameters())
+    angles = torch.zeros((1, dim), dtype=weight.dtype, device=weight.device)
+    angles[:, : dim // 2] = 1.0
+    return angles
+
+
+def forward_of(
+    model: Decoder, pools: KvPools, attention: PagedGroups, max_context_tokens: int
+) -> FusedForward | WrappedForward:
+    """The forward pass of a model on the fast path."""
+    if isinstance(model, WrappedModel):
+        return WrappedForward(model, pools, attention)
+    return FusedForward(model, pools, attention, max_context_tokens)
