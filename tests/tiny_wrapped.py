@@ -19,13 +19,15 @@ windows, caps, and norms by 1 + weight."""
 
 WRAPPED: dict[str, dict[str, Any]] = {
     **PATHS,
-    "afmoe": {"family": "afmoe", "head_dim": 16, "num_experts": 4, "sliding_window": 12},
+    "afmoe": {
+        "family": "afmoe", "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+        "sliding_window": 12,
+    },
     "apertus": {"family": "apertus"},
     "arcee": {"family": "arcee"},
     "biogpt": {"family": "biogpt"},
     "bitnet": {"family": "bitnet"},
     "cohere": {"family": "cohere", "tie_word_embeddings": True},
-    "cwm": {"family": "cwm", "head_dim": 16, "sliding_window": 12, "rope_parameters": None},
     "deepseek_v3": LATENTS["deepseek_v3"],
     "diffllama": {"family": "diffllama"},
     "exaone4": DENSE["exaone4"],

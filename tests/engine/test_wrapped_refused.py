@@ -24,7 +24,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bamba": ("BambaForCausalLM", RECURRENT, {}),
     "falcon_h1": ("FalconH1ForCausalLM", RECURRENT, {}),
     "recurrent_gemma": ("RecurrentGemmaForCausalLM", RECURRENT, {}),
-    "lfm2": ("Lfm2ForCausalLM", RECURRENT, {}),
+    "lfm2": ("Lfm2ForCausalLM", RECURRENT, {"layer_types": ["conv", "full_attention"]}),
     "minimax": ("MiniMaxForCausalLM", RECURRENT, {}),
     "qwen3_next": ("Qwen3NextForCausalLM", RECURRENT, {}),
     "bert": ("BertLMHeadModel", ENCODER, {}),
