@@ -26,7 +26,7 @@ from engine.hooks.attention import HookedAttention, MakeBackend
 from engine.hooks.opening import attach, bytes_beside, open_hooks
 from engine.hooks.steps import StepHooks
 from engine.hooks.warming import warm
-from engine.model import LoadedModel, load_model
+from engine.model import LoadedModel, Model, load_model
 from engine.model.config import WrappedConfig
 from engine.model.loading import Check
 from engine.model.mixers.config import AttentionConfig
