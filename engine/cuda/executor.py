@@ -150,12 +150,8 @@ class CudaExecutor:
         return [width_of(spec.kind, *size) for spec in self._pools.specs[1:]]
 
     def capture(self, progress: Progress | None = None) -> None:
-        """Makes the graph of every shape. Blocks until that is done.
-
-        Without graphs the steps run their kernels one by one, with the same results.
-        """
-        memory = torch.cuda.graph_pool_handle()
-        order = self._shapes.all
+        """Makes the graph of every shape, and blocks. Without, steps run kernel by kernel."""
+        memory, order = torch.cuda.graph_pool_handle(), self._shapes.all
         self.stream.wait_stream(torch.cuda.current_stream())
         for done, shape in enumerate(order, 1):
             self._graphs[shape] = self._capture(shape, memory)

@@ -8,11 +8,13 @@ in other models. Here they come rotated, so it turns them by nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from engine.attention.grouped import PagedGroups
+from engine.cuda import feed_forward
 from engine.cuda.forward import FusedForward
 from engine.cuda.kv.fp8_store import rope_store_fp8
 from engine.cuda.kv.rope_store import RopeTable, rope_store
@@ -20,7 +22,9 @@ from engine.cuda.mixers.base import RowEnds
 from engine.cuda.products import CudaProducts
 from engine.hooks.attention import Attend
 from engine.model import Decoder
+from engine.model.feed_forward import Gated
 from engine.model.wrapped.decoder import WrappedModel
+from engine.model.wrapped.parts import Replaced
 from engine.pool.pools import KvPools
 from engine.step.attention import AttentionBatch
 
@@ -54,6 +58,9 @@ class WrappedForward:
 
     def __init__(self, model: WrappedModel, pools: KvPools, attention: PagedGroups) -> None:
         model.finish(CudaProducts())
+        for module in model.modules():
+            if isinstance(module, Replaced):
+                module.run = partial(_gated, model)
         self._model, self._pools, self._attention = model, pools, attention
         dims = {pool.head_dim for pool, _ in map(pools.of_layer, pools.places)}
         self._tables = {dim: RopeTable(_unturned(dim, model), 0) for dim in dims}
@@ -75,6 +82,13 @@ class WrappedForward:
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, H] -> [S, vocab], in the model's dtype."""
         return self._model.made(hidden)
+
+
+def _gated(model: WrappedModel, own: Gated, x: Tensor) -> Tensor:
+    """[T, H] -> [T, H], with the ranks' sum."""
+    out = feed_forward.run(own, feed_forward.as_read(x, feed_forward.reader_of(own)))
+    assert isinstance(out, Tensor)
+    return model.collective.all_reduce(out)
 
 
 def _unturned(dim: int, model: WrappedModel) -> Tensor:

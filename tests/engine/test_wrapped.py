@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from engine_kit import build, check_baseline, finish, hand_off, held, submit
+from paths_kit import prompt_of
 from references import references
 from test_families import (  # noqa: F401 - these run here, with the engines below
     CHUNK,
@@ -15,14 +16,15 @@ from test_families import (  # noqa: F401 - these run here, with the engines bel
     MAX_TOKENS,
     PAGES,
     Case,
-    check,
-    prompt_of,
     test_handed_off_and_resumed,
     test_whole_in_chunks_and_from_the_cache,
 )
+from test_model_logits import Runner
 from tiny_models import write_tiny_model
 from tiny_wrapped import PATHS, WRAPPED
 
+from engine.model import load_model
+from engine.model.wrapped.parts import Replaced
 from engine.types import SamplingParams
 
 OWN = {"num_pages": PAGES, "max_sequences": CROWD, "max_step_tokens": 2 * CHUNK}
@@ -51,7 +53,7 @@ def test_a_crowd_is_preempted_and_choices_draw_as_one(case):
     # A window's pages let few in at once.
     assert case.one.load().preemptions > 0 or len(case.one.pools) > 1
     for run in runs:
-        check(case, run, 60)
+        case.answers.check(run, 60)
     prompt = prompt_of(37)
     handed = hand_off(case.other, case.one, prompt, MAX_TOKENS, choices=2, ignore_eos=True)
     want = case.answers(prompt, MAX_TOKENS, past_end=True).tokens
@@ -68,7 +70,7 @@ def test_log_probabilities_and_drafts(case, path):
         for _ in range(2):
             run = submit(engine, prompt * 2, 24, ignore_eos=True)
             finish(run)
-            check(case, run, 24)
+            case.answers.check(run, 24)
         check_baseline(engine)
     finally:
         engine.stop()
@@ -86,3 +88,30 @@ def _logprobs(path, ids: list[int]) -> torch.Tensor:
     with torch.inference_mode():
         logits = reference_model(path, dtype=torch.float32)(torch.tensor([ids])).logits[0]
     return logits.log_softmax(-1)
+
+
+def test_fp8_weights_are_those_of_ours(path):
+    """Rounded as natively, with a file of ours beside it."""
+    kind = {"dtype": torch.float32, "device": torch.device("cpu"), "quantization": "fp8"}
+    loaded = load_model(str(path), **kind, **WRAP)
+    assert loaded.precision == "fp8 (rounded on load)"
+    names = {type(each.method).__name__ for each in loaded.model.linears}
+    assert names == {"Fp8Channels"}
+    if loaded.config.architecture != "LlamaForCausalLM":
+        return
+    ids = prompt_of(40)
+    ours = Runner(load_model(str(path), **kind, model_impl="native")).step([(0, ids)])[0]
+    theirs = Runner(loaded).step([(0, ids)])[0]
+    torch.testing.assert_close(theirs, ours, atol=1e-4, rtol=1e-4)
+
+
+def test_parts_that_answer_as_ours_are_ours(path, caplog):
+    caplog.set_level("INFO", logger="baton.engine")
+    loaded = load_model(str(path), dtype=torch.float32, device=torch.device("cpu"), **WRAP)
+    modules = [*loaded.model.modules()]
+    norms = {type(each).__name__ for each in modules if "Norm" in type(each).__name__}
+    assert norms == {"RmsNorm"}
+    dense = "moe" not in loaded.config.architecture.lower()
+    assert any(isinstance(each, Replaced) for each in modules) == dense
+    told = " ".join(record.getMessage() for record in caplog.records)
+    assert "RMSNorm are ours, as they answer alike" in told

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -24,16 +26,17 @@ from engine.model.config import (
 )
 from engine.model.families import eos_tokens_of
 from engine.model.families.sense import MOST_POSITIONS
-from engine.model.linear import Build
+from engine.model.linear import Build, RmsNorm
 from engine.model.mixers.config import AttentionConfig
-from engine.model.places import Load, Place, fill, of_linear, plain
+from engine.model.places import Load, Place, fill, of_linear, of_norm, plain
 from engine.model.precision.choice import Precision
 from engine.model.shard import Shard
 from engine.model.sources import Dummy, Safetensors, Source
-from engine.model.wrapped import interfaces, linears
+from engine.model.wrapped import interfaces, linears, parts
 from engine.model.wrapped.classes import find, refusal
 from engine.model.wrapped.decoder import WrappedModel
 from engine.model.wrapped.linears import Product
+from engine.model.wrapped.parts import GATED, Replaced
 from engine.model.wrapped.recording import Attended, Record, record
 from engine.model.wrapped.tensors import (
     Origins,
@@ -140,7 +143,8 @@ def load(folder: Path, found: Outline, how: Load) -> Wrapped:
     dtype, device, shard = how.dtype, how.device, how.shard
     if shard.count > 1:
         raise refusal(name, f"tp {shard.count} cannot be had yet; tp 1 can")
-    wanted = set(causal.state_dict())
+    shapes = {target: tuple(each.shape) for target, each in causal.state_dict().items()}
+    wanted = shapes.keys()
     source: Source | None = None if how.dummy else Safetensors(folder)
     origins = own_names(causal) if source is None else origins_of(causal, source.headers)
     covered = _covered(causal, origins, source)
@@ -153,16 +157,23 @@ def load(folder: Path, found: Outline, how: Load) -> Wrapped:
         if origin.conversion is None
     }
     ranks = how.collective or Alone()
-    meta = torch.device("meta")
-    linears.replace(causal, body, modules, Build(dtype, meta, precision, shard, ranks))
+
+    def replace(model: Any, where: torch.device) -> Counter[str]:
+        build = Build(dtype, where, precision, shard, ranks)
+        ours = parts.replace(model, found.config, origins.by_target, build)
+        linears.replace(model, body, modules, build)
+        return ours
+
     if how.check is not None:
-        how.check(_weights(causal, dtype))
-    linears.replace(causal, body, modules, Build(dtype, device, precision, shard, ranks))
+        counted = copy.deepcopy(causal)
+        replace(counted, torch.device("meta"))
+        how.check(_weights(counted, dtype))
+    _take_buffers(causal, device)
+    _log(name, replace(causal, device))
     precision.log_widened()
     _take_memory(causal, device, dtype)
     if source is None:
-        headers = {name: tuple(each.shape) for name, each in _filled(causal).items()}
-        source = Dummy(headers, how.seed, dtype, device)
+        source = Dummy(shapes, how.seed, dtype, device)
     places = list(_places(causal, origins, source, shard))
     _check_shapes(places, source)
     stated = {"model": asdict(found.config), "config": causal.config.to_dict()}
@@ -199,29 +210,19 @@ def _check_names(causal: Any, origins: Origins, missing: set[str]) -> None:
         )
 
 
-def _filled(causal: nn.Module) -> dict[str, Tensor]:
-    """Shapes of what dummy weights fill, by the names of the class."""
-    found: dict[str, Tensor] = {}
-    for name, module in causal.named_modules():
-        if isinstance(module, Product):
-            shape = module.out_features, module.in_features
-            found[f"{name}.weight"] = torch.empty(shape, device="meta")
-            if (bias := module.linear.bias) is not None:
-                found[f"{name}.bias"] = bias
-    inside = {f"{name}." for name, each in causal.named_modules() if isinstance(each, Product)}
-    found |= {
-        name: each
-        for name, each in causal.state_dict().items()
-        if not any(name.startswith(prefix) for prefix in inside)
-    }
-    return found
-
-
 def _places(causal: Any, origins: Origins, source: Source, shard: Shard) -> Iterator[Place]:
     """All parts of the model that a checkpoint fills, in a fixed order."""
+    whole = {name: each for name, each in causal.named_modules() if isinstance(each, Replaced)}
     for target, origin in origins.by_target.items():
         name, _, last = target.rpartition(".")
+        if (replaced := name.rpartition(".")[0]) in whole:
+            if name.endswith(GATED[0]) and last == "weight":
+                yield from whole[replaced].gated.places(None, shard)
+            continue
         owner = causal.get_submodule(name)
+        if isinstance(owner, RmsNorm) and origin.conversion is None:
+            yield of_norm(origin.names[0].removesuffix(".weight"), owner)
+            continue
         own = None if isinstance(owner, Product) else getattr(owner, last)
         if origin.conversion is not None or (own is not None and own.dim() == 0):
             yield place(causal, target, origin, source.headers, partial(_assign, causal))
@@ -279,18 +280,8 @@ def _weights(causal: Any, dtype: torch.dtype) -> Weights:
     )
 
 
-def _take_memory(causal: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Gives every parameter memory, and the buffers that no checkpoint has their numbers."""
-    wide = causal._get_dtype_plan(dtype)
-    made: dict[int, nn.Parameter] = {}
-    for name, parameter in list(causal.named_parameters(remove_duplicate=False)):
-        parameter.requires_grad_(False)
-        if parameter.device == device:
-            continue
-        kept = next((each for key, each in wide.items() if key in name), parameter.dtype)
-        memory = torch.empty(parameter.shape, dtype=kept, device=device)
-        own = made.setdefault(id(parameter), nn.Parameter(memory, requires_grad=False))
-        _put(causal, name, own)
+def _take_buffers(causal: Any, device: torch.device) -> None:
+    """Gives buffers memory, and their numbers to those that no checkpoint has."""
     stored = causal.state_dict().keys()
     for name, buffer in list(causal.named_buffers()):
         if buffer.is_meta:
@@ -302,6 +293,25 @@ def _take_memory(causal: Any, device: torch.device, dtype: torch.dtype) -> None:
         causal.initialize_weights()
 
 
+def _take_memory(causal: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """Gives every parameter memory that is not ours."""
+    wide = causal._get_dtype_plan(dtype)
+    made: dict[int, nn.Parameter] = {}
+    for name, parameter in list(causal.named_parameters(remove_duplicate=False)):
+        parameter.requires_grad_(False)
+        if parameter.device == device:
+            continue
+        kept = next((each for key, each in wide.items() if key in name), parameter.dtype)
+        memory = torch.empty(parameter.shape, dtype=kept, device=device)
+        own = made.setdefault(id(parameter), nn.Parameter(memory, requires_grad=False))
+        _put(causal, name, own)
+
+
 def _put(causal: nn.Module, name: str, tensor: Tensor) -> None:
     owner, _, last = name.rpartition(".")
     setattr(causal.get_submodule(owner), last, tensor)
+
+
+def _log(name: str, ours: Counter[str]) -> None:
+    for each, count in sorted(ours.items()):
+        log.info("%s: %d of %s are ours, as they answer alike", name, count, each)
