@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
-from triton.runtime.errors import OutOfResources
+from triton.runtime.errors import OutOfResources, PTXASError
 
 from engine.attention.parts import PLAIN, Division, TileSet, division, lengths_differ
 from engine.cuda.decode_attention import decode_attention
@@ -23,10 +23,10 @@ WRITTEN_AT_ONCE: Final = 1 << 16
 
 
 def replayed_us(work: Callable[[], object]) -> float:
-    """Median time of some work in a graph; infinite if its tiles do not fit the device."""
+    """Median time of some work in a graph; infinite if the device has no room for its tiles."""
     try:
         work()
-    except OutOfResources:
+    except (OutOfResources, PTXASError):
         return float("inf")
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
