@@ -40,6 +40,7 @@ from console.commands import (
 )
 from console.loadgen.errors import BenchError, WrongUseError
 from console.long_help import LongHelp
+from console.planning import command as planning
 from console.ports import PortTakenError
 from console.top.scrape import TopError
 from console.tracing.traces import TraceError
@@ -239,7 +240,12 @@ _PANELS: Final[Mapping[str, Mapping[str, Callable[..., None]]]] = {
         "trace": trace.trace,
         "health": health.health,
     },
-    "Watch and measure": {"top": top.top, "bench": bench.bench, "doctor": doctor.doctor},
+    "Watch and measure": {
+        "top": top.top,
+        "bench": bench.bench,
+        "doctor": doctor.doctor,
+        "plan": planning.plan,
+    },
 }
 for _panel, _commands in _PANELS.items():
     for _name, _command in _commands.items():

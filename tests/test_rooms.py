@@ -97,6 +97,7 @@ FLOORS = (
         "console.doctor",
         "console.loadgen",
         "console.loadgen.report",
+        "console.planning",
         "console.top",
         "console.tracing",
     ),

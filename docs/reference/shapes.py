@@ -2,50 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
+from console.planning.shapes import BYTES, Shape
 from reference import table
 
 GIB = 1 << 30
-BYTES = 2
-"""Size of a bfloat16 number."""
 GPUS_GB = (24, 48, 80, 141)
 UTILIZATION = 0.9
 """The default of `gpu_memory_utilization`."""
-
-
-class Shape(NamedTuple):
-    """The shape of a decoder of the Llama family, as in its config.json."""
-
-    name: str
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    tied: bool
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters in matrices. Norms and biases add only a thousandth."""
-        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
-        layer = attention + 3 * self.hidden * self.intermediate
-        return self.layers * layer + self.vocab * self.hidden * (1 if self.tied else 2)
-
-    def rank_bytes(self, ranks: int, layer_bytes: int) -> int:
-        """Bytes of the weights of one of so many ranks: its part of the layers, with so many bytes
-        a number, and of the head, and the whole embedding."""
-        vocab = self.vocab * self.hidden
-        layers = self.parameters - vocab * (1 if self.tied else 2)
-        head = 0 if self.tied else vocab // ranks
-        return layers // ranks * layer_bytes + (vocab + head) * BYTES
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of a token's KV: a key and a value for each layer and KV head."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * BYTES
 
 
 SHAPES = (

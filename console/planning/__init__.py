@@ -1,0 +1,1 @@
+"""`baton plan`: how many workers of which role, by simulation."""

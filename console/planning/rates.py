@@ -1,0 +1,89 @@
+"""How fast GPUs are, as measured with one model, and scaled to another by its bytes and products.
+
+One H100 and one H200 with the shape of Llama-3.1-8B (bench/README.md, bench/history). A prompt's
+time goes with the parameters, a decode step's with the bytes of weights and KV that it reads.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+REFERENCE_PARAMETERS: Final = 8.03e9
+REFERENCE_KV_BYTES: Final = 131_072
+"""Parameters of Llama-3.1-8B, and bytes of a token's KV in bfloat16."""
+RANKS_EFFICIENCY: Final = 0.83
+"""Part of a rank's rate that is left with several: Llama 70B in FP8 on two H200, 13,791 prompt
+tokens a second where two of one rank's would be 16,600."""
+
+
+class Gpu(NamedTuple):
+    """What was measured with the reference in bfloat16, seconds."""
+
+    prefill_token_s: float
+    """A prompt token of a large step."""
+    step_s: float
+    """A decode step of one row without context."""
+    row_s: float
+    """Each further row."""
+    kv_token_s: float
+    """Each token of context that a step reads."""
+    memory_gb: float
+
+
+GPUS: Final = {
+    "h100": Gpu(22.2e-6, 5.7e-3, 5e-6, 51e-9, 80),
+    "h200": Gpu(22.2e-6, 4.2e-3, 4e-6, 38e-9, 141),
+}
+"""H100: bench.engine, 45,008 prompt tokens and 175 tokens a second; FlashAttention-3 over 64 rows
+of 1,152 tokens, 118 us a layer. H200: 240 tokens a second, and KV by its bandwidth."""
+FP8_PREFILL: Final = 0.62
+FP8_STEP: Final = 0.57
+"""Parts of the times in bfloat16 that FP8 weights take: 73,071 prompt tokens and 305.6 tokens a
+second on an H100."""
+ROUTER_S: Final = 3e-3
+"""From a request's arrival to its prefill worker, and from a first token to its client."""
+HAND_OFF_S: Final = 6.5e-3
+"""From a prompt's end to the step that its row joins: 2 ms to the last page, the rest until a step
+is launched with it. On an H100, whose steps take 6.5 ms, the second token came 13 to 18 ms after
+the first."""
+PREFILL_STEP_S: Final = 2e-3
+"""A step's launch and end."""
+
+
+class Rates(NamedTuple):
+    """Times of one worker, seconds."""
+
+    prefill_token_s: float
+    step_s: float
+    row_s: float
+    kv_token_s: float
+    kv_tokens: int
+    """Tokens of KV that fit."""
+
+    def decode_s(self, rows: int, context: int) -> float:
+        """A decode step."""
+        return self.step_s + rows * self.row_s + context * self.kv_token_s
+
+
+def rates_of(gpu: Gpu, parameters: float, kv_bytes: int, ranks: int, *, fp8: bool) -> Rates:
+    """The rates of a worker.
+
+    Args:
+        gpu: each of its GPUs.
+        parameters: of the model.
+        kv_bytes: of a token, in bfloat16.
+        ranks: its GPUs.
+        fp8: whether weights are in FP8.
+    """
+    size = parameters / REFERENCE_PARAMETERS
+    kv = kv_bytes / REFERENCE_KV_BYTES
+    shared = ranks * (RANKS_EFFICIENCY if ranks > 1 else 1)
+    weights = parameters * (1 if fp8 else 2)
+    free = 0.9e9 * gpu.memory_gb * ranks - weights - 3e9 * ranks
+    return Rates(
+        gpu.prefill_token_s * size / shared * (FP8_PREFILL if fp8 else 1),
+        gpu.step_s * size / shared * (FP8_STEP if fp8 else 1),
+        gpu.row_s,
+        gpu.kv_token_s * kv / shared,
+        int(free // kv_bytes),
+    )

@@ -1,0 +1,222 @@
+"""Requests through prefill and decode workers, or through replicas that do both, step by step.
+
+Nothing is computed. A prompt waits for the prefill worker that is free first, and its pages for the
+decode worker with the fewest rows; a replica computes prompts, whole steps at a time, beside its
+rows. Of each request are kept its first token and the longest of its own gaps but 1 %.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from console.planning.rates import HAND_OFF_S, PREFILL_STEP_S, ROUTER_S, Rates
+
+MOST_ROWS: Final = 256
+"""Rows of a decode batch: the most that a worker has by default on large GPUs."""
+REPLICA_STEP_TOKENS: Final = 2048
+"""Prompt tokens of a step that decodes as well."""
+
+
+class Asked(NamedTuple):
+    """A request."""
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+
+
+class Plan(NamedTuple):
+    """Numbers of workers. `both` replicas do all, and then there are no others."""
+
+    prefill: int
+    decode: int
+    both: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.both} both" if self.both else f"{self.prefill}P{self.decode}D"
+
+
+@dataclass
+class Served:
+    """What came of the requests, in order of arrival, seconds."""
+
+    first_s: np.ndarray
+    gap_s: np.ndarray
+    """The 99th percentile of each request's own times between tokens; 0 for one token."""
+    token_s: np.ndarray
+    """The mean of these times."""
+    busy: dict[str, float] = field(default_factory=dict)
+    """Part of the time that each role works."""
+
+    def kept(self, first_s: float, gap_s: float) -> float:
+        """The part of the requests that keep a service level."""
+        return float(np.mean((self.first_s <= first_s) & (self.gap_s <= gap_s)))
+
+
+class _Row(NamedTuple):
+    """A sequence that decodes."""
+
+    ends: int
+    """Number of the step that brings its last token."""
+    request: int
+    begins: int
+    ready_s: float
+    """When its first token was there."""
+
+
+class _Decoder:
+    """One worker's decode steps."""
+
+    def __init__(self, rates: Rates) -> None:
+        self.rates = rates
+        self.most_rows = MOST_ROWS
+        self.now_s = 0.0
+        self.ends: list[float] = []
+        """When each step ended."""
+        self.rows: list[_Row] = []
+        self.context = 0
+        self.busy_s = 0.0
+        self.promised = 0
+        """Rows that run or wait."""
+        self.waiting: deque[tuple[float, int, float]] = deque()
+        """Requests whose pages are there: when, which, and when their first token came."""
+
+    def step(self, asked: Sequence[Asked], prompt_s: float, told: _Told) -> None:
+        """One step. `prompt_s`: what a prompt's piece beside the rows adds."""
+        while self.waiting and self.waiting[0][0] <= self.now_s and len(self.rows) < self.most_rows:
+            _, request, ready_s = self.waiting.popleft()
+            number = len(self.ends)
+            tokens = asked[request].output_tokens - 1
+            heapq.heappush(self.rows, _Row(number + tokens - 1, request, number, ready_s))
+            self.context += asked[request].prompt_tokens
+        took_s = prompt_s
+        if self.rows:
+            took_s += self.rates.decode_s(len(self.rows), self.context)
+        self.now_s += took_s
+        self.busy_s += took_s
+        self.context += len(self.rows)
+        number = len(self.ends)
+        self.ends.append(self.now_s)
+        while self.rows and self.rows[0].ends <= number:
+            row = heapq.heappop(self.rows)
+            one = asked[row.request]
+            self.context -= one.prompt_tokens + one.output_tokens - 1
+            self.promised -= 1
+            told.tokens(row.request, [row.ready_s, *self.ends[row.begins : number + 1]])
+
+
+class _Told:
+    def __init__(self, count: int) -> None:
+        self.first = np.zeros(count)
+        self.gap = np.zeros(count)
+        self.mean = np.zeros(count)
+
+    def tokens(self, request: int, times: Sequence[float]) -> None:
+        gaps = np.diff(times)
+        self.gap[request] = np.percentile(gaps, 99)
+        self.mean[request] = gaps.mean()
+
+
+def simulate(asked: Sequence[Asked], plan: Plan, rates: Rates) -> Served:
+    """Serves all requests, which come in order of time."""
+    told = _Told(len(asked))
+    workers = [_Decoder(rates) for _ in range(plan.both or plan.decode)]
+    mean = sum(one.prompt_tokens + one.output_tokens for one in asked) // len(asked)
+    for worker in workers:
+        worker.most_rows = max(1, min(MOST_ROWS, rates.kv_tokens // mean))
+    if plan.both:
+        busy_s = {"both": _replicas(asked, workers, told)}
+    else:
+        prefill_s = _apart(asked, plan, workers, rates, told)
+        decode_s = sum(worker.busy_s for worker in workers) / len(workers)
+        busy_s = {"prefill": prefill_s / plan.prefill, "decode": decode_s}
+    lasted_s = max(worker.now_s for worker in workers) or 1.0
+    busy = {role: min(1.0, each / lasted_s) for role, each in busy_s.items()}
+    return Served(told.first, told.gap, told.mean, busy)
+
+
+def _apart(
+    asked: Sequence[Asked], plan: Plan, workers: list[_Decoder], rates: Rates, told: _Told
+) -> float:
+    """Prompts on workers of their own; returns the time that these work."""
+    free = [0.0] * plan.prefill
+    ready: list[tuple[float, int, float]] = []
+    busy_s = 0.0
+    for request, one in enumerate(asked):
+        took_s = PREFILL_STEP_S + one.prompt_tokens * rates.prefill_token_s
+        busy_s += took_s
+        done_s = max(heapq.heappop(free), one.at_s + ROUTER_S) + took_s
+        heapq.heappush(free, done_s)
+        told.first[request] = done_s + ROUTER_S - one.at_s
+        if one.output_tokens > 1:
+            ready.append((done_s + HAND_OFF_S, request, done_s))
+    for at_s, request, first_s in sorted(ready):
+        for worker in workers:
+            _run_until(worker, at_s, asked, told)
+        worker = min(workers, key=lambda one: one.promised)
+        worker.promised += 1
+        worker.waiting.append((at_s, request, first_s))
+    for worker in workers:
+        _run_until(worker, np.inf, asked, told)
+    return busy_s
+
+
+def _run_until(worker: _Decoder, at_s: float, asked: Sequence[Asked], told: _Told) -> None:
+    while worker.now_s < at_s and (worker.rows or worker.waiting):
+        if not worker.rows:
+            worker.now_s = max(worker.now_s, worker.waiting[0][0])
+        worker.step(asked, 0.0, told)
+    if at_s < np.inf:
+        worker.now_s = max(worker.now_s, at_s)
+
+
+def _replicas(asked: Sequence[Asked], workers: list[_Decoder], told: _Told) -> float:
+    """Prompts beside rows; returns the time that a worker works."""
+    prompts: list[deque[list[int]]] = [deque() for _ in workers]
+    for request, one in enumerate(asked):
+        came_s = one.at_s + ROUTER_S
+        for worker, queue in zip(workers, prompts, strict=True):
+            _turns(worker, queue, came_s, asked, told)
+        least = min(
+            range(len(workers)), key=lambda n: (sum(q for _, q in prompts[n]), workers[n].promised)
+        )
+        workers[least].promised += 1
+        prompts[least].append([request, one.prompt_tokens])
+    for worker, queue in zip(workers, prompts, strict=True):
+        _turns(worker, queue, np.inf, asked, told)
+    return sum(worker.busy_s for worker in workers) / len(workers)
+
+
+def _turns(
+    worker: _Decoder,
+    queue: deque[list[int]],
+    until_s: float,
+    asked: Sequence[Asked],
+    told: _Told,
+) -> None:
+    while worker.now_s < until_s and (worker.rows or worker.waiting or queue):
+        room, done = REPLICA_STEP_TOKENS, []
+        while queue and room:
+            taken = min(room, queue[0][1])
+            queue[0][1] -= taken
+            room -= taken
+            if queue[0][1]:
+                break
+            done.append(queue.popleft()[0])
+        tokens = REPLICA_STEP_TOKENS - room
+        prompt_s = tokens * worker.rates.prefill_token_s + PREFILL_STEP_S * bool(tokens)
+        worker.step(asked, prompt_s, told)
+        for request in done:
+            told.first[request] = worker.now_s + ROUTER_S - asked[request].at_s
+            if asked[request].output_tokens > 1:
+                worker.waiting.append((worker.now_s, request, worker.now_s))
+            else:
+                worker.promised -= 1
+    if until_s < np.inf:
+        worker.now_s = max(worker.now_s, until_s)
