@@ -18,6 +18,10 @@ from suite_plugins import Files, Progress, Turn, this_turn
 from serving.garbage import set_apart
 from serving.models import demo_model as demo
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+"""`make test` has one process a core: threads that wait for each other took most of its CPU time.
+Torch reads it when it is imported."""
+
 # An example may take long on a machine that stands still for a moment. Where `CI` is set examples
 # are the same every time.
 for name, examples in (("baton", 200), ("slow", 2000)):
