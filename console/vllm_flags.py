@@ -58,8 +58,8 @@ FLAGS: Final[Mapping[str, str]] = {
     "--seed": "`seed` in each request",
     "--served-model-name": "`--served-name` of `baton worker`",
     "--speculative-config": "`--speculation suffix` of `baton worker` for the methods `ngram` and"
-    " `suffix`, `--speculation FOLDER` for `eagle3` (its `model`), `--draft-tokens` for"
-    " `num_speculative_tokens`; nothing yet for draft models",
+    " `suffix`, `--speculation FOLDER` for `eagle3` (its `model`), `--speculation mtp` for `mtp`,"
+    " `--draft-tokens` for `num_speculative_tokens`; nothing yet for draft models",
     "--ssl-certfile": "`--tls-door-cert` of `baton router`",
     "--ssl-keyfile": "`--tls-door-key` of `baton router`",
     "--swap-space": "`--kv-host-gib` of `baton worker`",

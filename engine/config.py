@@ -17,6 +17,7 @@ Scheduling = Literal["fcfs", "priority", "shortest", "fair"]
 Eviction = Literal["lru", "lfu", "cost"]
 OFF: Final = "off"
 SUFFIX: Final = "suffix"
+MTP: Final = "mtp"
 MOST_DRAFTS: Final = 7
 """Most drafts of a row: with its last token they are a width of 8."""
 
@@ -72,7 +73,7 @@ class EngineConfig(Bounds):
     `engine.cuda.steps.shapes`."""
     speculation: str = OFF
     """What guesses tokens that steps verify: one of `engine.speculation.choosing.DRAFTERS`, the
-    folder of a draft head, or off."""
+    folder of a draft head, mtp (the checkpoint's own draft layer), or off."""
     draft_tokens: int = 7
     """Most tokens that it guesses at a time."""
     synthetic_acceptance: float = -1

@@ -206,6 +206,15 @@ def _normed(x: Tensor, norm: RmsNorm | None) -> Tensor:
     return out
 
 
+def finish_products(module: nn.Module, kernels: Kernels | None = None) -> None:
+    """Makes the filled weights of all products of a module ready. See `Model.finish`."""
+    for own in module.modules():
+        if isinstance(own, Linear):
+            own.method.finish(kernels)
+        elif isinstance(own, ExpertWeights):
+            own.finish()
+
+
 class Model(nn.Module):
     """The decoder. Weights are uninitialised until the loader has filled them."""
 
@@ -266,11 +275,7 @@ class Model(nn.Module):
         Args:
             kernels: products of the device; None: PyTorch's.
         """
-        for linear in self.linears:
-            linear.method.finish(kernels)
-        for module in self.modules():
-            if isinstance(module, ExpertWeights):
-                module.finish()
+        finish_products(self, kernels)
         if kernels is None:
             self.head = pack(self.head)
 

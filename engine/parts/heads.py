@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from engine.config import EngineConfig
+from engine.config import MTP, EngineConfig
 from engine.eager.heads import HeadDrafter
 from engine.hooks.attention import MakeBackend
 from engine.model import LoadedModel
 from engine.model.drafts.loading import HeadFolder
+from engine.model.drafts.mtp import MtpLayers
 from engine.pool.pools import KvPools
 from engine.speculation.choosing import has_head
 
 
-def head_folder(config: EngineConfig) -> HeadFolder | None:
+def head_folder(config: EngineConfig) -> HeadFolder | MtpLayers | None:
     """The checkpoint of a rank's head; None: there is none."""
     if not has_head(config):
         return None
-    return HeadFolder(config.speculation, config.tp, dummy=config.load_format == "dummy")
+    dummy = config.load_format == "dummy"
+    if config.speculation == MTP:
+        return MtpLayers(config.model, config.quantization, dummy=dummy)
+    return HeadFolder(config.speculation, config.tp, dummy=dummy)
 
 
 def head_drafter(

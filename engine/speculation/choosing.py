@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from engine.config import MOST_DRAFTS, OFF, SUFFIX, EngineConfig
+from engine.config import MOST_DRAFTS, MTP, OFF, SUFFIX, EngineConfig
 from engine.speculation.drafter import Drafter
 from engine.speculation.suffix import SuffixDrafter
 from engine.speculation.tables import SlotTables
@@ -28,8 +28,9 @@ def check(config: EngineConfig, device: str) -> None:
     Raises:
         SpeculationError: there is no such drafter, or it cannot draft so many tokens, or not here.
     """
-    if has_head(config) and not Path(config.speculation).expanduser().is_dir():
-        known = ", ".join((*DRAFTERS, OFF))
+    own = config.speculation == MTP
+    if has_head(config) and not own and not Path(config.speculation).expanduser().is_dir():
+        known = ", ".join((*DRAFTERS, MTP, OFF))
         raise SpeculationError(
             f"speculation {config.speculation!r} is not one of {known}, and no folder of a draft"
             " head"

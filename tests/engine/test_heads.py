@@ -291,7 +291,10 @@ def test_a_damaged_head_is_refused(model, tmp_path, unread, name: str, change, w
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"speculation": "/no/such"}, "is not one of suffix, off, and no folder of a draft head"),
+        (
+            {"speculation": "/no/such"},
+            "is not one of suffix, mtp, off, and no folder of a draft head",
+        ),
         ({"tp": 3}, "tp 3"),
     ],
 )

@@ -182,7 +182,7 @@ def test_pages_of_an_answer_are_found_again(told: Told) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"speculation": "medusa"}, "'medusa' is not one of suffix, off"),
+        ({"speculation": "medusa"}, "'medusa' is not one of suffix, mtp, off"),
         ({"speculation": "suffix", "draft_tokens": 8}, "draft_tokens 8 must be from 1 to 7"),
         ({"speculation": "suffix", "draft_tokens": 0}, "draft_tokens 0 must be from 1 to 7"),
     ],

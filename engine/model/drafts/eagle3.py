@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.model.config import GatedConfig
-from engine.model.decoder import Model
+from engine.model.decoder import Model, finish_products
 from engine.model.drafts.formats import BODY, HeadConfig
 from engine.model.feed_forward import Gated
 from engine.model.linear import Build, Linear, RmsNorm
@@ -92,10 +92,7 @@ class Eagle3(nn.Module):
 
     def finish(self) -> None:
         """Makes the filled weights ready for products."""
-        for linear in (self.fc, self.attention.qkv, self.attention.output):
-            linear.method.finish(None)
-        for linear in (self.feed_forward.gate_up, self.feed_forward.down):
-            linear.method.finish(None)
+        finish_products(self)
         if self.head is not None:
             self.head = pack(self.head)
 

@@ -107,7 +107,7 @@ class HeadFolder:
         meta = torch.device("meta")
         build = Build(torch.float32, meta, Precision(meta, torch.float32), ALL, Alone())
         head = Eagle3(config, None, build, self._shares())
-        for wrong in _wrong(list(head.places()), self._source):
+        for wrong in wrong_tensors(list(head.places()), self._source, f"{BODY}.", _LEFT):
             raise HeadError(f"the head's checkpoint does not fit its config: {wrong}")
 
     def load(self, model: Model, dtype: torch.dtype, device: torch.device, seed: int) -> LoadedHead:
@@ -183,16 +183,25 @@ def _drafted(config: HeadConfig, source: Source) -> Tensor | None:
     return tokens
 
 
-def _wrong(places: list[Place], source: Source) -> Iterator[str]:
-    """What of a checkpoint does not fit, one after the other."""
+def wrong_tensors(
+    places: list[Place], source: Source, body: str, left: tuple[str, ...]
+) -> Iterator[str]:
+    """What of a head's tensors does not fit, one after the other.
+
+    Args:
+        places: what is to be filled.
+        source: has the head's tensors alone.
+        body: prefix of names that is not said.
+        left: what follows it in names that need no place.
+    """
     wanted = {name: spec for place in places for name, spec in place.specs.items()}
     for name, spec in wanted.items():
         header = source.headers.get(name)
         if header is None:
-            yield f"it has no {name.removeprefix(f'{BODY}.')}"
+            yield f"it has no {name.removeprefix(body)}"
         elif not spec.fits(header.shape):
             sizes = f"{list(header.shape)}, and {list(spec.shape)} is needed"
-            yield f"{name.removeprefix(f'{BODY}.')} has shape {sizes}"
+            yield f"{name.removeprefix(body)} has shape {sizes}"
     for name in sorted(source.headers.keys() - wanted.keys()):
-        if not name.removeprefix(f"{BODY}.").startswith(_LEFT):
-            yield f"{name.removeprefix(f'{BODY}.')} is unknown"
+        if not name.removeprefix(body).startswith(left):
+            yield f"{name.removeprefix(body)} is unknown"
