@@ -3,22 +3,25 @@ drafts are worse and tokens the same."""
 
 from __future__ import annotations
 
+import json
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from engine_kit import build, check_baseline, finish, hand_off, submit
-from heads_kit import PlainHead, write_head, write_oracle
+from heads_kit import PlainHead, config_of, write_head, write_oracle
 from references import references
-from test_heads import SHORT, drafting, prompts_of
+from test_heads import ALL_TAPS, SHORT, drafter_of, drafting, prompts_of
+from test_tiers_engine import SMALL, conversations, talk
+from tiny_families import EVERY, HYBRIDS
 from tiny_models import write_tiny_model
 
 
 @contextmanager
 def prefilling(model: Path, **options):
     """A worker that decodes nothing."""
-    engine = build(model, decodes=False, max_step_tokens=48, **options)
+    engine = build(model, decodes=False, **{"max_step_tokens": 48, **options})
     try:
         yield engine
         check_baseline(engine)
@@ -67,6 +70,46 @@ def test_kv_of_a_head_is_handed_off(model, tmp_path, kv: str) -> None:
         elif kv == "auto":
             assert drafted.tokens == plain.draft(tokens, len(drafted.tokens)).tokens
     assert len(whole) > SHORT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_next"])
+def test_windows_and_states(tmp_path, family: str) -> None:
+    """The head's pages are those of group 0, which both have. Steps over states verify nothing."""
+    options = {**EVERY, **HYBRIDS}[family]
+    model = write_tiny_model(tmp_path / "model", tokenizer=False, **options)
+    head = write_head(tmp_path / "head", model, "speculators")
+    taps = {ALL_TAPS: [0, 1, config_of(model)["num_hidden_layers"]]}
+    (head / "config.json").write_text(json.dumps(config_of(head) | taps))
+    alone, prompts = build(model, max_step_tokens=256), prompts_of()[3:]
+    runs = [submit(alone, prompt, SHORT, ignore_eos=True) for prompt in prompts]
+    finish(*runs)
+    alone.stop()
+    with (
+        drafting(model, head, max_step_tokens=256) as (engine, _),
+        prefilling(model, speculation=str(head), max_step_tokens=256) as prefill,
+    ):
+        for prompt, wanted in zip(prompts, runs, strict=True):
+            run = submit(engine, prompt, SHORT, ignore_eos=True)
+            finish(run)
+            assert run.tokens == wanted.tokens
+        handed = hand_off(prefill, engine, prompts[-1], SHORT, ignore_eos=True)
+        assert handed.tokens == runs[-1].tokens
+        assert (engine.load().speculation.drafted_tokens > 0) == (family == "gemma3")
+
+
+@pytest.mark.slow
+def test_pages_from_host_memory_do_without(model, tmp_path) -> None:
+    head, prompts = write_head(tmp_path / "head", model), conversations(24)
+    large = build(model, num_pages=1600)
+    wanted = talk(large, prompts, 2)
+    large.stop()
+    with drafting(model, head, **SMALL) as (engine, _):
+        assert talk(engine, prompts, 2) == wanted
+        assert engine.load().tiers.loaded_tokens["host"] > 0
+        lacking = drafter_of(engine)._lacks
+        assert lacking.any()
+        assert not lacking.all()
 
 
 def share(prefill, oracle, **options) -> tuple[float, int]:
