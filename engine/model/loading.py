@@ -191,7 +191,7 @@ def choose(
     except UnsupportedModelError as native:
         try:
             found = outline(folder, dtype)
-        except UnsupportedModelError as error:
+        except ModelError as error:
             raise UnsupportedModelError(f"{native}; {error}") from error
         log.info("%s runs through transformers' own code: no file of ours reads it", found.name)
         return found
