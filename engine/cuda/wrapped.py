@@ -80,8 +80,13 @@ class WrappedForward:
         return hidden if ends is None else hidden.index_select(0, ends.tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[S, H] -> [S, vocab], in the model's dtype."""
-        return self._model.made(hidden)
+        """[S, H] -> [S, vocab], in the model's dtype; of several ranks each has its part, although
+        it has the whole head."""
+        model = self._model
+        logits = model.made(hidden)
+        if model.shard.count == 1:
+            return logits
+        return logits[:, model.shard.vocab(model.config).slice].contiguous()
 
 
 def _gated(model: WrappedModel, own: Gated, x: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from engine.types import SamplingParams
 
 OWN = {"num_pages": PAGES, "max_sequences": CROWD, "max_step_tokens": 2 * CHUNK}
 WRAP = {"model_impl": "transformers"}
+RANKED = ("llama", "arcee", "cohere", "nemotron", "olmo", "starcoder2")
 
 
 @pytest.fixture(scope="module", params=PATHS)
@@ -115,3 +116,24 @@ def test_parts_that_answer_as_ours_are_ours(path, caplog):
     assert any(isinstance(each, Replaced) for each in modules) == dense
     told = " ".join(record.getMessage() for record in caplog.records)
     assert "RMSNorm are ours, as they answer alike" in told
+
+
+@pytest.mark.parametrize(
+    "name", ["vaultgemma", *(pytest.param(each, marks=pytest.mark.matrix) for each in RANKED)]
+)
+def test_two_ranks_by_the_plan_of_transformers(name, tmp_path):
+    """They answer alike, and hand off to one rank."""
+    path = write_tiny_model(tmp_path, tokenizer=False, **WRAPPED[name])
+    answers = references(path, whole=True)
+    two, one = build(path, tp=2, **OWN, **WRAP), build(path, **OWN, **WRAP)
+    try:
+        for prompt in (prompt_of(50), prompt_of(90)):
+            runs = [submit(engine, prompt, MAX_TOKENS, ignore_eos=True) for engine in (one, two)]
+            finish(*runs)
+            for run in runs:
+                answers.check(run, MAX_TOKENS)
+        assert one.model.fingerprint == two.model.fingerprint
+        check_baseline(two)
+    finally:
+        one.stop()
+        two.stop()

@@ -13,6 +13,7 @@ from tiny_models import tiny_config
 
 from engine.model import ModelError, UnsupportedModelError, load_model
 from engine.model.families import FAMILIES
+from engine.model.shard import Shard
 from engine.model.wrapped.classes import BIASES, BY_LENGTH, ENCODER, IMAGES, RECURRENT
 
 INDEX = "attention over tokens that an index chooses"
@@ -55,10 +56,10 @@ def write(path: Path, model_type: str, name: str, **options: Any) -> Path:
     return path
 
 
-def refused(path: Path, impl: str = "transformers") -> str:
+def refused(path: Path, impl: str = "transformers", **more: Any) -> str:
     kind = {"dtype": torch.float32, "device": torch.device("cpu"), "model_impl": impl}
     with pytest.raises(UnsupportedModelError) as caught:
-        load_model(str(path), **kind, load_format="dummy")
+        load_model(str(path), **kind, **more, load_format="dummy")
     return str(caught.value)
 
 
@@ -100,3 +101,21 @@ def test_other_classes_and_words_are_named(tmp_path):
     kind = {"dtype": torch.float32, "device": torch.device("cpu")}
     with pytest.raises(ModelError, match="model_impl 'own' is not one of"):
         load_model(str(tmp_path), **kind, model_impl="own")
+
+
+RANKS = {
+    "phi3": ("Phi3ForCausalLM", "transformers' plan has colwise_gather_output", {}),
+    "gpt2": ("GPT2LMHeadModel", "transformers has no plan for it", {}),
+    "mixtral": ("MixtralForCausalLM", "transformers' plan has moe_tp_experts, packed_colwise", {}),
+    "llama": ("LlamaForCausalLM", "it does not divide 1 heads", {"kv_heads": 1}),
+}
+
+
+@pytest.mark.parametrize("model_type", RANKS)
+def test_ranks_that_cannot_share_it(tmp_path, model_type):
+    name, reason, options = RANKS[model_type]
+    write(tmp_path, model_type, name, **options)
+    assert f"{name}, through transformers' own code: tp 2: " in (
+        message := refused(tmp_path, shard=Shard(0, 2))
+    )
+    assert reason in message

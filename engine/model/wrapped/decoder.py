@@ -22,7 +22,7 @@ from engine.model.precision.base import Kernels
 from engine.model.shard import Shard
 from engine.model.wrapped import interfaces
 from engine.model.wrapped.linears import set_module
-from engine.model.wrapped.recording import Record
+from engine.model.wrapped.recording import Attended, Record
 from engine.step.attention import AttentionSpec, Specs, StepAttention
 from engine.step.collective import Alone, Collective
 
@@ -68,7 +68,7 @@ class WrappedModel(nn.Module):
         self.collective = collective or Alone()
         self.body = causal.get_submodule(record.body)
         self.causal = causal
-        self._specs = tuple(_spec(causal, each) for each in record.calls)
+        self._specs = tuple(_spec(causal, each, shard) for each in record.calls)
         self._calls = interfaces.Calls()
         for call in record.calls:
             setattr(call.module, interfaces.CALLS, self._calls)
@@ -116,6 +116,8 @@ class WrappedModel(nn.Module):
         return best_of_parts(self.logits(hidden), 0, Alone())
 
 
-def _spec(causal: nn.Module, call: Any) -> AttentionSpec:
+def _spec(causal: nn.Module, call: Attended, shard: Shard) -> AttentionSpec:
     sinks = causal.get_parameter(call.sinks).detach() if call.sinks else None
+    if sinks is not None:
+        sinks = sinks[shard.even(call.heads).slice]
     return AttentionSpec(call.scale, call.window, call.soft_cap, sinks)

@@ -37,6 +37,7 @@ from engine.model.wrapped.classes import find, refusal
 from engine.model.wrapped.decoder import WrappedModel
 from engine.model.wrapped.linears import Product
 from engine.model.wrapped.parts import GATED, Replaced
+from engine.model.wrapped.ranks import check_part, plan_of
 from engine.model.wrapped.recording import Attended, Record, record
 from engine.model.wrapped.tensors import (
     Origins,
@@ -46,7 +47,7 @@ from engine.model.wrapped.tensors import (
     targets_of,
     tied,
 )
-from engine.step.collective import Alone
+from engine.step.collective import Alone, Collective
 
 log = logging.getLogger("baton.engine")
 
@@ -141,8 +142,7 @@ def load(folder: Path, found: Outline, how: Load) -> Wrapped:
     """
     causal, name, body = found.causal, found.name, found.record.body
     dtype, device, shard = how.dtype, how.device, how.shard
-    if shard.count > 1:
-        raise refusal(name, f"tp {shard.count} cannot be had yet; tp 1 can")
+    plan = plan_of(name, causal, found.record, shard.count)
     shapes = {target: tuple(each.shape) for target, each in causal.state_dict().items()}
     wanted = shapes.keys()
     source: Source | None = None if how.dummy else Safetensors(folder)
@@ -158,18 +158,21 @@ def load(folder: Path, found: Outline, how: Load) -> Wrapped:
     }
     ranks = how.collective or Alone()
 
-    def replace(model: Any, where: torch.device) -> Counter[str]:
+    def replace(model: Any, where: torch.device, ranks: Collective) -> Counter[str]:
         build = Build(dtype, where, precision, shard, ranks)
         ours = parts.replace(model, found.config, origins.by_target, build)
-        linears.replace(model, body, modules, build)
+        linears.replace(model, body, modules, plan, build)
         return ours
 
-    if how.check is not None:
+    if how.check is not None or plan:
         counted = copy.deepcopy(causal)
-        replace(counted, torch.device("meta"))
-        how.check(_weights(counted, dtype))
+        replace(counted, torch.device("meta"), Alone())
+        if plan:
+            check_part(name, counted, found.record, shard.count)
+        if how.check is not None:
+            how.check(_weights(counted, dtype))
     _take_buffers(causal, device)
-    _log(name, replace(causal, device))
+    _log(name, replace(causal, device, ranks))
     precision.log_widened()
     _take_memory(causal, device, dtype)
     if source is None:
@@ -238,7 +241,8 @@ def _assign(causal: Any, tensors: dict[str, Tensor]) -> None:
         name, _, last = target.rpartition(".")
         owner = causal.get_submodule(name)
         if isinstance(owner, Product) and last == "weight":
-            owner.linear.method.fill(0, tensor)
+            region = owner.linear.parts[0].region
+            owner.linear.method.fill(0, tensor[region.rows.slice, region.columns.slice])
             continue
         own = getattr(owner, last)
         if own.shape != tensor.shape:
