@@ -54,6 +54,19 @@ def pages_of_groups(num_pages: int, specs: Sequence[GroupSpec], bounds: Bounds) 
     return counts
 
 
+def reach_of(num_pages: int, specs: Sequence[GroupSpec], bounds: Bounds) -> int:
+    """Pages of group 0 for somebody who wants so many pages with K and V: where group 0 has no
+    layers, as many as give the others `num_pages`."""
+    first, *others = specs
+    if first.layers:
+        return num_pages
+    context = -(-bounds.max_context_tokens // bounds.page_size) or num_pages
+    rest = [num_pages - _beside(spec, bounds) - 1 for spec in others]
+    each = [_most_pages(spec, context, bounds.page_size) for spec in others]
+    longest = (pages * context // own for pages, own in zip(rest, each, strict=True))
+    return max(num_pages, *longest)
+
+
 def _wanted(each: int, beside: int, bounds: Bounds) -> int:
     running = bounds.max_sequences * each
     return running + running // CACHE_PARTS + beside + 1

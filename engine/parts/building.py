@@ -21,7 +21,7 @@ from engine.cuda import features
 from engine.cuda.attention_kernels import CudaKernels
 from engine.eager.executor import TorchExecutor
 from engine.eager.steps import TorchSteps
-from engine.groups.sizing import pages_within
+from engine.groups.sizing import pages_within, reach_of
 from engine.hooks.attention import HookedAttention, MakeBackend
 from engine.hooks.opening import attach, bytes_beside, open_hooks
 from engine.hooks.steps import StepHooks
@@ -139,8 +139,9 @@ def pages_that_fit(
     Raises:
         EngineError: a hook cannot say how much it needs.
     """
+    specs, bounds = share_of(groups_of(config, loaded), loaded), bounds_of(config, loaded)
     if config.num_pages:
-        return config.num_pages
+        return reach_of(config.num_pages, specs, bounds)
     page = page_of(config, loaded)
     try:
         beside = bytes_beside(hooks, page)
@@ -149,8 +150,7 @@ def pages_that_fit(
     beside += draft_page_bytes(config, loaded)
     page_bytes = page.page_bytes + beside
     left = config.kv_memory_bytes or _memory_left(config, loaded, device, page_bytes)
-    specs = share_of(groups_of(config, loaded), loaded)
-    return pages_within(left, specs, bounds_of(config, loaded), beside)
+    return pages_within(left, specs, bounds, beside)
 
 
 def _memory_left(

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
-from tiny_families import HYBRIDS
+from tiny_families import DENSE, HYBRIDS
 from tiny_models import write_tiny_model
 from tokenizers import Tokenizer
 
@@ -28,6 +29,14 @@ from chaos.quiet import Baselines, wait_for_quiet
 from chaos.reference import ReferenceEngine
 from serving.net.certificates import write_set
 from telemetry.names import Metric
+
+OPTIONS: Final = {
+    "": {},
+    "windows": DENSE["gemma3"] | {"sliding_window": 24},
+    "windows alone": DENSE["phi3"],
+    "hybrid": HYBRIDS["qwen3_5"],
+}
+"""Of the models of `MODELS`."""
 
 
 @dataclass
@@ -76,10 +85,10 @@ class Harness:
     _baselines: Baselines = field(default_factory=Baselines)
 
     def __post_init__(self) -> None:
-        self._models: dict[bool, Path] = {}
-        self._references: dict[bool, ReferenceEngine] = {}
-        self._model_of(states=False)
-        self._tokenizer = Tokenizer.from_file(str(self._models[False] / "tokenizer.json"))
+        self._models: dict[str, Path] = {}
+        self._references: dict[str, ReferenceEngine] = {}
+        plain = self._model_of("")
+        self._tokenizer = Tokenizer.from_file(str(plain / "tokenizer.json"))
         self._certs = str(self.workspace / "certs") if self.tls else ""
         if self.tls:
             write_set(Path(self._certs), ("prefill", "decode", "both"), (), days=1)
@@ -110,7 +119,7 @@ class Harness:
 
     async def _run(self, plan: RunPlan, arena: Arena) -> Outcome:
         blows = len(arena.blows)
-        references = self._references[plan.topology.states].answer(plan.asks)
+        references = self._references[plan.topology.model].answer(plan.asks)
         left: list[str] = []
         histories: list[History] = []
         points: Counter[str] = Counter()
@@ -147,19 +156,18 @@ class Harness:
         if self._arena is None or self._block != block:
             self.close_cluster()
             logs = self.workspace / f"logs-{plan.seed}-{plan.number}"
-            model = self._model_of(states=plan.topology.states)
+            model = self._model_of(plan.topology.model)
             self._arena = Arena.start(plan.topology, model, logs, self._certs)
             self._block, self._baselines = block, Baselines()
             asyncio.run(self._warm_up(self._arena))
         return self._arena
 
-    def _model_of(self, *, states: bool) -> Path:
+    def _model_of(self, name: str) -> Path:
         """The model, with an engine that answers without faults; made at its first use."""
-        if states not in self._models:
-            options = HYBRIDS["qwen3_5"] if states else {}
-            path = write_tiny_model(self.workspace / f"model{'-states' * states}", **options)
-            self._models[states], self._references[states] = path, ReferenceEngine(path)
-        return self._models[states]
+        if name not in self._models:
+            path = write_tiny_model(self.workspace / f"model-{name}", **OPTIONS[name])
+            self._models[name], self._references[name] = path, ReferenceEngine(path)
+        return self._models[name]
 
     async def _warm_up(self, arena: Arena) -> None:
         """Until peers have met and the first of everything is over; then what is at rest is."""

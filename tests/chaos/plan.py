@@ -17,8 +17,8 @@ RUNS_PER_CLUSTER: Final = 20
 VOCAB: Final = 384
 FIRST_ID: Final = 5
 """Below are special tokens."""
-STATES_EVERY: Final = 5
-"""Every so many blocks of runs the model has states."""
+MODELS: Final = ("", "", "windows", "", "hybrid", "", "", "windows alone", "", "hybrid")
+"""The model of each block of runs: some layers have windows, or all, or most have states."""
 TIGHT_PAGES: Final = 150
 """Every request fits by itself, and hardly three of the larger ones at once."""
 POISON_TOKENS: Final = 173
@@ -169,8 +169,8 @@ class Topology:
     """Pages that a pool evicts go to host memory and to a disk."""
     fetching: str = ""
     """The router says that this worker holds all prompts, or `any`."""
-    states: bool = False
-    """The model is a hybrid: most layers fold tokens into a state."""
+    model: str = ""
+    """One of `MODELS`; the empty one keeps K and V of all tokens."""
     ranks: tuple[int, int] = (1, 1)
     """Of each prefill worker and of each decode worker. A worker of both roles has the larger."""
 
@@ -272,7 +272,7 @@ class RunPlan:
         workers = f"{shape.prefill}P {shape.decode}D {shape.both}B x {shape.num_pages} pages"
         workers += f" with {shape.ranks} ranks" * (max(shape.ranks) > 1)
         workers += " over TCP" * shape.tcp + " over tiers" * shape.tiers
-        workers += " fetching" * bool(shape.fetching) + " of a hybrid" * shape.states
+        workers += " fetching" * bool(shape.fetching) + f" of {shape.model}" * bool(shape.model)
         return f"run {self.number} of seed {self.seed}: {workers}, {len(self.asks)} asks, {faults}"
 
 
@@ -283,7 +283,7 @@ def topology_of(seed: int, number: int) -> Topology:
     first, tight, over_tcp = rng.randrange(len(TOPOLOGIES)), rng.randrange(2), rng.randrange(3)
     topology = TOPOLOGIES[(first + block) % len(TOPOLOGIES)]
     topology = replace(topology, tcp=block % 3 == over_tcp, fetching="any" * (block % 4 < 3))
-    topology = replace(topology, states=block % STATES_EVERY == STATES_EVERY - 1)
+    topology = replace(topology, model=MODELS[block % len(MODELS)])
     if block % 4 == 3:
         fewer = {"prefill": min(2, topology.prefill), "decode": min(2, topology.decode)}
         topology = replace(topology, ranks=RANKS[(first + block // 4) % len(RANKS)], **fewer)
@@ -340,9 +340,9 @@ def plan_moment(seed: int, number: int, target: str, failpoint: str) -> RunPlan:
     return replace(plan, topology=Topology(2, 2), asks=asks, faults=(fault,))
 
 
-def with_states(plan: RunPlan) -> RunPlan:
-    """The same run of a hybrid model."""
-    return replace(plan, topology=replace(plan.topology, states=True))
+def of_model(plan: RunPlan, model: str) -> RunPlan:
+    """The same run of another model."""
+    return replace(plan, topology=replace(plan.topology, model=model))
 
 
 def plan_of_rank(seed: int, number: int, fault: Fault) -> RunPlan:

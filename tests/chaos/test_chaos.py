@@ -20,12 +20,12 @@ from chaos.plan import (
     FaultKind,
     Topology,
     below,
+    of_model,
     plan_below,
     plan_fetch_moment,
     plan_moment,
     plan_of_rank,
     plan_run,
-    with_states,
 )
 from faults.failpoints import POINTS
 
@@ -138,7 +138,7 @@ def test_an_accident_at_a_named_moment_makes_no_state_wrong(
     number = killed_in if ending == "kill" else stopped_in
     for other in range(ATTEMPTS):
         plan = plan_moment(SEED, number + 100 * other, target, f"{failpoint}={ending}@{nth}")
-        outcome = made.run(with_states(plan))
+        outcome = made.run(of_model(plan, "hybrid"))
         assert outcome.is_good, outcome.report()
         if outcome.blows:
             break
@@ -148,9 +148,11 @@ def test_an_accident_at_a_named_moment_makes_no_state_wrong(
 
 @pytest.mark.matrix
 @pytest.mark.timeout(600)
-def test_faults_make_no_answer_of_a_hybrid_wrong(made: Harness) -> None:
-    """Workers fetch states from each other, keep them in tiers, and do both legs."""
-    for topology in (Topology(2, 2, states=True, fetching="any"), Topology(0, 0, 2, states=True)):
+@pytest.mark.parametrize("model", ["hybrid", "windows", "windows alone"])
+def test_faults_make_no_answer_of_a_model_of_groups_wrong(made: Harness, model: str) -> None:
+    """Workers fetch pages of all groups from each other, keep them in tiers, and do both legs."""
+    fetching = Topology(2, 2, model=model, fetching="any", num_pages=150, tiers=True)
+    for topology in (fetching, Topology(0, 0, 2, model=model)):
         for number in range(4):
             outcome = made.run(plan_run(SEED + 1, number, topology))
             assert outcome.is_good, outcome.report()

@@ -14,12 +14,14 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 from cluster import GENERATED_S, Cluster, Process, make_cluster, spawn
 from nursery import fork
 from streams import Asking, prompt_of
+from tiny_families import DENSE
 from tiny_models import write_tiny_model
 from waiting import wait_until
 
@@ -29,6 +31,8 @@ from baton.version import __version__
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
 STORED = "-stored"
+WINDOWS = DENSE["gemma3"] | {"sliding_window": 24}
+"""The release keeps all pages of such a model, in one group: no pages go between the two."""
 PROMPTS = [prompt_of(20 + 37 * n, seed=n) for n in range(6)]
 
 pytestmark = pytest.mark.slow
@@ -61,9 +65,11 @@ def launch(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Pr
     return (spawn if "PYTHONPATH" in environment else fork)(argv, environment, log)
 
 
-def a_cluster(tmp_path: Path, old: Path, names: Sequence[str], **options: int) -> Cluster:
+def a_cluster(
+    tmp_path: Path, old: Path, names: Sequence[str], shape: Mapping[str, Any] = {}, **options: int
+) -> Cluster:
     """A cluster of which these processes are the release's."""
-    model = write_tiny_model(tmp_path / "model", max_positions=4096)
+    model = write_tiny_model(tmp_path / "model", max_positions=4096, **shape)
     cluster = make_cluster(model, tmp_path / "logs", launch=launch, **options)
     for name in names:
         cluster.own = {**cluster.own, name: {"PYTHONPATH": str(old)}}
@@ -138,15 +144,19 @@ def test_a_released_half_serves_beside_this_tree_s(old: list[str], released: Pat
         cluster.stop()
 
 
-def test_an_upgrade_of_one_process_after_another_loses_no_request(released: Path, tmp_path: Path):
+@pytest.mark.parametrize("shape", [{}, WINDOWS], ids=["one group", "windows"])
+def test_an_upgrade_of_one_process_after_another_loses_no_request(
+    shape: Mapping[str, Any], released: Path, tmp_path: Path
+):
     """In the order of docs/operations.md, each drained and started again from this tree."""
     pools = {"prefill": 2, "decode": 2, "routers": 2}
     order = ["decode-0", "prefill-0", "decode-1", "prefill-1"]
-    cluster = a_cluster(tmp_path, released, (), **pools)
+    cluster = a_cluster(tmp_path, released, (), shape, **pools)
     order += cluster.routers
     cluster.own = {name: {"PYTHONPATH": str(released)} for name in order}
     try:
         cluster.start_all()
+        before = cluster.identity("decode-0").model.fingerprint
         with load_on(cluster) as answered:
             for name in order:
                 wait_for_answers(cluster, answered)
@@ -158,6 +168,8 @@ def test_an_upgrade_of_one_process_after_another_loses_no_request(released: Path
                 cluster.wait_ready()
             wait_for_answers(cluster, answered, 60)
         assert {release_of(cluster, name) for name in cluster.workers} == {__version__}
+        assert (cluster.identity("decode-0").model.fingerprint != before) or not shape
+        assert cluster.metric("baton_kv_transfers_total", "decode-1") > 0
         cluster.check_baseline()
     finally:
         cluster.stop()

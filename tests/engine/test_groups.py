@@ -15,6 +15,7 @@ from engine.groups.sizing import (
     chunk_pages,
     pages_of_groups,
     pages_within,
+    reach_of,
     sequence_bytes,
 )
 from engine.groups.spec import Full, GroupSpec, Kind, Plane, Window, name_of, split_layers
@@ -125,6 +126,9 @@ def test_where_all_layers_have_windows_all_memory_is_for_these(size):
     assert reach // 2048 == longest >= size // (516 << 20) - 2
     assert sequence_bytes(32768, groups, PAGE) < 517 << 20
     assert pages_of_groups(5, groups, bounds) == [5, 5], "more is never of use"
+    for asked in (200, 1000, 20000):
+        counts = pages_of_groups(reach_of(asked, groups, bounds), groups, bounds)
+        assert asked - 1 <= counts[1] <= asked <= counts[0]
 
 
 def cached(blocks: BlockManager, keys: list[bytes]) -> None:

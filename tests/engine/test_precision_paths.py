@@ -97,9 +97,6 @@ class Case(NamedTuple):
     def engine(self, **options: Any) -> AbstractContextManager[Engine]:
         """One that runs until the block ends, and then holds no page."""
         defaults = {"num_pages": 400, "max_sequences": 16, "page_size": PAGE_TOKENS}
-        defaults["max_context_tokens"] = (
-            200  # Windows in all layers have room for 8 such sequences.
-        )
         return running(self.folder, **{**defaults, **self.options, **options})
 
     def check(self, runs: Sequence[Run], given: int = 0) -> None:
