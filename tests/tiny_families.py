@@ -164,6 +164,13 @@ IMAGES: dict[str, dict[str, Any]] = {
             | {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
         },
     },
+    "glm_ocr": {
+        "family": "glm_ocr", "vision": QWEN_VISION,
+        "text": {
+            "rope_parameters": DEFAULT_ROPE
+            | {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+        },
+    },
     "glm4v_moe": {
         "family": "glm4v_moe", "layers": 3, "vision": QWEN_VISION,
         "text": {
@@ -284,8 +291,38 @@ BY_LAYER |= {
         | {"pad_token_id": 0, "num_global_key_value_heads": 2},
     },
 }
+OWN_GATES: dict[str, dict[str, Any]] = {
+    "hunyuan_v1_dense": {"family": "hunyuan_v1_dense", "head_dim": 32},
+    "hunyuan_v1_moe": {
+        "family": "hunyuan_v1_moe", "head_dim": 32, "num_experts": 8, "moe_topk": 2,
+        "rope_parameters": DEFAULT_ROPE | {"rope_type": "dynamic", "alpha": 100.0, "factor": 1.0},
+    },
+    "laguna": {
+        "family": "laguna", "layers": 3, "head_dim": 32, "num_experts": 8, "sliding_window": 12,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 48, "moe_routed_scaling_factor": 2.5,
+        "shared_expert_intermediate_size": 48, "num_attention_heads_per_layer": [4, 8, 4],
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": DEFAULT_ROPE | {"partial_rotary_factor": 0.5},
+        },
+    },
+    "afmoe": {
+        "family": "afmoe", "layers": 3, "head_dim": 32, "num_experts": 8, "num_dense_layers": 1,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 48, "num_shared_experts": 1,
+        "sliding_window": 12, "route_scale": 2.5, "mup_enabled": True,
+        "global_attn_every_n_layers": 3,
+    },
+}  # fmt: skip
+"""Attention with gates of a product of their own, or with norms behind rope. No fused kernels."""
+LATENTS["kimi_k25"] = {
+    "family": "kimi_k25", "heads": 4, "kv_heads": 4, "vision": VISION,
+    "text": {k: v for k, v in LATENT.items() if k not in ("heads", "kv_heads", "layers")}
+    | {"model_type": "deepseek_v3", "q_lora_rank": 48, "num_hidden_layers": 3},
+}  # fmt: skip
+
 FUSED = {**DENSE, **EXPERTS, **IMAGES, **BY_LAYER}
-EVERY = {**FUSED, **LATENTS}
+EVERY = {**FUSED, **LATENTS, **OWN_GATES}
 SLOW = (
     *("minimax_m2", "hy_v3", "dots1", "solar_open", "mellum", "exaone_moe"),
     *("glm", "seed_oss", "ernie4_5", "exaone4", "lfm2_vl", "gemma4_unified"),
@@ -294,6 +331,9 @@ SLOW = (
     "lfm2_moe",
     "deepseek_v2",
     "glm4_moe_lite",
+    "kimi_k25",
+    "hunyuan_v1_dense",
+    "afmoe",
     *IMAGES.keys() - {"mistral3"},
 )
 """Families whose mechanisms others have, too: `make test` runs their logits, and no more."""

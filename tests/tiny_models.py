@@ -78,6 +78,8 @@ def write_tiny_model(path: Path, *, seed: int = 0, tokenizer: bool = True, **opt
     model.save_pretrained(path)
     if config.model_type == "qwen3_vl_moe":
         _transpose_experts(path / "model.safetensors")
+    if config.model_type == "kimi_k25":
+        _name_layers(path / "model.safetensors")
     if tokenizer:
         write_tokenizer(path)
     return path
@@ -92,6 +94,18 @@ def _transpose_experts(file: Path) -> None:
         if ".mlp.experts." in name:
             tensors[name] = tensors[name].transpose(1, 2).contiguous()
     save_file(tensors, file, {"format": "pt"})
+
+
+def _name_layers(file: Path) -> None:
+    """As they were published. transformers reads them, and names those of text as of images."""
+    from safetensors.torch import load_file, save_file
+
+    body = "language_model.model"
+    tensors = load_file(file)
+    named = {
+        name.replace(f"{body}.blocks.", f"{body}.layers."): each for name, each in tensors.items()
+    }
+    save_file(named, file, {"format": "pt"})
 
 
 def write_pooling_model(path: Path, *modules: tuple[str, dict[str, Any]], **options: Any) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from engine.model.config import ExpertsConfig, MlpConfig, ModelConfig
-from engine.model.mixers.config import DeltaConfig, MambaConfig
+from engine.model.mixers.config import AttentionConfig, DeltaConfig, MambaConfig
 
 MOST_NUMBERS: Final = 32768
 """The most in the matrix of a head: a program has one in its registers."""
@@ -18,6 +18,10 @@ def obstacle(config: ModelConfig) -> str:
         squares = isinstance(forward, ExpertsConfig) and forward.gate.squared
         if squares or isinstance(forward, MlpConfig):
             return "a feed-forward without a gate"
+        if isinstance(own, AttentionConfig) and own.gate is not None:
+            return "a gate on attention with a product of its own"
+        if isinstance(own, AttentionConfig) and own.norm_behind:
+            return "norms of q and k behind rope"
         if isinstance(own, DeltaConfig):
             numbers = own.key_dim * own.value_dim
         elif isinstance(own, MambaConfig):

@@ -32,7 +32,8 @@ from engine.model.families.mixtures import (
     exaone,
     glm4_moe,
     gpt_oss,
-    hy_v3,
+    hunyuan,
+    laguna,
     lfm2,
     mellum,
     minimax_m2,
@@ -50,7 +51,8 @@ from engine.pooling.checkpoint import CLASSIFIES
 
 _FILES = (
     *(llama, mistral, qwen2, qwen3, gemma, gemma4, glm4, phi3, cohere, olmo, exaone),
-    *(mixtral, gpt_oss, glm4_moe, minimax_m2, hy_v3, ernie4_5, dots1, lfm2, mellum, deepseek),
+    *(mixtral, gpt_oss, glm4_moe, minimax_m2, hunyuan, ernie4_5, dots1, lfm2, mellum, deepseek),
+    laguna,
     *(qwen3_next, granite4, nemotron_h),
 )
 FAMILIES: dict[str, Family] = {
@@ -62,15 +64,13 @@ SPARSE: Final = (
     " index's keys yet, and transformers' own cached runs do not agree with its whole ones"
 )
 CHUNKED: Final = ": attention is cut at the borders of chunks, and experts scale their inputs"
-NORMED_BEHIND: Final = ": norms of q and k are behind rope, and the kernels norm before it"
-GATED: Final = ": gates on what attention gives are of a kind that is not built"
+LIMITED: Final = ": feed-forwards have limits by layer, which is not built"
 BY_CHANNEL: Final = ": its delta rule lets each channel of a key fade by itself, which is not built"
 REASONS: Final = {
     **dict.fromkeys(("kimi_linear", "kimi_k3"), BY_CHANNEL),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "hy_v4"), SPARSE),
     **dict.fromkeys(("llama4", "llama4_text"), CHUNKED),
-    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), NORMED_BEHIND),
-    **dict.fromkeys(("laguna", "afmoe", "step3p7"), GATED),
+    "step3p7": LIMITED,
 }
 """Why models of a type are not supported, where that is known."""
 
@@ -150,7 +150,7 @@ def _model_type(stated: Mapping[str, Any]) -> str:
     family = FAMILIES.get(model_type)
     supported = family.architecture if family else None
     names = stated.get("architectures") or [supported or f"of model type {model_type}"]
-    if supported is None or not set(names) & _named_like(supported):
+    if family is None or not set(names) & {*_named_like(family.architecture), family.also}:
         those = ", ".join(family.architecture for family in FAMILIES.values())
         raise UnsupportedModelError(
             f"architecture {', '.join(names)} (model type {model_type}) has no file in"

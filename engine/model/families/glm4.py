@@ -1,5 +1,5 @@
-"""GLM-4: norms before and after, and rope that turns neighbours in a part of each head. Of GLM-4.1V
-and GLM-4.6V the text part is read."""
+"""GLM-4: norms before and after, and rope that turns neighbours in a part of each head. Of
+GLM-4.1V, GLM-4.6V and GLM-OCR the text part is read."""
 
 from __future__ import annotations
 
@@ -25,6 +25,10 @@ def _read_part(config: Any, _longest: int) -> ModelConfig:
     return _decoder(config, qkv_bias=True)
 
 
+def _read_ocr(config: Any, _longest: int) -> ModelConfig:
+    return _decoder(config, qkv_bias=False)
+
+
 def _decoder(config: Any, qkv_bias: bool, norms: Norms = NORMS) -> ModelConfig:
     layers = layers_alike(
         config,
@@ -41,6 +45,9 @@ _PARTS = {"glm4v_text": _read_part, "glm4v_moe_text": glm4_moe.read}
 FAMILIES = {
     "glm": Family("GlmForCausalLM", _read_9b),
     "glm4": Family("Glm4ForCausalLM", _read),
+    "glm_ocr": Family(
+        "GlmOcrForConditionalGeneration", _read_ocr, has_images=True, drafts="layers"
+    ),
     "glm4v": Family("Glm4vForConditionalGeneration", _read_part, has_images=True),
     "glm46v": Family(
         "Glm46VForConditionalGeneration", by_text(_PARTS), has_images=True, drafts="layers"

@@ -40,7 +40,7 @@ MOST_DRAFT_LAYERS: Final = 64
 """No model has more; each has a name to be ignored by."""
 _TOWERS: Final = (
     *("visual", "vision_tower", "vision_model", "multi_modal_projector", "embed_vision"),
-    *("vision_embedder", "audio_tower", "embed_audio"),
+    *("vision_embedder", "audio_tower", "embed_audio", "mm_projector"),
 )
 
 
@@ -53,6 +53,8 @@ class Family:
     read: Callable[[Any, int], ModelConfig]
     """Reads a transformers config. The second argument is the longest context that will be
     computed, in tokens."""
+    also: str = ""
+    """Another name of the class, which published checkpoints or transformers have."""
     by_layer: bool = False
     """Layers may keep K and V of several shapes, or none."""
     has_images: bool = False

@@ -33,6 +33,8 @@ class AttentionParts(NamedTuple):
 
     qkv: list[WeightSlice]
     output: list[WeightSlice]
+    gate: list[WeightSlice]
+    """None, if gates have no product of their own."""
 
 
 def parts_of(own: AttentionConfig, config: ModelConfig, index: int, shard: Shard) -> AttentionParts:
@@ -50,8 +52,15 @@ def parts_of(own: AttentionConfig, config: ModelConfig, index: int, shard: Shard
     sizes = [first, (kv, kv_heads), (kv, kv_heads)][:products]
     names = [f"{own.module}.{name}" for name in own.qkv[:products]]
     output = f"{own.module}.{own.output}"
+    gate: list[WeightSlice] = []
+    if own.gate is not None:
+        each = 1 if own.gate.by_head else dim
+        rows = Range(heads.start // dim * each, heads.end // dim * each)
+        gate = stacked(config, index, [f"{own.module}.{own.gate.name}"], [(own.heads * each, rows)])
     return AttentionParts(
-        stacked(config, index, names, sizes, own.inputs), columns(config, index, output, q, heads)
+        stacked(config, index, names, sizes, own.inputs),
+        columns(config, index, output, q, heads),
+        gate,
     )
 
 
@@ -76,6 +85,7 @@ class Attention(nn.Module):
         parts = parts_of(own, config, index, shard)
         self.qkv = Linear(parts.qkv, own.qkv_bias, build)
         self.output = Linear(parts.output, own.output_bias, build)
+        self.gate = Linear(parts.gate, False, build) if parts.gate else None
         self.sinks = parameter((heads,), build.dtype, build.device) if own.sinks else None
 
     @property
@@ -101,7 +111,17 @@ class Attention(nn.Module):
         read = step.attention(index, q, k, v)
         if gate is not None:
             read = read * gate.sigmoid()
+        if self.gate is not None:
+            read = read * self._opened(self.gate(x))
         return self._collective.all_reduce(self.output(read.flatten(1)))
+
+    def _opened(self, gates: Tensor) -> Tensor:
+        """[T, Hq, 1 or D], of gates that have a product of their own."""
+        gates = gates.view(len(gates), self.heads[0], -1)
+        assert self.own.gate is not None
+        if self.own.gate.softplus:
+            return F.softplus(gates.float()).to(gates.dtype)
+        return gates.sigmoid()
 
     def _ungated(self, heads: Tensor) -> tuple[Tensor, Tensor]:
         """Heads without the gates of q, and these, [T, Hq, D]."""
@@ -114,11 +134,15 @@ class Attention(nn.Module):
         sizes = list(self.heads[: 2 if own.v_is_k else 3])
         q, k, *rest = torch.split(heads, sizes, dim=1)
         v = rest[0] if rest else k
-        if self.qk_norm is not None:
-            q, k = self.qk_norm(q, k)
         if own.v_norm:
             v = _unweighted(v, self._eps)
-        return self._turned(q, step, grows=True), self._turned(k, step), v
+        if own.norm_behind:
+            q, k = self._turned(q, step, grows=True), self._turned(k, step)
+        if self.qk_norm is not None:
+            q, k = self.qk_norm(q, k)
+        if not own.norm_behind:
+            q, k = self._turned(q, step, grows=True), self._turned(k, step)
+        return q, k, v
 
     def _query(self, heads: Tensor, step: Step) -> Tensor:
         if isinstance(self.qk_norm, HeadNorm):
@@ -141,6 +165,8 @@ class Attention(nn.Module):
             yield plain(f"{self._name}.sinks", self.sinks, heads, whole=self.own.heads)
         yield from of_linear(self.qkv, form, shard)
         yield from of_linear(self.output, form, shard)
+        if self.gate is not None:
+            yield from of_linear(self.gate, form, shard)
 
 
 def _unweighted(x: Tensor, eps: float) -> Tensor:

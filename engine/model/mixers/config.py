@@ -49,6 +49,18 @@ class QkNorm(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class OutputGate:
+    """Gates of a product of their own, on what heads have read."""
+
+    name: str
+    """Name of the module of the product."""
+    by_head: bool = False
+    """One for each head; else one for each number of it."""
+    softplus: bool = False
+    """They are softplus of the product; else its sigmoid."""
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionConfig:
     """The features of a layer's attention."""
 
@@ -85,6 +97,9 @@ class AttentionConfig:
     gated: bool = False
     """What a head has read is times the sigmoid of a gate, which stands behind its q in the
     checkpoint's module."""
+    gate: OutputGate | None = None
+    norm_behind: bool = False
+    """q and k are normed behind rope, and not before."""
     qkv_bias: bool = False
     output_bias: bool = False
     inputs: int | None = None

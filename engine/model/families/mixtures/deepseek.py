@@ -1,6 +1,6 @@
-"""DeepSeek-V2, V3 and R1, Kimi K2, and GLM-4.7-Flash: attention over latents, and experts beside
-shared ones behind a few plain layers. V2 chooses experts by softmax, the others by sigmoids with a
-bias. Draft layers are not read."""
+"""DeepSeek-V2, V3 and R1, Kimi K2, the text part of Kimi K2.5 to 2.7, and GLM-4.7-Flash: attention
+over latents, and experts beside shared ones behind a few plain layers. V2 chooses experts by
+softmax, the others by sigmoids with a bias. Draft layers are not read."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from engine.model.config import (
 from engine.model.experts.config import Routing
 from engine.model.families.reading import (
     Family,
+    by_text,
     decoder,
     deepseek_experts,
     gated,
@@ -130,5 +131,12 @@ FAMILIES = {
     "deepseek_v2": Family("DeepseekV2ForCausalLM", _read_v2),
     "deepseek_v3": Family("DeepseekV3ForCausalLM", _read_v3, drafts="layers"),
     "kimi_k2": Family("DeepseekV3ForCausalLM", _read_v3, drafts="layers", reads_as="deepseek_v3"),
+    "kimi_k25": Family(
+        "KimiK25ForConditionalGeneration",
+        by_text({"deepseek_v3": _read_v3}),
+        also="Kimi_K25ForConditionalGeneration",
+        has_images=True,
+        drafts="layers",
+    ),
     "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM", _read_glm, drafts="layers"),
 }
