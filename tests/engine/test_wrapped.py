@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from engine_kit import build, check_baseline, finish, hand_off, held, submit
+from hooks_kit import fixture_of_installed_hooks  # noqa: F401
 from paths_kit import prompt_of
 from references import references
 from test_families import (  # noqa: F401 - these run here, with the engines below
@@ -116,6 +117,27 @@ def test_parts_that_answer_as_ours_are_ours(path, caplog):
     assert any(isinstance(each, Replaced) for each in modules) == dense
     told = " ".join(record.getMessage() for record in caplog.records)
     assert "RMSNorm are ours, as they answer alike" in told
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_cache_dtype": "fp8"},
+        {"hooks": ("quest?sparse_tokens=256",)},
+        {"kv_host_bytes": 1 << 22},
+    ],
+    ids=["fp8-kv", "hooks", "tiers"],
+)
+def test_options_of_pages_do_what_they_do_natively(options, tmp_path):
+    path, found = write_tiny_model(tmp_path, tokenizer=False), []
+    for impl in ("native", "transformers"):
+        engine = build(path, model_impl=impl, num_pages=80, **options)
+        run = submit(engine, prompt_of(500), 8, ignore_eos=True)
+        finish(run)
+        check_baseline(engine)
+        engine.stop()
+        found.append(run.tokens)
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(

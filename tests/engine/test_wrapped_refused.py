@@ -14,7 +14,7 @@ from tiny_models import tiny_config
 from engine.model import ModelError, UnsupportedModelError, load_model
 from engine.model.families import FAMILIES
 from engine.model.shard import Shard
-from engine.model.wrapped.classes import BIASES, BY_LENGTH, ENCODER, IMAGES, RECURRENT
+from engine.model.wrapped.classes import BIASES, BY_LENGTH, ENCODER, IMAGES, QUANTISED, RECURRENT
 
 INDEX = "attention over tokens that an index chooses"
 OWN = "its attention does not ask transformers' table"
@@ -41,6 +41,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "glm_moe_dsa": ("GlmMoeDsaForCausalLM", INDEX, {}),
     "git": ("GitForCausalLM", IMAGES, {}),
     "xlm": ("XLMWithLMHeadModel", VALUES, {}),
+    "arcee": ("ArceeForCausalLM", QUANTISED, {"quantization_config": {"quant_method": "fp8"}}),
     "llama": (
         "LlamaForCausalLM", BY_LENGTH,
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},

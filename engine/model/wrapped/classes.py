@@ -14,6 +14,7 @@ ENCODER: Final = "it encodes: tokens see those behind them"
 IMAGES: Final = "it reads images or sounds; of such models only those with a file are read"
 BIASES: Final = "it adds biases by position to the products of q and k (ALiBi)"
 BY_LENGTH: Final = "its rope follows the length of the longest sequence in a batch"
+QUANTISED: Final = "its checkpoint is in few bits; float ones are read, which FP8 rounds on load"
 _STATES: Final = ("linear", "mamba", "conv", "recurrent", "delta", "hybrid")
 """What types of layers with a state are called."""
 _BY_LENGTH: Final = ("dynamic", "longrope")
@@ -84,6 +85,8 @@ def _built(name: str, model_type: str, stated: Mapping[str, Any], folder: Path) 
 
 def _obstacles(kind: Any, config: Any, stated: Mapping[str, Any]) -> Iterator[str]:
     """Why such a model cannot run, by its config."""
+    if stated.get("quantization_config"):
+        yield QUANTISED
     if any(getattr(config, key, None) is not None for key in _TOWERS):
         yield IMAGES
     if getattr(config, "is_encoder_decoder", False):
