@@ -130,6 +130,9 @@ def unrounded_rows() -> Loads:
             for each in values:
                 if (cut := unrounded_row.cut_of(each, 1)) is not None:
                     unrounded_row.product(each, scales, x, Rounding(), None, torch.bfloat16, cut)
+                else:
+                    taken = rounding.rounded(x, Rounding())
+                    fp8.fp8_linear(each, scales, taken, None, torch.bfloat16)
 
         yield f"{outputs} x {inputs}", work
 

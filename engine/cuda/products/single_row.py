@@ -26,8 +26,9 @@ _BLOCKS = (2048, 1024, 512)
 _WHOLE = 4096
 """Where none divides it: up to so many inputs are loaded at once, and a row's end is masked."""
 _WARPS = 4
-_FEW_PROGRAMS = 264
-"""About two for each processor. Not measured."""
+_FEW_PROGRAMS = 1024
+"""Products of so many outputs begin early. Of 128, 256 and 1,024 outputs they take 10, 10 and 11 %
+less so; for all weights it made steps slower (`bench.constants --gpu`, 2026-11-27)."""
 
 
 @triton.jit
