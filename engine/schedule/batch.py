@@ -77,7 +77,7 @@ class Batch:
         self.slots.request_id[slot], self.slots.sink[slot] = request.id, active.sink
         self.slots.set_stop_ids(slot, sorted(end_ids(request.stop, self._config.eos_token_ids)))
         self.slots.is_masked[slot] = sequence.matcher is not None
-        self.slots.is_chosen[slot] = request.beams is not None
+        self.slots.set_chosen(slot, chosen=request.beams is not None)
         sequence.slot, sequence.drafts = slot, []
         self.owners[slot] = sequence
         if self._begins is not None and request.mode.decodes:

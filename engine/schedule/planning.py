@@ -30,7 +30,7 @@ from engine.pages.blocks import BlockManager
 from engine.pages.growth import grow_oldest
 from engine.schedule.batch import Batch
 from engine.schedule.requests import Requests
-from engine.schedule.sequences import ChunkPlan, PrefillTask, Sequence
+from engine.schedule.sequences import NO_IDS, ChunkPlan, PrefillTask, Sequence
 from engine.schedule.slots import SlotState
 from engine.speculation.widths import Widths
 from engine.step.budget import StepBudget
@@ -302,7 +302,7 @@ class Planner:
             pools=np.array(pools, np.int32) if pools else NO_POOLS,
             others=others.tables(row_slots, stored_from, contexts, self._batch.next_step),
             width=width,
-            successors=np.array([_successor(c) for c in chunks], np.int32),
+            successors=np.array([_successor(c) for c in chunks], np.int32) if chunks else NO_IDS,
             begins=begins,
             tells_drafts=masked.size > 0 and bool(slots.drafts[samples.slots[masked]].any()),
         )
@@ -338,8 +338,9 @@ class Planner:
         """[R, P], wide enough for the longest row. Beyond a row's context it has the scratch
         page."""
         slots, ahead = self._batch.slots, self._config.ahead_tokens
-        used = -(-(contexts + ahead) // slots.page_size)
+        used = -(-contexts // slots.page_size)
         if ahead:
+            used = -(-(contexts + ahead) // slots.page_size)
             used = np.minimum(used, slots.page_count[row_slots])
         width = max(1, int(used.max(initial=1)))
         table = slots.page_table[row_slots, :width]

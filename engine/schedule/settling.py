@@ -171,7 +171,7 @@ class Settler:
         their chunks carry all events."""
         slots = self._batch.slots
         draws = np.flatnonzero(alive)
-        if slots.is_chosen.any() and (chosen := slots.is_chosen[plan.sample_slots[draws]]).any():
+        if slots.num_chosen and (chosen := slots.is_chosen[plan.sample_slots[draws]]).any():
             for slot, candidates in told(plan, result, draws[chosen]):
                 self._requests.hear(self._batch.owners[slot], candidates)
             draws = draws[~chosen]

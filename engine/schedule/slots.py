@@ -95,7 +95,8 @@ class SlotTable:
         """Ids that end the sequence, with end of sequence, padded."""
         self._stop_counts = np.zeros(max_slots, np.int32)
         self.is_chosen = np.zeros(max_slots, np.bool_)
-        """Whether a chooser says how the sequence goes on. The scheduler sets it."""
+        """Whether a chooser says how the sequence goes on. See `set_chosen`."""
+        self.num_chosen = 0
         self.is_masked = np.zeros(max_slots, np.bool_)
         """Whether the sequence may draw only some tokens. The scheduler sets it."""
         self.outputs = np.zeros((max_slots, 256), np.int32)
@@ -192,6 +193,11 @@ class SlotTable:
         self.stop_ids[slot] = NO_TOKEN
         self.stop_ids[slot, : len(ids)] = ids
 
+    def set_chosen(self, slot: int, *, chosen: bool) -> None:
+        """Whether a chooser says how the sequence in `slot` goes on."""
+        self.num_chosen += int(chosen) - int(self.is_chosen[slot])
+        self.is_chosen[slot] = chosen
+
     def give_back(self, slot: int) -> None:
         """Empties a slot whose pages were handled. Its generation changes, so that steps in flight
         for the old sequence do not count for the next one."""
@@ -200,7 +206,7 @@ class SlotTable:
         self.generation[slot] += 1
         self.page_count[slot] = self.final_pages[slot] = 0
         self._stop_counts[slot] = 0
-        self.is_chosen[slot] = False
+        self.set_chosen(slot, chosen=False)
         self._free.append(slot)
 
     def pages(self, slot: int) -> PageIds:
@@ -223,7 +229,7 @@ class SlotTable:
     def ready(self) -> NDArray[np.intp]:
         """Slots in the batch whose next step may be planned: a chosen sequence's token is known."""
         rows = self.running()
-        if not self.is_chosen.any():  # The usual case.
+        if not self.num_chosen:  # The usual case.
             return rows
         chosen = self.is_chosen[rows]
         known = self.kv_len[rows] + 1 == self.prompt_len[rows] + self.output_len[rows]
