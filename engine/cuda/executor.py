@@ -53,10 +53,11 @@ from engine.cuda.steps.inputs import Inputs, attention_of, ends_of, narrowed_of
 from engine.cuda.steps.packing import PackedStep, Width, pack, reads_of, width_of
 from engine.cuda.steps.shapes import MIXED_SPACING, PROMPT_ROWS, Shape, Shapes
 from engine.cuda.steps.staging import StepStaging
-from engine.cuda.waiting import Read, StepWaiter
+from engine.cuda.waiting import Read, StepWaiter, replay_s
 from engine.cuda.wrapped import forward_of
 from engine.model import Decoder
 from engine.pool.pools import KvPools
+from engine.pool.state_pool import StatePool
 from engine.sampling import Sampler
 from engine.step.executor import Launched
 from engine.step.hooks import Narrowed
@@ -104,7 +105,7 @@ class CudaExecutor:
         device = pools.first.device
         self._page_size = pools.first.page_size
         self._drafting = drafting
-        widths = (1,) if drafting is None else widths_of(drafting.tables.most)
+        widths = widths_of(drafting, pools)
         longest = bounds.max_context_tokens + widths[-1] - 1
         self._max_pages = max_pages = -(-longest // self._page_size)
         self._pools = pools
@@ -375,22 +376,12 @@ class CudaExecutor:
         return draw._replace(scores=scores, pooled=pooled, spoilt=spoilt)
 
 
-def widths_of(most: int) -> tuple[int, ...]:
-    """Tokens of decode rows for which there are graphs, with at most so many drafts."""
-    return tuple(sorted({1, 2, most + 1}))
-
-
-def replay_s(graph: torch.cuda.CUDAGraph) -> float:
-    """Seconds of a replay, on the current stream: the median of five."""
-    times = []
-    for _ in range(5):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return float(np.median(times))
+def widths_of(drafting: Drafting | None, pools: KvPools) -> tuple[int, ...]:
+    """Tokens of decode rows for which there are graphs. A draft cannot be taken back from a
+    state."""
+    if drafting is None or any(isinstance(pool, StatePool) for pool in pools):
+        return (1,)
+    return tuple(sorted({1, 2, drafting.tables.most + 1}))
 
 
 def _most_integers(bounds: Bounds, largest: Shape, max_pages: Sequence[int]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from engine.model.config import ExpertsConfig, MlpConfig, ModelConfig
+from engine.model.config import ExpertsConfig, ModelConfig
 from engine.model.mixers.config import AttentionConfig, DeltaConfig, MambaConfig
 
 MOST_NUMBERS: Final = 32768
@@ -15,9 +15,8 @@ def obstacle(config: ModelConfig) -> str:
     """Which feature of a model has no fused kernels; empty: none."""
     for layer in dict.fromkeys(config.layers):
         own, forward = layer.mixer, layer.feed_forward
-        squares = isinstance(forward, ExpertsConfig) and forward.gate.squared
-        if squares or isinstance(forward, MlpConfig):
-            return "a feed-forward without a gate"
+        if isinstance(forward, ExpertsConfig) and (forward.gate.squared or forward.reduced):
+            return "an expert without a gate"
         if isinstance(own, AttentionConfig) and own.gate is not None:
             return "a gate on attention with a product of its own"
         if isinstance(own, AttentionConfig) and own.norm_behind:

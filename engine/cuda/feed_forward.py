@@ -21,21 +21,26 @@ from engine.model.experts.beside import Beside
 from engine.model.experts.layer import Experts
 from engine.model.experts.routing import Chosen
 from engine.model.experts.stacked import Stacked
-from engine.model.feed_forward import Gated
+from engine.model.feed_forward import Gated, Mlp
 from engine.model.linear import Linear, RmsNorm
 from engine.model.precision.dense import Dense
 from engine.model.precision.rounding import Rounded, Rounding
 
 
-def reader_of(module: Gated | Experts | Beside) -> Rounding | None:
+def reader_of(module: Gated | Mlp | Experts | Beside) -> Rounding | None:
     """How it takes its input; None: in the model's dtype."""
+    if isinstance(module, Mlp):
+        return module.up.method.input
     return module.gate_up.method.input if isinstance(module, Gated) else None
 
 
-def run(module: Gated | Experts | Beside, x: Tensor | Rounded) -> Tensor | Parts:
+def run(module: Gated | Mlp | Experts | Beside, x: Tensor | Rounded) -> Tensor | Parts:
     """[T, H] in the form of `reader_of` -> [T, H], of experts perhaps not added up."""
     if isinstance(module, Gated):
         return _gated(module, x)
+    if isinstance(module, Mlp):
+        out: Tensor = module.down(kernels.relu_squared(module.up(x)))
+        return out
     assert isinstance(x, Tensor)
     return _experts(module, x) if isinstance(module, Experts) else _beside(module, x)
 

@@ -31,7 +31,7 @@ from engine.model.mixers.base import Mixer
 from engine.model.precision.rounding import Rounding
 from engine.pool.pools import KvPools
 
-Behind = Gated | Experts | Beside | Input
+Behind = Gated | Mlp | Experts | Beside | Input
 """What may stand in a layer beside its mixer."""
 
 
@@ -150,7 +150,6 @@ def _parts_of(layer: Layer, fuse: Callable[[Mixer], FusedMixer]) -> Iterator[_Su
         # Two that read the same round it for themselves.
         reader = None if is_parallel else mixer.reader
         found.append(_Sublayer(layer.index, layer.before_mixer, reader, mixer, layer.after_mixer))
-    assert not isinstance(own, Mlp), "`features.obstacle` names those"
     if own is not None:
         before, reader = layer.before_feed_forward, feed_forward.reader_of(own)
         if is_parallel:

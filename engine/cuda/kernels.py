@@ -159,6 +159,24 @@ def gelu_mul(gate: Tensor, up: Tensor, *, by_tanh: bool) -> Tensor:
     return out
 
 
+@triton.jit
+def _relu_squared(x, out, size, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * block + tl.arange(0, block)
+    inside = at < size
+    value = tl.load(x + row * size + at, mask=inside, other=0.0).to(tl.float32)
+    value = tl.maximum(value, 0.0)
+    tl.store(out + row * size + at, value * value, mask=inside)
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    """[T, I] -> [T, I]."""
+    out, size = torch.empty_like(x), x.shape[1]
+    grid = (len(x), triton.cdiv(size, _ACTIVATION_BLOCK))
+    launch(_relu_squared, grid, x, out, size, _ACTIVATION_BLOCK)
+    return out
+
+
 # -- greedy sampling ----------------------------------------------------------------------------
 
 
