@@ -321,13 +321,19 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    found = []
+    found, wrong = [], []
     with torch.inference_mode():
         for kind in arguments.kinds:
-            check(kind)
+            try:
+                check(kind)
+            except SystemExit as error:  # Times are of worth all the same.
+                wrong.append(str(error))
+                print(error, flush=True)
             found += [decoding(kind, rows, arguments.threads) for rows in arguments.rows]
             found += [prompts(kind, each, arguments.tiles) for each in arguments.prompts]
     write_json(arguments.json, found)
+    if wrong:
+        raise SystemExit("; ".join(wrong))
 
 
 if __name__ == "__main__":
