@@ -259,7 +259,7 @@ def decoding(kind: str, rows: int, more: list[tuple[int, ...]]) -> dict[str, Any
         "floor_us": moved / MEMORY_TB_S / 1e6,
     }  # fmt: skip
     for each in more:
-        with mock.patch.object(decode, "LARGE", decode.Threads._make(each)):
+        with mock.patch.object(decode, "THREADS", decode.Threads._make(each)):
             line[f"{each}_us"] = replayed_us(calls) / CALLS
     print(line, flush=True)
     return line
@@ -290,7 +290,10 @@ def prompts(kind: str, each: tuple[int, int], more: list[tuple[int, ...]]) -> di
     folds = partial(fold, made, mixed, solved, *own, target)
     line["fold_us"] = replayed_us(folds)
     for tiles in more:
-        with mock.patch.object(folding, "FOLDING", folding.Tiles._make(tiles)):
+        with (
+            mock.patch.object(folding, "FOLDING", folding.Tiles._make(tiles)),
+            mock.patch.object(folding, "MANY", 1 << 30),
+        ):
             line[f"fold_{tiles}_us"] = replayed_us(folds)
     print(line, flush=True)
     return line

@@ -27,9 +27,6 @@ from engine.cuda.states.parts import silu, softplus
 from engine.model.linear import RmsNorm
 from engine.pool.state_pool import SPOILT, STAMP_NUMBERS
 
-SMALL: Final = 8192
-"""Matrices of at most so many numbers take four warps."""
-
 
 class Threads(NamedTuple):
     """Threads of a program."""
@@ -39,9 +36,9 @@ class Threads(NamedTuple):
     """The most of a thread; 0: the compiler's own bound."""
 
 
-LARGE = Threads(8, 128)
-"""Matrices of more numbers than `SMALL`: two programs share a processor, so that one loads while
-another computes. Not tuned."""
+THREADS: Final = Threads(4, 0)
+"""With matrices of 128 x 128 numbers 64 and 256 rows take 73 and 272 us on an H200, and 127 and
+502 with eight warps (`bench.states`)."""
 _SPOILT = tl.constexpr(SPOILT)
 _STAMP = tl.constexpr(STAMP_NUMBERS)
 
@@ -114,18 +111,13 @@ def _keep_state(
 
 
 @triton.jit
-def _stepped(
-    state, q, k, v, own_gates, number, rates, rate_biases, rate_place, beta_place, least, most,
-    is_delta: tl.constexpr,
-):  # fmt: skip
+def _stepped(state, q, k, v, rate, rate_bias, speed, beta, least, most, is_delta: tl.constexpr):
     """The matrix of a head behind a token, and what comes of that."""
-    rate = tl.load(own_gates + rate_place).to(tl.float32)
-    step = softplus(rate + tl.load(rate_biases + number))
+    step = softplus(rate + rate_bias)
     if not is_delta:
         step = tl.minimum(tl.maximum(step, least), most)
-    state = state * tl.exp(-tl.exp(tl.load(rates + number)) * step)
+    state = state * tl.exp(-tl.exp(speed) * step)
     if is_delta:
-        beta = tl.load(own_gates + beta_place).to(tl.float32)
         found = tl.sum(state * k[:, None], 0)
         change = (v - found) * tl.sigmoid(beta)
     else:
@@ -135,36 +127,70 @@ def _stepped(
 
 
 @triton.jit
-def _gated(
-    result, gate, gain, value, inside, eps, value_dim: tl.constexpr, dtype: tl.constexpr
-):  # fmt: skip
+def _gated(result, gate, weight, inside, eps, value_dim: tl.constexpr, dtype: tl.constexpr):
     """Behind the norm and the gate of the delta rule."""
     result = result.to(dtype).to(tl.float32)
     scale = tl.rsqrt(tl.sum(tl.where(inside, result * result, 0.0)) / value_dim + eps)
-    weight = tl.load(gain + value, mask=inside, other=0.0).to(tl.float32)
-    opened = silu(tl.load(gate + value, mask=inside, other=0.0).to(tl.float32))
-    return (result * scale * weight).to(dtype).to(tl.float32) * opened
+    return (result * scale * weight).to(dtype).to(tl.float32) * silu(gate)
 
 
 @triton.jit
 def _key(
-    token, numbers, before, after, beside, write, saved, taps, bias, first, source, keeps,
-    is_delta: tl.constexpr, key_dim: tl.constexpr, kernel: tl.constexpr, has_bias: tl.constexpr,
-    columns: tl.constexpr, keys: tl.constexpr,
+    window, numbers, after, beside, write, saved, taps, bias, channel, inside,
+    is_delta: tl.constexpr, kernel: tl.constexpr, has_bias: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
     """q or k of a unit, whose inputs are also kept."""
-    key = tl.arange(0, keys)
-    inside = key < key_dim
-    window = _window(
-        token, numbers, before + _STAMP, first + key, source + key, inside, keeps, kernel, columns
-    )
-    # Several threads may load the same number, and one stores another to its place.
-    tl.debug_barrier()
-    _keep_window(numbers, after, beside, write, saved, window, first + key, inside, kernel, columns)
-    vector = _convolved(window, taps, bias, first + key, inside, kernel, columns, has_bias)
+    _keep_window(numbers, after, beside, write, saved, window, channel, inside, kernel, columns)
+    vector = _convolved(window, taps, bias, channel, inside, kernel, columns, has_bias)
     if is_delta:
         vector = vector * tl.rsqrt(tl.sum(vector * vector) + 1e-6)
     return vector
+
+
+@triton.jit
+def _head(
+    head, unit, q, k, token, own_gates, out, numbers, before, after, beside, write, saved, keeps,
+    taps, bias, rates, rate_biases, skips, gain, v_first, z_first, rate_first, beta_first, least,
+    most, eps,
+    is_delta: tl.constexpr, heads: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
+    kernel: tl.constexpr, v_channel: tl.constexpr, channels: tl.constexpr, has_bias: tl.constexpr,
+    columns: tl.constexpr, keys: tl.constexpr, values: tl.constexpr,
+):  # fmt: skip
+    """A head's token. What it reads it asks for before it writes."""
+    key, value = tl.arange(0, keys), tl.arange(0, values)
+    inside = value < value_dim
+    there = (key < key_dim)[:, None] & inside[None, :]
+    is_whole: tl.constexpr = (keys == key_dim) & (values == value_dim)
+    number, own = unit * heads + head, head * value_dim + value
+    window = _window(
+        token, numbers, before + _STAMP, v_channel + own, v_first + own, inside, keeps, kernel,
+        columns,
+    )  # fmt: skip
+    at = _STAMP + (kernel - 1) * channels + (head * key_dim + key[:, None]) * value_dim
+    at += value[None, :]
+    if is_whole:  # Masks take registers.
+        state = tl.load(numbers + before + at, mask=keeps, other=0.0)
+    else:
+        state = tl.load(numbers + before + at, mask=there & keeps, other=0.0)
+    rate = tl.load(own_gates + rate_first + head).to(tl.float32)
+    beta = tl.load(own_gates + beta_first + head).to(tl.float32)
+    rate_bias, speed = tl.load(rate_biases + number), tl.load(rates + number)
+    has_gate = inside & is_delta
+    gate = tl.load(token + z_first + own, mask=has_gate, other=0.0).to(tl.float32)
+    weight = tl.load(gain + value, mask=has_gate, other=0.0).to(tl.float32)
+    skip = tl.load(skips + number)
+    tl.debug_barrier()
+    _keep_window(
+        numbers, after, beside, write, saved, window, v_channel + own, inside, kernel, columns
+    )
+    v = _convolved(window, taps, bias, v_channel + own, inside, kernel, columns, has_bias)
+    state, result = _stepped(state, q, k, v, rate, rate_bias, speed, beta, least, most, is_delta)
+    _keep_state(numbers, after, beside, write, saved, at, state, there, is_whole)
+    if is_delta:
+        result = _gated(result, gate, weight, inside, eps, value_dim, out.dtype.element_ty)
+    else:
+        result += v * skip
+    tl.store(out + number * value_dim + value, result, mask=inside)
 
 
 @triton.jit(do_not_specialize=["table_width"])
@@ -194,48 +220,39 @@ def _decode_state(
     keeps = is_right & (read > 0)
     token, owner = made + row * made_stride, unit // shared_by
     own_taps, own_bias = taps + unit * channels * kernel, bias + unit * channels
+    key = tl.arange(0, keys)
+    is_key = key < key_dim
+    q_window = _window(
+        token, numbers, before + _STAMP, q_channel + key, q_first + owner * q_stride + key, is_key,
+        keeps, kernel, columns,
+    )  # fmt: skip
+    k_window = _window(
+        token, numbers, before + _STAMP, k_channel + key, k_first + owner * k_stride + key, is_key,
+        keeps, kernel, columns,
+    )  # fmt: skip
+    # Several threads may load the same number, and one stores another to its place. What a program
+    # loads it asks for before that.
+    tl.debug_barrier()
     q = _key(
-        token, numbers, before, after, beside, write, saved, own_taps, own_bias, q_channel,
-        q_first + owner * q_stride, keeps, is_delta, key_dim, kernel, has_bias, columns, keys,
+        q_window, numbers, after, beside, write, saved, own_taps, own_bias, q_channel + key, is_key,
+        is_delta, kernel, has_bias, columns,
     )  # fmt: skip
     k = _key(
-        token, numbers, before, after, beside, write, saved, own_taps, own_bias, k_channel,
-        k_first + owner * k_stride, keeps, is_delta, key_dim, kernel, has_bias, columns, keys,
+        k_window, numbers, after, beside, write, saved, own_taps, own_bias, k_channel + key, is_key,
+        is_delta, kernel, has_bias, columns,
     )  # fmt: skip
     if is_delta:
         q = q * (key_dim**-0.5)
     _keep_stamp(stamps, after, beside, write, saved, is_right, context, spoilt + row)
-    key, value = tl.arange(0, keys), tl.arange(0, values)
-    inside = value < value_dim
-    there = (key < key_dim)[:, None] & inside[None, :]
-    is_whole: tl.constexpr = (keys == key_dim) & (values == value_dim)
     for head in range(heads):
-        number, channel = unit * heads + head, v_channel + head * value_dim + value
-        source = v_first + unit * v_stride + head * value_dim + value
-        window = _window(
-            token, numbers, before + _STAMP, channel, source, inside, keeps, kernel, columns
-        )
-        at = _STAMP + (kernel - 1) * channels + (head * key_dim + key[:, None]) * value_dim
-        at += value[None, :]
-        if is_whole:  # Masks take registers.
-            state = tl.load(numbers + before + at, mask=keeps, other=0.0)
-        else:
-            state = tl.load(numbers + before + at, mask=there & keeps, other=0.0)
-        tl.debug_barrier()
-        _keep_window(numbers, after, beside, write, saved, window, channel, inside, kernel, columns)
-        v = _convolved(window, own_taps, own_bias, channel, inside, kernel, columns, has_bias)
-        state, result = _stepped(
-            state, q, k, v, gates + row * gates_stride + head, number, rates, rate_biases,
-            rate_first + unit * rate_stride, beta_first + unit * beta_stride, least, most, is_delta,
+        _head(
+            head, unit, q, k, token, gates + row * gates_stride,
+            out + row * tl.num_programs(0) * heads * value_dim, numbers, before, after, beside,
+            write, saved, keeps, own_taps, own_bias, rates, rate_biases, skips, gain,
+            v_first + unit * v_stride, z_first + unit * z_stride, rate_first + unit * rate_stride,
+            beta_first + unit * beta_stride, least, most, eps, is_delta, heads, key_dim, value_dim,
+            kernel, v_channel, channels, has_bias, columns, keys, values,
         )  # fmt: skip
-        _keep_state(numbers, after, beside, write, saved, at, state, there, is_whole)
-        if is_delta:
-            gate = token + z_first + unit * z_stride + head * value_dim
-            result = _gated(result, gate, gain, value, inside, eps, value_dim, out.dtype.element_ty)
-        else:
-            result += v * tl.load(skips + number)
-        target = out + (row * tl.num_programs(0) * heads + number) * value_dim + value
-        tl.store(target, result, mask=inside)
 
 
 def decode_states(
@@ -301,12 +318,10 @@ def decode_states(
         max(values, 16),
         early(),
         launch_pdl=early(),
-        **_threads(keys * values),
+        **_threads(),
     )
 
 
-def _threads(numbers: int) -> dict[str, int]:
-    if numbers <= SMALL:
-        return {"num_warps": 4}
-    bound = {"maxnreg": LARGE.registers} if LARGE.registers else {}
-    return {"num_warps": LARGE.warps, **bound}
+def _threads() -> dict[str, int]:
+    bound = {"maxnreg": THREADS.registers} if THREADS.registers else {}
+    return {"num_warps": THREADS.warps, **bound}
