@@ -242,9 +242,11 @@ def _compare(found: Tensor, want: Tensor, what: str) -> None:
 
 def decoding(kind: str, rows: int, more: list[tuple[int, ...]]) -> dict[str, Any]:
     """Times of decode rows."""
-    layer = Layer(kind, rows + 1)
+    layer = Layer(kind, 2 * rows + 1)
     made = layer.made(rows)
-    given = layer.rows([(9, 1, page, page, ()) for page in range(1, rows + 1)], [], made.inputs)
+    # Another page is written than read: a call must not spoil the state of the next one.
+    own: list[Row] = [(9, 1, page, rows + page, ()) for page in range(1, rows + 1)]
+    given = layer.rows(own, [], made.inputs)
     layer.pool.elements[..., 32:].normal_()
     layer.pool.integers[..., 0].fill_(9)
 
@@ -253,6 +255,7 @@ def decoding(kind: str, rows: int, more: list[tuple[int, ...]]) -> dict[str, Any
             layer.run(made, given, call % LAYERS)
 
     us = replayed_us(calls) / CALLS
+    assert not given.states.spoilt.any(), "states are read"
     moved = 2 * rows * layer.state_bytes
     line = {
         "kind": kind, "rows": rows, "us": us, "tb_per_s": moved / us / 1e6,

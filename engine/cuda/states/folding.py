@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.cuda.kernels import launch
-from engine.cuda.states.layout import Kept, Made, Shape, States, Weights
+from engine.cuda.states.layout import LEAST_TILE, Kept, Made, Shape, States, Weights
 from engine.cuda.states.mixing import Mixed
 from engine.cuda.states.parts import source_of
 from engine.model.mixers.config import GRID
@@ -222,8 +222,8 @@ def fold(
     step, table = states.step, states.step.page_table
     assert step.query_starts is not None, "the step has prompts"
     units, nothing = len(weights.taps), weights.rate
-    keys = max(16, triton.next_power_of_2(shape.key_dim))
-    values = min(FOLDING.columns, max(16, triton.next_power_of_2(shape.value_dim)))
+    keys = max(LEAST_TILE, triton.next_power_of_2(shape.key_dim))
+    values = min(FOLDING.columns, max(LEAST_TILE, triton.next_power_of_2(shape.value_dim)))
     grid = triton.cdiv(shape.value_dim, values), units * shape.heads, states.prompts
     programs = grid[0] * grid[1] * grid[2]
     launch(

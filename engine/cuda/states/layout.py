@@ -10,12 +10,16 @@ a head's values, C channels of a unit, K taps.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from torch import Tensor
 
 from engine.attention.paged import PagedStep
 from engine.pool.state_pool import STAMP_NUMBERS, StatePool
+
+LEAST_TILE: Final = 64
+"""Products of prompts have tiles of at least so many rows and columns, filled up with zeros: all
+shapes are computed as those that were measured are."""
 
 
 class Shape(NamedTuple):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.cuda.kernels import launch
 from engine.cuda.states.folding import Solved
-from engine.cuda.states.layout import Shape
+from engine.cuda.states.layout import LEAST_TILE, Shape
 from engine.cuda.states.mixing import Mixed
 from engine.model.mixers.config import GRID
 
@@ -96,8 +96,8 @@ def solve(mixed: Mixed, shape: Shape, chunks: Tensor) -> Solved:
         shape.v_channel,
         channels,
         GRID,
-        max(16, keys),
-        max(16, values),
+        max(LEAST_TILE, keys),
+        max(LEAST_TILE, values),
         num_warps=4,
     )
     return solved
