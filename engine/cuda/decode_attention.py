@@ -29,6 +29,9 @@ from engine.step.attention import AttentionSpec
 
 LOG2_E = 1.4426950408889634
 MERGE_WARPS = 1
+MOST_MERGED, MERGED_AT_ONCE = 128, 64
+"""Numbers of a head that one program merges; programs of wider heads take so many each, since those
+of all parts lie in a warp's registers."""
 MIN_QUERIES = 16
 """Rows of the smallest matrix product. The queries of a KV head, one of each of its query heads for
 each new token, are padded to this number."""
@@ -174,7 +177,7 @@ def _merge_parts(
     width: tl.constexpr,
     group: tl.constexpr,
     dim: tl.constexpr,
-    padded_dim: tl.constexpr,
+    dims: tl.constexpr,
     pdl: tl.constexpr,
     block: tl.constexpr,
 ):
@@ -188,10 +191,10 @@ def _merge_parts(
     parts = tl.arange(0, padded_splits)
     there = parts < tl.cdiv(context - first, share)
     read = (parts < splits) if ahead else there  # Ahead: loads do not wait for the row's length.
-    at = tl.arange(0, padded_dim)
+    at = tl.program_id(2) * dims + tl.arange(0, dims)
     place = (kv_head.to(tl.int64) * splits + parts) * (width * group) + query
     kept = read[:, None]
-    if padded_dim != dim:
+    if dim % dims != 0:
         kept = kept & (at < dim)[None, :]
     most = tl.load(sums + place * 2, mask=read, other=0.0)
     total = tl.load(sums + place * 2 + 1, mask=read, other=0.0)
@@ -312,9 +315,10 @@ class Rows(NamedTuple):
         (most, least, tiles), dim = self.divided, self.out.shape[2]
         if most == 1:
             return self.out
+        dims = triton.next_power_of_2(dim) if dim <= MOST_MERGED else MERGED_AT_ONCE
         launch(
             _merge_parts,
-            (self.rows * self.blocks, self.width * self.group),
+            (self.rows * self.blocks, self.width * self.group, triton.cdiv(dim, dims)),
             self.partial,
             self.sums,
             contexts,
@@ -328,7 +332,7 @@ class Rows(NamedTuple):
             self.width,
             self.group,
             dim,
-            triton.next_power_of_2(dim),
+            dims,
             early(),
             tiles.block,
             num_warps=MERGE_WARPS,

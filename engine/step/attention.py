@@ -70,8 +70,13 @@ class Latents(NamedTuple):
     def absorbed(self, q: Tensor) -> Tensor:
         """[T, Hq, N + R] -> [T, Hq, C + R]: queries whose products with latents are those of `q`
         with K."""
-        made = torch.einsum("thn,hnc->thc", q[..., : self.k_dim], self.weight[:, : self.k_dim])
-        return torch.cat((made, q[..., self.k_dim :]), dim=-1)
+        tokens, heads, dim = q.shape
+        rank = self.weight.shape[2]
+        out = q.new_empty(tokens, heads, rank + dim - self.k_dim)
+        made, key = out[..., :rank].transpose(0, 1), self.weight[:, : self.k_dim]
+        torch.bmm(q[..., : self.k_dim].transpose(0, 1), key, out=made)
+        out[..., rank:] = q[..., self.k_dim :]
+        return out
 
     def values(self, latents: Tensor) -> Tensor:
         """[T, Hq, C], sums of latents by weights of the heads -> [T, Hq, V], those of V."""
