@@ -29,9 +29,9 @@ from engine.step.attention import AttentionSpec
 
 LOG2_E = 1.4426950408889634
 MERGE_WARPS = 1
-MOST_MERGED, MERGED_AT_ONCE = 128, 64
-"""Numbers of a head that one program merges; programs of wider heads take so many each, since those
-of all parts lie in a warp's registers."""
+WIDE, MERGED = 128, 2048
+"""Of wider heads, one program of one warp merges so many numbers of all parts: they lie in its
+registers. Others are merged by one (H200, a row of Qwen3-30B-A3B: not faster when cut)."""
 MIN_QUERIES = 16
 """Rows of the smallest matrix product. The queries of a KV head, one of each of its query heads for
 each new token, are padded to this number."""
@@ -315,7 +315,9 @@ class Rows(NamedTuple):
         (most, least, tiles), dim = self.divided, self.out.shape[2]
         if most == 1:
             return self.out
-        dims = triton.next_power_of_2(dim) if dim <= MOST_MERGED else MERGED_AT_ONCE
+        parts = triton.next_power_of_2(most)
+        dims = triton.next_power_of_2(dim)
+        dims = dims if dim <= WIDE else min(dims, max(16, MERGED // parts))
         launch(
             _merge_parts,
             (self.rows * self.blocks, self.width * self.group, triton.cdiv(dim, dims)),
@@ -328,7 +330,7 @@ class Rows(NamedTuple):
             least,
             self.blocks,
             least == LEAST_TOKENS_OF_FEW,
-            triton.next_power_of_2(most),
+            parts,
             self.width,
             self.group,
             dim,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from engine_kit import build, check_baseline, finish, submit
 from test_model_logits import Runner, load
-from tiny_families import FUSED
+from tiny_families import FUSED, LATENTS
 from tiny_models import write_tiny_model
 
 from engine.types import SamplingParams
@@ -24,7 +24,7 @@ WIDE = {
     "lfm2-64": FUSED["lfm2"] | {"hidden": 512, "heads": 8, "kv_heads": 4},
 }
 """As large as checkpoints have heads."""
-FAMILIES = {**FUSED, **WIDE}
+FAMILIES = {**FUSED, **LATENTS, **WIDE}
 LENGTHS = (1, 17, 70, 200)
 NEW = 24
 SAMPLING = SamplingParams(temperature=0.0, top_logprobs=0)

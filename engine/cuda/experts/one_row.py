@@ -50,12 +50,19 @@ _BYTES: Final = 8192
 _MOST_INPUTS: Final = 4096
 """Inputs that a program reads at once; longer rows take several turns, so that they fit its
 registers."""
+_MOST_ROUNDED, _ROUNDED = 2048, 1024
+"""Of FP8 weights with more inputs than the first, a program reads as many as the second, so that
+what it rounds serves more outputs (H200, eight experts: 7,168 inputs 312 -> 123 us, 4,096: 66 ->
+51). With 2,048 inputs a step of Qwen3-30B-A3B took 2.74 ms so, and 2.55 without."""
 
 
 def tiles_of(weights: Stacked) -> Tiles:
-    """By shapes alone. Of inputs that do not fit into a step, fewer outputs have room."""
-    inputs = min(_MOST_INPUTS, triton.next_power_of_2(weights.inputs))
-    size = weights.values.element_size() if inputs >= weights.inputs else 4
+    """By shapes alone. Of 16 bits that do not fit into a step, fewer outputs have room."""
+    size, inputs = weights.values.element_size(), triton.next_power_of_2(weights.inputs)
+    if size == 1 and inputs > _MOST_ROUNDED:
+        return Tiles(_BYTES // _ROUNDED, _ROUNDED, 1)
+    inputs = min(_MOST_INPUTS, inputs)
+    size = size if inputs >= weights.inputs else 4
     return Tiles(max(1, _BYTES // (size * inputs)), inputs, 1)
 
 
