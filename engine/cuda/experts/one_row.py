@@ -57,7 +57,7 @@ what it rounds serves more outputs (H200, eight experts: 7,168 inputs 312 -> 123
 
 
 def tiles_of(weights: Stacked) -> Tiles:
-    """By shapes alone. Of 16 bits that do not fit into a step, fewer outputs have room."""
+    """By shapes alone. Where inputs of 16 bits take several turns, fewer outputs have room."""
     size, inputs = weights.values.element_size(), triton.next_power_of_2(weights.inputs)
     if size == 1 and inputs > _MOST_ROUNDED:
         return Tiles(_BYTES // _ROUNDED, _ROUNDED, 1)
