@@ -30,8 +30,8 @@ from engine.step.attention import AttentionSpec
 LOG2_E = 1.4426950408889634
 MERGE_WARPS = 1
 WIDE, MERGED = 128, 2048
-"""Of wider heads, one program of one warp merges so many numbers of all parts: they lie in its
-registers. Others are merged by one (H200, a row of Qwen3-30B-A3B: not faster when cut)."""
+"""Heads of more numbers than the first are merged by several programs, each with so many of all
+parts as the second, which lie in a warp's registers."""
 MIN_QUERIES = 16
 """Rows of the smallest matrix product. The queries of a KV head, one of each of its query heads for
 each new token, are padded to this number."""
