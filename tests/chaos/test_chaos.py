@@ -150,8 +150,8 @@ def test_an_accident_at_a_named_moment_makes_no_state_wrong(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("model", ["hybrid", "windows", "windows alone"])
 def test_faults_make_no_answer_of_a_model_of_groups_wrong(made: Harness, model: str) -> None:
-    """Workers fetch pages of all groups from each other, keep them in tiers, and do both legs."""
-    fetching = Topology(2, 2, model=model, fetching="any", num_pages=150, tiers=True)
+    """Workers fetch pages of all groups from each other, and do both legs."""
+    fetching = Topology(2, 2, model=model, fetching="any")
     for topology in (fetching, Topology(0, 0, 2, model=model)):
         for number in range(4):
             outcome = made.run(plan_run(SEED + 1, number, topology))
