@@ -102,3 +102,9 @@ def refused(line: Line) -> dict[str, Any]:
     """The result of a line that is no request."""
     error = {"code": "invalid_line", "message": line.wrong, "line": line.number}
     return {"id": line.id, "custom_id": line.custom_id, "response": None, "error": error}
+
+
+def expired(line: Line) -> dict[str, Any]:
+    """The result of a line that was not done when its batch expired."""
+    error = {"code": "batch_expired", "message": "the batch expired before this line was done"}
+    return {"id": line.id, "custom_id": line.custom_id, "response": None, "error": error}

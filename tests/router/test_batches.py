@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AsyncExitStack, nullcontext
@@ -101,6 +102,29 @@ async def test_a_batch_from_its_file_to_its_results(port: Port) -> None:
     assert (job.tenant, job.priority, job.quota.requests) == ("a", -100, 4)
     found = (await port.client.files.list(purpose="batch_output")).data
     assert {one.id for one in found} == {done.output_file_id, done.error_file_id}
+
+
+async def test_lines_that_are_not_done_in_time_say_so(tmp_path: Path) -> None:
+    """Of a batch whose day ends in a second, one line is done and the other waits."""
+
+    async def second_waits(job: Job) -> AsyncGenerator[JobEvent]:
+        if job.stopping.max_tokens > 2:
+            await asyncio.sleep(60)
+        async for event in says("The fox")(job):
+            yield event
+
+    clock = lambda: time.time() - 86400 + 1.5  # noqa: E731
+    files = FileStore(str(tmp_path / "kept"), BOUNDS, clock)
+    async with open_port(tmp_path, second_waits, files=files) as port:
+        waits = lines("waits", body={"prompt": "fox", "max_tokens": 3})
+        done = await ended(port, await begin(port, lines("done") + waits + b"no line\n"))
+        counts = done.request_counts
+        assert (done.status, counts.completed, counts.failed) == ("expired", 1, 2)
+        assert [one["custom_id"] for one in await results(port, done.output_file_id)] == ["done"]
+        bad = {one["custom_id"]: one["error"] for one in await results(port, done.error_file_id)}
+        assert bad.pop("waits")["code"] == "batch_expired"
+        assert [one["code"] for one in bad.values()] == ["invalid_line"]
+    files.close()
 
 
 async def test_reading_listing_and_deleting(port: Port) -> None:

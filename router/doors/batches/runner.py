@@ -14,15 +14,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from router.batching.journal import Journal, TakenError
-from router.batching.lines import BatchError, read_lines
+from router.batching.lines import BatchError, Line, expired, read_lines
 from router.batching.running import Answer, run
 from router.doors.batches.store import ENDED
 from router.requests.bounds import MOST_BATCH_LINES
@@ -184,8 +185,12 @@ class BatchRunner:
         left_s = batch.object["expires_at"] - time.time()
         try:
             async with asyncio.timeout(left_s):
-                await one.work(self._lines(batch, source, results, one, caller))
+                await one.work(
+                    self._work(self._lines(batch, source), results, one, caller, batch.id)
+                )
         except TimeoutError:
+            lines = self._lines(batch, source)
+            one.counts["failed"] += await asyncio.to_thread(_expire, lines, results)
             await finish("expired", one)
         except BatchError as error:
             await finish("failed", one, "stopped", str(error))
@@ -196,15 +201,21 @@ class BatchRunner:
                 await self._store.change(batch.id, status="finalizing")
                 await finish("completed", one)
 
-    async def _lines(
-        self, batch: Batch, source: Path, results: _Results, one: _Running, caller: Caller
-    ) -> None:
-        lines = read_lines(source, (batch.object["endpoint"],), self._inside.shape.most_bytes())
+    def _lines(self, batch: Batch, source: Path) -> Iterator[Line]:
+        return read_lines(source, (batch.object["endpoint"],), self._inside.shape.most_bytes())
 
+    async def _work(
+        self,
+        lines: Iterator[Line],
+        results: _Results,
+        one: _Running,
+        caller: Caller,
+        batch_id: str,
+    ) -> None:
         async def send(url: str, body: Any) -> Answer:
             if self._room is not None:
                 await self._room.enter()
-            return await self._inside.send(url, body, caller, batch.id)
+            return await self._inside.send(url, body, caller, batch_id)
 
         def told(went_well: bool) -> None:
             one.counts["completed" if went_well else "failed"] += 1
@@ -271,7 +282,8 @@ class _Results:
 
     def __init__(self, output: Journal, errors: Journal) -> None:
         self._journals = output, errors
-        self.done: Mapping[str, str] = {**output.done, **errors.done}
+        self._lock = threading.Lock()
+        self.done = {**output.done, **errors.done}
         self.counts = len(output.done), len(errors.done)
         self.room = 0
         """Bytes that may still be written."""
@@ -282,7 +294,7 @@ class _Results:
         return sum(journal.size for journal in self._journals)
 
     def write(self, result: Mapping[str, Any]) -> None:
-        """Keeps a result.
+        """Keeps a result, the first one of a line.
 
         Raises:
             BatchError: the tenant has no room for it.
@@ -291,7 +303,10 @@ class _Results:
             raise BatchError("the tenant's files leave no room for results")
         response = result["response"]
         went_well = response is not None and response["status_code"] < 400
-        self.room -= self._journals[not went_well].write(result)
+        with self._lock:  # A thread may still write what was under way when the batch expired.
+            if result["id"] not in self.done:
+                self.done[result["id"]] = result["custom_id"]
+                self.room -= self._journals[not went_well].write(result)
 
 
 def _open(held: ExitStack, paths: list[Path]) -> _Results | None:
@@ -300,6 +315,15 @@ def _open(held: ExitStack, paths: list[Path]) -> _Results | None:
         return _Results(*(held.enter_context(Journal(path, make=False)) for path in paths))
     except FileNotFoundError:
         return None
+
+
+def _expire(lines: Iterator[Line], results: _Results) -> int:
+    """Says of each line that is not done that its batch expired. Returns how many there are."""
+    left = [line for line in lines if line.id not in results.done]
+    with suppress(BatchError):  # No room: the counts say it.
+        for line in left:
+            results.write(expired(line))
+    return len(left)
 
 
 def _count_lines(path: Path) -> int:
