@@ -269,7 +269,8 @@ class WindowPages:
     def fork(self, leader: int, follower: int, length: int, spare: int | None, step: int) -> None:
         """The follower goes on from the leader's `length` tokens. Full pages are shared. A partial
         page is copied to `spare` before `step`, the next one."""
-        first, end = max(self.kept_from(length), int(self.first[leader])), int(self.end[leader])
+        first = max(self.kept_from(length), int(self.first[leader]))
+        end = min(int(self.end[leader]), -(-length // self._size))
         own = self.table[leader, first:end].copy()
         if spare is None:
             self.blocks.share(own)

@@ -177,8 +177,10 @@ class Batch:
         at: int,
     ) -> None:
         """The follower, which has no pages, gets the leader's. `at`: the place of its spares."""
-        pages, length = self.slots.pages(leader.slot), int(self.slots.kv_len[leader.slot])
-        partial, own = self._has_partial_page(leader), pages.copy()
+        length, partial = int(self.slots.kv_len[leader.slot]), self._has_partial_page(leader)
+        # The leader may have pages ahead of its tokens, which stay its own.
+        pages = self.slots.pages(leader.slot)[: -(-length // self._config.page_size)]
+        own = pages.copy()
         if partial:
             own[-1] = spare_pages[at]
             self._copies[int(own[-1])] = int(pages[-1])

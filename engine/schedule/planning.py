@@ -147,9 +147,11 @@ class Planner:
         slots, size, others = self._batch.slots, self._config.page_size, self._batch.others
         if self._widths is None:
             return slots.kv_len[rows] + 1
-        most = slots.kv_len[rows] + np.where(slots.drafts[rows], width, 1)
+        drafts = slots.drafts[rows]
+        most = slots.kv_len[rows] + np.where(drafts, width, 1)
         most = np.minimum(most, slots.limit_len[rows] - 1)
-        drafted = np.minimum(most + self._config.ahead_tokens, slots.limit_len[rows] - 1)
+        ahead = np.where(drafts, self._config.ahead_tokens, 0)
+        drafted = np.minimum(most + ahead, slots.limit_len[rows] - 1)
         missing = np.maximum(-(-drafted // size) - slots.page_count[rows], 0)
         seniority = slots.seniority[rows]
         if missing.any():

@@ -17,6 +17,7 @@ from references import references
 from safetensors.torch import load_file, save_file
 from tiny_models import write_tiny_model
 
+from engine.beams.params import BeamParams
 from engine.eager.heads import HeadDrafter
 from engine.engine import Engine, EngineError
 from engine.model import ModelError
@@ -170,6 +171,19 @@ def test_ranks_draft_alike(model, head, tp: int) -> None:
         check_baseline(engine)
         engine.stop()
     assert figures[1] > 0.9 * figures[0] > 0
+
+
+def test_beams_are_those_without_a_head(model, head) -> None:
+    """They draft nothing, and share no page that is ahead of their tokens."""
+    found = []
+    for options in ({}, {"speculation": str(head), "draft_tokens": DRAFTS}):
+        engine = build(model, **options)
+        runs = [submit(engine, prompt, 48, beams=BeamParams(4)) for prompt in prompts_of()[::3]]
+        finish(*runs)
+        found.append([run.tokens for run in runs])
+        check_baseline(engine)
+        engine.stop()
+    assert found[0] == found[1]
 
 
 def accepted(model: Path, head: Path, **options) -> float:
