@@ -70,7 +70,9 @@ class Server:
             content = {"error": {"message": "the answer is no JSON"}}
         after = answer.getheader("retry-after", "")
         wait_s = float(after) if after.replace(".", "", 1).isdigit() else None
-        return Answer(answer.status, answer.getheader("x-request-id", ""), content, wait_s)
+        is_final = answer.getheader("x-should-retry") == "false"  # As routers say; proxies do not.
+        request_id = answer.getheader("x-request-id", "")
+        return Answer(answer.status, request_id, content, wait_s, is_final)
 
     def _connection(self) -> http.client.HTTPConnection:
         held: http.client.HTTPConnection | None = getattr(self._own, "connection", None)

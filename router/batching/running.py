@@ -1,7 +1,8 @@
 """Runs the lines of a batch, some at a time, and keeps their results.
 
 A request that the server cannot take now (429, 502, 503, 504, or nobody answers) is sent again, for
-up to `PATIENCE_S`. Any other error is the line's result. If patience ends, or the server takes no
+up to `PATIENCE_S`. Any other error is the line's result, and so is one that says that it is final:
+a request that kills workers is not sent to the next ones. If patience ends, or the server takes no
 request of this caller, the batch stops; started again, it goes on.
 """
 
@@ -37,6 +38,8 @@ class Answer(NamedTuple):
     request_id: str
     body: Any
     retry_after_s: float | None
+    is_final: bool = False
+    """Whether the server says that the request is not to be sent again, whatever its status."""
 
 
 class NobodyError(Exception):
@@ -163,7 +166,7 @@ class _Run:
                 answer = await self._send(line.url, body)
                 if answer.status in STOPS:
                     raise BatchError(f"the server takes no request of this caller: {answer.status}")
-                if answer.status not in LATER:
+                if answer.is_final or answer.status not in LATER:
                     return answer
                 why, asked_s = f"the server answers {answer.status}", answer.retry_after_s
             if clock() > ends_s:

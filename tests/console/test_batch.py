@@ -40,10 +40,14 @@ class Echo(BaseHTTPRequestHandler):
         time.sleep(random.uniform(0.005, 0.03))
         self.seen[body["prompt"]] += 1
         is_busy = self.seen[body["prompt"]] == 1 and random.random() < self.busy
+        is_busy |= body["prompt"] == "poison"
         status = 400 if body["prompt"] == "bad" else 503 if is_busy else 200
         content = json.dumps({"echo": body}).encode()
         self.send_response(status)
-        for name, value in {"content-length": str(len(content)), "retry-after": "0.01"}.items():
+        headers = {"content-length": str(len(content)), "retry-after": "0.01"}
+        if body["prompt"] == "poison":
+            headers["x-should-retry"] = "false"
+        for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(content)
@@ -122,6 +126,7 @@ def test_errors_are_results_of_their_lines(tmp_path: Path, url: str) -> None:
         [],
         line("bad"),
         line("e", body={"prompt": "e", "priority": 3}),
+        line("poison"),
     )
     with source.open("a") as file:
         file.write("{no json\n\n")
@@ -138,7 +143,7 @@ def test_errors_are_results_of_their_lines(tmp_path: Path, url: str) -> None:
         5: "stream",
         6: "custom_id",
         7: "object",
-        10: "JSON",
+        11: "JSON",
     }
     assert wrong.keys() == words.keys()
     assert all(words[number] in message for number, message in wrong.items())
@@ -148,7 +153,9 @@ def test_errors_are_results_of_their_lines(tmp_path: Path, url: str) -> None:
     before = results(tmp_path / "out.jsonl")
     assert batch(source, tmp_path / "out.jsonl", "--url", url).exit_code == 0
     assert results(tmp_path / "out.jsonl") == before
-    assert Echo.seen == Counter({"a": 1, "bad": 1, "e": 1})
+    assert Echo.seen == Counter({"a": 1, "bad": 1, "e": 1, "poison": 1}), (
+        "a router says what is final"
+    )
 
 
 def test_a_batch_that_cannot_go_on_stops_and_goes_on_later(tmp_path: Path, url: str) -> None:

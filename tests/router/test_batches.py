@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +18,12 @@ import pytest
 from openai_kit import Port, answers, open_port, says
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from router import errors
+from router.batching.lines import Line
 from router.doors.auth import TokenGate
 from router.doors.batches.multipart import Upload
 from router.doors.batches.room import Room
+from router.doors.batches.runner import _expire
 from router.doors.batches.store import ENDED, FileStore
 from router.doors.database import Bounds
 from router.errors import RouterError
@@ -125,6 +128,48 @@ async def test_lines_that_are_not_done_in_time_say_so(tmp_path: Path) -> None:
         assert bad.pop("waits")["code"] == "batch_expired"
         assert [one["code"] for one in bad.values()] == ["invalid_line"]
     files.close()
+
+
+async def test_what_says_that_it_is_final_is_not_sent_again(tmp_path: Path) -> None:
+    """A request that kills workers is not given to the next ones."""
+    raised = [
+        errors.poison_request(2, 1, started=True),
+        errors.worker_lost_mid_stream(1),
+        errors.deadline_exceeded(1),
+        errors.quota_exceeded("tokens", 0, 9, 4),
+        errors.no_workers(retry_after_s=0.01),
+    ]
+    asked = Counter[int]()
+
+    async def script(job: Job) -> AsyncGenerator[JobEvent]:
+        asked[number := job.stopping.max_tokens - 1] += 1
+        if asked[number] == 1:
+            raise raised[number]
+        async for event in says("The fox")(job):
+            yield event
+
+    files = FileStore(str(tmp_path / "kept"), BOUNDS)
+    async with open_port(tmp_path, script, files=files) as port:
+        each = [
+            lines(str(number), body={"prompt": "fox", "max_tokens": number + 1})
+            for number in range(len(raised))
+        ]
+        done = await ended(port, await begin(port, b"".join(each)))
+        assert asked == Counter({0: 1, 1: 1, 2: 1, 3: 1, 4: 2})
+        assert (done.request_counts.completed, done.request_counts.failed) == (1, 4)
+    files.close()
+
+
+def test_lines_that_expire_are_not_held_together() -> None:
+    kept: dict[str, str] = {}
+
+    def asked() -> Iterator[Line]:
+        for number in range(1, 4):
+            assert len(kept) == number - 1, "the one before is written"
+            yield Line(number, str(number))
+
+    write = lambda result: kept.update({result["id"]: ""})  # noqa: E731
+    assert _expire(asked(), SimpleNamespace(done=kept, write=write)) == 3  # type: ignore[arg-type]
 
 
 async def test_reading_listing_and_deleting(port: Port) -> None:

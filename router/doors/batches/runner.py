@@ -319,11 +319,13 @@ def _open(held: ExitStack, paths: list[Path]) -> _Results | None:
 
 def _expire(lines: Iterator[Line], results: _Results) -> int:
     """Says of each line that is not done that its batch expired. Returns how many there are."""
-    left = [line for line in lines if line.id not in results.done]
-    with suppress(BatchError):  # No room: the counts say it.
-        for line in left:
-            results.write(expired(line))
-    return len(left)
+    left = 0
+    for line in lines:  # None is kept: together they may be as large as the file.
+        if line.id not in results.done:
+            left += 1
+            with suppress(BatchError):  # No room: the counts say it.
+                results.write(expired(line))
+    return left
 
 
 def _count_lines(path: Path) -> int:

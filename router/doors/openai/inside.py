@@ -107,4 +107,4 @@ class Inside:
             error=failed if status >= 500 else "",
         )
         call.record.write(call.id, call.arrived_ns, status, failed)
-        return Answer(status, call.id, content, retry_after_s)
+        return Answer(status, call.id, content, retry_after_s, is_final=retry_after_s is None)
