@@ -46,7 +46,7 @@ from engine.schedule.sequences import (
 )
 from engine.schedule.slots import SlotState
 from engine.stopping import end_reason
-from engine.tiers.protocol import PageTiers
+from engine.tiers.protocol import PageTiers, Wait
 from engine.types import (
     EndReason,
     Event,
@@ -389,11 +389,14 @@ class Requests:
         self.preempted.append(sequence)
 
     def compute_again(self, task: PrefillTask) -> None:
-        """Nothing that was computed of a prompt counts, and nothing of it was told."""
+        """Nothing that was computed of a prompt counts, and nothing of it was told. It waits for
+        nothing: what was wrong may still be in a tier, which would bring it again."""
         self._release_spares(task.leader.active)
         for sequence in task.sequences:
             if sequence.slot >= 0:
                 self.finish_preemption(sequence, computed=False)
+                sequence.wait = Wait()
+        task.leader.active.wait = Wait()  # Beams begin again as a request.
 
     # -- reporting ------------------------------------------------------------------------------
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 from engine_kit import build, check_baseline, finish, submit
+from test_states import spoil
 from test_tiers_engine import talk
 from test_tiers_stores import conversations
 from tiny_families import EVERY, HYBRIDS
 from tiny_models import write_tiny_model
 from waiting import wait_until
 
+from engine.beams.params import BeamParams
 from engine.tiers.stores.opening import address_of
 
 SMALL = {
@@ -78,6 +80,36 @@ def test_a_resume_point_comes_from_a_store(model, want, tmp_path, kind, ranks):
         finish(*runs)
         assert [run.tokens[0] for run in runs] == [answers[0] for answers in want]
         assert again.load().tiers.loaded_tokens[kind] >= 256, "objects outlive the worker"
+        check_baseline(again)
+    finally:
+        again.stop()
+
+
+@pytest.mark.parametrize("beams", [None, pytest.param(BeamParams(2), marks=pytest.mark.slow)])
+def test_a_wrong_state_in_a_store_is_found_once_by_a_request(tmp_path, beams):
+    """The store still has it when the prompt is computed again."""
+    options = {**HYBRIDS["qwen3_next"], "max_positions": 1024}
+    path = write_tiny_model(tmp_path / "tiny", tokenizer=False, **options)
+    plain = build(path, num_pages=41, page_size=64, max_step_tokens=256)
+    prompts = conversations(20)
+    want = [submit(plain, prompt, 5, beams=beams) for prompt in prompts]
+    finish(*want)
+    plain.stop()
+    options = {**SMALL, "kv_stores": (f"disk:{tmp_path}/kv?gib=0.2",)}
+    engine = build(path, **options)
+    for prompt in prompts:
+        finish(submit(engine, prompt, 5))
+        spoil(engine)
+    engine.stop()
+    again = build(path, **options)
+    try:
+        for prompt, wanted in zip(prompts, want, strict=True):
+            run = submit(again, prompt, 5, beams=beams)
+            finish(run)
+            assert run.tokens == wanted.tokens
+        load = again.load()
+        assert load.tiers.loaded_tokens["disk"] > 0
+        assert 0 < load.preemptions <= len(prompts)
         check_baseline(again)
     finally:
         again.stop()
