@@ -14,7 +14,15 @@ from tiny_models import tiny_config
 from engine.model import ModelError, UnsupportedModelError, load_model
 from engine.model.families import FAMILIES
 from engine.model.shard import Shard
-from engine.model.wrapped.classes import BIASES, BY_LENGTH, ENCODER, IMAGES, QUANTISED, RECURRENT
+from engine.model.wrapped.classes import (
+    BIASES,
+    BY_LENGTH,
+    ENCODER,
+    IMAGES,
+    QUANTISED,
+    RECURRENT,
+    find,
+)
 
 INDEX = "attention over tokens that an index chooses"
 OWN = "its attention does not ask transformers' table"
@@ -94,6 +102,43 @@ def test_code_in_a_folder_is_never_run(tmp_path):
     )  # fmt: skip
     assert loaded.config.architecture == "LlamaForCausalLM"
     assert not ran.exists()
+
+
+KERNEL = "org/repo"
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"attn_implementation": KERNEL},
+        {"_attn_implementation": KERNEL},
+        {"_attn_implementation": {"": KERNEL}},
+        {"experts_implementation": KERNEL},
+        {"_experts_implementation": KERNEL},
+        {"attribute_map": {"foo": "_attn_implementation"}, "foo": KERNEL},
+        {"attribute_map": {"_attn_implementation": "foo"}, "foo": KERNEL},
+        {"per_layer_config": {"0": {"_attn_implementation": KERNEL}}},
+    ],
+    ids=json.dumps,
+)
+def test_kernels_that_a_folder_names_are_not_fetched(tmp_path, monkeypatch, stated):
+    import transformers.modeling_utils as theirs
+
+    asked = []
+    known = theirs.is_kernel
+    monkeypatch.setattr(theirs, "is_kernel", lambda name: asked.append(name) or known(name))
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = tiny_config("qwen3_moe", **experts).to_dict() | {"architectures": None}
+    (tmp_path / "config.json").write_text(json.dumps(config | stated))
+    _, found = find(tmp_path)
+    assert {found._attn_implementation, found._experts_implementation} == {None}
+    assert KERNEL not in found.to_json_string(use_diff=False) or "foo" in stated
+    load_model(
+        str(tmp_path), dtype=torch.float32, device=torch.device("cpu"),
+        model_impl="transformers", load_format="dummy",
+    )  # fmt: skip
+    assert asked
+    assert KERNEL not in asked
 
 
 def test_other_classes_and_words_are_named(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -18,6 +19,12 @@ QUANTISED: Final = "its checkpoint is in few bits; float ones are read, which FP
 _STATES: Final = ("linear", "mamba", "conv", "recurrent", "delta", "hybrid")
 """What types of layers with a state are called."""
 _BY_LENGTH: Final = ("dynamic", "longrope")
+_CODE: Final = re.compile(
+    "auto_map|quantization_config|attribute_map|sub_configs"
+    "|_?(attn|experts)_implementation(_internal)?"
+)
+"""Keys that are left out: transformers would fetch kernels, and run them, that a folder names as an
+implementation."""
 _TOWERS: Final = ("vision_config", "audio_config")
 
 
@@ -75,12 +82,21 @@ def _built(name: str, model_type: str, stated: Mapping[str, Any], folder: Path) 
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    left = ("auto_map", "quantization_config")
-    own = {key: value for key, value in stated.items() if key not in left}
     try:
-        return getattr(transformers, name), CONFIG_MAPPING[model_type].from_dict(own)
+        config = CONFIG_MAPPING[model_type].from_dict(_harmless(stated))
+        # As without such keys: transformers chooses among its own, and ours takes its place.
+        config._attn_implementation = config._experts_implementation = None
+        return getattr(transformers, name), config
     except Exception as error:  # Of any kind: transformers computes with what it has not checked.
         raise ModelError(f"{name}: {folder / 'config.json'} is not a valid config") from error
+
+
+def _harmless(stated: Any) -> Any:
+    """What a folder states, of parts as well, without what names code or renames attributes."""
+    if isinstance(stated, Mapping):
+        own = {key: value for key, value in stated.items() if not _CODE.fullmatch(key)}
+        return {key: _harmless(value) for key, value in own.items()}
+    return [_harmless(each) for each in stated] if isinstance(stated, list) else stated
 
 
 def _obstacles(kind: Any, config: Any, stated: Mapping[str, Any]) -> Iterator[str]:
