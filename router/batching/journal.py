@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from pydantic_core import to_json
+
 from router.batching.lines import BatchError
 
 
@@ -67,20 +69,36 @@ class Journal:
         return done, whole
 
     def write(self, result: Mapping[str, Any]) -> int:
-        """Appends a result. Returns its bytes."""
+        """Appends a result, or nothing of it. Returns its bytes.
+
+        Raises:
+            BatchError: the journal is closed.
+            OSError: the disk is full.
+        """
         try:
-            line = json.dumps(result, ensure_ascii=False).encode()
-        except UnicodeEncodeError:  # Half of a surrogate pair.
-            line = json.dumps(result).encode()
-        data = memoryview(line + b"\n")
+            line = to_json(result) + b"\n"
+        except ValueError:  # Half of a surrogate pair.
+            line = json.dumps(result).encode() + b"\n"
+        data = memoryview(line)
         with self._lock:
-            while data:  # A write takes all of it, unless the disk is full.
-                data = data[os.write(self._file, data) :]
-        return len(line) + 1
+            if self._file < 0:  # The number may be another file's by now.
+                raise BatchError("the results are closed")
+            try:
+                while data:  # A write takes all of it, unless the disk is full.
+                    data = data[os.write(self._file, data) :]
+            except OSError:
+                os.ftruncate(self._file, self.size)
+                raise
+            self.size += len(line)
+        return len(line)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.fsync(self._file)
-        os.close(self._file)
+        with self._lock:
+            file, self._file = self._file, -1
+            try:
+                os.fsync(file)
+            finally:
+                os.close(file)

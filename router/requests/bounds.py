@@ -137,6 +137,15 @@ class BodyShape:
         if size_bytes > LEAST_REQUEST_BYTES and size_bytes > (most := self.most_bytes()):
             raise errors.malformed_request(f"the request exceeds {most} bytes")
 
+    def check_known(self, size_bytes: int) -> None:
+        """Asks for patience where a bound is not known yet, since no worker is attached.
+
+        Raises:
+            RouterError: NO_WORKERS.
+        """
+        if size_bytes > LEAST_ELEMENTS and not self._largest_context():
+            raise errors.no_workers()
+
     def check_message(self, data: bytes, kind: Descriptor) -> None:
         """Checks the bytes of a gRPC message.
 

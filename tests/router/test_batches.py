@@ -19,11 +19,12 @@ from openai_kit import Port, answers, open_port, says
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from router import errors
-from router.batching.lines import Line
+from router.batching.journal import Journal
+from router.batching.lines import BatchError, Line, answered
 from router.doors.auth import TokenGate
 from router.doors.batches.multipart import Upload
 from router.doors.batches.room import Room
-from router.doors.batches.runner import _expire
+from router.doors.batches.runner import _count_lines, _expire, _Results
 from router.doors.batches.store import ENDED, FileStore
 from router.doors.database import Bounds
 from router.errors import RouterError
@@ -169,7 +170,85 @@ def test_lines_that_expire_are_not_held_together() -> None:
             yield Line(number, str(number))
 
     write = lambda result: kept.update({result["id"]: ""})  # noqa: E731
-    assert _expire(asked(), SimpleNamespace(done=kept, write=write)) == 3  # type: ignore[arg-type]
+    _expire(asked(), SimpleNamespace(done=kept, write=write))  # type: ignore[arg-type]
+    assert len(kept) == 3
+
+
+def test_a_journal_stays_whole_and_writes_no_other_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = {"id": "1", "custom_id": "a"}
+    with Journal(tmp_path / "out") as journal:
+        assert journal.write(result) == journal.size
+        write = os.write
+        parts = iter([lambda file, data: write(file, data[:5]), lambda *_: os.write(-1, b"")])
+        monkeypatch.setattr(os, "write", lambda file, data: (
+            next(parts)(file, data) if file >= 0 else write(file, data)))  # fmt: skip
+        with pytest.raises(OSError, match="Bad file"):
+            journal.write(result)
+        monkeypatch.undo()
+        journal.write({"id": "2", "custom_id": "\ud800"})
+    with (tmp_path / "other").open("wb") as other:  # Most likely by the journal's number.
+        with pytest.raises(BatchError, match="closed"):
+            journal.write(result)
+        assert other.tell() == os.fstat(other.fileno()).st_size == 0
+    with Journal(tmp_path / "out") as journal:
+        assert journal.done == {"1": "a", "2": "\ud800"}
+
+
+def test_a_batch_that_has_ended_keeps_nothing_more(tmp_path: Path) -> None:
+    with Journal(tmp_path / "out") as output, Journal(tmp_path / "errors") as wrong:
+        held = _Results(output, wrong)
+        held.room = 1000
+        held.write(answered(Line(1, "a"), 200, "", {}))
+        held.write(answered(Line(1, "a"), 400, "", {}))
+        held.write(answered(Line(2, "b"), 400, "", {}))
+        assert held.end() == (1, 1)
+        with pytest.raises(BatchError, match="ended"):
+            held.write(answered(Line(3, "c"), 200, "", {}))
+        assert (len(output._read()[0]), len(wrong._read()[0])) == (1, 1)
+
+
+async def test_damaged_results_fail_their_batch(tmp_path: Path) -> None:
+    files = FileStore(str(tmp_path / "kept"), BOUNDS)
+    name, descriptor = files.begin()
+    os.write(descriptor, lines("a"))
+    os.close(descriptor)
+    stated = {"endpoint": URL, "input_file_id": "file-1"}
+    begun = await files.add_batch("", files.contents / name, stated, 86400.0)
+    batch = await files.batch(begun["id"])
+    assert batch is not None
+    (files.contents / batch.output).write_text("{}\n")
+    async with open_port(tmp_path, says("The fox"), files=files):
+        for _ in range(100):
+            if (batch := await files.batch(begun["id"])) and batch.status in ENDED:
+                break
+            await asyncio.sleep(0.05)
+        assert batch is not None
+        assert (batch.status, batch.object["errors"]["data"][0]["code"]) == ("failed", "stopped")
+    files.close()
+
+
+async def test_a_large_line_waits_for_workers(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which alone say how large a request may be."""
+    asked = 0
+    assert port.server._batches is not None
+    inside = port.server._batches._inside
+    known = inside.shape._models
+
+    def later() -> Any:
+        nonlocal asked
+        asked += 1
+        return known() if asked > 2 else ()
+
+    monkeypatch.setattr(inside.shape, "_models", later)
+    answer = await inside.send(URL, {"prompt": "fox " * 300_000, "max_tokens": 2})
+    assert (answer.status, answer.is_final) == (503, False)
+
+
+def test_empty_lines_do_not_count(tmp_path: Path) -> None:
+    (path := tmp_path / "in").write_bytes(b"\n a\n \r\n" + b" " * (3 << 20) + b"b")
+    assert _count_lines(path) == 2
 
 
 async def test_reading_listing_and_deleting(port: Port) -> None:

@@ -26,7 +26,7 @@ from router.batching.journal import Journal, TakenError
 from router.batching.lines import BatchError, Line, expired, read_lines
 from router.batching.running import Answer, run
 from router.doors.batches.store import ENDED
-from router.requests.bounds import MOST_BATCH_LINES
+from router.requests.bounds import MOST_BATCH_LINES, MOST_REQUEST_BYTES
 
 if TYPE_CHECKING:
     from router.call import Caller
@@ -148,6 +148,9 @@ class BatchRunner:
             self.look()
         except TakenError:
             pass  # Another router runs it.
+        except BatchError:  # It would be so again.
+            one.counts = batch.object["request_counts"]
+            await self._finish(batch, one, None, "failed", "stopped", "its results are damaged")
         except (OSError, sqlite3.Error) as error:
             logger.error("a batch cannot go on: %s", error, extra={"batch": batch.id})
             await asyncio.sleep(LOOK_S)
@@ -156,25 +159,25 @@ class BatchRunner:
 
     async def _own(self, batch: Batch, one: _Running, results: _Results) -> None:
         """Runs a batch whose results this process holds."""
-        finish = partial(self._finish, batch)
+        finish = partial(self._finish, batch, one, results)
         completed, failed = results.counts
         one.counts = {**batch.object["request_counts"], "completed": completed, "failed": failed}
         caller = self._gate.caller_named(batch.tenant)
         if batch.status == "cancelling":
-            await finish("cancelled", one)
+            await finish("cancelled")
             return
         if caller is None:
-            await finish("failed", one, "tenant_gone", "its tenant is not served any more")
+            await finish("failed", "tenant_gone", "its tenant is not served any more")
             return
         source = self._store.contents / batch.content
         try:
             one.counts["total"] = total = await asyncio.to_thread(_count_lines, source)
         except FileNotFoundError:
-            await finish("failed", one, "file_gone", "its input file is gone")
+            await finish("failed", "file_gone", "its input file is gone")
             return
         if not 1 <= total <= MOST_BATCH_LINES:
             rule = f"a batch has 1 to {MOST_BATCH_LINES} lines"
-            await finish("failed", one, "wrong_number_of_lines", rule)
+            await finish("failed", "wrong_number_of_lines", rule)
             return
         if batch.status == "validating":
             counts = one.counts
@@ -189,20 +192,19 @@ class BatchRunner:
                     self._work(self._lines(batch, source), results, one, caller, batch.id)
                 )
         except TimeoutError:
-            lines = self._lines(batch, source)
-            one.counts["failed"] += await asyncio.to_thread(_expire, lines, results)
-            await finish("expired", one)
+            await asyncio.to_thread(_expire, self._lines(batch, source), results)
+            await finish("expired")
         except BatchError as error:
-            await finish("failed", one, "stopped", str(error))
+            await finish("failed", "stopped", str(error))
         else:
             if one.is_cancelled:
-                await finish("cancelled", one)
+                await finish("cancelled")
             elif not self._draining.is_set():
                 await self._store.change(batch.id, status="finalizing")
-                await finish("completed", one)
+                await finish("completed")
 
     def _lines(self, batch: Batch, source: Path) -> Iterator[Line]:
-        return read_lines(source, (batch.object["endpoint"],), self._inside.shape.most_bytes())
+        return read_lines(source, (batch.object["endpoint"],), MOST_REQUEST_BYTES)
 
     async def _work(
         self,
@@ -232,8 +234,17 @@ class BatchRunner:
         )
 
     async def _finish(
-        self, batch: Batch, status: str, one: _Running, code: str = "", message: str = ""
+        self,
+        batch: Batch,
+        one: _Running,
+        results: _Results | None,
+        status: str,
+        code: str = "",
+        message: str = "",
     ) -> None:
+        if results is not None:  # What was under way may have had its answer.
+            completed, failed = await asyncio.to_thread(results.end)
+            one.counts.update(completed=completed, failed=failed)
         fields: dict[str, object] = {"request_counts": one.counts}
         if code:
             wrong = {"code": code, "message": message, "param": None, "line": None}
@@ -284,9 +295,11 @@ class _Results:
         self._journals = output, errors
         self._lock = threading.Lock()
         self.done = {**output.done, **errors.done}
-        self.counts = len(output.done), len(errors.done)
+        self.counts = [len(output.done), len(errors.done)]
+        """Lines that went well, and others."""
         self.room = 0
         """Bytes that may still be written."""
+        self._is_ended = False
 
     @property
     def size(self) -> int:
@@ -297,16 +310,26 @@ class _Results:
         """Keeps a result, the first one of a line.
 
         Raises:
-            BatchError: the tenant has no room for it.
+            BatchError: the tenant has no room for it, or the batch has ended.
         """
         if self.room <= 0:
             raise BatchError("the tenant's files leave no room for results")
         response = result["response"]
         went_well = response is not None and response["status_code"] < 400
         with self._lock:  # A thread may still write what was under way when the batch expired.
+            if self._is_ended:
+                raise BatchError("the batch has ended")
             if result["id"] not in self.done:
-                self.done[result["id"]] = result["custom_id"]
                 self.room -= self._journals[not went_well].write(result)
+                self.done[result["id"]] = result["custom_id"]
+                self.counts[not went_well] += 1
+
+    def end(self) -> tuple[int, int]:
+        """Keeps nothing from now on. Returns the lines that went well, and the others."""
+        with self._lock:
+            self._is_ended = True
+            completed, failed = self.counts
+            return completed, failed
 
 
 def _open(held: ExitStack, paths: list[Path]) -> _Results | None:
@@ -317,24 +340,25 @@ def _open(held: ExitStack, paths: list[Path]) -> _Results | None:
         return None
 
 
-def _expire(lines: Iterator[Line], results: _Results) -> int:
-    """Says of each line that is not done that its batch expired. Returns how many there are."""
-    left = 0
+def _expire(lines: Iterator[Line], results: _Results) -> None:
+    """Says of each line that is not done that its batch expired."""
     for line in lines:  # None is kept: together they may be as large as the file.
         if line.id not in results.done:
-            left += 1
-            with suppress(BatchError):  # No room: the counts say it.
+            try:
                 results.write(expired(line))
-    return left
+            except BatchError:  # No room.
+                results.counts[1] += 1
 
 
 def _count_lines(path: Path) -> int:
+    """Empty ones are none, as they are to `read_lines`."""
+    count, has_text = 0, False
     with path.open("rb") as file:
-        count, rest = 0, b"\n"
-        while data := file.read(1 << 20):
-            count += data.count(b"\n")
-            rest = data
-    return count + (not rest.endswith(b"\n"))
+        while data := file.readline(1 << 20):
+            has_text = has_text or not data.isspace()
+            if data.endswith(b"\n"):
+                count, has_text = count + has_text, False
+    return count + has_text
 
 
 def _share(at_once: int, caller: Caller) -> int:

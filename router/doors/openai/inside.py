@@ -89,6 +89,7 @@ class Inside:
         failed = ""
         try:
             data = json.dumps(body).encode()
+            self.shape.check_known(len(data))
             self.shape.check_json(data)
             answer = await self.methods[url](data, call, batch)
             del data
