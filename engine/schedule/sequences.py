@@ -91,8 +91,10 @@ class ActiveRequest:
 
     @property
     def is_prepared(self) -> bool:
-        """Whether it need not wait for its matchers."""
-        return self.matchers is None or self.matchers.done()
+        """Whether it need not wait for its matchers. Where they cannot be made it waits until it is
+        told so, and fails."""
+        made = self.matchers
+        return made is None or (made.done() and made.exception() is None)
 
     def goes_with(self, sequence: Sequence) -> bool:
         """Whether its sequences run only together with this one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from concurrent.futures import Future
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,8 +17,18 @@ from tiny_models import write_tiny_model
 from tokenizers import Tokenizer
 
 from engine.engine import Engine
+from engine.masks.matchers import GrammarError, TokenMatcher
 from engine.masks.rules import MinTokens, bits_of
-from engine.types import EndReason, FailureReason, SamplingParams, ThinkingBudget
+from engine.schedule.sequences import ActiveRequest
+from engine.types import (
+    EndReason,
+    FailureReason,
+    Mode,
+    Request,
+    SamplingParams,
+    StopRules,
+    ThinkingBudget,
+)
 
 PERSON = {
     "type": "object",
@@ -179,6 +190,14 @@ def test_thinking_ends_when_its_tokens_are_spent(engine: Engine) -> None:
     done = submit(engine, PROMPT, 30, sampling=wild(thinking=bound), generated=[[1, 9, 8, 2]])
     finish(done)
     assert (9, 8) not in list(pairwise(done.tokens[0])), "it had ended by itself"
+
+
+def test_a_grammar_that_cannot_be_made_is_never_admitted() -> None:
+    """Also in the moment between its failure and the word of it."""
+    failed: Future[list[TokenMatcher]] = Future()
+    failed.set_exception(GrammarError("no"))
+    request = Request(b"a", np.array(PROMPT, np.int32), FORMED, StopRules(2), Mode.WHOLE)
+    assert not ActiveRequest(request, lambda _: None, 0, matchers=failed).is_prepared
 
 
 def test_one_request_without_a_token_fails_alone(engine: Engine) -> None:
