@@ -12,6 +12,7 @@ from google.rpc import error_details_pb2 as details
 from google.rpc import status_pb2
 
 from router import errors
+from router.doors.batches import refusals as of_batches
 from router.doors.http.bodies import unsupported_encoding
 from router.doors.http.statuses import http_status
 from router.doors.responses import refusals
@@ -35,6 +36,9 @@ ROWS: list[tuple[RouterError, grpc.StatusCode, str, type[Message] | None]] = [
         details.BadRequest,
     ),
     (errors.model_not_found("m"), Code.NOT_FOUND, "MODEL_NOT_FOUND", details.ResourceInfo),
+    (of_batches.file_not_found(), Code.NOT_FOUND, "FILE_NOT_FOUND", None),
+    (of_batches.batch_not_found(), Code.NOT_FOUND, "BATCH_NOT_FOUND", None),
+    (of_batches.store_full("files", 9), Code.RESOURCE_EXHAUSTED, "STORE_FULL", None),
     (refusals.response_not_found(), Code.NOT_FOUND, "RESPONSE_NOT_FOUND", None),
     (
         refusals.previous_response_not_found(),
