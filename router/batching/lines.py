@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -35,6 +35,8 @@ class Line:
     body: dict[str, Any] | None = None
     wrong: str = ""
     """The rule that the line breaks; empty: none."""
+    size: int = 0
+    """Bytes in the file."""
 
     @property
     def id(self) -> str:
@@ -43,7 +45,10 @@ class Line:
 
 
 def read_lines(
-    path: Path, urls: Sequence[str] = URLS, most_bytes: int = MOST_LINE_BYTES
+    path: Path,
+    urls: Sequence[str] = URLS,
+    most_bytes: int = MOST_LINE_BYTES,
+    wrong: Callable[[bytes], str] = lambda _: "",
 ) -> Iterator[Line]:
     """The requests of a file, one at a time. Empty lines are none.
 
@@ -51,6 +56,7 @@ def read_lines(
         path: the file.
         urls: those that a line may name.
         most_bytes: of a line.
+        wrong: the rule that a line's bytes break, before they are parsed; empty: none.
 
     Raises:
         OSError: the file cannot be read.
@@ -64,8 +70,9 @@ def read_lines(
                 while data and not data.endswith(b"\n"):
                     data = file.readline(most_bytes)
                 yield Line(number, "", wrong=f"a line has at most {most_bytes} bytes")
-            elif data.strip():
-                yield _line(number, data, seen, urls)
+            elif not data.isspace():
+                rule = wrong(data)
+                yield Line(number, "", wrong=rule) if rule else _line(number, data, seen, urls)
 
 
 def _line(number: int, data: bytes, seen: set[bytes], urls: Sequence[str]) -> Line:
@@ -89,7 +96,7 @@ def _line(number: int, data: bytes, seen: set[bytes], urls: Sequence[str]) -> Li
     seen.add(digest)
     if wrong := next((rule for holds, rule in rules if not holds), ""):
         return Line(number, custom_id, wrong=wrong)
-    return Line(number, custom_id, str(url), body)
+    return Line(number, custom_id, str(url), body, size=len(data))
 
 
 def answered(line: Line, status: int, request_id: str, body: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -28,7 +29,11 @@ STOPS: Final = frozenset((401, 403))
 LOWEST_PRIORITY: Final = 100
 """Lower numbers run first, as in vLLM's server; this is the last."""
 READ_AT_ONCE: Final = 8
-"""Lines that are read in one go on a thread; not tuned."""
+"""Lines that are read in one go on a thread, unless they are large; not tuned."""
+MOST_READ_BYTES: Final = 1 << 20
+"""Bytes of lines beyond which no further one is read in one go."""
+MOST_BYTES: Final = 32 << 20
+"""Bytes of lines under way, or one line that is larger. As objects they take several times that."""
 
 
 class Answer(NamedTuple):
@@ -96,6 +101,18 @@ async def run(
         raise one.why
 
 
+def _some(lines: Iterator[Line]) -> list[Line]:
+    """The next lines: `READ_AT_ONCE`, or as many as have `MOST_READ_BYTES`."""
+    some: list[Line] = []
+    size = 0
+    for line in islice(lines, READ_AT_ONCE):
+        some.append(line)
+        size += line.size
+        if size > MOST_READ_BYTES:
+            break
+    return some
+
+
 class _Run:
     def __init__(
         self,
@@ -113,18 +130,29 @@ class _Run:
         self._told = told
         self._ended = ended
         self.why: Exception | None = None
+        self._bytes = 0
+        """Bytes of the lines under way."""
+        self._freed = asyncio.Condition()
+
+    def _fits(self, size: int) -> bool:
+        return not self._bytes or self._bytes + size <= MOST_BYTES
 
     async def all(self, lines: Iterator[Line], room: asyncio.Semaphore) -> None:
         left = filter(self._is_left, lines)
         async with asyncio.TaskGroup() as tasks:
             try:
-                while read := await asyncio.to_thread(lambda: list(islice(left, READ_AT_ONCE))):
-                    for line in read:
+                while read := await asyncio.to_thread(_some, left):
+                    while read:
+                        line = read.pop(0)
                         await room.acquire()
+                        async with self._freed:
+                            await self._freed.wait_for(partial(self._fits, line.size))
+                            self._bytes += line.size
                         if self._ended.is_set():
                             return
                         task = tasks.create_task(self._one(line))
                         task.add_done_callback(lambda _: room.release())
+                        del line
             except (BatchError, OSError) as error:
                 self._stop(error)
 
@@ -150,6 +178,10 @@ class _Run:
                 await self._keep(result, went_well=answer.status < 400)
         except Exception as error:
             self._stop(error)
+        finally:
+            self._bytes -= line.size
+            async with self._freed:
+                self._freed.notify_all()
 
     async def _keep(self, result: Mapping[str, Any], *, went_well: bool) -> None:
         await asyncio.to_thread(self._results.write, result)

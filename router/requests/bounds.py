@@ -109,6 +109,20 @@ def most_connections() -> ConnectionLimits:
     return ConnectionLimits(http=free - of_grpc, grpc=of_grpc)
 
 
+def broken_shape(data: bytes, most_elements: Callable[[], int]) -> str:
+    """The bound on elements that JSON breaks, so that it is not to be parsed; empty: none."""
+    if len(data) <= LEAST_ELEMENTS:
+        return ""
+    most = most_elements()
+    if data.count(b"{") + data.count(b"[") > most:
+        return f"holds more than {most} objects and lists"
+    if data.count(b":") > most:  # One in each entry of an object; in a text, a token each.
+        return f"has more than {most} colons"
+    if data.count(b",") > COMMAS_AN_ELEMENT * most:
+        return f"has more than {COMMAS_AN_ELEMENT * most} commas"
+    return ""
+
+
 class BodyShape:
     """Checks requests by their bytes, before they are parsed.
 
@@ -165,17 +179,8 @@ class BodyShape:
             RouterError: MALFORMED_REQUEST.
         """
         self.check_size(len(body))
-        if len(body) <= LEAST_ELEMENTS:
-            return
-        most = self.most_elements()
-        if body.count(b"{") + body.count(b"[") > most:
-            raise errors.malformed_request(f"the body holds more than {most} objects and lists")
-        if body.count(b":") > most:  # One in each entry of an object; in a text, a token each.
-            raise errors.malformed_request(f"the body has more than {most} colons")
-        if body.count(b",") > COMMAS_AN_ELEMENT * most:
-            raise errors.malformed_request(
-                f"the body has more than {COMMAS_AN_ELEMENT * most} commas"
-            )
+        if rule := broken_shape(body, self.most_elements):
+            raise errors.malformed_request(f"the body {rule}")
 
     def _largest_context(self) -> int:
         return max((model.max_context_tokens for model in self._models()), default=0)

@@ -22,8 +22,8 @@ from typer.testing import CliRunner, Result
 
 from console.cli import app
 from router.batching.journal import Journal
-from router.batching.lines import BatchError, read_lines
-from router.batching.running import Answer, NobodyError, run
+from router.batching.lines import BatchError, Line, read_lines
+from router.batching.running import MOST_BYTES, Answer, NobodyError, run
 
 LINES = 120
 
@@ -187,6 +187,31 @@ def test_a_batch_that_cannot_go_on_stops_and_goes_on_later(tmp_path: Path, url: 
     write(source, *(line(f"s{number}") for number in range(8)))
     assert "of another file" in batch(source, target, "--url", url).output.replace("\n", " ")
     assert "is no file of results" in batch(target, source, "--url", url).output.replace("\n", " ")
+
+
+@pytest.mark.parametrize(("size", "most"), [(1000, 8), (MOST_BYTES // 2, 2), (2 * MOST_BYTES, 1)])
+def test_large_lines_are_not_many_at_once(tmp_path: Path, size: int, most: int) -> None:
+    under_way, seen, taken = 0, [], 0
+
+    def lines() -> Iterator[Line]:
+        nonlocal taken
+        for number in range(1, 21):
+            taken += 1
+            yield Line(number, str(number), "/", {}, size=size)
+
+    async def send(_url: str, body: Any) -> Answer:
+        nonlocal under_way
+        under_way += 1
+        seen.append((under_way, taken))
+        await asyncio.sleep(0.01)
+        under_way -= 1
+        return Answer(200, "", body, None)
+
+    with Journal(tmp_path / "out") as journal:
+        asyncio.run(run(lines(), journal, send, at_once=8))
+    assert len(results(tmp_path / "out")) == 20
+    assert max(at_once for at_once, _ in seen) == most
+    assert most == 8 or all(read <= place + 2 * most for place, (_, read) in enumerate(seen))
 
 
 def test_a_model_in_this_process_runs_chats_completions_and_embeddings(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from router.batching.journal import Journal
 from router.batching.lines import BatchError, Line, answered
 from router.doors.auth import TokenGate
 from router.doors.batches.multipart import Upload
+from router.doors.batches.pages import FilePages
 from router.doors.batches.room import Room
 from router.doors.batches.runner import _count_lines, _expire, _Results
 from router.doors.batches.store import ENDED, FileStore
@@ -244,6 +245,47 @@ async def test_a_large_line_waits_for_workers(port: Port, monkeypatch: pytest.Mo
     monkeypatch.setattr(inside.shape, "_models", later)
     answer = await inside.send(URL, {"prompt": "fox " * 300_000, "max_tokens": 2})
     assert (answer.status, answer.is_final) == (503, False)
+
+
+async def test_a_line_of_many_elements_is_not_parsed(port: Port) -> None:
+    done = await ended(port, await begin(port, b"[" + b"[]," * 270_000 + b"[]]\n"))
+    (wrong,) = await results(port, done.error_file_id)
+    assert "objects and lists" in wrong["error"]["message"]
+
+
+@pytest.mark.parametrize("limit", ["0", "10001", "000000001" + "0" * 3000, "1" + "0" * 3000, "x"])
+async def test_a_limit_is_a_short_number(port: Port, limit: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await port.client.files.list(extra_query={"limit": limit})
+    assert caught.value.param == "limit"
+
+
+async def test_uploads_at_once_have_the_bound_of_one_each(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.doors.batches.pages.MOST_FILE_BYTES", 300_000)
+    receive, beside = FilePages._receive, 400_000
+
+    async def while_others(self: FilePages, *given: Any) -> Any:
+        self._arriving["a"] = beside
+        return await receive(self, *given)
+
+    monkeypatch.setattr(FilePages, "_receive", while_others)
+    assert (await upload(port, b"x" * 250_000)).bytes == 250_000
+    beside = 1_000_000
+    with pytest.raises(openai.RateLimitError):
+        await upload(port, b"x" * 250_000)
+    beside = 0
+    with pytest.raises(openai.BadRequestError):
+        await upload(port, b"x" * 350_000)
+
+
+async def test_a_batch_that_finds_no_room_leaves_no_files(tmp_path: Path) -> None:
+    files = FileStore(str(tmp_path), Bounds(1 << 20, 0, 30.0))
+    with pytest.raises(RouterError):
+        await files.add_batch("a", files.contents / "in", {"input_file_id": "file-1"}, 60.0)
+    assert list(files.contents.iterdir()) == []
+    files.close()
 
 
 def test_empty_lines_do_not_count(tmp_path: Path) -> None:
@@ -503,6 +545,8 @@ def test_a_form_is_read_however_its_bytes_come(size: int) -> None:
         ("multipart/form-data; boundary=B", form(('name="a"', b"x" * 2000))),
         ("multipart/form-data; boundary=B", form(*(('name="file"; filename="a"', b""),) * 2)),
         ("multipart/form-data; boundary=B", form(*((f'name="{n}"', b"") for n in range(20)))),
+        ("multipart/form-data; boundary=B", form(("name=file; filename*=undefined''x", b""))),
+        ("multipart/form-data; boundary=B", form((r"name=file; filename*=utf-7''+2AA-", b""))),
     ],
 )
 def test_what_is_no_form_is_refused(kind: str, content: bytes) -> None:

@@ -107,7 +107,11 @@ class Upload:
         if part != "file":
             self.fields[part] = ""
         elif self.filename is None:
-            self.filename = said.get_filename("")
+            try:
+                self.filename = said.get_filename("")
+                self.filename.encode()
+            except ValueError:  # Python's own charsets; half of a surrogate pair.
+                raise errors.malformed_request("the file's name is no text") from None
         else:
             raise errors.malformed_request("the form has more than one file")
 

@@ -129,14 +129,15 @@ class FilePages:
         refuse_foreign(request, self._origins)
         tenant = self._admit(request)
         store = self._store
-        room = min(await store.room(tenant), MOST_FILE_BYTES)
+        whole = await store.room(tenant)
+        room = min(whole, MOST_FILE_BYTES)
         said = request.headers.get("content-length", "")
         if said.isdecimal() and int(said) > room + MOST_FORM_BYTES:
             raise self._too_large(room)
         name, descriptor = store.begin()
         kept = False
         try:
-            upload, size = await self._receive(request, tenant, descriptor, room)
+            upload, size = await self._receive(request, tenant, descriptor, whole)
             filename, lives_s = _checked(upload)
             shown = await store.add(tenant, name, size, filename, "batch", lives_s)
             kept = True
@@ -149,10 +150,12 @@ class FilePages:
         return _json(shown)
 
     async def _receive(
-        self, request: Request, tenant: str, descriptor: int, room: int
+        self, request: Request, tenant: str, descriptor: int, whole: int
     ) -> tuple[Upload, int]:
-        """Reads the form, and writes its file. Returns the form, and the size of the file."""
+        """Reads the form, and writes its file, for which and all others under way the tenant has
+        `whole` bytes. Returns the form, and the size of the file."""
         size, came_bytes = 0, 0
+        room = min(whole, MOST_FILE_BYTES)
 
         def write(data: bytes) -> None:
             nonlocal size
@@ -168,8 +171,10 @@ class FilePages:
                     came(len(part))
                     came_bytes += len(part)
                     self._arriving[tenant] = self._arriving.get(tenant, 0) + len(part)
-                    if self._arriving[tenant] > room + MOST_FORM_BYTES:
+                    if came_bytes > room + MOST_FORM_BYTES:
                         raise self._too_large(room)
+                    if self._arriving[tenant] > whole + MOST_FORM_BYTES:
+                        raise refusals.store_full("bytes", self._store.bounds.most_bytes)
                     await asyncio.to_thread(upload.feed, part)
         except ClientDisconnect:
             raise refusals.wrong("file", "did not come whole") from None
@@ -257,7 +262,7 @@ class FilePages:
         """A page, the latest first, unless `order` is `asc`."""
         tenant, asked = self._admit(request), request.query_params
         said = asked.get("limit", str(MOST_LISTED))
-        if not said.isascii() or not said.isdigit() or not 1 <= int(said[:9]) <= 10_000:
+        if not _is_number(said, 1, 10_000):
             raise wrong("limit", "must be in [1, 10000]")
         limit = min(int(said), MOST_LISTED)
         found = await self._store.page(
@@ -295,9 +300,14 @@ def _checked(upload: Upload) -> tuple[str, float]:
     if upload.fields.get("expires_after[anchor]", "created_at") != "created_at":
         raise wrong("expires_after.anchor", "must be created_at")
     lives = upload.fields.get("expires_after[seconds]", "")
-    if lives and not (lives.isascii() and lives.isdigit() and 3600 <= int(lives[:9]) <= 2_592_000):
+    if lives and not _is_number(lives, 3600, 2_592_000):
         raise wrong("expires_after.seconds", "must be in [3600, 2592000]")
     return upload.filename, float(lives or "inf")
+
+
+def _is_number(said: str, least: int, most: int) -> bool:
+    is_short = said.isascii() and said.isdigit() and len(said) < 10
+    return is_short and least <= int(said) <= most
 
 
 def _json(content: JSON) -> Response:

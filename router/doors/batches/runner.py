@@ -26,7 +26,7 @@ from router.batching.journal import Journal, TakenError
 from router.batching.lines import BatchError, Line, expired, read_lines
 from router.batching.running import Answer, run
 from router.doors.batches.store import ENDED
-from router.requests.bounds import MOST_BATCH_LINES, MOST_REQUEST_BYTES
+from router.requests.bounds import BYTES_A_TOKEN, MOST_BATCH_LINES, MOST_REQUEST_BYTES, broken_shape
 
 if TYPE_CHECKING:
     from router.call import Caller
@@ -204,7 +204,7 @@ class BatchRunner:
                 await finish("completed")
 
     def _lines(self, batch: Batch, source: Path) -> Iterator[Line]:
-        return read_lines(source, (batch.object["endpoint"],), MOST_REQUEST_BYTES)
+        return read_lines(source, (batch.object["endpoint"],), MOST_REQUEST_BYTES, _broken)
 
     async def _work(
         self,
@@ -348,6 +348,12 @@ def _expire(lines: Iterator[Line], results: _Results) -> None:
                 results.write(expired(line))
             except BatchError:  # No room.
                 results.counts[1] += 1
+
+
+def _broken(data: bytes) -> str:
+    """The rule that a line breaks with any context. That of the workers is its request's."""
+    rule = broken_shape(data, lambda: MOST_REQUEST_BYTES // BYTES_A_TOKEN)
+    return f"the line {rule}" if rule else ""
 
 
 def _count_lines(path: Path) -> int:

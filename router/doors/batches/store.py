@@ -202,14 +202,14 @@ class FileStore:
                 **{f"{word}_at": None for word in ENDED},
                 "request_counts": {"total": 0, "completed": 0, "failed": 0},
             }
-            names = []
-            for name, descriptor in (self.begin(), self.begin()):
-                os.close(descriptor)
-                names.append(name)
-            row = (batch_id, tenant, 0, "validating", now_s, now_s + lives_s)
-            row = (*row, stated["input_file_id"], content.name, *names, to_json(shown))
             with self._database.written() as database:
                 self._check_room("batches", tenant, 0)
+                names = []
+                for name, descriptor in (self.begin(), self.begin()):
+                    os.close(descriptor)
+                    names.append(name)
+                row = (batch_id, tenant, 0, "validating", now_s, now_s + lives_s)
+                row = (*row, stated["input_file_id"], content.name, *names, to_json(shown))
                 database.execute(f"INSERT INTO batches VALUES (?{', ?' * 10})", row)
             return shown
 
