@@ -154,9 +154,9 @@ class Fused:
         self.table = self.table[: 2 * (PAGES // 2 - 1)].view(2, -1)
 
     def over(self, pool: KvPool, specs: Specs) -> Member:
-        if specs[0].taps is not None:
+        if specs and specs[0].taps is not None:
             return ShortConvBackend(pool, specs)
-        if specs[0].latents is not None:
+        if specs and specs[0].latents is not None:
             return LatentBackend(pool, specs, prompt_latents, decode_latents, self._library)
         return TritonBackend(pool, specs, prompt_attention, decode_attention)
 
@@ -248,7 +248,7 @@ def check(folder: Path, case: str) -> None:
     same(fused.step(rows), want[0][20:21], want[1][50:51])
     rows = [(0, 21, first[21:22]), (1, 51, second[51:60])]
     same(fused.step(rows, ends=True), want[0][21:22], want[1][59:60])
-    if case in PLAIN:
+    if case in PLAIN and fused.pool.num_layers:
         check_hooks(fused, first, second, want)
 
 

@@ -13,9 +13,14 @@ from pathlib import Path
 
 import debian
 import pytest
-from engine_kit import build
+from engine_kit import build, check_baseline
 from test_stores import A, B, Ends
-from test_tiers_stores import SMALL, path, speaks, want  # noqa: F401
+from test_stores_groups import COUNT, ROUNDS
+from test_stores_groups import MODELS as GROUPED
+from test_stores_groups import SMALL as TIGHT
+from test_tiers_engine import talk
+from test_tiers_stores import SMALL, conversations, path, speaks, want  # noqa: F401
+from tiny_models import write_tiny_model
 from waiting import wait_until
 
 from engine.config import EngineConfig
@@ -161,6 +166,25 @@ def test_an_engine_over_a_server(address, path, want, secret):  # noqa: F811
         speaks(engine, want)
         if (loaded := engine.load().tiers.loaded_tokens[address.partition(":")[0]]) >= 256:
             break
+    engine.stop()
+    assert loaded >= 256
+
+
+@pytest.mark.slow
+def test_a_model_with_windows_over_a_server(address, secret, tmp_path):
+    """Pages of both groups come back, or a wrong token shows."""
+    model = write_tiny_model(tmp_path, tokenizer=False, **GROUPED["gemma3"], max_positions=1024)
+    large = build(model, num_pages=400, page_size=64, max_step_tokens=256)
+    answers = talk(large, conversations(COUNT), ROUNDS)
+    large.stop()
+    engine = build(model, **TIGHT, kv_stores=(address,), kv_secret_file=secret)
+    assert len(engine.pools) > 1
+    for _ in range(4):
+        assert talk(engine, conversations(COUNT), ROUNDS) == answers
+        if (loaded := engine.load().tiers.loaded_tokens[address.partition(":")[0]]) >= 256:
+            break
+    wait_until(lambda: engine.load().tiers.held_slots == 0)
+    check_baseline(engine)
     engine.stop()
     assert loaded >= 256
 
