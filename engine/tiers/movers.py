@@ -17,11 +17,11 @@ from torch import Tensor
 from engine.pages.runs import merged
 from engine.types import PageIds
 
-PIECE_BYTES: Final = 16 << 20
+BATCH_BYTES: Final = 16 << 20
 """Most bytes of a batch of a copy. It is that of a save of eight pages of 2 MiB, beside which steps
 are 0.09 ms longer (`bench/README.md`)."""
 BATCHES_AHEAD: Final = 2
-"""Pieces that a device has at a time: it copies one while the next is there."""
+"""Batches that a device has at a time: it copies one while the next is there."""
 Run = tuple[int, int, int]
 """First page read, first place written, number of pages."""
 
@@ -72,7 +72,7 @@ class CudaMover:
     def __init__(self, pages: Tensor, slots: Tensor) -> None:
         self._pages = pages
         self._slots = slots[:, : pages.shape[1]]
-        self._most = max(1, PIECE_BYTES // pages.shape[1])
+        self._most = max(1, BATCH_BYTES // pages.shape[1])
         """Pages in a batch."""
         self._most_in_run = self._most if slots.shape[1] == pages.shape[1] else 1
         """Only without padding, neighbours are one run of bytes."""

@@ -54,9 +54,9 @@ class Device:
 
 
 @pytest.mark.parametrize("padding", [0, PAGE_BYTES])
-def test_a_device_has_few_pieces_at_a_time(monkeypatch: pytest.MonkeyPatch, padding: int) -> None:
+def test_a_device_has_few_batches_at_a_time(monkeypatch: pytest.MonkeyPatch, padding: int) -> None:
     device = Device()
-    monkeypatch.setattr(movers, "PIECE_BYTES", 8 * PAGE_BYTES)
+    monkeypatch.setattr(movers, "BATCH_BYTES", 8 * PAGE_BYTES)
     monkeypatch.setattr(torch.cuda, "Stream", lambda _device: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda _stream: torch.no_grad())
     monkeypatch.setattr(torch.cuda, "Event", device.event)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from engine.attention.grouped import PagedGroups
-from engine.cuda.mixers.base import RowEnds, StepTokens
+from engine.cuda.mixers.folding import FusedFolding
 from engine.cuda.states.decode import decode_states
 from engine.cuda.states.folding import fold
 from engine.cuda.states.layout import Kept, Made, Places, Shape, Weights
 from engine.cuda.states.mixing import mix
 from engine.cuda.states.norms import norm_heads
-from engine.cuda.states.rows import Rows, RowsOfSteps
+from engine.cuda.states.rows import Rows
 from engine.cuda.states.solving import solve
 from engine.model.linear import RmsNorm
 from engine.model.mixers.config import DeltaConfig
@@ -20,15 +20,12 @@ from engine.model.precision.rounding import Rounded, Rounding
 from engine.pool.pools import KvPools
 
 
-class FusedDelta:
+class FusedDelta(FusedFolding):
     """See `FusedMixer`."""
 
-    keeps = True
-
     def __init__(self, module: DeltaRule, pools: KvPools, attention: PagedGroups) -> None:
+        super().__init__(module.output, module.index, pools, attention)
         self._module = module
-        self._kept = Kept(*pools.state_of(module.index))
-        self._rows = RowsOfSteps(attention.states(pools.places[module.index].group))
         self._weights = Weights(module.taps, None, module.rate, module.rate_bias, None, (0.0, 0.0))
         self._shape = shape_of(module.own)
         self._places = places_of(module.own, len(module.rate))
@@ -38,20 +35,6 @@ class FusedDelta:
         """See `FusedMixer`. The products of gates read the model's dtype, so the other one rounds
         for itself."""
         return None
-
-    def run(self, x: Tensor | Rounded, step: StepTokens) -> Tensor:
-        """See `FusedMixer`."""
-        out: Tensor = self._module.output(self._folded(x))
-        return out
-
-    def store(self, x: Tensor | Rounded, step: StepTokens) -> None:
-        """See `FusedMixer`."""
-        self._folded(x)
-
-    def run_ends(self, x: Tensor | Rounded, step: StepTokens, ends: RowEnds) -> Tensor:
-        """See `FusedMixer`."""
-        out: Tensor = self._module.output(self._folded(x).index_select(0, ends.tokens))
-        return out
 
     def _folded(self, x: Tensor | Rounded) -> Tensor:
         """[T, U * R * Dv], with gates and norms."""

@@ -7,28 +7,25 @@ import torch
 from torch import Tensor
 
 from engine.attention.grouped import PagedGroups
-from engine.cuda.mixers.base import RowEnds, StepTokens
+from engine.cuda.mixers.folding import FusedFolding
 from engine.cuda.states.decode import decode_states
 from engine.cuda.states.folding import fold
 from engine.cuda.states.layout import Kept, Made, Places, Shape, Weights
 from engine.cuda.states.mixing import mix
 from engine.cuda.states.norms import norm_groups
-from engine.cuda.states.rows import Rows, RowsOfSteps
+from engine.cuda.states.rows import Rows
 from engine.model.mixers.config import MambaConfig
 from engine.model.mixers.mamba import Mamba
 from engine.model.precision.rounding import Rounded, Rounding
 from engine.pool.pools import KvPools
 
 
-class FusedMamba:
+class FusedMamba(FusedFolding):
     """See `FusedMixer`."""
 
-    keeps = True
-
     def __init__(self, module: Mamba, pools: KvPools, attention: PagedGroups) -> None:
+        super().__init__(module.output, module.index, pools, attention)
         self._module, own = module, module.own
-        self._kept = Kept(*pools.state_of(module.index))
-        self._rows = RowsOfSteps(attention.states(pools.places[module.index].group))
         self._weights = Weights(
             module.taps, module.conv_bias, module.rate, module.rate_bias, module.skip,
             (own.least_step, own.most_step),
@@ -40,20 +37,6 @@ class FusedMamba:
     def reader(self) -> Rounding | None:
         """See `FusedMixer`."""
         return self._module.inputs.method.input
-
-    def run(self, x: Tensor | Rounded, step: StepTokens) -> Tensor:
-        """See `FusedMixer`."""
-        out: Tensor = self._module.output(self._folded(x))
-        return out
-
-    def store(self, x: Tensor | Rounded, step: StepTokens) -> None:
-        """See `FusedMixer`."""
-        self._folded(x)
-
-    def run_ends(self, x: Tensor | Rounded, step: StepTokens, ends: RowEnds) -> Tensor:
-        """See `FusedMixer`."""
-        out: Tensor = self._module.output(self._folded(x).index_select(0, ends.tokens))
-        return out
 
     def _folded(self, x: Tensor | Rounded) -> Tensor:
         """[T, U * R * P], with gates and norms."""

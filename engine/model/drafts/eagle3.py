@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from engine.model.config import GatedConfig
 from engine.model.decoder import Model, finish_products
 from engine.model.drafts.formats import BODY, HeadConfig
+from engine.model.drafts.sharing import SharingHead
 from engine.model.feed_forward import Gated
 from engine.model.linear import Build, Linear, RmsNorm
 from engine.model.mixers.attention import Attention
@@ -32,7 +33,7 @@ from engine.model.region import Region
 from engine.step.attention import Specs, StepAttention
 
 
-class Eagle3(nn.Module):
+class Eagle3(SharingHead):
     """A head over the model whose embedding, and perhaps head, it shares."""
 
     def __init__(
@@ -40,14 +41,13 @@ class Eagle3(nn.Module):
     ) -> None:
         """`model`: None where only the shapes are wanted. `shares`: which of `embed_tokens` and
         `lm_head` are the model's."""
-        super().__init__()
+        super().__init__(model)
         self.config = config
         self.taps, self.longest = config.taps, config.layer.max_position_embeddings
         layer, hidden = config.layer, config.layer.hidden_size
         own, forward = layer.layers[0].mixer, layer.layers[0].feed_forward
         assert isinstance(own, AttentionConfig)
         assert isinstance(forward, GatedConfig)
-        self._model = [model]  # Not a part of the head.
         self._shard = build.shard
         self._collective = build.collective
         whole = WeightSlice(f"{BODY}.fc", Region.whole(hidden, len(config.taps) * hidden))
@@ -130,14 +130,3 @@ class Eagle3(nn.Module):
         if self.embedding is None:
             return self._target.embed(token_ids)
         return F.embedding(token_ids, self.embedding)
-
-    @property
-    def _target(self) -> Model:
-        model = self._model[0]
-        assert model is not None
-        return model
-
-    def _norm(self, name: str) -> RmsNorm:
-        norm = self.norms[name]
-        assert isinstance(norm, RmsNorm)
-        return norm

@@ -21,6 +21,7 @@ from engine.model.config import ModelConfig, read_json
 from engine.model.decoder import ALL, Layer, Model, finish_products
 from engine.model.drafts.formats import HeadError
 from engine.model.drafts.loading import LoadedHead, wrong_tensors
+from engine.model.drafts.sharing import SharingHead
 from engine.model.linear import Build, Linear, RmsNorm
 from engine.model.mixers.base import Step
 from engine.model.mixers.rope import Ropes
@@ -53,17 +54,17 @@ class _First:
         return self._attention(0, q, k, v)
 
 
-class Mtp(nn.Module):
+class Mtp(SharingHead):
     """See the module. It is a `DraftHead`."""
 
     def __init__(self, config: ModelConfig, model: Model | None, build: Build) -> None:
         """`config`: with the draft layer behind the others. `model`: None where only the shapes are
         wanted."""
-        super().__init__()
+        super().__init__(model)
         self.index = config.num_layers - 1
         self.taps: tuple[int, ...] = (self.index,)
         self.longest = config.max_position_embeddings
-        self._config, self._shard, self._model = config, build.shard, [model]
+        self._config, self._shard = config, build.shard
         self._collective = build.collective
         hidden = config.hidden_size
         name = config.layer_name(self.index, "eh_proj")
@@ -110,17 +111,6 @@ class Mtp(nn.Module):
         ids = self._target.best(self._norm("norm")(hidden))[0]
         self._collective.broadcast(ids)
         return ids
-
-    @property
-    def _target(self) -> Model:
-        model = self._model[0]
-        assert model is not None
-        return model
-
-    def _norm(self, name: str) -> RmsNorm:
-        norm = self.norms[name]
-        assert isinstance(norm, RmsNorm)
-        return norm
 
 
 class MtpLayers:
