@@ -2,7 +2,8 @@
 
 The class launches its own kernels between ours, which a graph holds as well: its dry run has shown
 that it reads no numbers on the way. K and V of a layer are stored by the kernel that rotates them
-in other models. Here they come rotated, so it turns them by nothing.
+in other models. Where attention is the class's, they come rotated, so it turns them by nothing;
+where it is ours, it turns them by the class's angles of the step.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.grouped import PagedGroups
@@ -39,18 +41,31 @@ class _Paged:
     ) -> None:
         self._pools, self._attend, self._stores, self._tables = pools, attend, stores, tables
         self._nowhere = torch.zeros_like(stores[0])
+        self._rows = torch.arange(len(stores[0]), dtype=torch.int32, device=stores[0].device)
+        self._angles: dict[tuple[int, int], tuple[Tensor, RopeTable]] = {}
+        """Of this step's tokens: by the class's tensor, which is kept, and D."""
 
     def begin(self, batch: AttentionBatch) -> None:
         """Nothing: the backends were prepared."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `StepAttention`."""
+        heads = torch.cat((q.flatten(1), k.flatten(1), v.flatten(1)), dim=1)
+        return self._stored(layer, heads, None)
+
+    def unturned(self, layer: int, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """See `Turns`."""
+        dim = self._pools.of_layer(layer)[0].head_dim
+        if (key := (id(cos), dim)) not in self._angles:
+            self._angles[key] = cos, _table(cos, sin, dim)
+        return self._stored(layer, heads, self._angles[key][1])
+
+    def _stored(self, layer: int, heads: Tensor, turns: RopeTable | None) -> Tensor:
         pool, own = self._pools.of_layer(layer)
         stores = self._stores[self._pools.places[layer].group]
         store = rope_store_fp8 if pool.precision == "fp8" else rope_store
-        heads = torch.cat((q.flatten(1), k.flatten(1), v.flatten(1)), dim=1)
-        table = self._tables[pool.head_dim]
-        return self._attend(layer, *store(heads, table, self._nowhere, stores, pool, own, None))
+        table, rows = (turns, self._rows) if turns else (self._tables[pool.head_dim], self._nowhere)
+        return self._attend(layer, *store(heads, table, rows, stores, pool, own, None))
 
 
 class WrappedForward:
@@ -94,6 +109,14 @@ def _gated(model: WrappedModel, own: Gated, x: Tensor) -> Tensor:
     out = feed_forward.run(own, feed_forward.as_read(x, feed_forward.reader_of(own)))
     assert isinstance(out, Tensor)
     return model.collective.all_reduce(out)
+
+
+def _table(cos: Tensor, sin: Tensor, dim: int) -> RopeTable:
+    """A row for each token of a step, of cos and sin [1, T, R] that have all pairs twice."""
+    turned, half = cos.shape[-1] // 2, dim // 2
+    both = (F.pad(cos[0, :, :turned], (0, half - turned), value=1.0), sin[0, :, :turned])
+    angles = torch.cat((both[0], F.pad(both[1], (0, half - turned))), dim=1)
+    return RopeTable(angles, turned)
 
 
 def _unturned(dim: int, model: WrappedModel) -> Tensor:

@@ -27,7 +27,7 @@ from test_attention import check as check_rows
 from test_model_logits import Runner, load
 from tiny_families import EVERY, FUSED, LATENTS
 from tiny_models import write_tiny_model
-from tiny_wrapped import PATHS
+from tiny_wrapped import PATHS, WRAPPED
 from torch import Tensor
 from triton.runtime import interpreter
 
@@ -69,6 +69,7 @@ CASES: dict[str, dict[str, Any]] = {
     **LATENTS,
     "wrapped-llama": {},
     "wrapped-vaultgemma": PATHS["vaultgemma"],
+    "wrapped-phi": WRAPPED["phi"],
 }
 KERNELS = {
     "_rms_norm": 1, "_rope_store": 2, "_add_rms_norm": 4, "_silu_mul": 2, "_attend_prompt": 2,

@@ -21,8 +21,9 @@ HERE = Path(__file__).parent
 FOLDER = "a folder of the test's own"
 QUICK = ("llama", "halves", "wrapped-llama", "attention", "experts", "experts-fp8", "experts-mxfp4")
 """Kernels of Llama, and those of one row through experts, are counted."""
-WRAPPED = "wrapped-vaultgemma"
-FAMILIES = ("mixes", "biases", "gelu", "odd", "mistral", "qwen3", *FUSED, *LATENTS, WRAPPED)
+WRAPPED = ("wrapped-vaultgemma", "wrapped-phi")
+"""Attention is ours there, in `phi` with a rope of a part of a head."""
+FAMILIES = ("mixes", "biases", "gelu", "odd", "mistral", "qwen3", *FUSED, *LATENTS, *WRAPPED)
 STATES = ("qwen3_next", "granite4", "granite4_experts")
 ENGINES = ("plain", "pools", "drafts", "suffix", "beams", "qwen3_5", "granite4")
 """Whole engines on the executor of a GPU: hidden states, tokens, drafts, states."""

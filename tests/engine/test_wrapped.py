@@ -25,6 +25,7 @@ from tiny_models import write_tiny_model
 from tiny_wrapped import PATHS, WRAPPED
 
 from engine.model import load_model
+from engine.model.wrapped.attention import Triple
 from engine.model.wrapped.parts import Replaced
 from engine.types import SamplingParams
 
@@ -113,10 +114,29 @@ def test_parts_that_answer_as_ours_are_ours(path, caplog):
     modules = [*loaded.model.modules()]
     norms = {type(each).__name__ for each in modules if "Norm" in type(each).__name__}
     assert norms == {"RmsNorm"}
-    dense = "moe" not in loaded.config.architecture.lower()
-    assert any(isinstance(each, Replaced) for each in modules) == dense
+    layers, dense = loaded.config.num_layers, "moe" not in loaded.config.architecture.lower()
+    # Qwen3's heads have norms.
+    for kind in (Replaced, Triple):
+        assert sum(isinstance(each, kind) for each in modules) == layers * dense
     told = " ".join(record.getMessage() for record in caplog.records)
     assert "RMSNorm are ours, as they answer alike" in told
+    assert ("Attention are ours, as they answer alike" in told) == dense
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "ours"),
+    [
+        ("olmo", {}, True),
+        ("olmo", {"clip_qkv": 8.0}, False),
+        ("phi", {}, True),
+        ("cohere", {"tie_word_embeddings": True}, False),  # It rotates neighbours.
+        ("diffllama", {}, False),
+    ],
+)
+def test_attention_that_does_more_stays(name, options, ours, tmp_path):
+    path = write_tiny_model(tmp_path, tokenizer=False, family=name, **options)
+    loaded = load_model(str(path), dtype=torch.float32, device=torch.device("cpu"), **WRAP)
+    assert any(isinstance(each, Triple) for each in loaded.model.modules()) == ours
 
 
 @pytest.mark.parametrize(

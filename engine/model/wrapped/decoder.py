@@ -21,6 +21,7 @@ from engine.model.linear import Linear
 from engine.model.precision.base import Kernels
 from engine.model.shard import Shard
 from engine.model.wrapped import interfaces
+from engine.model.wrapped.attention import Triple
 from engine.model.wrapped.linears import set_module
 from engine.model.wrapped.recording import Attended, Record
 from engine.step.attention import AttentionSpec, Specs, StepAttention
@@ -72,6 +73,9 @@ class WrappedModel(nn.Module):
         self._calls = interfaces.Calls()
         for call in record.calls:
             setattr(call.module, interfaces.CALLS, self._calls)
+        for module in causal.modules():
+            if isinstance(module, Triple):
+                module.calls = self._calls
         interfaces.use(causal, interfaces.RUN)
         self._given = Given(record.output)
         set_module(causal, record.body, self._given)

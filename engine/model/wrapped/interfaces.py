@@ -9,13 +9,15 @@ Shapes: T tokens of a step, D numbers of a head of q and k, V of v.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextvars import ContextVar
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.model.mixers.rope import rotate
 from engine.step.attention import StepAttention
 
 RUN: Final = "baton"
@@ -31,8 +33,8 @@ class Recorder(Protocol):
 
     def attended(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]
-    ) -> None:
-        """A module attends, with tensors [1, heads, T, D]."""
+    ) -> Tensor:
+        """A module attends, with tensors [1, heads, T, D] -> [1, T, heads, V]."""
         ...
 
     def masked(self, allows: Any, shape: tuple[int, int, int, int]) -> Tensor:
@@ -42,6 +44,15 @@ class Recorder(Protocol):
 
 recorder: ContextVar[Recorder] = ContextVar("recorder")
 """The one of the dry run that runs."""
+
+
+@runtime_checkable
+class Turns(Protocol):
+    """Attention of a step that rotates q and k itself."""
+
+    def unturned(self, layer: int, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[T, (Hq + 2 Hkv) * D], and cos and sin [1, T, R] -> [T, Hq, D]."""
+        ...
 
 
 class Calls:
@@ -58,12 +69,27 @@ class Calls:
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[1, heads, T, D] -> [1, T, heads, V]. Pages have as much room for V as for K, so the
         narrower one is filled with zeros."""
-        assert self._attention is not None, "a step has begun"
-        layer, self._next = self._next, self._next + 1
+        attention, layer = self._begun()
         q, k, v = (each[0].transpose(0, 1) for each in (q, k, v))
         values, width = v.shape[-1], max(k.shape[-1], v.shape[-1])
         q, k, v = (_widened(each, width) for each in (q, k, v))
-        return self._attention(layer, q.contiguous(), k, v)[None, ..., :values]
+        return attention(layer, q.contiguous(), k, v)[None, ..., :values]
+
+    def attend_unturned(
+        self, heads: Tensor, sizes: Sequence[int], dim: int, angles: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """[T, all heads * D] of q, k and v, and cos and sin [1, T, R] -> [T, heads of q, D]."""
+        attention, layer = self._begun()
+        if isinstance(attention, Turns):
+            return attention.unturned(layer, heads, *angles)
+        cos, sin = (each[0][:, None] for each in angles)
+        q, k, v = torch.split(heads.view(len(heads), -1, dim), list(sizes), dim=1)
+        return attention(layer, rotate(q, cos, sin), rotate(k, cos, sin), v)
+
+    def _begun(self) -> tuple[StepAttention, int]:
+        assert self._attention is not None, "a step has begun"
+        layer, self._next = self._next, self._next + 1
+        return self._attention, layer
 
 
 def _widened(x: Tensor, width: int) -> Tensor:
@@ -86,9 +112,7 @@ def _attend_recorded(
     attention_mask: Any = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    recorder.get().attended(module, query, key, value, attention_mask, options)
-    batch, heads, tokens, _ = query.shape
-    return query.new_empty((batch, tokens, heads, value.shape[-1])), None
+    return recorder.get().attended(module, query, key, value, attention_mask, options), None
 
 
 def _mask_recorded(

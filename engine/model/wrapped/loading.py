@@ -6,7 +6,7 @@ import copy
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -32,7 +32,8 @@ from engine.model.places import Load, Place, fill, of_linear, of_norm, plain
 from engine.model.precision.choice import Precision
 from engine.model.shard import Shard
 from engine.model.sources import Dummy, Safetensors, Source
-from engine.model.wrapped import interfaces, linears, parts
+from engine.model.wrapped import attention, interfaces, linears, parts
+from engine.model.wrapped.attention import QKV, Triple
 from engine.model.wrapped.classes import find, refusal
 from engine.model.wrapped.decoder import WrappedModel
 from engine.model.wrapped.linears import Product
@@ -158,21 +159,24 @@ def load(folder: Path, found: Outline, how: Load) -> Wrapped:
     }
     ranks = how.collective or Alone()
 
-    def replace(model: Any, where: torch.device, ranks: Collective) -> Counter[str]:
+    def replace(
+        model: Any, calls: Sequence[Attended], where: torch.device, ranks: Collective
+    ) -> Counter[str]:
         build = Build(dtype, where, precision, shard, ranks)
         ours = parts.replace(model, found.config, origins.by_target, build)
+        ours += attention.replace(model, body, calls, origins.by_target, plan, build)
         linears.replace(model, body, modules, plan, build)
         return ours
 
     if how.check is not None or plan:
         counted = copy.deepcopy(causal)
-        replace(counted, torch.device("meta"), Alone())
+        replace(counted, (), torch.device("meta"), Alone())
         if plan:
             check_part(name, counted, found.record, shard.count)
         if how.check is not None:
             how.check(_weights(counted, dtype))
     _take_buffers(causal, device)
-    _log(name, replace(causal, device, ranks))
+    _log(name, replace(causal, found.record.calls, device, ranks))
     precision.log_widened()
     _take_memory(causal, device, dtype)
     if source is None:
@@ -215,12 +219,14 @@ def _check_names(causal: Any, origins: Origins, missing: set[str]) -> None:
 
 def _places(causal: Any, origins: Origins, source: Source, shard: Shard) -> Iterator[Place]:
     """All parts of the model that a checkpoint fills, in a fixed order."""
-    whole = {name: each for name, each in causal.named_modules() if isinstance(each, Replaced)}
+    whole: dict[str, Replaced | Triple] = {
+        name: each for name, each in causal.named_modules() if isinstance(each, Replaced | Triple)
+    }
     for target, origin in origins.by_target.items():
         name, _, last = target.rpartition(".")
         if (replaced := name.rpartition(".")[0]) in whole:
-            if name.endswith(GATED[0]) and last == "weight":
-                yield from whole[replaced].gated.places(None, shard)
+            if name.endswith((GATED[0], QKV[0])) and last == "weight":
+                yield from whole[replaced].places(shard)
             continue
         owner = causal.get_submodule(name)
         if isinstance(owner, RmsNorm) and origin.conversion is None:

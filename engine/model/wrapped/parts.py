@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from engine.model.config import Activation, GatedConfig, ModelConfig
 from engine.model.feed_forward import ACTIVATIONS, Gated
 from engine.model.linear import Build, RmsNorm
+from engine.model.places import Place
+from engine.model.shard import Shard
 from engine.model.wrapped.linears import set_module
 from engine.model.wrapped.tensors import Origin
 
@@ -46,6 +48,10 @@ class Replaced(nn.Module):
         flat = x.reshape(-1, x.shape[-1])
         out: Tensor = self.gated(flat) if self.run is None else self.run(self.gated, flat)
         return out.view_as(x)
+
+    def places(self, shard: Shard) -> Iterator[Place]:
+        """The parts of its weights, in a fixed order."""
+        yield from self.gated.places(None, shard)
 
 
 def replace(

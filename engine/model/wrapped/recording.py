@@ -100,7 +100,7 @@ class _Run:
 
     def attended(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]
-    ) -> None:
+    ) -> Tensor:
         """See `Recorder`."""
         if q.shape[0] != 1 or not q.shape[2] == k.shape[2] == v.shape[2] == TOKENS:
             raise refusal(self.name, "its attention reads something else than the tokens so far")
@@ -124,6 +124,7 @@ class _Run:
                 self._sinks(options.get("s_aux")),
             )
         )
+        return q.new_empty((1, TOKENS, q.shape[1], v.shape[-1]))
 
     def _window(self, module: nn.Module, mask: Any, options: dict[str, Any]) -> int | None:
         if options.get("is_causal", getattr(module, "is_causal", True)) is False and mask is None:
