@@ -113,5 +113,5 @@ def present(context: ssl.SSLContext, cert: str, key: str) -> None:
 
 def reason_of(error: ssl.SSLError) -> str:
     """A few words about an error of OpenSSL's."""
-    told = getattr(error, "verify_message", "") or str(error.reason or error)
-    return told.replace("_", " ").lower()
+    reason = getattr(error, "verify_message", "") or str(error.reason or error)
+    return reason.replace("_", " ").lower()

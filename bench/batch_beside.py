@@ -42,13 +42,13 @@ class Times(Router):
         """One interactive request."""
         began_s, came = now_s(), False
 
-        def tell(event: object) -> None:
+        def take(event: object) -> None:
             nonlocal came
             if isinstance(event, JobTokens) and not came:
                 came = True
                 self.first_s.append(now_s() - began_s)
 
-        await self.dispatcher.run(self._job(deadline_s), tell)
+        await self.dispatcher.run(self._job(deadline_s), take)
         seen.ends["OK"] += 1
 
     async def batch(self, seen: Seen, room: Room | None) -> None:

@@ -115,18 +115,18 @@ async def measure(count: int) -> dict[str, tuple[float, float]]:
     found = {"choose": cost_ms(chosen)}
     found["admit"] = cost_ms(lambda: routing.largest_pool_tokens(demand, of, local))
     progress = itertools.count(2)
-    told = worker_pb2.WorkResponse(load=load_of(0, count, 0))
-    peers = list(told.load.peers)
-    del told.load.peers[:]
+    message = worker_pb2.WorkResponse(load=load_of(0, count, 0))
+    peers = list(message.load.peers)
+    del message.load.peers[:]
 
     def report(*, new: bool) -> None:
-        told.load.progress = next(progress)
-        told.load.same_peers = not new
+        message.load.progress = next(progress)
+        message.load.same_peers = not new
         if new:
-            del told.load.peers[:]
-            told.load.peers.extend(peers)
-            told.load.peers[count // 2].gigabytes_per_s += 1
-        data = told.SerializeToString()
+            del message.load.peers[:]
+            message.load.peers.extend(peers)
+            message.load.peers[count // 2].gigabytes_per_s += 1
+        data = message.SerializeToString()
         began_s = time.thread_time()
         links[0]._receive(worker_pb2.WorkResponse.FromString(data))
         spent.append(1e3 * (time.thread_time() - began_s))
@@ -155,8 +155,8 @@ def main() -> None:
     for count in args.workers:
         for _ in range(args.repeats):
             found = asyncio.run(measure(count))
-            told = (f"{name} {mid:.3f} (most {most:.2f})" for name, (mid, most) in found.items())
-            print(f"{count:5} workers, ms: {', '.join(told)}", flush=True)
+            report = (f"{name} {mid:.3f} (most {most:.2f})" for name, (mid, most) in found.items())
+            print(f"{count:5} workers, ms: {', '.join(report)}", flush=True)
 
 
 if __name__ == "__main__":

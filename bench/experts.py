@@ -150,7 +150,7 @@ def run_shape(arguments: argparse.Namespace, shape: str, precision: str) -> list
             if arguments.cases and name not in arguments.cases:
                 continue
             rows.append(row_of(engine, name, case, experts, arguments.repeats))
-            print(told(rows[-1]), flush=True)
+            print(line(rows[-1]), flush=True)
         for row in rows if arguments.profile else ():
             print(profile(engine, row["case"], rows=20, cases=cases), flush=True)
         engine.stop()
@@ -175,7 +175,7 @@ def row_of(engine: Any, name: str, case: Case, experts: Experts, repeats: int) -
     }
 
 
-def told(row: Mapping[str, Any]) -> str:
+def line(row: Mapping[str, Any]) -> str:
     """A line of the table."""
     return (
         f"{row['case']:>14} {row['rate']:10,.1f} {row['target']:10,.1f} {row['vllm']:10,.1f}"

@@ -106,7 +106,7 @@ class Up:
                 found[line.split()[0]] = address
         return found
 
-    def told(self, what: str, since_ns: int) -> list[str]:
+    def logged(self, what: str, since_ns: int) -> list[str]:
         """The lines of the processes' log since then that contain a text, at most 20."""
         since = time.strftime("%H:%M:%S", time.localtime(since_ns / 1e9))
         lines = [line for line in self._log.read_text().splitlines() if what in line]

@@ -26,7 +26,7 @@ parts of a fetch (`bench.turn_traces`), by where the holder had the pages.
 
 `gap_second_ms` and `gap_later_ms` are each stream's longest gaps by its worker's clock: before the
 second token, which a hand-off lengthens, and after it. `longest_gaps` has the five longest with all
-that overlaps them, `told_by_workers` what the step loops say of long gaps.
+that overlaps them, `said_by_workers` what the step loops say of long gaps.
 
 To try it on a CPU: --device cpu --model bench/shapes/tiny --kv-gib 0.05 --host-gib 0.2
 --conversations 8 --turns 3 --context 2048 --vocabulary 4000 --apart 20 --apart-rate 2
@@ -187,7 +187,7 @@ class Bench:
             "computed_again": again,
             **turn_traces.moved(found_traces, options.least_mib),
             **turn_traces.gaps(found_traces),
-            "told_by_workers": up.told(WAITED, began_ns),
+            "said_by_workers": up.logged(WAITED, began_ns),
             **figures,
         }
 

@@ -120,10 +120,13 @@ class Worker:
         self._dispatcher = dispatcher
         self._prompts: deque[worker_pb2.Submit] = deque()
         self._running: dict[bytes, asyncio.Task[None]] = {}
-        self._untold: list[bytes] = []
+        self._unreported: list[bytes] = []
         self._rng = np.random.default_rng(0)
         self._came = asyncio.Event()
-        self._tasks = [asyncio.create_task(self._compute()), asyncio.create_task(self._tell())]
+        self._tasks = [
+            asyncio.create_task(self._compute()),
+            asyncio.create_task(self._send_reports()),
+        ]
         self._report()
 
     def capacity(self) -> Capacity:
@@ -142,7 +145,7 @@ class Worker:
         """Takes what the dispatcher says."""
         if message.WhichOneof("message") == "submit":
             self._prompts.append(message.submit)
-            self._untold.append(message.submit.attempt_id)
+            self._unreported.append(message.submit.attempt_id)
             self._came.set()
         elif message.WhichOneof("message") == "cancel":
             attempt_id = message.cancel.attempt_id
@@ -185,7 +188,7 @@ class Worker:
         finished = worker_pb2.Finished(attempt_id=attempt_id, output_tokens=wanted, reason=reason)
         self._say(finished=finished)
 
-    async def _tell(self) -> None:
+    async def _send_reports(self) -> None:
         while True:
             await asyncio.sleep(REPORT_S)
             self._report()
@@ -199,9 +202,9 @@ class Worker:
             max_sequences=SLOTS,
             total_pages=1 << 20,
             free_pages=1 << 20,
-            known_attempts=self._untold,
+            known_attempts=self._unreported,
         )
-        self._untold = []
+        self._unreported = []
         self.estimate.report(load)
         self._dispatcher.loaded(cast("WorkerLink", self))
 
@@ -228,7 +231,7 @@ class Router:
 
     def __init__(self, lengths: Sequence[tuple[int, int]], seed: int) -> None:
         self._lengths = lengths
-        self._tells_length = lengths is CHAT
+        self._sends_length = lengths is CHAT
         self._rng = np.random.default_rng(seed)
         self._ids = itertools.count()
         self.dispatcher = JobDispatcher(RouterSettings(name="router"))
@@ -288,7 +291,7 @@ class Router:
             prompt_ids=np.zeros(prompt, np.uint32),
             # The worker is told the length of the output where no other worker reads it.
             sampling=worker_pb2.Sampling(seed=output),
-            stopping=worker_pb2.Stopping(max_tokens=output if self._tells_length else 1024),
+            stopping=worker_pb2.Stopping(max_tokens=output if self._sends_length else 1024),
             choices=1,
             arrived_ns=now_ns,
             deadline_ns=now_ns + round(deadline_s * 1e9),

@@ -120,7 +120,7 @@ class Worker:
         """As if it had come over the stream."""
         self.service.submit(submit, self._outbox)
 
-    def tell(self) -> list[bytes]:
+    def send(self) -> list[bytes]:
         """What the router is sent of a step."""
         if self._actions:
             self._actions.popleft()()
@@ -186,7 +186,7 @@ async def measure(sequences: int, steps: int) -> dict[str, list[float]]:
         for _ in range(BLOCK):
             plan = timed(spent["plan"], engine.plan)
             timed(spent["settle"], partial(engine.settle, plan))
-        sent = [timed(spent["worker"], worker.tell) for _ in range(BLOCK)]
+        sent = [timed(spent["worker"], worker.send) for _ in range(BLOCK)]
         for messages in sent:
             timed(spent["router"], partial(receive, dispatcher, link, messages))
         await asyncio.sleep(0)

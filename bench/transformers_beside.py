@@ -38,7 +38,7 @@ def ours(arguments: argparse.Namespace, folder: Path, cases: list[Case]) -> list
 
 
 def theirs(arguments: argparse.Namespace, folder: Path, cases: list[Case]) -> list[float]:
-    """The same of `transformers.generate`."""
+    """Tokens a second of each case by `transformers.generate`."""
     config = AutoConfig.from_pretrained(folder)
     with torch.device(arguments.device):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()

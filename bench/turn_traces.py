@@ -8,7 +8,7 @@ A fetch is divided at its holder's span `kv.give`:
     push     until the last push was done
     seen     until the worker that fetches had told its engine
 
-A gap is told with all that overlaps it: where it is the second token's, the parts of its hand-off.
+A gap has with it all that overlaps it: where it is the second token's, the parts of its hand-off.
 """
 
 from __future__ import annotations
@@ -148,22 +148,22 @@ def gaps_of(found: Sequence[Trace]) -> Iterator[Gap]:
 def gaps(found: Sequence[Trace], count: int = 5) -> Found:
     """Percentiles of either kind, and the longest with what happened meanwhile."""
     all_gaps = sorted(gaps_of(found), key=lambda gap: -gap.ms)
-    told: Found = {}
+    figures: Found = {}
     for kind in ("second", "later"):
         values = [gap.ms for gap in all_gaps if gap.kind == kind]
         if values:
             p50, p90, p99 = np.percentile(values, (50, 90, 99)).round(1).tolist()
-            told[f"gap_{kind}_ms"] = {
+            figures[f"gap_{kind}_ms"] = {
                 "p50": p50,
                 "p90": p90,
                 "p99": p99,
                 "max": round(values[0], 1),
             }
-    told["longest_gaps"] = [_told(gap, found, all_gaps) for gap in all_gaps[:count]]
-    return told
+    figures["longest_gaps"] = [_described(gap, found, all_gaps) for gap in all_gaps[:count]]
+    return figures
 
 
-def _told(gap: Gap, found: Sequence[Trace], all_gaps: Sequence[Gap]) -> Found:
+def _described(gap: Gap, found: Sequence[Trace], all_gaps: Sequence[Gap]) -> Found:
     """One gap, what its own request did, and what others did meanwhile."""
     shared = [
         other for other in all_gaps

@@ -130,7 +130,7 @@ class Machine:
         self._busy = False
         self._rate = 0.0
         self._rate_at_s = 0.0
-        self._untold: list[bytes] = []
+        self._unreported: list[bytes] = []
         self.report()
         events.at(REPORT_EVERY_S, self._report_again)
 
@@ -155,7 +155,7 @@ class Machine:
         """A prompt comes."""
         prompt.left = prompt.tokens
         self._queue.append(prompt)
-        self._untold.append(prompt.id)
+        self._unreported.append(prompt.id)
         if not self._busy:
             self._busy = True
             self._events.at(self._next_plan_s(), self._plan)
@@ -171,8 +171,8 @@ class Machine:
 
     def report(self) -> None:
         """Makes a load report, which comes late."""
-        queued, known = self.queued_tokens, self._untold
-        self._untold = []
+        queued, known = self.queued_tokens, self._unreported
+        self._unreported = []
         step = MOST_STEP_TOKENS if not self.decodes else 512
         load = worker_pb2.Load(
             queued_prefill_tokens=queued,

@@ -95,7 +95,7 @@ class Machine:
         self.delay_s = 0.0
         self.measured: frozenset[str] = frozenset()
         """See `WorkerLink`."""
-        self.told: set[int] = set()
+        self.reported: set[int] = set()
         """Pages that routers know of."""
         self._pool: OrderedDict[int, None] = OrderedDict()
         self._due_s: dict[int, float] = {}
@@ -107,7 +107,7 @@ class Machine:
         self._waiting: deque[tuple[float, int]] = deque()
         """End and tokens of what it is to compute."""
         self._free_s = 0.0
-        self._untold: list[bytes] = []
+        self._unreported: list[bytes] = []
         self._report()
 
     def capacity(self) -> Capacity:
@@ -137,10 +137,10 @@ class Machine:
             self._pool[key] = None
             self._pool.move_to_end(key)
             if new:
-                self._events.at(self._events.now_s + EVENT_S, partial(self.told.add, key))
+                self._events.at(self._events.now_s + EVENT_S, partial(self.reported.add, key))
         while len(self._pool) > self._most:
             key, _ = self._pool.popitem(last=False)
-            self._events.at(self._events.now_s + EVENT_S, partial(self.told.discard, key))
+            self._events.at(self._events.now_s + EVENT_S, partial(self.reported.discard, key))
 
     def compute(self, request: Asked, attempt: bytes, holder: Machine | None, pages: int) -> float:
         """Takes a prompt on. Returns when its first token is there."""
@@ -160,7 +160,7 @@ class Machine:
         if self.is_decode:
             self.delay_s += max(1, rest / PIECE) * self.rows * PIECE_DELAY_S
         self._waiting.append((self._free_s, rest))
-        self._untold.append(attempt)
+        self._unreported.append(attempt)
         self._due_s.update(dict.fromkeys(keys, self._free_s))
         self._events.at(self._free_s, partial(self.put, keys))
         return self._free_s
@@ -178,11 +178,11 @@ class Machine:
                 prefill_tokens_per_s=1 / token_s, prefill_token_s=token_s,
                 piece_delay_ms=1e3 * PIECE_DELAY_S if self.is_decode else 0.0,
                 piece_tokens=PIECE if self.is_decode else 0.0, fetch_latency_ms=1e3 * FETCH_S,
-                running_sequences=self.rows, max_sequences=256, known_attempts=self._untold,
+                running_sequences=self.rows, max_sequences=256, known_attempts=self._unreported,
                 total_pages=self._most, free_pages=self._most,
             )
         )  # fmt: skip
-        self._untold = []
+        self._unreported = []
         self._events.at(now_s + REPORT_S, self._report)
 
 
@@ -196,7 +196,7 @@ class Truth:
         """The leading pages that each one told of."""
         keys, found = demand.keys.tolist(), {}
         for one in self._machines:
-            if count := sum(1 for _ in itertools.takewhile(one.told.__contains__, keys)):
+            if count := sum(1 for _ in itertools.takewhile(one.reported.__contains__, keys)):
                 found[one.worker_id] = Held.all(count, count)
         return found
 

@@ -71,12 +71,12 @@ ROOMS: Final = _SHARED | _ENDS | _SERVICES
 
 def explain(error: Exception) -> tuple[str, int] | None:
     """Returns a message for the user and the exit code; None if the error is a bug."""
-    if (flag := getattr(error, "option_name", None)) and (told := vllm_flags.answer(flag)):
-        return told, WRONG_USE
+    if (flag := getattr(error, "option_name", None)) and (hint := vllm_flags.answer(flag)):
+        return hint, WRONG_USE
     match error:
         case UnreachableError():
-            if told := tls_hint.hint(error.message):
-                return told, WRONG_USE
+            if hint := tls_hint.hint(error.message):
+                return hint, WRONG_USE
             return (
                 "no router answers there. Start one with `baton up`, or name it with --router "
                 f"({error.message})",

@@ -183,7 +183,7 @@ class DecodeLeg(WorkerLeg):
             held_pages=event.held_pages,
             groups=others,
         )
-        self.tell(granted=granted)
+        self.send(granted=granted)
 
     def answer_wanted_abort(self, *, already_ready: bool) -> None:
         """Answers the router's Abort, if one waits. The verdict may be known before the answer to
@@ -192,7 +192,7 @@ class DecodeLeg(WorkerLeg):
             self.abort_wanted = False
             answer_abort(self.stream, self.id, already_ready=already_ready)
 
-    def tell_end(self, event: SequenceEnded) -> None:
+    def send_end(self, event: SequenceEnded) -> None:
         """Tells the router that a choice ended."""
         timings = self._timings(event) if event.last else None
         drafts = event.drafted_tokens, event.accepted_tokens

@@ -199,7 +199,7 @@ class DecodeService(LegService[DecodeLeg]):
                 leg.cached_tokens = event.cached_tokens
                 leg.loaded_tokens = event.loaded_tokens
             case PromptScored():
-                leg.tell(prompt_logprobs=scores_message(leg.id, event.records))
+                leg.send(prompt_logprobs=scores_message(leg.id, event.records))
             case Joined():
                 leg.state = DecodeState.RUNNING
                 leg.joined_ns = event.at_ns
@@ -260,7 +260,7 @@ class DecodeService(LegService[DecodeLeg]):
         taken_over = worker_pb2.TakenOver(
             attempt_id=leg.id, cached_prompt_tokens=event.cached_tokens
         )
-        leg.tell(taken_over=taken_over)
+        leg.send(taken_over=taken_over)
 
     # Events of the transfer thread.
 
@@ -300,11 +300,11 @@ class DecodeService(LegService[DecodeLeg]):
         self._engine.deliver(leg.id, first.records, drafts=leg.drafts)
         self._give_share_back(leg)
         delivered = worker_pb2.Delivered(attempt_id=leg.id, delivered_unix_ns=event.delivered_ns)
-        leg.tell(delivered=delivered)
+        leg.send(delivered=delivered)
         leg.answer_wanted_abort(already_ready=True)
         if leg.request.beams is None:
             tokens = first_tokens(leg.request, first.records, event.delivered_ns)
-            leg.tell(tokens=tokens_message(tokens, range(len(first.records))))
+            leg.send(tokens=tokens_message(tokens, range(len(first.records))))
 
     def _receive_aborted(self, leg: DecodeLeg, *, already_ready: bool) -> None:
         """Takes the answer to `abort_receive`, for the router's Abort or an end from this side."""

@@ -58,7 +58,7 @@ class TokenStream:
         leg.preemptions += event.preemptions
         if event.last:
             failpoints.hit("decode.ended")
-        leg.tell_end(event)
+        leg.send_end(event)
         searched = leg.request.beams is not None  # All its tokens come together.
         if event.last and not searched and leg.second_token_gap_ms is not None:
             self._metrics.second_token(leg.second_token_gap_ms / 1e3, leg.gap_parts_ms)

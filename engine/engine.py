@@ -133,12 +133,12 @@ class Engine:
             check_memory(config, weights, device)
             ranks.start()
 
-        def tell(phase: str, done: int, total: int) -> None:
+        def pass_on(phase: str, done: int, total: int) -> None:
             ranks.check()
             if progress:
                 progress(phase, done, total)
 
-        loaded = load(config, device, check=check, progress=tell, collective=ranks.collective)
+        loaded = load(config, device, check=check, progress=pass_on, collective=ranks.collective)
         num_pages = ranks.agree(loaded.revision, pages_that_fit(config, loaded, device, hooks))
         pools = make_pages(num_pages, config, loaded, device)
         config = resolved(config, loaded, pools.first)
@@ -146,7 +146,7 @@ class Engine:
         sampler = Sampler(config.max_sequences, info.vocab_size, device, info.eos_token_ids)
         ranks.join()
         try:
-            own = build_executor(config, loaded, pools, sampler, hooks, tell)
+            own = build_executor(config, loaded, pools, sampler, hooks, pass_on)
         except EngineError:
             ranks.check()  # What a rank that is gone has told has no meaning.
             raise
@@ -247,20 +247,20 @@ class Engine:
         """Calls `listener` for every page that the prefix cache stores, finds or evicts from now
         on. It runs on the step loop's thread and must return at once."""
 
-        def told(events: CacheEvents) -> None:
+        def deliver_events(events: CacheEvents) -> None:
             for event in events.each():
                 listener(event)
 
-        self._loop.post(lambda scheduler: scheduler.blocks.subscribe(told))
+        self._loop.post(lambda scheduler: scheduler.blocks.subscribe(deliver_events))
 
-    def report_pages(self, tell: ReportPages) -> None:
+    def report_pages(self, report: ReportPages) -> None:
         """Tells of all pages that can be found by their keys, and then of each change."""
 
         def begin(scheduler: Scheduler) -> None:
-            report_pages(scheduler.blocks, POOL, tell)
+            report_pages(scheduler.blocks, POOL, report)
             for number, group in enumerate(scheduler.others.groups, 1):
-                report_pages(group.blocks, POOL, tell, number)
-            scheduler.tiers.report_pages(tell)
+                report_pages(group.blocks, POOL, report, number)
+            scheduler.tiers.report_pages(report)
 
         self._loop.post(begin)
 

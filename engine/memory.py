@@ -174,10 +174,10 @@ def free_gpu_bytes(gpu: str) -> int | None:
     """Free memory of a GPU, by its name in `CUDA_VISIBLE_DEVICES`; None if nobody can tell."""
     command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits", "-i", gpu]
     try:
-        told = subprocess.run(
+        printed = subprocess.run(
             command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=True
         )
-        return int(told.stdout.split()[0]) << 20
+        return int(printed.stdout.split()[0]) << 20
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None
 

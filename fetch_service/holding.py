@@ -216,11 +216,11 @@ def _parts_of(fetch: worker_pb2.Fetch, groups: int) -> Sequence[GroupFetch]:
     """The pages that are wanted of so many groups; empty if the message is malformed."""
     parts = []
     wanted: list[worker_pb2.Fetch | worker_pb2.GroupFetch] = [fetch, *fetch.groups]
-    for told in wanted:
-        packed = told.keys
+    for group in wanted:
+        packed = group.keys
         keys = [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
         try:
-            pages = unpack_ids(told.page_ids)
+            pages = unpack_ids(group.page_ids)
         except MalformedMessage:
             return ()
         if len(packed) != KEY_BYTES * len(pages):

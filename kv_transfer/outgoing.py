@@ -64,7 +64,7 @@ class Outgoing:
     last_posted: bool = False
     is_queued: bool = False
     """Whether it waits in the sender's queue."""
-    failure_told: bool = False
+    failure_reported: bool = False
     handles: set[int] = field(default_factory=set)
     """Pushes in progress."""
     posted: list[int] = field(default_factory=list)

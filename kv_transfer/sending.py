@@ -314,17 +314,17 @@ class Sender:
     def _fail(self, send: Outgoing, cause: str) -> None:
         """The transfer cannot complete; what is in progress runs to its end."""
         send.state = SendState.QUIESCING
-        self._tell_failure(send, cause)
+        self._report_failure(send, cause)
         self._settle(send)
 
     def _pin(self, send: Outgoing, cause: str) -> None:
         """A push may or may not have landed, or may still."""
         send.state = SendState.FAILED
-        self._tell_failure(send, cause)
+        self._report_failure(send, cause)
 
-    def _tell_failure(self, send: Outgoing, cause: str) -> None:
-        if not send.failure_told:
-            send.failure_told = True
+    def _report_failure(self, send: Outgoing, cause: str) -> None:
+        if not send.failure_reported:
+            send.failure_reported = True
             self._counters.transfers_failed += 1
             self._emit(SendFailed(send.transfer_id, cause))
 

@@ -110,8 +110,8 @@ class _Running:
             case SequenceEnded():
                 reason = end_reason_message(event.reason)
                 drafts = event.drafted_tokens, event.accepted_tokens
-                told = event.choice, reason, event.output_tokens, *drafts, event.score
-                ended = jobs.ChoiceEnded(*told)
+                values = event.choice, reason, event.output_tokens, *drafts, event.score
+                ended = jobs.ChoiceEnded(*values)
                 self.run.end_choice(ended)
                 self.finish()
             case RequestFailed():
@@ -215,12 +215,12 @@ class EngineDispatcher:
         """See `router.jobs.Dispatcher.largest_pool_tokens`."""
         return jobs.Demand.of(job).most_tokens(self._engine.load().total_pages)
 
-    async def run(self, job: jobs.Job, tell: Callable[[jobs.JobEvent], None]) -> None:
+    async def run(self, job: jobs.Job, send: Callable[[jobs.JobEvent], None]) -> None:
         """Runs a job; see `router.jobs.Dispatcher.run`."""
         async with self._room:
             if self._hearing.device_is_lost:
                 raise errors.internal()
-            running = _Running(JobRun(job, tell), self.largest_pool_tokens(job))
+            running = _Running(JobRun(job, send), self.largest_pool_tokens(job))
             self._hearing.running[running.id] = running
             try:
                 self._engine.submit(request_of(running.submit()), self._sink)

@@ -243,7 +243,7 @@ class LLM:
         *,
         at_once: int = 32,
         priority: int = LOWEST_PRIORITY,
-        told: Callable[[bool], None] = lambda _: None,
+        on_line: Callable[[bool], None] = lambda _: None,
     ) -> None:
         """Runs a file of requests in OpenAI's batch format, as `baton batch` does.
 
@@ -252,7 +252,7 @@ class LLM:
             target: their results. Lines that have one are not run again.
             at_once: most requests under way at the same time.
             priority: of lines that set none; lower numbers run first, and others have 0.
-            told: is called with each line that is done, and whether it went well.
+            on_line: is called with each line that is done, and whether it went well.
 
         Raises:
             BatchError: the results are of another file, or another process writes them.
@@ -264,7 +264,7 @@ class LLM:
                 stack.enter_context(held)
             send = self._inside.send
             given = read_lines(Path(source)), held, send
-            self._run(run(*given, at_once=at_once, priority=priority, told=told))
+            self._run(run(*given, at_once=at_once, priority=priority, on_line=on_line))
 
     def tokenize(
         self,

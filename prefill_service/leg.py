@@ -40,7 +40,7 @@ class PrefillLeg(WorkerLeg):
     sent: SendStats | None = None
     """Counts and times of the whole send, once all of it is delivered."""
 
-    def tell_ends(self, event: Prefilled) -> None:
+    def send_ends(self, event: Prefilled) -> None:
         """Tells the router which choices ended with their first new token."""
         for choice, reason in enumerate(event.ends):
             if reason is None:
@@ -50,7 +50,7 @@ class PrefillLeg(WorkerLeg):
             timings = None if self.choices_left else self._timings(event)
             self.send_finished(choice, reason, tokens, timings)
 
-    def tell_done(self) -> None:
+    def send_done(self) -> None:
         """Tells the router that nothing more comes of the leg."""
         done = worker_pb2.PrefillDone(
             attempt_id=self.id,
@@ -61,7 +61,7 @@ class PrefillLeg(WorkerLeg):
             cached_prompt_tokens=self.cached_tokens,
             bytes_sent=self.sent.bytes if self.sent else 0,
         )
-        self.tell(prefill_done=done)
+        self.send(prefill_done=done)
 
     def _timings(self, event: Prefilled) -> worker_pb2.WorkTimings:
         return worker_pb2.WorkTimings(

@@ -146,7 +146,7 @@ class OutgoingPrompt:
                 return
             if is_first:
                 self._begin(self._destination)
-            self._tell(self._destination, self._latest)
+            self._send(self._destination, self._latest)
 
     def grant(self, destination: Destination) -> None:
         """Takes the pages that may be written. Only the first grant counts."""
@@ -156,7 +156,7 @@ class OutgoingPrompt:
             self._destination = destination
             if self._latest is not None:
                 self._begin(destination)
-                self._tell(destination, self._latest)
+                self._send(destination, self._latest)
 
     def close(self) -> Destination | None:
         """Tells nothing more. Returns the grant: its transfer may still have to be aborted."""
@@ -178,7 +178,7 @@ class OutgoingPrompt:
             )
         )
 
-    def _tell(self, destination: Destination, chunk: _Chunk) -> None:
+    def _send(self, destination: Destination, chunk: _Chunk) -> None:
         sources = chunk.sources
         if len(destination.targets) > len(sources):
             sources = (*sources, sources[0])  # A draft head's pages have the ids of group 0's.

@@ -79,7 +79,7 @@ class PoolService(LegService[PoolLeg]):
             case Pooled():
                 leg.computed_ns = event.at_ns
                 times = PoolTimes(leg.cached_tokens, leg.received_ns, leg.started_ns)
-                leg.tell(pooled=pooled_message(leg.id, event, times))
+                leg.send(pooled=pooled_message(leg.id, event, times))
                 self._end(leg)
             case RequestFailed():
                 leg.fail(event.reason, event.hook)

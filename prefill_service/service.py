@@ -154,22 +154,22 @@ class PrefillService(LegService[PrefillLeg]):
         is woken only after the transfer thread was told: it would compete for the interpreter.
         """
         self._inbox.put(partial(self._take_events, events))
-        self._tell_chunks(events)
+        self._report_chunks(events)
         self._inbox.wake()
 
-    def _tell_chunks(self, events: Sequence[Event]) -> None:
+    def _report_chunks(self, events: Sequence[Event]) -> None:
         """Tells the transfer thread of every chunk. A chunk that breaks ends only its own leg."""
         ends = {event.request_id: event for event in events if isinstance(event, Prefilled)}
         for event in events:
             if not isinstance(event, ChunkComputed):
                 continue
             try:
-                self._tell_chunk(event, ends.get(event.request_id))
+                self._report_chunk(event, ends.get(event.request_id))
             except Exception:
                 logger.exception("a chunk could not be told")
                 self._inbox.put(partial(self._chunk_lost, event.request_id))
 
-    def _tell_chunk(self, event: ChunkComputed, prefilled: Prefilled | None) -> None:
+    def _report_chunk(self, event: ChunkComputed, prefilled: Prefilled | None) -> None:
         leg = self._legs.get(event.request_id)
         if leg is None:
             return
@@ -207,7 +207,7 @@ class PrefillService(LegService[PrefillLeg]):
                 leg.computed_tokens = event.end_token
                 leg.chunks += 1
             case PromptScored():
-                leg.tell(prompt_logprobs=scores_message(leg.id, event.records))
+                leg.send(prompt_logprobs=scores_message(leg.id, event.records))
             case Prefilled():
                 self._prefilled(leg, event)
             case RequestFailed():
@@ -221,7 +221,7 @@ class PrefillService(LegService[PrefillLeg]):
         leg.computed_ns = event.at_ns
         failpoints.hit("prefill.first_token", len(leg.request.prompt_ids))
         leg.send_first_tokens(event.records)
-        leg.tell_ends(event)
+        leg.send_ends(event)
         leg.state = PrefillState.SENDING
         if all(event.ends) or not leg.peer:
             self._end_early(leg)
@@ -302,7 +302,7 @@ class PrefillService(LegService[PrefillLeg]):
         if (destination := leg.outgoing.close()) is not None:
             del self._by_transfer[destination.transfer_id]
         self._legs.end(leg.id)
-        leg.tell_done()
+        leg.send_done()
 
     def _write_spans(self, leg: PrefillLeg) -> None:
         """Comes last: the KV leaves and the engine goes on meanwhile."""

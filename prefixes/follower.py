@@ -118,7 +118,7 @@ class Follower:
         self._replace(part, keys)
         self._go_on(Wanted(part.sequence + 1, part.end_shard), now_s)
 
-    def told(self, sequence: int, now_s: float) -> None:
+    def announced(self, sequence: int, now_s: float) -> None:
         """A load report names the worker's last event."""
         self.behind = max(0, sequence + 1 - max(1, self._next.next_sequence))
         if not self.is_in_step and now_s >= self._ask_again_s:

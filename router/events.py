@@ -39,7 +39,7 @@ class RouterEvents(Protocol):
         """A decode worker computes an attempt's prompt; `reason` is a short stable word."""
         return
 
-    def foretold(
+    def predicted(
         self, predicted_s: float, took_s: float, predicted_tokens: int, cached_tokens: int
     ) -> None:
         """An attempt's first token came after `took_s` seconds. The router had foretold

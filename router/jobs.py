@@ -1,7 +1,7 @@
 """Jobs, which the front doors hand to the dispatcher, and the events that come back.
 
 A *job* is one request after validation and tokenization. A front door creates it and awaits
-`Dispatcher.run(job, tell)`; while that runs, `tell` is called with:
+`Dispatcher.run(job, send)`; while that runs, `send` is called with:
 
 1. `JobStarted`, once, when the first token is known;
 2. `JobTokens`, per choice without gap or duplicate, and `ChoiceEnded`, once per choice after its
@@ -326,13 +326,13 @@ class Dispatcher(Protocol):
         worker could run the job now. Choices of one job share a pool."""
         ...
 
-    async def run(self, job: Job, tell: Callable[[JobEvent], None]) -> None:
+    async def run(self, job: Job, send: Callable[[JobEvent], None]) -> None:
         """Queues and runs a job. Returns after its last event. Cancelling ends the work at any
         point.
 
         Args:
             job: the job.
-            tell: called with each event, directly in the handler of the worker's message, so that
+            send: called with each event, directly in the handler of the worker's message, so that
                 a token wakes no task on its way to the front door. It must not wait, and may call
                 only `end_choice`. An exception from it ends this job alone, and is raised here.
 

@@ -43,7 +43,7 @@ def _origin() -> str:
     if (root / "pyproject.toml").is_file():
         return root.as_uri()
     try:
-        told = metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
-        return str(json.loads(told)["url"]) if told else ""
+        origin = metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
+        return str(json.loads(origin)["url"]) if origin else ""
     except (metadata.PackageNotFoundError, ValueError, KeyError):
         return ""

@@ -230,12 +230,12 @@ BREAKAGES = (
         ("engine/test_eviction.py", "engine/test_blocks_stateful.py"),
     ),
     Breakage(
-        "eviction-not-told",
+        "eviction-not-reported",
         "routers hear of pages that come, and not of those that go",
         "engine/pages/prefix.py",
         "    blocks.subscribe(left, (CacheEventKind.EVICTED,))\n",
         "",
-        ("engine/test_tell_pages.py",),
+        ("engine/test_report_pages.py",),
     ),
     Breakage(
         "fp8-scale-off",

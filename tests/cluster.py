@@ -177,12 +177,12 @@ class Cluster:
 
     def wait_attached(self, name: str) -> None:
         """Until the router holds a stream to the worker."""
-        wait_until(lambda: self.metric("baton_worker_up", worker=name), READY_S, tell=self.tail)
+        wait_until(lambda: self.metric("baton_worker_up", worker=name), READY_S, show=self.tail)
 
     def wait_measured(self, name: str, peer: str) -> None:
         """Until the self-test of the worker's path to the peer is over."""
         figure = "baton_kv_peer_bytes_per_second"
-        wait_until(lambda: self.metric(figure, name, peer=peer), tell=self.tail)
+        wait_until(lambda: self.metric(figure, name, peer=peer), show=self.tail)
 
     def client(self, *, retries: bool = False) -> Client:
         """Without retries by itself, so that a test meets each status as it was sent."""
@@ -265,7 +265,7 @@ class Cluster:
                 lambda: self.available_pages(name) == baseline,
                 BASELINE_S,
                 poll_s=0.05,
-                tell=lambda: f"{name} leaks: {self.load(name)}\n{self.tail()}",
+                show=lambda: f"{name} leaks: {self.load(name)}\n{self.tail()}",
             )
 
     def logged(self) -> str:

@@ -130,7 +130,7 @@ def run(parts: list[Part]) -> int:
         statuses = [part.wait() for part in parts]
     files = {name: spent for part in parts for name, spent in part.files().items()}
     statuses = [part.try_again(status) for part, status in zip(parts, statuses, strict=True)]
-    tell_slowest(files)
+    print_slowest(files)
     for part in parts:
         print(f"{part.name:8} {part.last_line}")
         for test in part.passed_again:
@@ -140,7 +140,7 @@ def run(parts: list[Part]) -> int:
     return max(map(abs, statuses))
 
 
-def tell_slowest(files: dict[str, list[float]]) -> None:
+def print_slowest(files: dict[str, list[float]]) -> None:
     """Names the files that took the most CPU time."""
     print(f"the {SLOWEST} slowest files:    CPU s       s  tests")
     slowest = sorted(files.items(), key=lambda file: file[1], reverse=True)[:SLOWEST]

@@ -26,7 +26,7 @@ FILES_KEY: Final = "baton/files"
 TENTHS: Final = 10
 MOST_IN_PIECE: Final = 8
 """Tests of one function that stay together, since they may share what they need."""
-TELL_EVERY_S: Final = 30.0
+PRINT_EVERY_S: Final = 30.0
 FEW: Final = 10
 """So many tests tell nothing of how long the others take."""
 
@@ -98,7 +98,7 @@ class Progress:
                 self._kinds[kind] += now_s - began_s
                 break
         done, left = self._done.total(), self._left.total()
-        if self._is_whole and now_s - self._told_s > TELL_EVERY_S and done > FEW:
+        if self._is_whole and now_s - self._told_s > PRINT_EVERY_S and done > FEW:
             self._told_s = now_s
             self._terminal.ensure_newline()
             self._terminal.write_line(

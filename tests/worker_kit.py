@@ -81,7 +81,7 @@ class GatedExecutor(HashExecutor):
             for count, first in zip(counts, firsts, strict=True)
         ]
         self.holds = False
-        self.tells_choices_apart = False
+        self.differs_by_choice = False
         """Choices get different first tokens: one more than the choice before."""
         self._lock = threading.Lock()
 
@@ -112,7 +112,7 @@ class GatedExecutor(HashExecutor):
         result = super()._run(plan)
         torn = [slot for number, slot in self.torn if number == plan.number]
         result.tokens[np.isin(plan.sample_slots, torn)] = -1
-        if self.tells_choices_apart:
+        if self.differs_by_choice:
             where = plan.sample_tokens.tolist()
             choices = [where[:index].count(at) for index, at in enumerate(where)]
             result.tokens[:] = (result.tokens + choices) % VOCAB

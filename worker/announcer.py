@@ -84,16 +84,18 @@ async def announce_forever(
     routers: RouterAddresses, worker: worker_pb2.WorkerIdentity, net: InternalNet = CLEAR
 ) -> None:
     """Announces a worker to all routers until cancelled. Routers that come later hear it, too."""
-    telling: dict[str, asyncio.Task[None]] = {}
+    announcing: dict[str, asyncio.Task[None]] = {}
     try:
         while True:
-            telling = {address: task for address, task in telling.items() if not task.done()}
+            announcing = {address: task for address, task in announcing.items() if not task.done()}
             for address in routers.listed():
-                if address not in telling:
-                    telling[address] = asyncio.create_task(_announce(address, worker, routers, net))
+                if address not in announcing:
+                    announcing[address] = asyncio.create_task(
+                        _announce(address, worker, routers, net)
+                    )
             await asyncio.sleep(UNATTACHED_INTERVAL_S)
     finally:
-        for task in telling.values():
+        for task in announcing.values():
             task.cancel()
 
 

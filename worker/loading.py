@@ -77,12 +77,12 @@ def _logs_following_stderr() -> Iterator[Callable[[], None]]:
 
 
 def _quarters() -> Progress:
-    told: set[tuple[str, int]] = set()
+    reported: set[tuple[str, int]] = set()
 
     def progress(phase: str, done: int, total: int) -> None:
         quarter = 4 * done // max(1, total)
-        if (phase, quarter) not in told:
-            told.add((phase, quarter))
+        if (phase, quarter) not in reported:
+            reported.add((phase, quarter))
             logger.info("loading", extra={"phase": phase, "percent": 25 * quarter})
 
     return progress

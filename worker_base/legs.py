@@ -96,7 +96,7 @@ class WorkerLeg:
         """The attempt's id. Router, engine and peer all use it."""
         return self.request.id
 
-    def tell(self, **message: Any) -> None:
+    def send(self, **message: Any) -> None:
         """Sends the router a message: `tell(delivered=Delivered(...))`."""
         if not self.silent:
             self.stream.send(worker_pb2.WorkResponse(**message))
@@ -109,7 +109,7 @@ class WorkerLeg:
             cached_prompt_tokens=self.cached_tokens,
             loaded_prompt_tokens=self.loaded_tokens,
         )
-        self.tell(first_token=first_token)
+        self.send(first_token=first_token)
 
     def send_finished(
         self,
@@ -132,7 +132,7 @@ class WorkerLeg:
             accepted_tokens=drafts[1],
             score=score,
         )
-        self.tell(finished=finished)
+        self.send(finished=finished)
 
     def fail(
         self, reason: worker_pb2.FailureReason.ValueType | FailureReason, hook: str = ""

@@ -49,7 +49,7 @@ class Outbox:
         self._keeps_peers = keeps_peers
         self._peers: list[worker_pb2.PeerHealth] = []
         """Peers that the last report named."""
-        self._untold: set[bytes] = set()
+        self._unreported: set[bytes] = set()
         """Attempts that no report has named yet."""
         self._on_overflow = on_overflow
         self._max_entries = max_entries
@@ -76,7 +76,7 @@ class Outbox:
 
     def submitted(self, attempt_id: bytes) -> None:
         """Notes an attempt of that router. The first report that contains it will name it."""
-        self._untold.add(attempt_id)
+        self._unreported.add(attempt_id)
 
     def report(self, load: worker_pb2.Load, is_known: Callable[[bytes], bool]) -> None:
         """Queues a load report. It takes the place of one that still waits.
@@ -89,8 +89,8 @@ class Outbox:
             self._load = worker_pb2.WorkResponse()
             self.send(self._load)
         if self._load is not None:
-            known = [attempt_id for attempt_id in self._untold if is_known(attempt_id)]
-            self._untold.difference_update(known)
+            known = [attempt_id for attempt_id in self._unreported if is_known(attempt_id)]
+            self._unreported.difference_update(known)
             unread = list(self._load.load.known_attempts)
             self._load.load.CopyFrom(load)
             self._load.load.known_attempts.extend(unread + known)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from baton.worker.v1 import worker_pb2
 from prefixes.codec import Events, ShardSnapshot, Wanted
 from prefixes.log import PageLog
-from prefixes.teller import Teller
+from prefixes.reporter import PageReporter
 
 if TYPE_CHECKING:
     from engine.pages.prefix import ReportPages
@@ -25,13 +25,13 @@ logger = logging.getLogger(__name__)
 
 INTERVAL_S: Final = 0.05
 BUSY_S: Final = 0.005
-"""Time to the next turn while a router is not told everything."""
+"""Time to the next turn while a router is not sent everything."""
 FAILED_S: Final = 5.0
 """Time to the next turn after one that failed."""
 MOST_AT_ONCE: Final = 8192
 """Keys that a turn writes, about: it takes some milliseconds."""
 MOST_UNREAD: Final = 64
-"""A router that leaves so many messages unread is told more later."""
+"""A router that leaves so many messages unread is sent more later."""
 
 
 class PageReports:
@@ -46,7 +46,7 @@ class PageReports:
         self._has_begun = False
         self._queue: deque[tuple[int, Sequence[bytes]]] = deque()
         self._log = PageLog()
-        self._tellers: dict[Outbox, Teller] = {}
+        self._reporters: dict[Outbox, PageReporter] = {}
 
     @property
     def sequence(self) -> int:
@@ -59,11 +59,11 @@ class PageReports:
             self._has_begun = True
             self._begin(lambda kind, keys: self._queue.append((kind, keys)))
         known = Wanted(wanted.next_sequence, wanted.next_shard)
-        self._tellers[outbox] = Teller(self._log, known)
+        self._reporters[outbox] = PageReporter(self._log, known)
 
     def end_stream(self, outbox: Outbox) -> None:
         """A router is gone."""
-        self._tellers.pop(outbox, None)
+        self._reporters.pop(outbox, None)
 
     async def report_forever(self) -> None:
         """Takes a turn every 50 ms; more often while there is more to tell."""
@@ -71,18 +71,18 @@ class PageReports:
             try:
                 self.turn()
             except Exception:  # Routers know less, and that is all.
-                logger.exception("pages cannot be told")
+                logger.exception("pages cannot be reported")
                 await asyncio.sleep(FAILED_S)
-            busy = bool(self._queue) or not all(one.is_done for one in self._tellers.values())
+            busy = bool(self._queue) or not all(one.is_done for one in self._reporters.values())
             await asyncio.sleep(BUSY_S if busy else INTERVAL_S)
 
     def turn(self) -> None:
         """Writes what is queued, and tells what is new."""
         if self._queue:
             self._log.write(*self._take())
-        for outbox, teller in self._tellers.items():
+        for outbox, reporter in self._reporters.items():
             if len(outbox) < MOST_UNREAD:
-                for message in teller.turn():
+                for message in reporter.turn():
                     outbox.send(_message(message))
 
     def _take(self) -> tuple[list[bytes], bytes]:
@@ -97,16 +97,16 @@ class PageReports:
         return taken, bytes(kinds)
 
 
-def _message(told: Events | ShardSnapshot) -> worker_pb2.WorkResponse:
-    if isinstance(told, Events):
-        events = worker_pb2.PageEvents(first_sequence=told.first, keys=told.keys, kinds=told.kinds)
+def _message(new: Events | ShardSnapshot) -> worker_pb2.WorkResponse:
+    if isinstance(new, Events):
+        events = worker_pb2.PageEvents(first_sequence=new.first, keys=new.keys, kinds=new.kinds)
         return worker_pb2.WorkResponse(page_events=events)
     return worker_pb2.WorkResponse(
         page_snapshot=worker_pb2.PageSnapshot(
-            sequence=told.sequence,
-            first_shard=told.first_shard,
-            end_shard=told.end_shard,
-            keys=told.keys,
-            tiers=told.tiers,
+            sequence=new.sequence,
+            first_shard=new.first_shard,
+            end_shard=new.end_shard,
+            keys=new.keys,
+            tiers=new.tiers,
         )
     )

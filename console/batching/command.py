@@ -24,7 +24,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 class _Rest(TypedDict):
     at_once: int
     priority: int
-    told: Callable[[bool], None]
+    on_line: Callable[[bool], None]
 
 
 def batch(
@@ -76,12 +76,12 @@ def batch(
     failed = 0
     with Journal(target) as journal, _bar(total, len(journal.done)) as advance:
 
-        def told(went_well: bool) -> None:
+        def on_line(went_well: bool) -> None:
             nonlocal failed
             failed += not went_well
             advance()
 
-        rest = _Rest(at_once=at_once, priority=priority, told=told)
+        rest = _Rest(at_once=at_once, priority=priority, on_line=on_line)
         if model:
             from local.llm import LLM
 

@@ -178,7 +178,7 @@ class Watcher:
     def run_begins(self, plan: LoadPlan) -> None:
         """Requests are being written and connections warmed up."""
 
-    def told(self, sent: int, ended: int) -> None:
+    def on_progress(self, sent: int, ended: int) -> None:
         """Reports the number of requests sent and ended so far."""
 
     def run_ended(self, summary: Summary) -> None:
@@ -214,7 +214,7 @@ def measure(options: BenchOptions, watcher: Watcher | None = None) -> Result:
             plan = workload.plan(rate, next(seeds))
             shares.append(shared_prefix_share(plan))
             watcher.run_begins(plan)
-            runs.append(_run(fleet, plan, rate or plan.rate, options, watcher.told))
+            runs.append(_run(fleet, plan, rate or plan.rate, options, watcher.on_progress))
             watcher.run_ended(runs[-1].summary)
             return runs[-1].summary
 
@@ -259,9 +259,9 @@ def _run(
     plan: LoadPlan,
     rate: float,
     options: BenchOptions,
-    told: Callable[[int, int], None],
+    on_progress: Callable[[int, int], None],
 ) -> Run:
-    reports = fleet.run(plan, told)
+    reports = fleet.run(plan, on_progress)
     simulated = _simulated(reports, options.idle_ttft_ms)
     summary = summarize(reports, plan.seed, rate, options.slo, options.max_lag_ms, simulated)
     outcomes = gathered(reports)

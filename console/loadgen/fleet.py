@@ -48,7 +48,7 @@ class Sending(NamedTuple):
     """Number of requests that each sender sends to each target before a run."""
 
 
-Told = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 """A callback that takes the number of requests sent and the number ended."""
 
 
@@ -92,7 +92,9 @@ class Fleet:
                 process.kill()
                 process.join()
 
-    def run(self, plan: LoadPlan, told: Told = lambda sent, ended: None) -> list[SenderReport]:
+    def run(
+        self, plan: LoadPlan, on_progress: OnProgress = lambda sent, ended: None
+    ) -> list[SenderReport]:
         """Sends all requests of a plan. Returns each sender's report when the last has ended.
 
         Raises:
@@ -106,7 +108,7 @@ class Fleet:
         start = Start(time.perf_counter() + START_DELAY_S)
         for pipe in used:
             self._send(pipe, start)
-        return self._await_reports(used, plan, told)
+        return self._await_reports(used, plan, on_progress)
 
     def _order(self, plan: LoadPlan, requests: Any, senders: int) -> RunOrder:
         at = self._sending
@@ -139,7 +141,7 @@ class Fleet:
             raise _not_ready(failed, self._sending.targets)
 
     def _await_reports(
-        self, pipes: list[Connection], plan: LoadPlan, told: Told
+        self, pipes: list[Connection], plan: LoadPlan, on_progress: OnProgress
     ) -> list[SenderReport]:
         timeout_s = self._sending.asked.timeout_s
         give_up_s = time.monotonic() + plan.longest_s(timeout_s) + SPAWN_S
@@ -154,7 +156,7 @@ class Fleet:
                         reports[pipe] = report
                         progress[pipe] = Progress(len(report.outcomes), len(report.outcomes))
             counts = progress.values()
-            told(sum(one.sent for one in counts), sum(one.ended for one in counts))
+            on_progress(sum(one.sent for one in counts), sum(one.ended for one in counts))
         return [reports[pipe] for pipe in pipes]
 
     def _heard(self, pipes: list[Connection], give_up_s: float) -> list[Connection]:

@@ -188,12 +188,12 @@ class _Load:
         report = SenderReport()
         await asyncio.sleep(max(0.0, start_s - time.perf_counter()))
         begun_s, cpu_s = time.perf_counter(), time.process_time()
-        telling = asyncio.create_task(self._report_progress(connection))
+        reporting = asyncio.create_task(self._report_progress(connection))
         async with EventLoopLag(report.loop_lags_s.append, LAG_INTERVAL_S):
             await self._send_all(start_s)
         report.cpu_s = time.process_time() - cpu_s
         report.wall_s = time.perf_counter() - begun_s
-        telling.cancel()
+        reporting.cancel()
         report.outcomes = [self._outcome(sent, start_s) for sent in self._sent]
         return report
 

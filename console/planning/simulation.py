@@ -87,7 +87,7 @@ class _Decoder:
         self.waiting: deque[tuple[float, int, float]] = deque()
         """Requests whose pages are there: when, which, and when their first token came."""
 
-    def step(self, asked: Sequence[Asked], prompt_s: float, told: _Told) -> None:
+    def step(self, asked: Sequence[Asked], prompt_s: float, times: _Times) -> None:
         """One step. `prompt_s`: what a prompt's piece beside the rows adds."""
         while self.waiting and self.waiting[0][0] <= self.now_s and len(self.rows) < self.most_rows:
             _, request, ready_s = self.waiting.popleft()
@@ -108,10 +108,10 @@ class _Decoder:
             one = asked[row.request]
             self.context -= one.prompt_tokens + one.output_tokens - 1
             self.promised -= 1
-            told.tokens(row.request, [row.ready_s, *self.ends[row.begins : number + 1]])
+            times.tokens(row.request, [row.ready_s, *self.ends[row.begins : number + 1]])
 
 
-class _Told:
+class _Times:
     def __init__(self, count: int) -> None:
         self.first = np.zeros(count)
         self.gap = np.zeros(count)
@@ -125,24 +125,24 @@ class _Told:
 
 def simulate(asked: Sequence[Asked], plan: Plan, rates: Rates) -> Served:
     """Serves all requests, which come in order of time."""
-    told = _Told(len(asked))
+    times = _Times(len(asked))
     workers = [_Decoder(rates) for _ in range(plan.both or plan.decode)]
     mean = sum(one.prompt_tokens + one.output_tokens for one in asked) // len(asked)
     for worker in workers:
         worker.most_rows = max(1, min(MOST_ROWS, rates.kv_tokens // mean))
     if plan.both:
-        busy_s = {"both": _replicas(asked, workers, told)}
+        busy_s = {"both": _replicas(asked, workers, times)}
     else:
-        prefill_s = _apart(asked, plan, workers, rates, told)
+        prefill_s = _apart(asked, plan, workers, rates, times)
         decode_s = sum(worker.busy_s for worker in workers) / len(workers)
         busy_s = {"prefill": prefill_s / plan.prefill, "decode": decode_s}
     lasted_s = max(worker.now_s for worker in workers) or 1.0
     busy = {role: min(1.0, each / lasted_s) for role, each in busy_s.items()}
-    return Served(told.first, told.gap, told.mean, busy)
+    return Served(times.first, times.gap, times.mean, busy)
 
 
 def _apart(
-    asked: Sequence[Asked], plan: Plan, workers: list[_Decoder], rates: Rates, told: _Told
+    asked: Sequence[Asked], plan: Plan, workers: list[_Decoder], rates: Rates, times: _Times
 ) -> float:
     """Prompts on workers of their own; returns the time that these work."""
     free = [0.0] * plan.prefill
@@ -153,43 +153,43 @@ def _apart(
         busy_s += took_s
         done_s = max(heapq.heappop(free), one.at_s + ROUTER_S) + took_s
         heapq.heappush(free, done_s)
-        told.first[request] = done_s + ROUTER_S - one.at_s
+        times.first[request] = done_s + ROUTER_S - one.at_s
         if one.output_tokens > 1:
             ready.append((done_s + HAND_OFF_S, request, done_s))
     for at_s, request, first_s in sorted(ready):
         for worker in workers:
-            _run_until(worker, at_s, asked, told)
+            _run_until(worker, at_s, asked, times)
         worker = min(workers, key=lambda one: one.promised)
         worker.promised += 1
         worker.waiting.append((at_s, request, first_s))
     for worker in workers:
-        _run_until(worker, np.inf, asked, told)
+        _run_until(worker, np.inf, asked, times)
     return busy_s
 
 
-def _run_until(worker: _Decoder, at_s: float, asked: Sequence[Asked], told: _Told) -> None:
+def _run_until(worker: _Decoder, at_s: float, asked: Sequence[Asked], times: _Times) -> None:
     while worker.now_s < at_s and (worker.rows or worker.waiting):
         if not worker.rows:
             worker.now_s = max(worker.now_s, worker.waiting[0][0])
-        worker.step(asked, 0.0, told)
+        worker.step(asked, 0.0, times)
     if at_s < np.inf:
         worker.now_s = max(worker.now_s, at_s)
 
 
-def _replicas(asked: Sequence[Asked], workers: list[_Decoder], told: _Told) -> float:
+def _replicas(asked: Sequence[Asked], workers: list[_Decoder], times: _Times) -> float:
     """Prompts beside rows; returns the time that a worker works."""
     prompts: list[deque[list[int]]] = [deque() for _ in workers]
     for request, one in enumerate(asked):
         came_s = one.at_s + ROUTER_S
         for worker, queue in zip(workers, prompts, strict=True):
-            _turns(worker, queue, came_s, asked, told)
+            _turns(worker, queue, came_s, asked, times)
         least = min(
             range(len(workers)), key=lambda n: (sum(q for _, q in prompts[n]), workers[n].promised)
         )
         workers[least].promised += 1
         prompts[least].append([request, one.prompt_tokens])
     for worker, queue in zip(workers, prompts, strict=True):
-        _turns(worker, queue, np.inf, asked, told)
+        _turns(worker, queue, np.inf, asked, times)
     return sum(worker.busy_s for worker in workers) / len(workers)
 
 
@@ -198,7 +198,7 @@ def _turns(
     queue: deque[list[int]],
     until_s: float,
     asked: Sequence[Asked],
-    told: _Told,
+    times: _Times,
 ) -> None:
     while worker.now_s < until_s and (worker.rows or worker.waiting or queue):
         room, done = REPLICA_STEP_TOKENS, []
@@ -211,9 +211,9 @@ def _turns(
             done.append(queue.popleft()[0])
         tokens = REPLICA_STEP_TOKENS - room
         prompt_s = tokens * worker.rates.prefill_token_s + PREFILL_STEP_S * bool(tokens)
-        worker.step(asked, prompt_s, told)
+        worker.step(asked, prompt_s, times)
         for request in done:
-            told.first[request] = worker.now_s + ROUTER_S - asked[request].at_s
+            times.first[request] = worker.now_s + ROUTER_S - asked[request].at_s
             if asked[request].output_tokens > 1:
                 worker.waiting.append((worker.now_s, request, worker.now_s))
             else:

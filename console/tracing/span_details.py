@@ -12,24 +12,24 @@ from telemetry.names import Attr, SpanName
 def details(span: Span) -> list[str]:
     """Returns a span's details in words, its failure first."""
     found = [f"✗ {span.error or 'failed'}"] if span.failed else []
-    for key, tell in _TELLING.get(span.name, ()):
+    for key, describe in _DETAILS.get(span.name, ()):
         value = span.attributes.get(key)
-        if value is not None and (told := tell(value)):
-            found.append(told)
+        if value is not None and (text := describe(value)):
+            found.append(text)
     return found
 
 
 def count(one: str, many: str = "") -> Callable[[Any], str]:
     """Makes a function that writes a number with its noun, such as "2 pages"."""
 
-    def tell(value: int) -> str:
+    def describe(value: int) -> str:
         return f"{value:,} {one if value == 1 else many or one + 's'}"
 
-    return tell
+    return describe
 
 
-def _unless_zero(tell: Callable[[Any], str]) -> Callable[[Any], str]:
-    return lambda value: tell(value) if value else ""
+def _unless_zero(describe: Callable[[Any], str]) -> Callable[[Any], str]:
+    return lambda value: describe(value) if value else ""
 
 
 def _milliseconds(words: str) -> Callable[[Any], str]:
@@ -59,7 +59,7 @@ def duration(ns: float) -> str:
 
 
 _SKEW: Final = "{} of waits for the slowest rank"
-_TELLING: Final[dict[str, tuple[tuple[str, Callable[[Any], str]], ...]]] = {
+_DETAILS: Final[dict[str, tuple[tuple[str, Callable[[Any], str]], ...]]] = {
     SpanName.QUEUE: (
         (Attr.QUEUE_DEPTH, _unless_zero(lambda depth: f"{depth} ahead")),
         (Attr.QUEUE_TOKENS, _unless_zero(count("prompt token"))),

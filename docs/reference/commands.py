@@ -48,8 +48,8 @@ def _names(parameter: Any) -> str:
     if parameter.param_type_name == "argument":
         return f"`{parameter.name.upper()}`"
     names = " ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
-    told = parameter.envvar or ()
-    variables = (told,) if isinstance(told, str) else told
+    given = parameter.envvar or ()
+    variables = (given,) if isinstance(given, str) else given
     return names + ("<br>" + " ".join(f"`{name}`" for name in variables) if variables else "")
 
 

@@ -45,8 +45,8 @@ from engine.cuda.ranks.drawing import (
     nothing_drawn,
     pooled_of,
     spoilt_of,
-    telling,
-    telling_more,
+    with_failures,
+    with_rest,
 )
 from engine.cuda.speculation.drawing import Drafting, DraftSampling
 from engine.cuda.steps.inputs import Inputs, attention_of, ends_of, narrowed_of
@@ -226,7 +226,7 @@ class CudaExecutor:
         (draw, future), self._waiting = self._waiting, None
         try:
             with torch.inference_mode(), torch.cuda.stream(self.stream):
-                self._finish(telling_more(self._drawing.draw(draw, masks), draw), future)
+                self._finish(with_rest(self._drawing.draw(draw, masks), draw), future)
         except Exception as error:
             future.set_exception(error)
 
@@ -244,13 +244,13 @@ class CudaExecutor:
         shape, narrowed = self._hooked.begin(plan, self._shapes, self._page_size)
         if plan.num_tokens == 0:
             self._ranks.barrier()
-            return self._finish(telling(nothing_drawn, self._hooked.end(None)))
+            return self._finish(with_failures(nothing_drawn, self._hooked.end(None)))
         draw = self._exact(plan, narrowed) if shape is None else self._padded(plan, shape, narrowed)
         draw = draw._replace(failures=self._hooked.end(narrowed))
         if plan.masked.size:
             self._waiting = draw, Future()
             return self._waiting[1]
-        return self._finish(telling_more(self._drawing.draw(draw), draw))
+        return self._finish(with_rest(self._drawing.draw(draw), draw))
 
     def _transfer(self, plan: StepPlan) -> None:
         """Queues page copies and token table writes before the step. They are rare, so no graph has
@@ -299,13 +299,15 @@ class CudaExecutor:
             logits = logits.index_select(0, packed.sampled)
         slots, width = packed.sample_slots, packed.shape.width
         draw = Draw(logits, slots, plan.sample, plan.whole_logits, [])
-        verified = self._verified(inputs, plan.num_decodes, width, tells=plan.tells_drafts)
+        verified = self._verified(
+            inputs, plan.num_decodes, width, returns_drafts=plan.returns_drafts
+        )
         return draw._replace(verified=verified)
 
     def _verified(
-        self, inputs: Inputs, decodes: int, width: int, *, tells: bool = False
+        self, inputs: Inputs, decodes: int, width: int, *, returns_drafts: bool = False
     ) -> Verified:
-        return Verified(width, inputs.ids, inputs.kept[:decodes], tells)
+        return Verified(width, inputs.ids, inputs.kept[:decodes], returns_drafts)
 
     def _pack(
         self, plan: StepPlan | None, shape: Shape, narrowed: Narrowed | None = None

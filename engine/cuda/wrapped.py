@@ -43,7 +43,7 @@ class _Paged:
         self._nowhere = torch.zeros_like(stores[0])
         self._rows = torch.arange(len(stores[0]), dtype=torch.int32, device=stores[0].device)
         self._angles: dict[tuple[int, int], tuple[Tensor, RopeTable]] = {}
-        """Of this step's tokens: by the class's tensor, which is kept, and D."""
+        """Angles of this step's tokens, by the class's tensor, which is kept, and D."""
 
     def begin(self, batch: AttentionBatch) -> None:
         """Nothing: the backends were prepared."""

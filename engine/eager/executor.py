@@ -103,7 +103,7 @@ class TorchExecutor:
         verified = self.steps.verification
         if verified is None or drawn.counts is None:
             return result
-        ids, ready = self.steps.next_drafts(plan) if plan.tells_drafts else (None, None)
+        ids, ready = self.steps.next_drafts(plan) if plan.returns_drafts else (None, None)
         return replace(
             result,
             counts=drawn.counts.cpu().numpy().astype(np.int32),

@@ -77,7 +77,7 @@ class RequestHooks:
                 hooked.exact_tokens = min(hooked.exact_tokens, exact)
         hooked.tags = tuple(tags)
         if refusal is not None:
-            self._tell_end(hooked)
+            self._report_end(hooked)
         return refusal
 
     def _ask(self, caller: Caller, hooked: HookedRequest) -> HookTag | None:
@@ -123,9 +123,9 @@ class RequestHooks:
         """Step `step` and all before it are done."""
         self._settled_step = step
         while self._ended and self._ended[0][0] <= step:
-            self._tell_end(self._ended.popleft()[1])
+            self._report_end(self._ended.popleft()[1])
 
-    def _tell_end(self, hooked: HookedRequest) -> None:
+    def _report_end(self, hooked: HookedRequest) -> None:
         for index in hooked.heard_by:
             caller = self._callers[index]
             caller.restart()

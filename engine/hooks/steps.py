@@ -144,7 +144,7 @@ class StepHooks:
         return self.narrowed
 
     def keep_to(self, most: int) -> None:
-        """After `narrow`: rank 0 has told a shape in which a KV head of a narrowed row reads at
+        """After `narrow`: rank 0 has flags a shape in which a KV head of a narrowed row reads at
         most so many pages; 0: no row is narrowed, perhaps since the hook has failed there."""
         if not self._choosing or self.narrowed is None or self.narrowed.counts.max() <= most:
             return
@@ -188,10 +188,10 @@ class StepHooks:
         beyond = None
         if self._choosing and not self._choosing[0].failure and self._beyond:
             beyond = torch.stack(self._beyond).any()
-        told = gather(self._flags(beyond)) if gather and self._has_rows else None
-        if beyond is None and told is None:
+        flags = gather(self._flags(beyond)) if gather and self._has_rows else None
+        if beyond is None and flags is None:
             return lambda: failed
-        return self._telling(failed, beyond, told)
+        return self._failures_of(failed, beyond, flags)
 
     def _flags(self, beyond: Tensor | None) -> Tensor:
         """[1, H] float32, whether each hook has failed on this rank. The host does not wait."""
@@ -203,20 +203,20 @@ class StepHooks:
             flags[0, self._choosing[0].index].copy_(beyond)
         return flags
 
-    def _telling(
-        self, failed: tuple[HookFailure, ...], beyond: Tensor | None, told: Tensor | None
+    def _failures_of(
+        self, failed: tuple[HookFailure, ...], beyond: Tensor | None, flags: Tensor | None
     ) -> Failures:
         """Tells what the host knows, and what the device will have told it by then."""
         beyond = None if beyond is None else _to_host(beyond)
-        told = None if told is None else _to_host(told)
+        flags = None if flags is None else _to_host(flags)
 
         def failures() -> tuple[HookFailure, ...]:
             found = {failure.hook: failure for failure in failed}
             if beyond is not None and self._choosing and bool(beyond):
                 caller = self._choosing[0]
                 found[caller.index] = caller.logged("pages_wanted", _no_page())
-            if told is not None:
-                for index in told.any(0).flatten().nonzero().flatten().tolist():
+            if flags is not None:
+                for index in flags.any(0).flatten().nonzero().flatten().tolist():
                     found.setdefault(index, self._elsewhere(index))
             return tuple(found.values())
 

@@ -30,13 +30,13 @@ class FetchPort:
         """After `fetched`: nothing can land any more in the pages that did not come."""
         self._loop.post(lambda scheduler: scheduler.fetches.freed(fetch_id))
 
-    def hold(self, hold_id: bytes, keys: Sequence[Sequence[bytes]], tell: ReportHeld) -> None:
+    def hold(self, hold_id: bytes, keys: Sequence[Sequence[bytes]], report: ReportHeld) -> None:
         """Holds the leading keys of each group that are here, once they are in the pool, and tells
         their pages. See `Fetches.hold`."""
 
         def hold(scheduler: Scheduler) -> None:
             rooms = scheduler.admission.rooms_for_peers(len(keys[0]))
-            scheduler.fetches.hold(hold_id, keys, rooms, tell)
+            scheduler.fetches.hold(hold_id, keys, rooms, report)
 
         self._loop.post(hold)
 

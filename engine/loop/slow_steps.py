@@ -109,11 +109,11 @@ class SlowSteps:
         if before is not None and before.num_decodes and plan.num_decodes:
             is_long = self._usual_s and gap_s > max(LEAST_S, LONG * self._usual_s)
             if is_long and _have_waited(before, plan):
-                self._tell(scheduler, plan, (gap_s, step_s), spent_s)
+                self._report(scheduler, plan, (gap_s, step_s), spent_s)
             self._usual_s = averaged(self._usual_s, gap_s)
         self._before, self._before_s = plan, now_s
 
-    def _tell(
+    def _report(
         self,
         scheduler: Scheduler,
         plan: StepPlan,

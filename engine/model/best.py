@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.step.collective import Collective
 
-TOLD = 3
+BEST_NUMBERS = 3
 """Numbers a row that a rank tells."""
 
 
@@ -36,7 +36,9 @@ def best_of_parts(logits: Tensor, first_id: int, collective: Collective) -> tupl
     finite = logits.sum(-1, keepdim=True).isfinite()
     # float64 holds each of them exactly.
     own = torch.cat([part.double() for part in (logits.gather(-1, ids), ids + first_id, finite)], 1)
-    told = collective.gather(own, TOLD * collective.size).view(len(logits), -1, TOLD)
-    best, ids, finite = told.unbind(-1)
+    bests = collective.gather(own, BEST_NUMBERS * collective.size).view(
+        len(logits), -1, BEST_NUMBERS
+    )
+    best, ids, finite = bests.unbind(-1)
     tokens = ids.gather(1, best.argmax(-1, keepdim=True)).squeeze(1).long()
     return tokens, finite.bool().all(1)

@@ -124,8 +124,8 @@ def load_model(
         raise ModelError(f"load format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
     folder, gguf = _locate(path, load_format)
     pools, is_dummy = _pools(folder), load_format == "dummy"
-    told = accepts, check, progress
-    load = Load(dtype, device, is_dummy, seed, quantization, *told, shard, collective)
+    reporting = accepts, check, progress
+    load = Load(dtype, device, is_dummy, seed, quantization, *reporting, shard, collective)
     if gguf is not None:
         if model_impl == "transformers":
             raise UnsupportedModelError("GGUF files are not read through transformers' own code")

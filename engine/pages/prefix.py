@@ -17,18 +17,18 @@ GONE added), of a group (with GROUP added for each before it). Called on the ste
 must return at once."""
 
 
-def report_pages(blocks: BlockManager, tier: int, tell: ReportPages, group: int = 0) -> None:
+def report_pages(blocks: BlockManager, tier: int, report: ReportPages, group: int = 0) -> None:
     """Tells of all pages of a group that have keys, and then of each change."""
     here = tier + GROUP * group
     gone = here | GONE
 
     def came(events: CacheEvents) -> None:
-        tell(here, events.keys)
+        report(here, events.keys)
 
     def left(events: CacheEvents) -> None:
-        tell(gone, events.keys)
+        report(gone, events.keys)
 
-    tell(here, blocks.keys)
+    report(here, blocks.keys)
     blocks.subscribe(came, (CacheEventKind.STORED,))
     blocks.subscribe(left, (CacheEventKind.EVICTED,))
 

@@ -118,10 +118,10 @@ class Follower:
         num_pages = pages_that_fit(config, loaded, device, hooks)
         self._reach(Stage.LOADED)
         self._report(LOADED, revision=loaded.revision, num_pages=num_pages)
-        told = self._inbox.recv_multipart()
-        if told[0] != PAGES:
+        message = self._inbox.recv_multipart()
+        if message[0] != PAGES:
             return
-        pools = make_pages(int(json.loads(told[1])), config, loaded, device)
+        pools = make_pages(int(json.loads(message[1])), config, loaded, device)
         if self._beside:
             self._begin_beside(pools)
         if config.kv_host_bytes:
@@ -140,9 +140,9 @@ class Follower:
         run = self._steps(loaded, pools, hooks)
         self._reach(Stage.READY)
         self._report(READY)
-        while (told := self._next())[0] == STEP:
+        while (message := self._next())[0] == STEP:
             failpoints.hit("rank.step", str(self._shard.rank))
-            run(decode(told[1:]))
+            run(decode(message[1:]))
 
     def _steps(
         self, loaded: LoadedModel, pools: KvPools, hooks: Sequence[Hook]

@@ -76,15 +76,15 @@ def encode(plan: StepPlan) -> list[memoryview]:
 def decode(frames: Sequence[bytes]) -> StepPlan:
     """The step of some frames, without what only rank 0 needs."""
     head, *arrays = (np.frombuffer(frame, np.int32) for frame in frames)
-    told: dict[str, int] = dict(zip(HEAD, head.tolist(), strict=False))
+    numbers: dict[str, int] = dict(zip(HEAD, head.tolist(), strict=False))
     columns: dict[str, Any] = dict(zip(COLUMNS, arrays, strict=False))
-    hooks, arrays = told["hooks"], arrays[len(COLUMNS) :]
-    columns["page_table"] = columns["page_table"].reshape(-1, told["table_width"])
+    hooks, arrays = numbers["hooks"], arrays[len(COLUMNS) :]
+    columns["page_table"] = columns["page_table"].reshape(-1, numbers["table_width"])
     columns["hook_tags"] = columns["hook_tags"].reshape(hooks, len(columns["row_slots"]))
     columns["pools"] = columns["pools"].reshape(-1, 4)
     asked = head[len(HEAD) :].reshape(-1, 2).tolist()
     begins = None
-    if told["begins"]:
+    if numbers["begins"]:
         begun: dict[str, Any] = dict(zip(BEGUN, arrays, strict=False))
         begins = Begins(**begun | {"seeds": begun["seeds"].view(np.int64)})
         arrays = arrays[len(BEGUN) :]
@@ -94,14 +94,14 @@ def decode(frames: Sequence[bytes]) -> StepPlan:
     nothing = np.zeros(0, np.int32)
     return StepPlan(
         **columns,
-        number=told["number"],
-        num_decodes=told["num_decodes"],
-        shape=told["shape"],
+        number=numbers["number"],
+        num_decodes=numbers["num_decodes"],
+        shape=numbers["shape"],
         sample_generations=nothing,
         sample_indices=np.zeros(len(columns["sample_slots"]), np.int32),
-        sample=SamplePlan(len(columns["sample_slots"])) if told["samples"] else None,
-        whole_logits=bool(told["whole_logits"]),
-        width=told["width"],
+        sample=SamplePlan(len(columns["sample_slots"])) if numbers["samples"] else None,
+        whole_logits=bool(numbers["whole_logits"]),
+        width=numbers["width"],
         begins=begins,
         scores=tuple(ScorePlan(first, ids, top_n) for (first, top_n), ids in scores),
         others=tuple(_group(groups[at : at + len(GROUP)]) for at in starts),

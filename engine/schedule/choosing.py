@@ -26,7 +26,7 @@ from engine.schedule.sequences import ActiveRequest, Sequence
 from engine.step.plan import StepPlan, StepResult
 
 
-def told(
+def candidates_of(
     plan: StepPlan, result: StepResult, draws: NDArray[np.intp]
 ) -> Iterator[tuple[int, Candidates]]:
     """The likeliest tokens of some of a step's draws, with the slot of each. Those of the first

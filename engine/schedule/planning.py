@@ -306,7 +306,7 @@ class Planner:
             width=width,
             successors=np.array([_successor(c) for c in chunks], np.int32) if chunks else NO_IDS,
             begins=begins,
-            tells_drafts=masked.size > 0 and bool(slots.drafts[samples.slots[masked]].any()),
+            returns_drafts=masked.size > 0 and bool(slots.drafts[samples.slots[masked]].any()),
         )
 
     def _samples(self, rows: Slots, least: Int32s, width: int, chunks: list[ChunkPlan]) -> _Samples:

@@ -17,7 +17,7 @@ from engine.bounds import Bounds
 from engine.pages.blocks import BlockManager
 from engine.pages.prefix import request_keys
 from engine.schedule.batch import Batch
-from engine.schedule.choosing import told
+from engine.schedule.choosing import candidates_of
 from engine.schedule.masking import Masking
 from engine.schedule.recovery import Recovery
 from engine.schedule.requests import Requests
@@ -103,7 +103,7 @@ class Settler:
         chunks = self._batch.live_chunks(plan.number)
         self._batch.chunks.pop(plan.number, None)
         for chunk in chunks:
-            self._tell_chunk(chunk, result, now_ns)
+            self._report_chunk(chunk, result, now_ns)
         hand_out()
         for chunk in chunks:
             self._keep_chunk(chunk)
@@ -172,7 +172,7 @@ class Settler:
         slots = self._batch.slots
         draws = np.flatnonzero(alive)
         if slots.num_chosen and (chosen := slots.is_chosen[plan.sample_slots[draws]]).any():
-            for slot, candidates in told(plan, result, draws[chosen]):
+            for slot, candidates in candidates_of(plan, result, draws[chosen]):
                 self._requests.hear(self._batch.owners[slot], candidates)
             draws = draws[~chosen]
         if draws.size == 0:
@@ -220,25 +220,25 @@ class Settler:
         while places.size:
             sinks = slots.sink[drawn.slots[places]]
             mine = np.asarray(sinks == sinks[0], np.bool_)
-            told, places = drawn.youngest_first(places[mine]), places[~mine]
-            where = drawn.slots[told]
+            reported, places = drawn.youngest_first(places[mine]), places[~mine]
+            where = drawn.slots[reported]
             event = NewTokens(
                 request_ids=slots.request_id[where].tolist(),
                 choices=slots.choice[where],
-                indices=drawn.indices[told],
-                token_ids=drawn.tokens[told],
-                scored=self._scored(result, drawn, told),
+                indices=drawn.indices[reported],
+                token_ids=drawn.tokens[reported],
+                scored=self._scored(result, drawn, reported),
                 at_ns=now_ns,
                 step_ns=self._step_ns,
             )
             self._requests.emit(sinks[0], event)
 
-    def _scored(self, result: StepResult, drawn: _Drawn, told: Rows) -> dict[int, TokenRecord]:
-        """Records by place in `told`. They cost nothing in a batch without log probabilities."""
+    def _scored(self, result: StepResult, drawn: _Drawn, reported: Rows) -> dict[int, TokenRecord]:
+        """Records by place in `reported`. Without log probabilities they cost nothing."""
         if result.logprobs is None:
             return {}
-        column = drawn.indices[told] - drawn.first[told]
-        columns = (drawn.slots[told], drawn.draws[told], column)
+        column = drawn.indices[reported] - drawn.first[reported]
+        columns = (drawn.slots[reported], drawn.draws[reported], column)
         places = zip(*(values.tolist() for values in columns), strict=True)
         records = (
             _token_record(self._batch.owner(slot), result, draw, column)
@@ -248,7 +248,7 @@ class Settler:
 
     # -- chunks ------------------------------------------------------------------------------------
 
-    def _tell_chunk(self, chunk: ChunkPlan, result: StepResult, now_ns: int) -> None:
+    def _report_chunk(self, chunk: ChunkPlan, result: StepResult, now_ns: int) -> None:
         task, active = chunk.task, chunk.task.leader.active
         if chunk.score >= 0:
             task.scores.extend(_score_records(result.scores[chunk.score]))

@@ -134,7 +134,7 @@ class StepPlan:
     """[R - num_decodes]. The prompt's token behind each other row; -1: the row is the last one, and
     what comes is drawn."""
     begins: Begins | None = None
-    tells_drafts: bool = False
+    returns_drafts: bool = False
     """Whether the host wants to know the next drafts, because it fills masks behind them."""
     others: tuple[GroupTable, ...] = ()
     """The other groups."""

@@ -126,10 +126,10 @@ class GroupedTiers:
         """See `PageTiers`."""
         self._all[group].drop(key, group)
 
-    def report_pages(self, tell: ReportPages) -> None:
+    def report_pages(self, report: ReportPages) -> None:
         """See `PageTiers`."""
         for group, tiers in enumerate(self._all):
-            tiers.report_pages(tell, group)
+            tiers.report_pages(report, group)
 
     def note_rate(self, tokens_per_s: float) -> None:
         """See `PageTiers`."""

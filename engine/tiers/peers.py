@@ -108,7 +108,7 @@ class _Brought(NamedTuple):
 
     keys: Sequence[Sequence[bytes]]
     wait: Wait
-    tell: ReportHeld
+    report: ReportHeld
 
 
 class _Found(NamedTuple):
@@ -248,7 +248,7 @@ class Fetches:
         hold_id: bytes,
         keys: Sequence[Sequence[bytes]],
         rooms: Sequence[int],
-        tell: ReportHeld,
+        report: ReportHeld,
     ) -> None:
         """Holds the leading keys that are here, for a peer, once they are in the pool. Of several
         groups it holds all keys or none.
@@ -258,7 +258,7 @@ class Fetches:
             keys: by group, the keys that the peer wants.
             rooms: by group, pages that may be taken, be it from those that could be evicted. What
                 does not fit is not given: running sequences would be preempted for it.
-            tell: told of the pages, now or at a later turn; there may be none.
+            report: called with the pages, now or at a later turn; there may be none.
         """
         assert hold_id not in self._holds
         assert hold_id not in self._brought
@@ -268,7 +268,7 @@ class Fetches:
         ]
         if len(keys) > 1 and any(map(_is_shorter, fitting, keys)):
             fitting = [() for _ in keys]
-        self._brought[hold_id] = _Brought(fitting, self._tiers.bring(fitting, rooms), tell)
+        self._brought[hold_id] = _Brought(fitting, self._tiers.bring(fitting, rooms), report)
         self.turn()
 
     def turn(self) -> None:
@@ -282,7 +282,7 @@ class Fetches:
                 books.pin(own)
             if any(map(len, pages)):
                 self._holds[hold_id] = pages
-            brought.tell(pages, brought.wait.coming_pages)
+            brought.report(pages, brought.wait.coming_pages)
 
     def let_go(self, hold_id: bytes) -> None:
         """Nothing reads the pages of a hold any more."""

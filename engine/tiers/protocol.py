@@ -83,7 +83,7 @@ class PageTiers(Protocol):
         """The page of a group with this key is wrong: host memory must not have it."""
         ...
 
-    def report_pages(self, tell: ReportPages) -> None:
+    def report_pages(self, report: ReportPages) -> None:
         """Tells of the pages in host memory from now on; see `engine.pages.prefix.report_pages`."""
         ...
 
@@ -167,7 +167,7 @@ class NoTiers:
     def drop(self, key: bytes, group: int) -> None:
         """Nothing to drop."""
 
-    def report_pages(self, tell: ReportPages) -> None:
+    def report_pages(self, report: ReportPages) -> None:
         """Nothing to tell."""
 
     def note_rate(self, tokens_per_s: float) -> None:

@@ -124,9 +124,9 @@ class HostTiers:
         """See `PageTiers`."""
         self._host.drop(key)
 
-    def report_pages(self, tell: ReportPages, group: int = 0) -> None:
+    def report_pages(self, report: ReportPages, group: int = 0) -> None:
         """See `PageTiers`. The pages are those of a group."""
-        report_pages(self._host, prefixes.HOST, tell, group)
+        report_pages(self._host, prefixes.HOST, report, group)
 
     def note_rate(self, tokens_per_s: float) -> None:
         """See `PageTiers`."""

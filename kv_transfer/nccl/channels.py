@@ -139,8 +139,8 @@ class SendChannel(Channel):
     @property
     def is_over(self) -> bool:
         """It failed, and the other end will write no page any more."""
-        never_told = not self._is_open and not self._thread.is_alive()
-        return self.failed and (self._left or never_told)
+        never_formed = not self._is_open and not self._thread.is_alive()
+        return self.failed and (self._left or never_formed)
 
     def put(self, source: PageIds, push: Push) -> None:
         """The next push; its pages `source` go to its `target`."""
@@ -173,7 +173,7 @@ class SendChannel(Channel):
     def _serve(self, wire: Wire, staging: Staging) -> None:
         while (put := self._pushes.get()) is not None:
             source, push = put
-            wire.tell_push(push)
+            wire.send_push(push)
             for segment in staging.segments(source, push):
                 if self.failed:
                     return
@@ -187,7 +187,7 @@ class SendChannel(Channel):
             send(self._group, staged.view(-1))
 
     def _leave(self, wire: Wire) -> None:
-        wire.stop_telling()
+        wire.end_sending()
 
 
 class ReceiveChannel(Channel):
@@ -239,7 +239,7 @@ class ReceiveChannel(Channel):
         """Waits for the next push; None: the channel is closed."""
         try:
             if not wire.has_push():
-                self._tell_landed(waits=True)
+                self._send_landed(waits=True)
             return wire.next_push()
         except EOFError:
             return None
@@ -265,9 +265,9 @@ class ReceiveChannel(Channel):
             segment.pool.index_copy_(0, slot.ids(segment), slot.staged(segment))
         self._landing.append((segment.ends, slot.queue.end()))
         self._due.popleft()
-        self._tell_landed(waits=False)
+        self._send_landed(waits=False)
 
-    def _tell_landed(self, waits: bool) -> None:
+    def _send_landed(self, waits: bool) -> None:
         """Tells of pushes that are in the pool; of all that are scattered, if it waits for them.
         This process is told before the sender is, which lets go of the pages."""
         while self._landing and (waits or _is_done(self._landing[0][1])):
@@ -277,7 +277,7 @@ class ReceiveChannel(Channel):
             if push is not None and self._wire is not None:
                 self._landed.append(push.payload)
                 with contextlib.suppress(OSError):  # The sender is gone; so is who would listen.
-                    self._wire.tell_landed(push.handle)
+                    self._wire.send_landed(push.handle)
 
     def _leave(self, wire: Wire) -> None:
         for _, done in self._landing:

@@ -136,18 +136,18 @@ class NcclTransport:
         # A sender that was told what landed may speak of that, or form another channel: whatever it
         # said so far is behind what the channels show only now.
         said = self._control.poll_notifications()
-        told = []
+        found = []
         for name, known in self._peers.items():
             if known.into is not None:
-                told += [Notification(name, payload) for payload in known.into.landed()]
+                found += [Notification(name, payload) for payload in known.into.landed()]
         for notification in said:
             if not notification.payload.startswith(_FORM):
-                told.append(notification)
+                found.append(notification)
             elif (peer := self._peers.get(notification.from_agent)) is not None:
                 self._channel_from(peer, notification.payload)
             else:
                 self._from_strangers.append(notification)
-        return told
+        return found
 
     def close(self, agent_name: str) -> None:
         """See `KvTransport`. Pushes in progress end in ERROR: how much landed is unknown."""

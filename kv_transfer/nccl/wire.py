@@ -82,7 +82,7 @@ class Wire:
         connection.sendall(key)
         return cls(connection)
 
-    def tell_push(self, push: Push) -> None:
+    def send_push(self, push: Push) -> None:
         """Sender. May wait for the receiver's end to read."""
         self._socket.sendall(push.packed())
 
@@ -96,7 +96,7 @@ class Wire:
         target = np.frombuffer(self._read(_ID.itemsize * num_pages), _ID)
         return Push(handle, target, self._read(payload_bytes), group)
 
-    def tell_landed(self, handle: int) -> None:
+    def send_landed(self, handle: int) -> None:
         """Receiver: a push is where it belongs."""
         self._socket.sendall(_HANDLE.pack(handle))
 
@@ -114,8 +114,8 @@ class Wire:
             raise EOFError
         self._landed += read
         whole = len(self._landed) // _HANDLE.size * _HANDLE.size
-        told, self._landed = self._landed[:whole], self._landed[whole:]
-        return [handle for (handle,) in _HANDLE.iter_unpack(told)]
+        whole_handles, self._landed = self._landed[:whole], self._landed[whole:]
+        return [handle for (handle,) in _HANDLE.iter_unpack(whole_handles)]
 
     def is_over(self) -> bool:
         """Receiver: the sender tells of no further push, whatever is still to be read."""
@@ -125,7 +125,7 @@ class Wire:
         """Who waits for a push meets the end; the sender does not yet."""
         self._shut(socket.SHUT_RD)
 
-    def stop_telling(self) -> None:
+    def end_sending(self) -> None:
         """The other end meets the end behind all that it was told."""
         self._shut(socket.SHUT_WR)
 

@@ -152,9 +152,9 @@ class JsonCalls:
             return True
         if self._name:
             return self._name in self._known
-        told = "".join(text.lstrip(_BETWEEN).split())
+        begun = "".join(text.lstrip(_BETWEEN).split())
         heads = [f'{head}{name}"' for head in _HEADS for name in self._known]
-        return any(head.startswith(told) for head in heads)
+        return any(head.startswith(begun) for head in heads)
 
     # Each of the following takes one letter in one state.
 

@@ -76,7 +76,7 @@ async def run(
     at_once: int,
     priority: int = LOWEST_PRIORITY,
     patience_s: float = PATIENCE_S,
-    told: Callable[[bool], None] = lambda _: None,
+    on_line: Callable[[bool], None] = lambda _: None,
     ended: asyncio.Event | None = None,
 ) -> None:
     """Runs the lines that are not done.
@@ -88,14 +88,14 @@ async def run(
         at_once: most requests under way at the same time.
         priority: of lines that set none.
         patience_s: see `PATIENCE_S`.
-        told: is called with each line that is done, and whether it went well.
+        on_line: is called with each line that is done, and whether it went well.
         ended: if it is set, no further request is sent, and those under way end.
 
     Raises:
         BatchError: the results are of another batch, or the batch stopped.
     """
     ended = ended or asyncio.Event()
-    one = _Run(results, send, priority, patience_s, told, ended)
+    one = _Run(results, send, priority, patience_s, on_line, ended)
     await one.all(lines, asyncio.Semaphore(at_once))
     if one.why is not None:
         raise one.why
@@ -120,14 +120,14 @@ class _Run:
         send: Send,
         priority: int,
         patience_s: float,
-        told: Callable[[bool], None],
+        on_line: Callable[[bool], None],
         ended: asyncio.Event,
     ) -> None:
         self._results = results
         self._send = send
         self._priority = priority
         self._patience_s = patience_s
-        self._told = told
+        self._on_line = on_line
         self._ended = ended
         self.why: Exception | None = None
         self._bytes = 0
@@ -185,7 +185,7 @@ class _Run:
 
     async def _keep(self, result: Mapping[str, Any], *, went_well: bool) -> None:
         await asyncio.to_thread(self._results.write, result)
-        self._told(went_well)
+        self._on_line(went_well)
 
     async def _answer(self, line: Line) -> Answer | None:
         """The answer that is the line's result; None: the batch has ended."""

@@ -130,9 +130,9 @@ class JobDispatcher:
         """See `router.jobs.Dispatcher.largest_pool_tokens`."""
         return routing.largest_pool_tokens(Demand.of(job), self._workers, self._local)
 
-    async def run(self, job: Job, tell: Callable[[JobEvent], None]) -> None:
+    async def run(self, job: Job, send: Callable[[JobEvent], None]) -> None:
         """Runs a job; see `router.jobs.Dispatcher.run`."""
-        run = JobRun(job, tell, self._queue.of(job.model.name).pace)
+        run = JobRun(job, send, self._queue.of(job.model.name).pace)
         with self._rejections():
             self.quotas.enter(job)
         self._runs[job] = run

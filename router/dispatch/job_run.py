@@ -75,7 +75,7 @@ class JobRun:
     """One job, its choices, and the events that its reader cannot get yet."""
 
     def __init__(
-        self, job: Job, tell: Callable[[JobEvent], None], pace: Pace | None = None
+        self, job: Job, send: Callable[[JobEvent], None], pace: Pace | None = None
     ) -> None:
         self.job = job
         self.pace = pace or Pace()
@@ -90,7 +90,7 @@ class JobRun:
         self.lost: set[WorkerLink] = set()
         """Workers that were lost while they had the job in hand."""
         self._came_back: set[tuple[str, int]] = set()
-        self._tell = tell
+        self._send = send
         self._ended = asyncio.Event()
         self._error: Exception | None = None
         self._held: list[JobEvent] = []
@@ -241,7 +241,7 @@ class JobRun:
         if self.over:
             return
         try:
-            self._tell(event)
+            self._send(event)
         except Exception as error:
             self._end(error)
 

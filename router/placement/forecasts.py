@@ -69,7 +69,7 @@ def compare(
     if took_over:
         again = computed_by_takeover(demand, found.cached_tokens, held)
     else:
-        events.foretold(way.seconds, found.took_s, way.cached_tokens, found.cached_tokens)
+        events.predicted(way.seconds, found.took_s, way.cached_tokens, found.cached_tokens)
         again = computed_again(demand, route, found.cached_tokens, held)
     for reason, pages in again.items():
         events.computed_again(reason, pages)

@@ -102,7 +102,7 @@ class WorkerPages:
     def loaded(self, link: WorkerLink) -> None:
         """A load report came."""
         if (follower := self._followers.get(link)) is not None:
-            follower.told(link.estimate.load.page_sequence, _now_s())
+            follower.announced(link.estimate.load.page_sequence, _now_s())
 
     def received(self, link: WorkerLink, message: worker_pb2.WorkResponse) -> None:
         """A worker told of pages."""

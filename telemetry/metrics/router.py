@@ -121,7 +121,7 @@ class RouterMetrics(ProcessMetrics):
         """A decode worker computes an attempt's prompt; `reason` is a short stable word."""
         self._local_prefills.labels(reason).inc()
 
-    def foretold(
+    def predicted(
         self, predicted_s: float, took_s: float, predicted_tokens: int, cached_tokens: int
     ) -> None:
         """A first token came, for which the router had foretold a time and cached tokens."""

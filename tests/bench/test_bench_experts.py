@@ -35,7 +35,7 @@ def test_a_case_says_how_fast_experts_were_read(tmp_path, capsys):
         engine.stop()
     assert row["experts"] == pytest.approx(8 * (1 - 0.75**6))
     assert row["tb_per_s"] == pytest.approx(row["experts"] * 1e6 / row["p50_ms"] / 1e9)
-    assert bench.told(row).split()[0] == "tiny"
+    assert bench.line(row).split()[0] == "tiny"
 
 
 def test_routing_is_even_whatever_the_logits_are(monkeypatch):

@@ -115,12 +115,12 @@ class Container:
         wait_until(
             lambda: self.is_healthy() or process.poll() is not None,
             HEALTHY_S,
-            tell=lambda: self.log,
+            show=lambda: self.log,
         )
         assert process.poll() is None, self.log
 
     def wait_logged(self, words: str) -> None:
-        wait_until(lambda: words in self.log, HEALTHY_S, tell=lambda: self.log)
+        wait_until(lambda: words in self.log, HEALTHY_S, show=lambda: self.log)
 
     def stop(self) -> tuple[int, float]:
         """As `docker stop`: SIGTERM, and no longer than the grace period. Exit code and seconds."""

@@ -69,7 +69,7 @@ class Prometheus:
             lambda: self.query(expression),
             SETTLED_S,
             poll_s=0.3,
-            tell=lambda: (expression, self.get("targets")),
+            show=lambda: (expression, self.get("targets")),
         )
 
     def value(self, expression: str) -> float:
@@ -128,7 +128,7 @@ def wait_ready(address: str, log: Path) -> None:
             return True
         return False
 
-    wait_until(is_ready, poll_s=0.1, tell=log.read_text)
+    wait_until(is_ready, poll_s=0.1, show=log.read_text)
 
 
 @pytest.fixture(scope="module")

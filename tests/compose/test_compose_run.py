@@ -35,7 +35,7 @@ def attached(host: Host, router_ip: str = "") -> set[str]:
 
 
 def wait_attached(host: Host, wanted: set[str]) -> None:
-    wait_until(lambda: attached(host) == wanted, tell=lambda: (attached(host), wanted))
+    wait_until(lambda: attached(host) == wanted, show=lambda: (attached(host), wanted))
 
 
 def test_it_answers_over_a_hand_off(host: Host) -> None:

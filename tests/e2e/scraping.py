@@ -49,4 +49,4 @@ def scrape_until(cluster: Cluster, name: str, settled: Callable[[Figures], bool]
         found = scrape(cluster, name)
         return found if settled(found) else None
 
-    return wait_until(figures, SETTLED_S, tell=lambda: f"{name}: {scrape(cluster, name).samples}")
+    return wait_until(figures, SETTLED_S, show=lambda: f"{name}: {scrape(cluster, name).samples}")

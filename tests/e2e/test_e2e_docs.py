@@ -109,7 +109,7 @@ def wait_for(log: Path, words: str, process: subprocess.Popen[bytes]) -> str:
     def said() -> str:
         return log.read_text(errors="replace")
 
-    wait_until(lambda: words in said() or process.poll() is not None, PROMPT_S, tell=said)
+    wait_until(lambda: words in said() or process.poll() is not None, PROMPT_S, show=said)
     assert process.poll() is None, said()
     return said()
 

@@ -126,7 +126,7 @@ def load_on(cluster: Cluster) -> Iterator[list[int]]:
 
 def wait_for_answers(cluster: Cluster, answered: list[int], count: int = 12) -> None:
     enough = len(answered) + count
-    wait_until(lambda: len(answered) >= enough, GENERATED_S, tell=cluster.tail)
+    wait_until(lambda: len(answered) >= enough, GENERATED_S, show=cluster.tail)
 
 
 @pytest.mark.parametrize("old", [["router"], ["prefill-0", "decode-0"]], ids=["router", "workers"])

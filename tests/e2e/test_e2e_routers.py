@@ -97,7 +97,7 @@ def told(cluster: Cluster) -> None:
         behind = [cluster.metric(Metric.PAGE_EVENTS_BEHIND, name) for name in cluster.routers]
         return not any(behind) and known(cluster, one) == known(cluster, other)
 
-    wait_until(equal, tell=lambda: f"{known(cluster, one)} {known(cluster, other)}")
+    wait_until(equal, show=lambda: f"{known(cluster, one)} {known(cluster, other)}")
 
 
 def test_any_router_finds_the_conversation_that_another_one_had(cluster, stack, tiny):

@@ -95,7 +95,7 @@ def _owns_terminal() -> None:
 
 
 def until(condition, log) -> None:
-    wait_until(condition, WAIT_S, poll_s=0.1, tell=log.read_text)
+    wait_until(condition, WAIT_S, poll_s=0.1, show=log.read_text)
 
 
 def said(log, pattern: str) -> str:

@@ -64,7 +64,7 @@ class Run:
     def tokens(self) -> list[list[int]]:
         return [[record.token_id for record in records] for records in self.records]
 
-    def told_so_far(self) -> str:
+    def heard_so_far(self) -> str:
         """Why a test waits no longer."""
         prompt, came = len(self.request.prompt_ids), [len(records) for records in self.records]
         return f"a request with a prompt of {prompt} did not finish: {came} tokens came"
@@ -153,7 +153,7 @@ def finish(*runs: Run, timeout_s: float = 60.0) -> None:
     """Waits until the requests are done. One that is over is waited for once."""
     for run in runs:
         assert run.done.is_set() or not run.is_over, "it was waited for before"
-        assert run.done.wait(timeout_s), run.told_so_far()
+        assert run.done.wait(timeout_s), run.heard_so_far()
         assert run.failed is None, run.failed
         run.done.clear()
 

@@ -129,7 +129,7 @@ def check_gather(ranks: Ranks, rows: int, columns: int) -> None:
 def check_best(count: int, vocab: int, dtype: torch.dtype, device: torch.device) -> None:
     """The best token of rows whose parts are divided, with ties, and with what is no number."""
     from engine.cuda.kernels import greedy
-    from engine.cuda.ranks.best import best_of_ranks, told_of_part
+    from engine.cuda.ranks.best import best_of_part, best_of_ranks
 
     drawn = torch.Generator(device).manual_seed(vocab)
     logits = torch.randn(6, vocab, generator=drawn, device=device).to(dtype)
@@ -143,7 +143,7 @@ def check_best(count: int, vocab: int, dtype: torch.dtype, device: torch.device)
     tables = [torch.full((8,), -1, dtype=torch.int32, device=device) for _ in "ab"]
     want = greedy(logits, slots, tables[0])
     parts = [part.contiguous() for part in logits.split(each, 1)]
-    told = [told_of_part(part, rank * each) for rank, part in enumerate(parts)]
+    told = [best_of_part(part, rank * each) for rank, part in enumerate(parts)]
     got = best_of_ranks(torch.stack(told), slots, tables[1])
     assert torch.equal(got, want)
     assert torch.equal(*tables)

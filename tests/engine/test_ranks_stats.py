@@ -24,20 +24,20 @@ def group_of(stats: RankStats) -> CudaCollective:
     return group
 
 
-def told_waits(group: CudaCollective, *waited_ns: int) -> None:
+def take_waits(group: CudaCollective, *waited_ns: int) -> None:
     group.begin_step()
-    group.told_waits(torch.tensor(waited_ns))
+    group.take_waits(torch.tensor(waited_ns))
 
 
 def test_the_longest_wait_less_the_least_is_the_wait_for_the_slowest(stats):
     group = group_of(stats)
     began_ns = time.time_ns()
-    told_waits(group, 90_000_000, 5_000_000, 1_000_000)
+    take_waits(group, 90_000_000, 5_000_000, 1_000_000)
     assert stats.skew_s is None, "the start is no step"
-    told_waits(group, 93_000_000, 15_000_000, 2_000_000)
+    take_waits(group, 93_000_000, 15_000_000, 2_000_000)
     assert stats.skew_s == pytest.approx(0.009)
     assert stats.slowest == [0, 0, 1], "it waited least"
-    told_waits(group, 93_500_000, 16_500_000, 4_500_000)
+    take_waits(group, 93_500_000, 16_500_000, 4_500_000)
     assert stats.skew_s == pytest.approx(0.011)
     assert stats.slowest == [1, 0, 1]
     assert stats.skew.between(began_ns, time.time_ns()) == pytest.approx(0.011)

@@ -32,7 +32,7 @@ def test_a_step_that_fails_gives_up_its_requests_and_the_next_ones_run(tmp_path)
     try:
         failpoints.arm("engine.step=raise@3")
         struck = submit(engine, range(5, 25), 8, ignore_eos=True)
-        assert struck.done.wait(30), struck.told_so_far()
+        assert struck.done.wait(30), struck.heard_so_far()
         assert struck.failed is not None
         assert struck.failed.reason is FailureReason.INTERNAL
         finish(submit(engine, range(5, 25), 8, ignore_eos=True))

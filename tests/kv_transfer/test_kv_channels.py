@@ -147,7 +147,7 @@ def test_a_push_of_another_number_of_pages_is_refused() -> None:
         transport.shutdown()
 
 
-@pytest.mark.parametrize(("owner", "fails"), [(Wire, "tell_push"), (SendChannel, "_move")])
+@pytest.mark.parametrize(("owner", "fails"), [(Wire, "send_push"), (SendChannel, "_move")])
 def test_a_push_that_fails_ends_though_none_comes_behind_it(
     monkeypatch: pytest.MonkeyPatch, owner: type, fails: str
 ) -> None:
@@ -248,7 +248,7 @@ def wires() -> tuple[Wire, Wire]:
 def test_pushes_that_are_read_at_once_are_heard_one_by_one() -> None:
     sender, receiver = wires()
     for handle in (1, 2):
-        sender.tell_push(Push(handle, FIRST + handle, b"%d" % handle))
+        sender.send_push(Push(handle, FIRST + handle, b"%d" % handle))
     wait_until(receiver.has_push)
     time.sleep(0.1)
     for handle in (1, 2):
@@ -272,7 +272,7 @@ def test_a_stranger_that_says_nothing_keeps_nobody_out(monkeypatch: pytest.Monke
         stranger = socket.create_connection((host, port))
         ours = Wire.connect(host, port, key, WAIT_S)
         theirs = pool.submit(Wire.accept, server, key, WAIT_S).result(timeout=WAIT_S / 2)
-        theirs.tell_landed(7)
+        theirs.send_landed(7)
         assert wait_until(ours.landed) == [7]
         for one in (stranger, ours, theirs):
             one.close()

@@ -84,7 +84,7 @@ def test_a_peer_that_goes_no_further_than_the_rendezvous_is_not_waited_for(
             peer.kill()
         wait_until(lambda: is_over(channel))
         wait_until(lambda: not channel._thread.is_alive())
-        wait_until(lambda: not forming(), tell=threading.enumerate)
+        wait_until(lambda: not forming(), show=threading.enumerate)
         assert (peer.poll() is not None) == is_killed
 
 

@@ -103,4 +103,4 @@ def test_pairs_form_and_dissolve_while_another_runs() -> None:
     until(lambda: steady.rounds > began + 2, steady)
     for node in (source, hub):
         node.transport.shutdown()
-    wait_until(lambda: threading.active_count() <= threads, tell=threading.enumerate)
+    wait_until(lambda: threading.active_count() <= threads, show=threading.enumerate)

@@ -148,7 +148,7 @@ async def test_one_token_needs_no_decode_worker() -> None:
 
 async def test_one_choice_ends_with_its_first_token_and_the_others_go_on() -> None:
     async with a_pair() as pair:
-        pair.p.executor.tells_choices_apart = True
+        pair.p.executor.differs_by_choice = True
         attempt = Attempted(10, choices=3)
         attempt.stops = frozenset({(attempt.expected[0] + 1) % VOCAB})
         await pair.run(attempt)

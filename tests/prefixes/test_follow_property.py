@@ -17,7 +17,7 @@ from prefixes.follower import Follower
 from prefixes.index import BOTH, GONE, GROUP, HOST, POOL, SHARDS, Held, PrefixIndex
 from prefixes.keys import short_key, short_keys
 from prefixes.log import PageLog
-from prefixes.teller import Teller
+from prefixes.reporter import PageReporter
 
 KEYS = [hashlib.sha256(bytes((number,))).digest() for number in range(30)]
 NAMES = ("a", "b")
@@ -52,7 +52,7 @@ class Worker:
         self.connect()
 
     def connect(self) -> None:
-        self.teller: Teller | None = None
+        self.reporter: PageReporter | None = None
         self.told: deque[Events | ShardSnapshot] = deque()
         self.asked: deque[Wanted] = deque()
 
@@ -69,10 +69,10 @@ class Worker:
 
     def turn(self) -> None:
         if self.asked:
-            self.teller = Teller(self.log, self.asked.pop(), most_at_once=2)
+            self.reporter = PageReporter(self.log, self.asked.pop(), most_at_once=2)
             self.asked.clear()
-        if self.teller is not None:
-            self.told += self.teller.turn()
+        if self.reporter is not None:
+            self.told += self.reporter.turn()
 
 
 class Following(RuleBasedStateMachine):
@@ -140,7 +140,7 @@ class Following(RuleBasedStateMachine):
 
     @rule(name=names)
     def report(self, name: str) -> None:
-        self.followers[name].told(self.workers[name].log.end - 1, self.now_s)
+        self.followers[name].announced(self.workers[name].log.end - 1, self.now_s)
 
     def disturb(self, told: deque[Events | ShardSnapshot], fault: str, place: int) -> None:
         message = told[place]
@@ -175,7 +175,7 @@ class Following(RuleBasedStateMachine):
                     self.hear(name, worker.told.popleft())
                 self.report(name)
             self.now_s += 0.5
-            if all(self.is_told(name) for name in NAMES):
+            if all(self.is_reported(name) for name in NAMES):
                 break
         while self.index.sweep():
             pass
@@ -192,9 +192,9 @@ class Following(RuleBasedStateMachine):
         prompt = short_keys(KEYS)
         assert self.index.held(prompt) == self.really_held(prompt.tolist())
 
-    def is_told(self, name: str) -> bool:
+    def is_reported(self, name: str) -> bool:
         worker = self.workers[name]
-        told = worker.teller is not None and worker.teller.is_done and not worker.asked
+        told = worker.reporter is not None and worker.reporter.is_done and not worker.asked
         return told and self.followers[name].is_in_step
 
     def really_held(self, prompt: list[int]) -> dict[str, Held]:

@@ -152,12 +152,12 @@ class ScriptedDispatcher:
     def largest_pool_tokens(self, job: Job) -> int | None:
         return self.pool_tokens
 
-    async def run(self, job: Job, tell: Callable[[JobEvent], None]) -> None:
+    async def run(self, job: Job, send: Callable[[JobEvent], None]) -> None:
         self.jobs.append(job)
         events = self.script(job)
         try:
             async for event in events:
-                tell(event)
+                send(event)
         finally:
             await events.aclose()
             self.closed.set()

@@ -50,12 +50,12 @@ async def announcing(*routers: str) -> AsyncIterator[CountingWorker]:
     worker = CountingWorker()
     await worker.start()
     with RouterAddresses(routers) as known:
-        telling = asyncio.create_task(worker_announcer.announce_forever(known, worker.identity))
+        announcing = asyncio.create_task(worker_announcer.announce_forever(known, worker.identity))
         try:
             yield worker
         finally:
-            telling.cancel()
-            await asyncio.gather(telling, return_exceptions=True)
+            announcing.cancel()
+            await asyncio.gather(announcing, return_exceptions=True)
             await worker.stop()
 
 

@@ -84,9 +84,9 @@ async def test_a_worker_joins_by_its_own_name_alone(
     net = net_of(of_pool(tmp_path / "decode", "decode"))
     worker = await a_worker("decode-0", net)
     with RouterAddresses([router.internal_address]) as routers:
-        telling = asyncio.create_task(announce_forever(routers, worker.identity, net))
+        announcing = asyncio.create_task(announce_forever(routers, worker.identity, net))
         await until(lambda: [link.worker_id for link in router.registry.members] == ["decode-0"])
-        telling.cancel()
+        announcing.cancel()
 
     foreign = of_pool(tmp_path / "prefill", "prefill")
     said = await announced(router, foreign, worker.identity)
@@ -161,9 +161,9 @@ async def test_a_router_in_clear_is_told_from_one_with_tls(
     await rogue.start()
     worker = await a_worker("decode-0", net)
     with RouterAddresses([address]) as routers:
-        telling = asyncio.create_task(announce_forever(routers, worker.identity, net))
+        announcing = asyncio.create_task(announce_forever(routers, worker.identity, net))
         await until(lambda: net.refusals.counts["certificate"])
-        telling.cancel()
+        announcing.cancel()
     assert heard == []
     assert "it shows no valid certificate of a router" in [
         getattr(one, "cause", "") for one in caplog.records

@@ -45,7 +45,7 @@ def test_a_name_stands_for_every_address_of_both_families(names: Names) -> None:
     names["other"] = ["10.0.0.1", "10.0.0.3"]
     with RouterAddresses(["router:50050", "10.0.0.9:1", "other:50050"]) as routers:
         found = ["10.0.0.1:50050", "10.0.0.2:50050", "[2001:db8::1]:50050", "10.0.0.3:50050"]
-        wait_until(lambda: set(routers.listed()) == {*found, "10.0.0.9:1"}, tell=routers.listed)
+        wait_until(lambda: set(routers.listed()) == {*found, "10.0.0.9:1"}, show=routers.listed)
         assert len(routers.listed()) == 5
 
 

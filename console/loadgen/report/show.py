@@ -42,7 +42,7 @@ class ProgressBar(Watcher):
         text = f"run {self._runs}: {rate_text(plan.rate)}"
         self._progress.reset(self._task, description=text, total=len(plan.requests), running=0)
 
-    def told(self, sent: int, ended: int) -> None:
+    def on_progress(self, sent: int, ended: int) -> None:
         """Moves the bar."""
         self._progress.update(self._task, completed=ended, running=sent - ended)
 

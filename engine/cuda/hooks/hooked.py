@@ -63,9 +63,9 @@ class Hooked(NamedTuple):
         if self.hooks is None or self.ranks is None:
             return
         pages = torch.tensor([[self.graph_pages]], dtype=torch.float32, device=device)
-        told = self.ranks.gather_on_all(pages).flatten().tolist()
-        if len(set(told)) > 1:
-            words = ", ".join(f"{count:g}" for count in told)
+        wanted = self.ranks.gather_on_all(pages).flatten().tolist()
+        if len(set(wanted)) > 1:
+            words = ", ".join(f"{count:g}" for count in wanted)
             raise HookError(f"the ranks' hooks read {words} pages in graphs: they must be as many")
 
     def capture(self) -> None:
@@ -95,7 +95,7 @@ class Hooked(NamedTuple):
         if plan.shape == BY_EACH_RANK:
             shape = self._shape(hooks, plan, shapes, page_size)
         else:
-            shape = self._told(hooks, plan, shapes)
+            shape = self._sent_shape(hooks, plan, shapes)
         hooks.begin(plan, shape.decodes if shape else None)
         if hooks.narrowed is None and shape is not None:
             shape = shape._replace(narrowed=False)  # The hook has failed.
@@ -129,7 +129,7 @@ class Hooked(NamedTuple):
             return None
         return shapes.of(plan, reads_of(plan, narrowed, page_size))
 
-    def _told(self, hooks: StepHooks, plan: StepPlan, shapes: Shapes) -> Shape | None:
+    def _sent_shape(self, hooks: StepHooks, plan: StepPlan, shapes: Shapes) -> Shape | None:
         """The shape that rank 0 has sent."""
         shape = None if plan.shape == NO_SHAPE else shapes.all[plan.shape]
         if self.ranks is not None and self.ranks.rank:  # Rank 0 has asked its hooks.

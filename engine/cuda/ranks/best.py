@@ -16,40 +16,40 @@ from torch import Tensor
 
 from engine.cuda.kernels import best_of_blocks, launch
 
-TOLD: Final = 3
+BEST_NUMBERS: Final = 3
 """Numbers a row that a rank tells."""
 
 
 @triton.jit(do_not_specialize=["first_id", "num_blocks"])
-def _tell(best, ids, finite, told, first_id, num_blocks, block_count: tl.constexpr):
+def _best_of_part(best, ids, finite, bests, first_id, num_blocks, block_count: tl.constexpr):
     row = tl.program_id(0)
     at = tl.arange(0, block_count)
     inside = at < num_blocks
     value = tl.load(best + row * num_blocks + at, mask=inside, other=float("-inf"))
     block = tl.argmax(value, axis=0, tie_break_left=True)
     usable = tl.load(finite + row * num_blocks + at, mask=inside, other=1)
-    place = told + row * 3
+    place = bests + row * 3
     tl.store(place, tl.max(value, axis=0))
     tl.store(place + 1, (first_id + tl.load(ids + row * num_blocks + block)).to(tl.float32))
     tl.store(place + 2, tl.min(usable, axis=0).to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _choose(told, slots, token_table, drawn, rows, ranks: tl.constexpr, block: tl.constexpr):
+def _choose(bests, slots, token_table, drawn, rows, ranks: tl.constexpr, block: tl.constexpr):
     row = tl.program_id(0)
     rank = tl.arange(0, block)
     there = rank < ranks
-    place = told + (rank * rows + row) * 3
+    place = bests + (rank * rows + row) * 3
     value = tl.load(place, mask=there, other=float("-inf"))
     best = tl.argmax(value, axis=0, tie_break_left=True)
-    token = tl.load(told + (best * rows + row) * 3 + 1).to(tl.int32)
+    token = tl.load(bests + (best * rows + row) * 3 + 1).to(tl.int32)
     usable = tl.load(place + 2, mask=there, other=1.0)
     tl.store(drawn + row, token)
     tl.store(drawn + rows + row, tl.min(usable, axis=0).to(tl.int32))
     tl.store(token_table + tl.load(slots + row), token)
 
 
-def told_of_part(logits: Tensor, first_id: int) -> Tensor:
+def best_of_part(logits: Tensor, first_id: int) -> Tensor:
     """What a rank tells of its part of the rows.
 
     Args:
@@ -61,17 +61,17 @@ def told_of_part(logits: Tensor, first_id: int) -> Tensor:
     """
     blocks = best_of_blocks(logits)
     rows, num_blocks = blocks.best.shape
-    told = torch.empty(rows, TOLD, dtype=torch.float32, device=logits.device)
+    bests = torch.empty(rows, BEST_NUMBERS, dtype=torch.float32, device=logits.device)
     count = triton.next_power_of_2(num_blocks)
-    launch(_tell, (rows,), *blocks, told, first_id, num_blocks, count)
-    return told
+    launch(_best_of_part, (rows,), *blocks, bests, first_id, num_blocks, count)
+    return bests
 
 
-def best_of_ranks(told: Tensor, slots: Tensor, token_table: Tensor) -> Tensor:
-    """As `engine.cuda.kernels.greedy`, from what all ranks told: [N, S, 3], in the order of
+def best_of_ranks(bests: Tensor, slots: Tensor, token_table: Tensor) -> Tensor:
+    """As `engine.cuda.kernels.greedy`, from what all ranks sent: [N, S, 3], in the order of
     ranks."""
-    ranks, rows, _ = told.shape
-    drawn = torch.empty(2, rows, dtype=torch.int32, device=told.device)
+    ranks, rows, _ = bests.shape
+    drawn = torch.empty(2, rows, dtype=torch.int32, device=bests.device)
     block = triton.next_power_of_2(ranks)
-    launch(_choose, (rows,), told, slots, token_table, drawn, rows, ranks, block)
+    launch(_choose, (rows,), bests, slots, token_table, drawn, rows, ranks, block)
     return drawn

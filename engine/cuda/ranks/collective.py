@@ -125,11 +125,11 @@ class CudaCollective(GroupCollective):
             super().all_reduce(self._word)
 
     def waits(self) -> Tensor | None:
-        """On rank 0 what `told_waits` takes, as `Shared.waits`. None: nobody knows them, because
+        """On rank 0 what `take_waits` takes, as `Shared.waits`. None: nobody knows them, because
         sums go by NCCL."""
         return None if self.rank or self.shared is None else self.shared.waits()
 
-    def told_waits(self, waits: Tensor) -> None:
+    def take_waits(self, waits: Tensor) -> None:
         """The device has come to the end of a step, and the host has what `waits` returned."""
         self.on_waits(waits.numpy() / 1e9)
 
@@ -138,7 +138,7 @@ class CudaCollective(GroupCollective):
         waits = self.waits()
         torch.cuda.current_stream(self._device).synchronize()
         if waits is not None:
-            self.told_waits(waits.cpu())
+            self.take_waits(waits.cpu())
 
     def let_go(self) -> None:
         """See `GroupCollective`. What the device still computes has no meaning."""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from engine.cuda.kernels import greedy
-from engine.cuda.ranks.best import best_of_ranks, told_of_part
+from engine.cuda.ranks.best import best_of_part, best_of_ranks
 from engine.cuda.ranks.collective import CudaCollective
 from engine.cuda.steps.staging import Int32s
 from engine.cuda.waiting import Read
@@ -49,7 +49,7 @@ class Verified(NamedTuple):
     """int32: first W of each row, its last token and its drafts."""
     kept: Tensor
     """[B] int32, the first position of each row that is not kept."""
-    tells: bool = False
+    returns_drafts: bool = False
     """Whether the host wants to know the next drafts."""
 
 
@@ -125,7 +125,7 @@ class SingleRankSampling:
 
     def draw(self, draw: Draw, masks: Masks | None = None) -> Read:
         """See `Drawing`."""
-        return telling(self._drawn(draw, masks), draw.failures)
+        return with_failures(self._drawn(draw, masks), draw.failures)
 
     def _drawn(self, draw: Draw, masks: Masks | None) -> Read:
         plan, scores = draw.plan, draw.scores
@@ -136,7 +136,7 @@ class SingleRankSampling:
             drawn = to_pinned(self.best(draw.logits, draw.slots))
             return lambda: _read_greedy(drawn, scores)
         result = self._sampler.sample(self._whole(draw.logits).float(), plan, masks)
-        self._token_table[draw.slots.long()] = self._told(result.tokens.int())
+        self._token_table[draw.slots.long()] = self._shared(result.tokens.int())
         host = result._replace(
             **{name: to_pinned(t) for name, t in result._asdict().items() if t is not None}
         )
@@ -164,7 +164,7 @@ class SingleRankSampling:
     def _whole(self, logits: Tensor) -> Tensor:
         return logits
 
-    def _told(self, tokens: Tensor) -> Tensor:
+    def _shared(self, tokens: Tensor) -> Tensor:
         return tokens
 
 
@@ -176,8 +176,8 @@ class _VocabShard(NamedTuple):
     vocab_size: int
 
     def best(self, logits: Tensor, slots: Tensor, token_table: Tensor) -> Tensor:
-        told = self.ranks.gather_on_all(told_of_part(logits, self.first_id))
-        return best_of_ranks(told, slots, token_table)
+        bests = self.ranks.gather_on_all(best_of_part(logits, self.first_id))
+        return best_of_ranks(bests, slots, token_table)
 
     def whole(self, logits: Tensor) -> Tensor:
         return self.ranks.gather(logits, self.vocab_size)
@@ -197,11 +197,11 @@ class LeaderSampling(SingleRankSampling):
             return read
         waited = to_pinned(waits)
 
-        def told() -> StepResult:
-            ranks.told_waits(waited)
+        def read_waits() -> StepResult:
+            ranks.take_waits(waited)
             return read()
 
-        return told
+        return read_waits
 
     def best(self, logits: Tensor, slots: Tensor) -> Tensor:
         """See `SingleRankSampling`."""
@@ -217,7 +217,7 @@ class LeaderSampling(SingleRankSampling):
     def _whole(self, logits: Tensor) -> Tensor:
         return self._part.whole(logits)
 
-    def _told(self, tokens: Tensor) -> Tensor:
+    def _shared(self, tokens: Tensor) -> Tensor:
         self._part.ranks.broadcast(tokens)
         return tokens
 
@@ -246,7 +246,7 @@ class FollowerSampling:
             tokens = torch.empty_like(draw.slots)
             self._part.ranks.broadcast(tokens)
             self._token_table[draw.slots.long()] = tokens
-        return telling(nothing_drawn, draw.failures)  # They are logged where they happened.
+        return with_failures(nothing_drawn, draw.failures)  # They are logged where they happened.
 
     def _best(self, logits: Tensor, slots: Tensor) -> Tensor:
         return self._part.best(logits, slots, self._token_table)
@@ -282,7 +282,7 @@ def to_pinned(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def telling(read: Read, failures: Failures | None) -> Read:
+def with_failures(read: Read, failures: Failures | None) -> Read:
     """Reads which hooks have failed, too."""
     if failures is None:
         return read
@@ -328,9 +328,9 @@ def spoilt_of(
     return to_pinned(torch.cat((spoilt[:real], prompts)))
 
 
-def telling_more(read: Read, draw: Draw) -> Read:
+def with_rest(read: Read, draw: Draw) -> Read:
     """Reads what was pooled, and which rows are spoilt, too."""
-    return _telling_spoilt(_pooling(read, draw.pooled), draw.spoilt)
+    return _with_spoilt(_pooling(read, draw.pooled), draw.spoilt)
 
 
 def _pooling(read: Read, pooled: Tensor | None) -> Read:
@@ -339,7 +339,7 @@ def _pooling(read: Read, pooled: Tensor | None) -> Read:
     return lambda: replace(read(), pooled=pooled.numpy())
 
 
-def _telling_spoilt(read: Read, spoilt: Tensor | None) -> Read:
+def _with_spoilt(read: Read, spoilt: Tensor | None) -> Read:
     if spoilt is None:
         return read
     return lambda: replace(read(), spoilt=spoilt.numpy() > 0)

@@ -21,7 +21,7 @@ _SYNTHETIC = 1
 """The purpose of the noise by which `debug.synthetic_acceptance` accepts."""
 
 
-class Told(NamedTuple):
+class AcceptedRows(NamedTuple):
     """What the host reads of S draws; [S] int32 each, but tokens."""
 
     tokens: Tensor
@@ -119,7 +119,7 @@ def accept(
         synthetic: accepts a draft with this probability, whatever was drawn; for measuring.
 
     Returns:
-        [S, W + 3] int32, see `told`.
+        [S, W + 3] int32, see `read_result`.
     """
     out = torch.empty(len(slots), width + OF_ROW, dtype=torch.int32, device=drawn.device)
     launch(
@@ -150,7 +150,7 @@ def accept(
     return out
 
 
-def told(result: Tensor) -> Told:
+def read_result(result: Tensor) -> AcceptedRows:
     """The parts of what `accept` returned."""
     width = result.shape[1] - OF_ROW
-    return Told(result[:, :width], *(result[:, width + at] for at in range(OF_ROW)))
+    return AcceptedRows(result[:, :width], *(result[:, width + at] for at in range(OF_ROW)))

@@ -20,7 +20,7 @@ from engine.cuda.ranks.drawing import (
     nothing_drawn,
     to_pinned,
 )
-from engine.cuda.speculation.accepting import accept, told
+from engine.cuda.speculation.accepting import accept, read_result
 from engine.cuda.speculation.noise import uniform
 from engine.cuda.speculation.suffix import draft_suffix
 from engine.cuda.waiting import Read
@@ -60,7 +60,7 @@ class _Host(NamedTuple):
 
     def read(self) -> StepResult:
         """Once it is there."""
-        found = told(self.result)
+        found = read_result(self.result)
         width = found.tokens.shape[1]
         tokens = found.tokens.numpy()
         drafts, ready = self.next_drafts, self.next_ready
@@ -126,8 +126,8 @@ class DraftSampling(SingleRankSampling):
             pinned = {name: None if t is None else to_pinned(t) for name, t in kept.items()}
             sampled = SampleResult(result, result, **pinned)
         tables, slots = self._drafting.tables, draw.slots.long()
-        drafts = to_pinned(tables.drafts[slots]) if verified.tells else None
-        ready = to_pinned(tables.ready[slots]) if verified.tells else None
+        drafts = to_pinned(tables.drafts[slots]) if verified.returns_drafts else None
+        ready = to_pinned(tables.ready[slots]) if verified.returns_drafts else None
         return _Host(to_pinned(result), sampled, drafts, ready, scores).read
 
     def _end(

@@ -121,9 +121,9 @@ class HeadFolder:
         if source is None:
             shapes = {name: spec.shape for place in places for name, spec in place.specs.items()}
             source = Dummy(shapes, seed, dtype, device)
-        told = asdict(config)
-        del told["names"]  # Both formats may have the same head.
-        revision = fill(places, source, told, None)
+        described = asdict(config)
+        del described["names"]  # Both formats may have the same head.
+        revision = fill(places, source, described, None)
         if self._drafted is not None:
             head.drafted = self._drafted.to(device)
             revision = hashlib.sha256(

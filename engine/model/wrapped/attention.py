@@ -37,7 +37,7 @@ _INPUTS: Final = 8
 """Hidden size of the copy."""
 _TOKENS: Final = 3
 _SCALES: Final = (1.0, 1e4)
-"""Of the copy's inputs: who clips or caps on the way answers large ones otherwise."""
+"""Factors of the copy's inputs: who clips or caps on the way answers large ones otherwise."""
 _ALIKE: Final = 1e-5
 """How near the answers are in float32, of inputs of about 1."""
 
@@ -126,7 +126,7 @@ def replace(
 
 class _Own(NamedTuple):
     names: list[str]
-    """Of the four products in a checkpoint."""
+    """Names of the four products in a checkpoint."""
     biases: tuple[bool, bool]
 
 

@@ -248,7 +248,7 @@ class StoreProcess:
         if job is not None:
             job.good, job.damaged, job.seconds = answer.good, answer.damaged, answer.seconds
             job.failed = bool(answer.error)
-            self._tell(job)
+            self._hand_back(job)
 
     def _bury(self, connection: Connection) -> None:
         """Waits for the child's end. Only then have its jobs failed: it writes no slot any more."""
@@ -272,9 +272,9 @@ class StoreProcess:
             jobs, self._jobs = list(self._jobs.values()), {}
         for job in jobs:
             job.failed, job.good = True, [False] * len(job.keys)
-            self._tell(job)
+            self._hand_back(job)
 
-    def _tell(self, job: Job) -> None:
+    def _hand_back(self, job: Job) -> None:
         self._done.put((self, job))
         self.wake()
 

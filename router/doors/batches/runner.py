@@ -219,7 +219,7 @@ class BatchRunner:
                 await self._room.enter()
             return await self._inside.send(url, body, caller, batch_id)
 
-        def told(went_well: bool) -> None:
+        def on_line(went_well: bool) -> None:
             one.counts["completed" if went_well else "failed"] += 1
             self._events.batch_line(went_well)
 
@@ -229,7 +229,7 @@ class BatchRunner:
             send,
             at_once=_share(self._at_once, caller),
             patience_s=float("inf"),
-            told=told,
+            on_line=on_line,
             ended=one.ended,
         )
 

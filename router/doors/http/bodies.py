@@ -127,8 +127,8 @@ async def paced() -> AsyncIterator[Callable[[int], None]]:
 
 def _check_type(request: Request) -> None:
     """Web pages may send other types to any address, without asking first; see `origins`."""
-    told = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if told != "application/json" and not told.endswith("+json"):
+    header = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if header != "application/json" and not header.endswith("+json"):
         raise errors.malformed_request("the content type must be application/json")
 
 
@@ -139,12 +139,12 @@ def unsupported_encoding() -> RouterError:
 
 
 def _check_encoding(request: Request) -> None:
-    told = ",".join(request.headers.getlist("content-encoding"))
-    if any(one.strip().lower() not in ("", "identity") for one in told.split(",")):
+    header = ",".join(request.headers.getlist("content-encoding"))
+    if any(one.strip().lower() not in ("", "identity") for one in header.split(",")):
         raise unsupported_encoding()
 
 
 def _announced(request: Request) -> int:
     """The size that the client announced; 0 if it announced none."""
-    told = request.headers.get("content-length", "")
-    return int(told) if told.isdecimal() else 0
+    header = request.headers.get("content-length", "")
+    return int(header) if header.isdecimal() else 0

@@ -1,5 +1,5 @@
 """Anthropic's Messages API, on the same generations as chats.
 
-`blocks` reads contents and `schema` a request. `teller` writes the answer's blocks and events,
+`blocks` reads contents and `schema` a request. `writer` writes the answer's blocks and events,
 `dialect` the errors. `method` is what the routes call.
 """

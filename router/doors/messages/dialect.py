@@ -33,8 +33,8 @@ class MessagesDialect(NamedEvents):
 
     def body(self, status: int, message: str, trace_id: str) -> JSON:
         """The body of an error, from its parts."""
-        told = {"type": _TYPES.get(status, "api_error"), "message": message}
-        return {"type": "error", "error": told, "request_id": trace_id or None}
+        described = {"type": _TYPES.get(status, "api_error"), "message": message}
+        return {"type": "error", "error": described, "request_id": trace_id or None}
 
     def headers(self, trace_id: str) -> dict[str, str]:
         """The trace id under the name that Anthropic's clients read."""

@@ -6,12 +6,12 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from baton.inference.v1 import inference_pb2 as api
+from router.doors.http.block_reply import BlockReply, renamed
 from router.doors.http.parsing import parse
 from router.doors.http.said import Said
 from router.doors.http.statuses import name_by
-from router.doors.http.told import Told, renamed
 from router.doors.messages.schema import CountRequest, MessageRequest
-from router.doors.messages.teller import MessageTeller
+from router.doors.messages.writer import MessageWriter
 
 if TYPE_CHECKING:
     from router.call import Call
@@ -38,17 +38,17 @@ class Messages:
     def __init__(self, generations: Generations) -> None:
         self._generations = generations
 
-    async def create(self, body: bytes, call: Call, client_tag: str) -> Told:
+    async def create(self, body: bytes, call: Call, client_tag: str) -> BlockReply:
         """The model's message. Nothing runs before the answer is read."""
         request = parse(MessageRequest, body)
         chat, paths = request.chat()
         kind = api.StreamGenerateRequest if request.stream else api.GenerateRequest
         asked = kind(input=request.generation(chat), client_tag=client_tag)
-        teller = MessageTeller(call, request.max_tokens)
-        return Told(
+        writer = MessageWriter(call, request.max_tokens)
+        return BlockReply(
             self._generations,
             asked,
-            teller,
+            writer,
             call,
             lambda path: _name(paths, path),
             request.ignored(),
@@ -61,8 +61,8 @@ class Messages:
         asked = api.TokenizeRequest(model=request.model, chat=chat)
         with renamed(lambda path: _name(paths, path)):
             async with self._generations.deadline(call):
-                told = await self._generations.tokenize(asked, call)
-        return Said({"input_tokens": len(told.token_ids)}, request.ignored())
+                counted = await self._generations.tokenize(asked, call)
+        return Said({"input_tokens": len(counted.token_ids)}, request.ignored())
 
 
 def _name(paths: list[str], path: str) -> str:

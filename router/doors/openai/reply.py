@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from baton.inference.v1 import inference_pb2 as api
 from router.answers.calls import CallDelta
 from router.answers.detokenization import CONTEXT_TOKENS
+from router.doors.http.block_reply import renamed
 from router.doors.http.statuses import JSON, chat_name, dropped_header, ignored_header
-from router.doors.http.told import renamed
 from router.doors.merging import merged
 from router.doors.openai.logprobs import ScoredToken, Scorer
 from router.doors.straight import MARK, Straight, Template, text_of

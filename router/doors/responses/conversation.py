@@ -15,7 +15,7 @@ from router.doors.responses.refusals import (
     too_long,
 )
 from router.doors.responses.store import Kept, TooLongError
-from router.doors.responses.teller import Keep, new_id
+from router.doors.responses.writer import Keep, new_id
 from router.errors import Violation
 
 if TYPE_CHECKING:

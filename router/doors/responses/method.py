@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from baton.inference.v1 import inference_pb2 as api
+from router.doors.http.block_reply import BlockReply, renamed
 from router.doors.http.parsing import parse
 from router.doors.http.said import Said
 from router.doors.http.statuses import name_by
-from router.doors.http.told import Told, renamed
 from router.doors.responses.conversation import Conversations
 from router.doors.responses.items import Turns
 from router.doors.responses.schema import ResponseRequest
-from router.doors.responses.teller import ResponseTeller
+from router.doors.responses.writer import ResponseWriter
 
 if TYPE_CHECKING:
     from router.call import Call
@@ -56,16 +56,16 @@ class Responses:
         self._shape = shape
         self._conversations = Conversations(store)
 
-    async def create(self, body: bytes, call: Call, client_tag: str) -> Told:
+    async def create(self, body: bytes, call: Call, client_tag: str) -> BlockReply:
         """The model's response. Nothing runs before the answer is read."""
         request, turns = await self._read(body, call)
         kind = api.StreamGenerateRequest if request.stream else api.GenerateRequest
         asked = kind(input=request.generation(turns.messages), client_tag=client_tag)
-        teller = ResponseTeller(request, call, self._conversations.keep(request, call.tenant))
-        return Told(
+        writer = ResponseWriter(request, call, self._conversations.keep(request, call.tenant))
+        return BlockReply(
             self._generations,
             asked,
-            teller,
+            writer,
             call,
             lambda path: _name(turns, path),
             request.ignored(),
@@ -77,10 +77,10 @@ class Responses:
         chat = request.generation(turns.messages).chat
         with renamed(lambda path: _name(turns, f"input.{path}")):
             async with self._generations.deadline(call):
-                told = await self._generations.tokenize(
+                counted = await self._generations.tokenize(
                     api.TokenizeRequest(model=request.model, chat=chat), call
                 )
-        content = {"object": "response.input_tokens", "input_tokens": len(told.token_ids)}
+        content = {"object": "response.input_tokens", "input_tokens": len(counted.token_ids)}
         return Said(content, request.ignored())
 
     async def _read(self, body: bytes, call: Call) -> tuple[ResponseRequest, Turns]:

@@ -110,7 +110,7 @@ def test_a_decode_worker_comes_back_with_a_smaller_pool(cluster):
         for one in first:
             one.end()
             assert one.error is None, one.error
-        wait_until(lambda: cluster.available_pages(victim) == 119, tell=cluster.tail)
+        wait_until(lambda: cluster.available_pages(victim) == 119, show=cluster.tail)
         cluster.kill(victim)
         bring_back(cluster, *DECODES)
         second = [read(client, prompt, **OPTIONS) for prompt in prompts]

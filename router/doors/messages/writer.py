@@ -28,7 +28,7 @@ _REASONS: Final = {
 }
 
 
-class MessageTeller:
+class MessageWriter:
     """One message.
 
     Args:

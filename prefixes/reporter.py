@@ -12,7 +12,7 @@ MOST_AT_ONCE: Final = 8
 """Messages of a turn."""
 
 
-class Teller:
+class PageReporter:
     """Goes on behind what the router knows. Belongs to one thread.
 
     A router that knows nothing, or for which the ring has too little, gets a snapshot from its

@@ -1,4 +1,4 @@
-"""An answer of one generation, told block by block by an API's `Teller`."""
+"""An answer of one generation, written block by block by an API's `ReplyWriter`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from router.requests.generation import GenerationRequest, Generations
 
 
-class Teller(Protocol):
+class ReplyWriter(Protocol):
     """Writes one answer in the form of an API, as events and as a whole."""
 
     def begin(self, started: Started) -> Sequence[JSON]:
@@ -48,13 +48,13 @@ class Teller(Protocol):
         ...
 
 
-class Told:
+class BlockReply:
     """The answer to one request; `whole` or `chunks` is called once.
 
     Args:
         generations: runs the request.
         request: has one choice.
-        teller: writes the answer.
+        writer: writes the answer.
         call: the caller's.
         name_of: the API's name for a field of the request.
         ignored: fields of the request that have no effect.
@@ -64,7 +64,7 @@ class Told:
         self,
         generations: Generations,
         request: GenerationRequest,
-        teller: Teller,
+        writer: ReplyWriter,
         call: Call,
         name_of: Callable[[str], str],
         ignored: Sequence[str] = (),
@@ -77,7 +77,7 @@ class Told:
         self._blocks = Blocks()
         self._template: tuple[Block, Template] | None = None
         """Template of events that add to a block, with the block."""
-        self._teller = teller
+        self._writer = writer
         self._name_of = name_of
 
     async def whole(self) -> JSON:
@@ -89,7 +89,7 @@ class Told:
         async with aclosing(self.chunks()) as events:
             async for _ in events:
                 pass
-        return self._teller.whole()
+        return self._writer.whole()
 
     async def chunks(self) -> AsyncGenerator[JSON, None]:
         """Its events as they come.
@@ -114,28 +114,28 @@ class Told:
         if (block := self._blocks.grown(kind, text)) is None:
             return False
         if self._template is None or self._template[0] is not block:
-            marked = self._teller.step(Grown(block, MARK), NUMBER)
+            marked = self._writer.step(Grown(block, MARK), NUMBER)
             self._template = block, Template(b"".join(map(straight.frame, marked)))
-        straight.write(self._template[1].event(text, self._teller.count()), time.monotonic())
+        straight.write(self._template[1].event(text, self._writer.count()), time.monotonic())
         return True
 
     def failure(self, error: JSON) -> JSON:
         """The last event of a stream that fails."""
-        return self._teller.failure(error)
+        return self._writer.failure(error)
 
     async def _events(self, output: Output) -> list[JSON]:
-        teller, blocks = self._teller, self._blocks
+        writer, blocks = self._writer, self._blocks
         match output:
             case Started():
                 self.headers |= dropped_header(output.dropped_keywords)
                 of_model = map(self._name_of, output.ignored_fields)
                 self.headers |= ignored_header([*self._ignored, *of_model])
-                return [*teller.begin(output)]
+                return [*writer.begin(output)]
             case TextDelta():
-                return [event for step in blocks.take(output) for event in teller.step(step)]
+                return [event for step in blocks.take(output) for event in writer.step(step)]
             case Finished():
-                rest = [event for step in blocks.finish() for event in teller.step(step)]
-                return [*rest, *await teller.end(blocks.all, output)]
+                rest = [event for step in blocks.finish() for event in writer.step(step)]
+                return [*rest, *await writer.end(blocks.all, output)]
 
 
 @contextmanager

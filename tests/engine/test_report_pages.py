@@ -16,7 +16,7 @@ from prefixes.follower import Follower
 from prefixes.index import HOST, POOL, Held, PrefixIndex
 from prefixes.keys import prompt_short_keys, short_keys
 from prefixes.log import PageLog
-from prefixes.teller import Teller
+from prefixes.reporter import PageReporter
 
 PAGE = 16
 
@@ -31,7 +31,7 @@ class Followed:
         wanted: list[Wanted] = []
         self.follower = Follower(self.index, "w", wanted.append, Counter(), Counter())
         self.follower.start(0.0)
-        self.teller = Teller(self.log, wanted[0])
+        self.reporter = PageReporter(self.log, wanted[0])
         engine.report_pages(
             lambda kind, keys: self.log.write(list(keys), bytes((kind,)) * len(keys))
         )
@@ -55,8 +55,8 @@ class Followed:
         return found
 
     def hear(self) -> None:
-        while not self.teller.is_done:
-            for message in self.teller.turn():
+        while not self.reporter.is_done:
+            for message in self.reporter.turn():
                 take = self.follower.events if isinstance(message, Events) else self.follower.part
                 take(message, 0.0)
 

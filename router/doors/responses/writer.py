@@ -35,7 +35,7 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(_ID_BYTES)}"
 
 
-class ResponseTeller:
+class ResponseWriter:
     """One response.
 
     Args:
@@ -120,11 +120,11 @@ class ResponseTeller:
 
     def failure(self, error: JSON) -> JSON:
         """The last event of a response that fails."""
-        told = error["error"]
+        described = error["error"]
         self._response |= {
             "status": "failed",
             "output": self._items,
-            "error": {"code": told["code"], "message": told["message"]},
+            "error": {"code": described["code"], "message": described["message"]},
             "store": False,
         }
         return self._whole_event("response.failed")
