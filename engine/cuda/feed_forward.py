@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.cuda import kernels
+from engine.cuda.experts.beside import SharedWeights, beside_of
 from engine.cuda.experts.mixing import parts_of
 from engine.cuda.experts.routing import route
 from engine.cuda.experts.summing import Parts, Shared, add_up
@@ -92,23 +93,26 @@ def _normed(x: Tensor, norm: RmsNorm) -> Tensor:
     return kernels.rms_norm(x, norm.weight, norm.eps)
 
 
-def _parts_of(module: Experts, x: Tensor, chosen: Chosen) -> Parts:
+def _parts_of(
+    module: Experts, x: Tensor, chosen: Chosen, beside: SharedWeights | None = None
+) -> Parts:
     assert isinstance(module.gate_up, Stacked)
     assert isinstance(module.down, Stacked)
-    return parts_of(x, chosen, module.gate_up, module.down, module.own.gate)
+    return parts_of(x, chosen, module.gate_up, module.down, module.own.gate, beside)
 
 
 def _experts(module: Experts, x: Tensor) -> Tensor | Parts:
     """The router reads the model's dtype, so experts round for themselves."""
-    chosen = route(module.router(x), module.own.routing, module.choice_bias)
-    parts = _parts_of(module, x, chosen)
-    if not isinstance(module.shared, Gated):
-        return parts
-    out = _gated(module.shared, as_read(x, reader_of(module.shared)))
+    chosen, shared = route(module.router(x), module.own.routing, module.choice_bias), module.shared
+    if not isinstance(shared, Gated):
+        return _parts_of(module, x, chosen)
+    beside = beside_of(module) if len(x) == 1 else None
+    parts = _parts_of(module, x, chosen, beside)
+    out = _gated(shared, as_read(x, reader_of(shared))) if beside is None else parts.parts[-1:]
     gate = None if module.shared_gate is None else module.shared_gate.method
     assert gate is None or isinstance(gate, Dense), "it is kept in the model's dtype"
-    shared = Shared(out, x, None if gate is None else gate.weight)
-    return parts._replace(shared=shared)
+    added = Shared(out, x, None if gate is None else gate.weight)
+    return parts._replace(shared=added)
 
 
 def gated(x: Tensor | Rounded, gate_up: Linear, reader: Rounding | None) -> Tensor | Rounded:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import NamedTuple, cast
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from engine.model.experts.weights import ExpertWeights, Listed
 from engine.model.feed_forward import feed_forward
 from engine.model.linear import Build, Linear
 from engine.model.precision import int4, mxfp4
-from engine.model.precision.base import Format, Kind, Quantised, Scheme, WeightSlice
+from engine.model.precision.base import Format, Kernels, Kind, Quantised, Scheme, WeightSlice
 from engine.model.precision.choice import Precision
 from engine.model.precision.dense import dequantised
 from engine.model.precision.fp8 import quantised_by_block, quantised_by_channel
@@ -159,16 +160,39 @@ def random_choice(tokens: int, experts: int, chosen: int, kind: str = "any") -> 
 
 def layer(shared: bool, routing: Routing) -> Experts:
     """A feed-forward of experts with random weights, hidden size 64."""
-    own = ExpertsConfig(
-        32,
-        routing,
-        shared=GatedConfig(32) if shared else None,
-        shared_gate="mlp.shared_expert_gate" if shared else None,
-    )
-    config = ModelConfig("", 64, 64, 1e-6, 64, (LayerConfig(None, own),))
-    build = Build(torch.float32, CPU, Precision(CPU, torch.float32), Shard(), Alone())
-    module = feed_forward(config, 0, own, build)
-    assert isinstance(module, Experts)
+    module = _layer(64, 32, routing, 32 if shared else 0, Precision(CPU, torch.float32))
     for parameter in module.parameters():
         parameter.normal_(0, 0.2)
+    return module
+
+
+def filled_layer(precision: str, routing: Routing, kernels: Kernels, shared: int) -> Experts:
+    """As a GPU keeps it: a shared expert of such a width, others of 128, hidden size 512."""
+    scheme = PRECISIONS[precision][1]
+    form = cast("Format", OneScheme(scheme)) if scheme else None
+    new_gpu = mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0))
+    with mock.patch.object(Precision, "on_gpu", True), new_gpu:
+        module = _layer(512, 128, routing, shared, Precision(CPU, torch.float32, form))
+    for each in (module.gate_up, module.down):
+        filled(each, precision, torch.float32)
+    for linear in (each for each in module.modules() if isinstance(each, Linear)):
+        kept = precision if linear.method.input is not None else "float"
+        shape = sum(part.rows for part in linear.parts), linear.parts[0].region.columns.size
+        weight = torch.randn(shape).mul_(0.2)
+        linear.method.fill(0, written(kept, weight, torch.float32, 0))
+        linear.method.finish(kernels)
+    return module
+
+
+def _layer(hidden: int, width: int, routing: Routing, shared: int, precision: Precision) -> Experts:
+    own = ExpertsConfig(
+        width,
+        routing,
+        shared=GatedConfig(shared) if shared else None,
+        shared_gate="mlp.shared_expert_gate" if shared else None,
+    )
+    config = ModelConfig("", 64, hidden, 1e-6, 64, (LayerConfig(None, own),))
+    build = Build(torch.float32, CPU, precision, Shard(), Alone())
+    module = feed_forward(config, 0, own, build)
+    assert isinstance(module, Experts)
     return module

@@ -6,6 +6,7 @@ A script of its own, because Triton looks at TRITON_INTERPRET when it is importe
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from typing import cast
 from unittest import mock
 
@@ -18,6 +19,7 @@ from interpreted_kernels import convert_as_a_gpu_does
 from triton.runtime import interpreter
 
 from engine.cuda import feed_forward
+from engine.cuda.experts import one_row
 from engine.cuda.experts import routing as kernels
 from engine.cuda.experts.cutting import Tiles
 from engine.cuda.experts.four_bits import numbers_of
@@ -25,7 +27,8 @@ from engine.cuda.experts.mixing import parts_of
 from engine.cuda.experts.products import product
 from engine.cuda.experts.summing import Parts, add_up
 from engine.cuda.joining import Join, joined
-from engine.cuda.products import CudaProducts
+from engine.cuda.products import CudaProducts, single_row, unrounded_row
+from engine.cuda.products import one_row as products_of_row
 from engine.model.experts import routing
 from engine.model.experts.config import Gate, Routing, Scores
 from engine.model.experts.routing import Chosen
@@ -199,6 +202,29 @@ def check_layer(shared: bool, tokens: int) -> None:
     torch.testing.assert_close(got, layer(x))
 
 
+def check_shared(precision: str, alike: bool) -> None:
+    """A shared expert of one row, in the kernels of the others where its weights are like theirs:
+    as if it were computed apart."""
+    layer = kit.filled_layer(precision, Routing(6, 2), CudaProducts(), 128 if alike else 64)
+    x, names = torch.randn(1, 512), []
+
+    def seen(kernel, *arguments, **options):
+        names.append(kernel.fn.__name__)
+        launch(kernel, *arguments, **options)
+
+    launch = one_row.launch
+    with ExitStack() as stack:
+        for module in (one_row, single_row, products_of_row, unrounded_row):
+            stack.enter_context(mock.patch.object(module, "launch", seen))
+        got = add_up(feed_forward.run(layer, x))
+        beside = [name for name in names if name != "_one_row"]
+        with mock.patch.object(feed_forward, "beside_of", return_value=None):
+            apart = add_up(feed_forward.run(layer, x))
+    assert names.count("_one_row") == 4, "two products of all experts"
+    assert len(beside) == (1 if alike else 3), "of the router alone, or with two of it"
+    torch.testing.assert_close(got, apart, rtol=1e-5, atol=1e-5)
+
+
 def main() -> None:
     """One case of each kernel, or all cases."""
     torch.manual_seed(0)
@@ -209,6 +235,7 @@ def main() -> None:
     check_route(ROUTINGS["normalised"])
     check_sort(9, 6, 2, "few")
     check_layer(shared=True, tokens=3)
+    check_shared("fp8", alike=True)
     for how in (None, Rounding(), Rounding(scale=torch.tensor([0.02]))):
         check_sum_and_norm(1, 72, how)
     check_sum_and_norm(5, 256, Rounding(group=128))
@@ -228,6 +255,8 @@ def main() -> None:
             check_sort(tokens, experts, chosen, kind)
         check_layer(shared=False, tokens=1)
         check_layer(shared=True, tokens=1)
+        for precision, alike in (("float", True), ("fp8-blocks", True), ("fp8", False)):
+            check_shared(precision, alike)
         for precision in kit.PRECISIONS:
             for tokens, kind in ((1, "any"), (2, "one"), (20, "few"), (70, "one"), (300, "any")):
                 check_mixed(precision, tokens, kind=kind)

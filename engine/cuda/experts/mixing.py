@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.cuda.experts.beside import SharedWeights
 from engine.cuda.experts.products import product
 from engine.cuda.experts.routing import Order, activate, sort
 from engine.cuda.experts.summing import Parts
@@ -33,7 +34,14 @@ _functional: Any = F
 """PyTorch before 2.10 lacks some of what is used here."""
 
 
-def parts_of(x: Tensor, chosen: Chosen, gate_up: Stacked, down: Stacked, gate: Gate) -> Parts:
+def parts_of(
+    x: Tensor,
+    chosen: Chosen,
+    gate_up: Stacked,
+    down: Stacked,
+    gate: Gate,
+    beside: SharedWeights | None = None,
+) -> Parts:
     """What each expert of a token makes of it.
 
     Args:
@@ -42,14 +50,16 @@ def parts_of(x: Tensor, chosen: Chosen, gate_up: Stacked, down: Stacked, gate: G
         gate_up: to [.., 2 I].
         down: to [.., H].
         gate: what lies between them.
+        beside: of one row: the shared expert, whose output is one row more, the last.
 
     Returns:
         [P, H], to be added up.
     """
     order = sort(chosen.experts, gate_up.shape[0])
     if len(x) == 1:  # Its products round for themselves.
-        middle = product(x, gate_up, order, gate=gate, by_token=True)
-        return Parts(product(middle, down, order), order, chosen.weights)
+        first, second = (None, None) if beside is None else beside
+        middle = product(x, gate_up, order, gate=gate, by_token=True, shared=first)
+        return Parts(product(middle, down, order, shared=second), order, chosen.weights)
     if len(x) > FEW_ROWS and all(_is_grouped(x, weights) for weights in (gate_up, down)):
         rows = _taken(_read(x, gate_up.input), order.pairs // chosen.experts.shape[1])
         middle = activate(_grouped(rows, gate_up, order), gate)

@@ -16,6 +16,9 @@ Both products start while the kernel before still runs (`engine.cuda.early`):
 3. The second product reads its rows, and writes, after it has waited. So has the first product
    ended then, and all that it waited for.
 
+An expert that all tokens share may have weights like the others', in tensors of its own. It is then
+one more pair behind the row's own, which takes three to four kernels away.
+
 Shapes: C experts of the row, N output channels and K input channels of an expert.
 """
 
@@ -30,6 +33,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.cuda.early import early
+from engine.cuda.experts.beside import Alike
 from engine.cuda.experts.cutting import Tiles, with_bias
 from engine.cuda.experts.routing import form_of, gated, numbers
 from engine.cuda.kernels import launch
@@ -80,10 +84,11 @@ def _named(specialised: Any) -> str:
 
 @triton.jit(repr=_named)
 def _one_row(
-    values, scales, bias, x, given, out, experts, width, sharpness, shift, limit,
+    values, scales, bias, x, given, out, experts, shared_values, shared_scales,
+    width, sharpness, shift, limit,
     inputs: tl.constexpr, by_token: tl.constexpr, gate: tl.constexpr, form: tl.constexpr,
-    has_bias: tl.constexpr, kind: tl.constexpr, group: tl.constexpr, pdl: tl.constexpr,
-    bn: tl.constexpr, bk: tl.constexpr,
+    has_bias: tl.constexpr, has_shared: tl.constexpr, kind: tl.constexpr, group: tl.constexpr,
+    pdl: tl.constexpr, bn: tl.constexpr, bk: tl.constexpr,
 ):  # fmt: skip
     if pdl:
         if by_token:
@@ -93,8 +98,14 @@ def _one_row(
     channel = tl.program_id(1) * bn + tl.arange(0, bn)
     inside = channel < width
     factor: tl.constexpr = 2 if gate else 1
-    expert = tl.load(experts + pair, cache_modifier=".cg").to(tl.int64)
-    row = expert * width * factor + channel
+    if has_shared:
+        is_shared = pair == tl.num_programs(0) - 1
+        expert = tl.load(experts + pair, mask=~is_shared, other=0, cache_modifier=".cg")
+        values = tl.where(is_shared, shared_values, values)
+        scales = tl.where(is_shared, shared_scales, scales)
+    else:
+        expert = tl.load(experts + pair, cache_modifier=".cg")
+    row = expert.to(tl.int64) * width * factor + channel
     at = tl.arange(0, bk)
     coming = asked(values, row, at, inputs, inside)
     scale = scales_asked(scales, row, inside, kind)
@@ -137,6 +148,7 @@ def product(
     by_token: bool,
     gate: Gate | None,
     cut: Tiles,
+    shared: Alike | None = None,
 ) -> None:
     """Fills in `out`, [C, N] or [C, N / 2]. See `engine.cuda.experts.products.product`.
 
@@ -144,11 +156,12 @@ def product(
         x: [1, K] with `by_token`, else [C, K]; contiguous, in the model's dtype.
         weights: in 16 bits or FP8.
         experts: [1, C] int32.
-        out: in the order of the experts.
+        out: in the order of the experts. With `shared` it has a row more.
         by_token: whether all experts have the same row. If not, the kernel before is the product
             that made the rows: it waits before it lets this one start.
         gate: what is done with gate and up.
         cut: how it is cut.
+        shared: the weight of an expert behind the others.
     """
     given, group = rounding_of(weights.input, out)
     launch(
@@ -161,6 +174,8 @@ def product(
         given,
         out,
         experts,
+        weights.values if shared is None else shared.values,
+        out if shared is None or shared.scales is None else shared.scales,
         out.shape[1],
         *numbers(gate or Gate())[:3],
         weights.inputs,
@@ -168,6 +183,7 @@ def product(
         gate is not None,
         form_of(gate),
         weights.bias is not None,
+        shared is not None,
         KINDS[weights.kind],
         group,
         early(),

@@ -19,14 +19,15 @@ Shapes: R rows, P pairs, E experts, N output channels and K input channels of an
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from engine.cuda.experts import four_bits, four_bits_row, one_row
+from engine.cuda.experts.beside import Alike
 from engine.cuda.experts.cutting import Tiles, expert_of, whose, with_bias
 from engine.cuda.experts.routing import Order, form_of, gated, numbers
 from engine.cuda.kernels import launch
@@ -150,6 +151,7 @@ def product(
     gate: Gate | None = None,
     by_token: bool = False,
     tiles: Tiles | None = None,
+    shared: Alike | None = None,
 ) -> Tensor:
     """Products of pairs.
 
@@ -161,6 +163,7 @@ def product(
         gate: what is done with gate and up, which are the halves of the weights' rows.
         by_token: `x` is [T, K], a row for each token.
         tiles: how it is cut; None: `tiles_of`. One row: by the kernel for one row.
+        shared: of one row, not in four bits: the weight of one more expert behind the pairs.
 
     Returns:
         [P, N], or [P, N / 2] with a gate, in the order of the pairs, in the model's dtype.
@@ -169,11 +172,12 @@ def product(
     pairs = tokens * places
     rows, x_scales = x if isinstance(x, Rounded) else (x, x)
     width = outputs // 2 if gate else outputs
-    out = torch.empty(pairs, width, dtype=weights.dtype, device=rows.device)
+    out = rows.new_empty(pairs + (shared is not None), width, dtype=weights.dtype)
     cut = tiles or tiles_of(weights, tokens, pairs)
     if cut.rows == 1:
-        own = one_row if weights.kind not in _FOUR_BITS else four_bits_row
-        own.product(rows, weights, order.experts, out, by_token, gate, cut)
+        is_small = weights.kind in _FOUR_BITS
+        own = four_bits_row.product if is_small else partial(one_row.product, shared=shared)
+        own(rows, weights, order.experts, out, by_token, gate, cut)
         return out
     if weights.kind in _FOUR_BITS:
         four_bits.product(rows, weights, order, out, places if by_token else 0, gate, cut)
