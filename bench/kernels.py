@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from engine.attention.parts import PLAIN, Division, TileSet, division, lengths_differ
+from engine.attention.parts import Division, TileSet, division, lengths_differ
 from engine.cuda.decode_attention import decode_attention
 from engine.pool.kv_pool import PlainPool
 from engine.step.attention import AttentionSpec
@@ -82,7 +82,3 @@ class DecodeRows:
             decode_attention(
                 self._q, self._pool, layer, self._contexts, self._table, self._spec, divided
             )
-
-    def attend_as_chosen(self) -> None:
-        """Some calls, divided as the engine would."""
-        self.attend(self.division(PLAIN))

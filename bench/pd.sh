@@ -69,7 +69,7 @@ bench() { # bench OPTION...: one result, into row.json
     --add "$out/row.json" "$out/rows.jsonl"
 }
 
-lognormal() { # as `bench.two_queues` draws them, in the form of Mooncake's trace
+lognormal() { # log-normal lengths of means 2,048 and 28, in the form of Mooncake's trace
   "$python" -c '
 import json, math, numpy
 draw = numpy.random.default_rng(0).lognormal

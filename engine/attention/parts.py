@@ -28,7 +28,7 @@ LEAST_PARTS, MOST_PARTS = 8, 16
 LEAST_TOKENS_OF_FEW = 64
 MOST_LEAST_TOKENS = 512
 """With 256 rows of uneven lengths, 64 take 3 to 6 % longer and 2,048 7 to 8 %; 1,024 differ by
-less than 2 %, but for 96 log-normal rows (6 % less; `bench.constants --gpu`, 2026-11-27)."""
+less than 2 %, but for 96 log-normal rows (6 % less; `bench/README.md`, 2026-11-27)."""
 LONGER = 1.4
 """Rows are uneven if the longest has more than this many times the mean length."""
 

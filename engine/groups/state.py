@@ -42,7 +42,7 @@ Slots = NDArray[np.intp]
 DECODED_TOKENS = 128
 """While a sequence decodes, every so many tokens its state is kept for the next turn. At most so
 many are computed again. With 256 a next turn's first token comes 0.8 ms later, and with 64 states
-take 0.3 % more of decoding (`bench.constants --only states`)."""
+take 0.3 % more of decoding (`bench/README.md`)."""
 
 
 MOST_SAVED = 3

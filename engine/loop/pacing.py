@@ -26,10 +26,10 @@ NEARLY: Final = 0.75
 """Share of the predicted time of a step with prompts after which the next one is launched."""
 IDLE_SHARE: Final = 0.01
 """Share of the time for which the device may idle because a launch was late: it costs so much of
-the tokens. With a third of it an arriving request waits longer (`bench.constants`)."""
+the tokens. With a third of it an arriving request waits longer (`bench/README.md`)."""
 LEARNT: Final = 0.1
 """Share of the idle time by which the lead grows. With a half it follows single launches that take
-long, and an arriving request waits longer (`bench.constants`)."""
+long, and an arriving request waits longer (`bench/README.md`)."""
 
 
 class LaunchPacer:

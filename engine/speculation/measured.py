@@ -23,7 +23,7 @@ FITTED: Final = 256
 """Steps after which what a fit knows is mostly new: some of them are probes."""
 PROBE_STEPS: Final = 64
 """Every so many steps one has the next width: at width 1 nothing else tells when drafts are worth
-it again (`bench.constants`: some 5 % of the tokens of full batches)."""
+it again (`bench/README.md`: some 5 % of the tokens of full batches)."""
 
 
 class MeasuredWidths:

@@ -36,7 +36,7 @@ _MOST_TILES: Final = 4096
 """Counters of tiles that are cut along the input: more tiles than any weight has here."""
 _REGISTERS_OF_SUMS: Final = 128
 """Registers of a thread for sums, of 255: the others hold weights on their way. With 32 or 64, 128
-rows take up to 10 % longer; 256 are as good (`bench.constants --gpu`, 2026-11-27)."""
+rows take up to 10 % longer; 256 are as good (`bench/README.md`, 2026-11-27)."""
 
 
 class Tiles(NamedTuple):

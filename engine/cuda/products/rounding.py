@@ -31,7 +31,7 @@ _FEW_ROWS: Final = 64
 """Rows up to which `silu_mul_rounded` by rows is two kernels."""
 _PROGRAMS: Final = 264
 """About two for each processor. With half or twice as many, 64 rows of 14,336 take 15 and 22 %
-longer; others differ by less than 0.5 us (`bench.constants --gpu`, 2026-11-27)."""
+longer; others differ by less than 0.5 us (`bench/README.md`, 2026-11-27)."""
 _VALUES_OF_A_WARP: Final = 256
 _MOST_WARPS: Final = 32
 GIVEN: Final = -1

@@ -28,7 +28,7 @@ _WHOLE = 4096
 _WARPS = 4
 _FEW_PROGRAMS = 1024
 """Products of so many outputs begin early. Of 128, 256 and 1,024 outputs they take 10, 10 and 11 %
-less so; for all weights it made steps slower (`bench.constants --gpu`, 2026-11-27)."""
+less so; for all weights it made steps slower (`bench/README.md`, 2026-11-27)."""
 
 
 @triton.jit
