@@ -25,13 +25,16 @@ from engine.model.experts.stacked import Stacked
 from engine.model.feed_forward import Gated, Mlp
 from engine.model.linear import Linear, RmsNorm
 from engine.model.precision.dense import Dense
-from engine.model.precision.rounding import Rounded, Rounding
+from engine.model.precision.rounding import Rounded, Rounding, is_alike, plain_of
 
 
 def reader_of(module: Gated | Mlp | Experts | Beside) -> Rounding | None:
     """How it takes its input; None: in the model's dtype."""
     if isinstance(module, Mlp):
         return module.up.method.input
+    if isinstance(module, Experts):  # The router reads them in the model's dtype.
+        how = module.gate_up.input
+        return None if how is None else how._replace(keeps=True)
     return module.gate_up.method.input if isinstance(module, Gated) else None
 
 
@@ -42,8 +45,10 @@ def run(module: Gated | Mlp | Experts | Beside, x: Tensor | Rounded) -> Tensor |
     if isinstance(module, Mlp):
         out: Tensor = module.down(kernels.relu_squared(module.up(x)))
         return out
+    if isinstance(module, Experts):
+        return _experts(module, x)
     assert isinstance(x, Tensor)
-    return _experts(module, x) if isinstance(module, Experts) else _beside(module, x)
+    return _beside(module, x)
 
 
 def layer_input(module: Input, x: Tensor | Rounded, own: Tensor) -> Tensor:
@@ -94,25 +99,29 @@ def _normed(x: Tensor, norm: RmsNorm) -> Tensor:
 
 
 def _parts_of(
-    module: Experts, x: Tensor, chosen: Chosen, beside: SharedWeights | None = None
+    module: Experts, x: Tensor | Rounded, chosen: Chosen, beside: SharedWeights | None = None
 ) -> Parts:
     assert isinstance(module.gate_up, Stacked)
     assert isinstance(module.down, Stacked)
     return parts_of(x, chosen, module.gate_up, module.down, module.own.gate, beside)
 
 
-def _experts(module: Experts, x: Tensor) -> Tensor | Parts:
-    """The router reads the model's dtype, so experts round for themselves."""
-    chosen, shared = route(module.router(x), module.own.routing, module.choice_bias), module.shared
+def _experts(module: Experts, x: Tensor | Rounded) -> Parts:
+    plain, shared = plain_of(x), module.shared
+    chosen = route(module.router(plain), module.own.routing, module.choice_bias)
     if not isinstance(shared, Gated):
         return _parts_of(module, x, chosen)
-    beside = beside_of(module) if len(x) == 1 else None
+    beside = beside_of(module) if len(plain) == 1 else None
     parts = _parts_of(module, x, chosen, beside)
-    out = _gated(shared, as_read(x, reader_of(shared))) if beside is None else parts.parts[-1:]
+    if beside is None:
+        reader = reader_of(shared)
+        taken = x if is_alike(reader, module.gate_up.input) else as_read(plain, reader)
+        out = _gated(shared, taken)
+    else:
+        out = parts.parts[-1:]
     gate = None if module.shared_gate is None else module.shared_gate.method
     assert gate is None or isinstance(gate, Dense), "it is kept in the model's dtype"
-    added = Shared(out, x, None if gate is None else gate.weight)
-    return parts._replace(shared=added)
+    return parts._replace(shared=Shared(out, plain, None if gate is None else gate.weight))
 
 
 def gated(x: Tensor | Rounded, gate_up: Linear, reader: Rounding | None) -> Tensor | Rounded:

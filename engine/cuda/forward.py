@@ -49,6 +49,11 @@ class _Sublayer(NamedTuple):
     again: bool = False
     """It reads what the part before it reads."""
 
+    @property
+    def rounds_one(self) -> bool:
+        """Whether it rounds a single row itself."""
+        return isinstance(self.run, Experts)
+
     def factor_of(self, model: float) -> float:
         """The factor on its output. `model`: on those of mixers and feed-forwards."""
         return 1.0 if isinstance(self.run, Input) else model
@@ -76,15 +81,15 @@ class FusedForward:
         parts = [part for layer in layers for part in _parts_of(layer, fuse)]
         self._entry = Join(None, parts[0].before, parts[0].reader, 1.0)
         factor = model.config.residual_scale
-        readers = [*((part.before, part.reader, part.again) for part in parts[1:])]
-        readers.append((model.norm, None, False))
+        readers = [*((part.before, part.reader, part.again, part.rounds_one) for part in parts[1:])]
+        readers.append((model.norm, None, False, False))
         self._parts: list[tuple[_Sublayer, Join, Joined]] = [
             (
                 part,
-                Join(part.after, before, reader, part.factor_of(factor), part.scalar, again),
+                Join(part.after, before, reader, part.factor_of(factor), part.scalar, *rest),
                 joined if part.is_whole else by_all,
             )
-            for part, (before, reader, again) in zip(parts, readers, strict=True)
+            for part, (before, reader, *rest) in zip(parts, readers, strict=True)
         ]
         mixers = [part.run for part in parts if not isinstance(part.run, Behind)]
         self._last_keeper = [mixer for mixer in mixers if mixer.keeps][-1]

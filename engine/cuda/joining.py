@@ -39,12 +39,18 @@ class Join(NamedTuple):
     """One number, the factor on the sum."""
     keeps: bool = False
     """The second one reads what the first one has read, and not the sum."""
+    rounds_one: bool = False
+    """The second one rounds a single row itself."""
 
     @property
     def is_plain(self) -> bool:
         """Whether it is a sum and its norm, without a factor, as in Llama."""
         has_norm = self.before is not None and not self.before.centred
         return has_norm and self.after is None and self.factor == 1.0 and self.scalar is None
+
+    def reader_of(self, rows: int) -> Rounding | None:
+        """How so many rows are rounded."""
+        return None if self.rounds_one and rows == 1 else self.reader
 
 
 Joined = Callable[[Tensor, Tensor | Parts, Join], Tensor | Rounded]
@@ -65,7 +71,7 @@ def entered(x: Tensor, how: Join) -> Tensor | Rounded:
 
 def joined(residual: Tensor, x: Tensor | Parts, how: Join) -> Tensor | Rounded:
     """Adds `x` to `residual` in place; returns what the next product reads."""
-    norm, reader = how.before, how.reader
+    norm, reader = how.before, how.reader_of(len(residual))
     if norm is None or not how.is_plain:
         return _joined_otherwise(residual, _added_up(x), how)
     if isinstance(x, Parts):
@@ -81,7 +87,7 @@ def _joined_otherwise(residual: Tensor, x: Tensor, how: Join) -> Tensor | Rounde
     eps = next((norm.eps for norm in (how.after, how.before) if norm is not None), 0.0)
     centred = how.before is not None and how.before.centred
     arguments = (residual, x, after, before, eps, how.factor, how.scalar)
-    return as_read(join(*arguments, centred=centred), how.reader)
+    return as_read(join(*arguments, centred=centred), how.reader_of(len(residual)))
 
 
 def _added_up(x: Tensor | Parts) -> Tensor:
@@ -102,6 +108,6 @@ def _joined_by_all(
     """`x` is this rank's part."""
     x = _added_up(x)
     norm = how.before
-    if norm is None or not how.is_plain or how.reader is not None:
+    if norm is None or not how.is_plain or how.reader_of(len(residual)) is not None:
         return joined(residual, ranks.all_reduce(x), how)
     return ranks.add_rms_norm(residual, x, norm.weight, norm.eps)

@@ -18,9 +18,11 @@ import interpreted_ptx
 import numpy as np
 import torch
 from engine_kit import GREEDY, Run, build, check_baseline, finish, submit
+from interpreted_kernels import convert_as_a_gpu_does
 from speculation_kit import Oracle, Switching, speculating
 from tiny_families import HYBRIDS
 from tiny_models import write_tiny_model
+from triton.runtime import interpreter
 
 from engine.attention.grouped import Member, PagedGroups
 from engine.attention.recurrent.states import RecurrentBackend
@@ -32,6 +34,7 @@ from engine.cuda.kv.prompt_attention import prompt_attention
 from engine.cuda.ranks import drawing
 from engine.cuda.speculation import drawing as verified
 from engine.engine import Engine
+from engine.model.precision.choice import Precision
 from engine.parts import building
 from engine.pool.state_pool import StatePool
 from engine.pooling.requests import Pooling, PoolKind
@@ -223,6 +226,23 @@ def check_states(path: Path) -> None:
         engine.stop()
 
 
+def check_rounded(folder: Path) -> None:
+    """In FP8 norms leave rows as they are, too: gates and routers read those."""
+    path = write_tiny_model(folder / "rounded", tokenizer=False, **HYBRIDS["qwen3_5_moe"])
+    options = OPTIONS | {"max_step_tokens": 72, "quantization": "fp8"}
+    plain = build(path, **options)
+    wanted = submit(plain, PROMPTS[0], 3, ignore_eos=True)
+    finish(wanted)
+    plain.stop()
+    capability = patch.object(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    with patches(), capability, patch.object(Precision, "on_gpu", True):
+        engine = build(path, cuda_graphs=False, **options)
+        got = submit(engine, PROMPTS[0], 3, ignore_eos=True)
+        finish(got, timeout_s=600)
+        engine.stop()
+    same([got], [wanted])
+
+
 CASES = {
     "pools": check_pools, "plain": check_plain, "drafts": check_drafts, "suffix": check_suffix,
     "beams": check_beams,
@@ -236,6 +256,9 @@ def main() -> None:
         if case in HYBRIDS:
             own = write_tiny_model(Path(sys.argv[1]) / case, tokenizer=False, **HYBRIDS[case])
             check_states(own)
+        elif case == "rounded":
+            interpreter._convert_float = convert_as_a_gpu_does
+            check_rounded(Path(sys.argv[1]))
         else:
             CASES[case](path)
         print(case, "equal", flush=True)

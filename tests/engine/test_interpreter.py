@@ -25,7 +25,7 @@ WRAPPED = ("wrapped-vaultgemma", "wrapped-phi")
 """Attention is ours there, in `phi` with a rope of a part of a head."""
 FAMILIES = ("mixes", "biases", "gelu", "odd", "mistral", "qwen3", *FUSED, *LATENTS, *WRAPPED)
 STATES = ("qwen3_next", "granite4", "granite4_experts")
-ENGINES = ("plain", "pools", "drafts", "suffix", "beams", "qwen3_5", "granite4")
+ENGINES = ("plain", "pools", "drafts", "suffix", "beams", "qwen3_5", "granite4", "rounded")
 """Whole engines on the executor of a GPU: hidden states, tokens, drafts, states."""
 SLOW = pytest.mark.matrix
 

@@ -24,7 +24,7 @@ from engine.model.experts.config import Gate
 from engine.model.experts.routing import Chosen
 from engine.model.experts.stacked import GROUPED_CAPABILITY, Stacked, groups_in_one_kernel
 from engine.model.precision.base import Kind
-from engine.model.precision.rounding import Rounded, Rounding
+from engine.model.precision.rounding import Rounded, Rounding, plain_of
 
 FEW_ROWS: Final = 256
 """The most rows for which kernels of ours multiply weights that PyTorch can multiply, too."""
@@ -35,7 +35,7 @@ _functional: Any = F
 
 
 def parts_of(
-    x: Tensor,
+    x: Tensor | Rounded,
     chosen: Chosen,
     gate_up: Stacked,
     down: Stacked,
@@ -45,7 +45,7 @@ def parts_of(
     """What each expert of a token makes of it.
 
     Args:
-        x: [T, H] in the model's dtype.
+        x: [T, H] in the model's dtype, or rounded as `gate_up` wants it, with what it was before.
         chosen: experts (int32) and weights of each token.
         gate_up: to [.., 2 I].
         down: to [.., H].
@@ -56,11 +56,12 @@ def parts_of(
         [P, H], to be added up.
     """
     order = sort(chosen.experts, gate_up.shape[0])
-    if len(x) == 1:  # Its products round for themselves.
+    plain = plain_of(x)
+    if len(plain) == 1:  # Its products round for themselves.
         first, second = (None, None) if beside is None else beside
-        middle = product(x, gate_up, order, gate=gate, by_token=True, shared=first)
+        middle = product(plain, gate_up, order, gate=gate, by_token=True, shared=first)
         return Parts(product(middle, down, order, shared=second), order, chosen.weights)
-    if len(x) > FEW_ROWS and all(_is_grouped(x, weights) for weights in (gate_up, down)):
+    if len(plain) > FEW_ROWS and all(_is_grouped(plain, weights) for weights in (gate_up, down)):
         rows = _taken(_read(x, gate_up.input), order.pairs // chosen.experts.shape[1])
         middle = activate(_grouped(rows, gate_up, order), gate)
         return Parts(_grouped(_read(middle, down.input), down, order), order, chosen.weights)
@@ -106,5 +107,5 @@ def _grouped(rows: Tensor | Rounded, weights: Stacked, order: Order) -> Tensor:
     return out + weights.bias.index_select(0, experts)
 
 
-def _read(x: Tensor, how: Rounding | None) -> Tensor | Rounded:
-    return x if how is None else rounded(x, how)
+def _read(x: Tensor | Rounded, how: Rounding | None) -> Tensor | Rounded:
+    return x if how is None or isinstance(x, Rounded) else rounded(x, how)

@@ -170,7 +170,7 @@ def product(
     """
     (tokens, places), (experts, outputs, inputs) = order.experts.shape, weights.shape
     pairs = tokens * places
-    rows, x_scales = x if isinstance(x, Rounded) else (x, x)
+    rows, x_scales = x[:2] if isinstance(x, Rounded) else (x, x)
     width = outputs // 2 if gate else outputs
     out = rows.new_empty(pairs + (shared is not None), width, dtype=weights.dtype)
     cut = tiles or tiles_of(weights, tokens, pairs)

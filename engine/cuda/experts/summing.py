@@ -116,9 +116,9 @@ def add_up(given: Parts) -> Tensor:
 
 @triton.jit(do_not_specialize=["stride"])
 def _add_up_norm(
-    residual, parts, places, weights, shared, x, gate, gain, values, scales, given, eps, size,
-    stride, has_shared: tl.constexpr, has_gate: tl.constexpr, chosen: tl.constexpr,
-    pdl: tl.constexpr, group: tl.constexpr, block: tl.constexpr,
+    residual, parts, places, weights, shared, x, gate, gain, values, scales, plain, given, eps,
+    size, stride, has_shared: tl.constexpr, has_gate: tl.constexpr, chosen: tl.constexpr,
+    keeps: tl.constexpr, pdl: tl.constexpr, group: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     if pdl:
         gdc_launch_dependents()
@@ -138,6 +138,8 @@ def _add_up_norm(
     value = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value) / size + eps)
     value = (value * scale * gains).to(dtype)
+    if keeps:
+        tl.store(plain + row * size + at, value, mask=inside)
     if group == PLAIN:
         tl.store(values + row * size + at, value, mask=inside)
     else:
@@ -152,13 +154,15 @@ def add_up_norm(
     """Adds the sum to `residual` [T, H] in place; returns the norm of that, rounded or not."""
     (tokens, chosen), size = x.weights.shape, residual.shape[1]
     block = triton.next_power_of_2(size)
-    out: Tensor | Rounded
+    keeps = how is not None and how.keeps
+    plain = values = residual.new_empty(tokens, size) if how is None or keeps else residual
+    out: Tensor | Rounded = plain
     if how is None:
-        out = residual.new_empty(tokens, size)
-        values, scales, stride, group = out, x.weights, 1, PLAIN.value
+        scales, stride, group = x.weights, 1, PLAIN.value
     else:
-        out, stride, group = room(residual, size, how)
-        values, scales = out
+        done, stride, group = room(residual, size, how)
+        values, scales, _ = done
+        out = done._replace(plain=plain) if keeps else done
     *shared, has_shared, has_gate = x.beside
     launch(
         _add_up_norm,
@@ -171,6 +175,7 @@ def add_up_norm(
         weight,
         values,
         scales,
+        plain,
         scales if how is None or how.scale is None else how.scale,
         eps,
         size,
@@ -178,6 +183,7 @@ def add_up_norm(
         has_shared,
         has_gate,
         chosen,
+        keeps,
         early(),
         group,
         block,

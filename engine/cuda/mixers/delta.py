@@ -16,7 +16,7 @@ from engine.cuda.states.solving import solve
 from engine.model.linear import RmsNorm
 from engine.model.mixers.config import DeltaConfig
 from engine.model.mixers.delta import DeltaRule
-from engine.model.precision.rounding import Rounded, Rounding
+from engine.model.precision.rounding import Rounded, Rounding, plain_of
 from engine.pool.pools import KvPools
 
 
@@ -32,14 +32,15 @@ class FusedDelta(FusedFolding):
 
     @property
     def reader(self) -> Rounding | None:
-        """See `FusedMixer`. The products of gates read the model's dtype, so the other one rounds
-        for itself."""
-        return None
+        """See `FusedMixer`. The product of gates reads rows in the model's dtype, too."""
+        how = self._module.inputs.method.input
+        return None if how is None else how._replace(keeps=True)
 
     def _folded(self, x: Tensor | Rounded) -> Tensor:
         """[T, U * R * Dv], with gates and norms."""
         module = self._module
-        made = self._places._replace(inputs=module.inputs(x), gates=module.gates(x))
+        gates = module.gates(plain_of(x))
+        made = self._places._replace(inputs=module.inputs(x), gates=gates)
         rows = self._rows.of(x)
         return folded(made, self._weights, self._kept, rows, self._shape, module.norm)
 

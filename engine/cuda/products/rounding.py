@@ -87,11 +87,13 @@ def _norm(
     weight,
     values,
     scales,
+    plain,
     given,
     eps,
     size,
     stride,
     adds: tl.constexpr,
+    keeps: tl.constexpr,
     pdl: tl.constexpr,
     group: tl.constexpr,
     block: tl.constexpr,
@@ -112,7 +114,10 @@ def _norm(
         tl.store(residual + row * size + at, total, mask=inside)
         value = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value) / size + eps)
-    value = (value * scale * gain).to(dtype).to(tl.float32)
+    value = (value * scale * gain).to(dtype)
+    if keeps:
+        tl.store(plain + row * size + at, value, mask=inside)
+    value = value.to(tl.float32)
     store_rounded(
         value, tl.max(tl.abs(value)), values, scales, given, row, at, inside, size, stride, group
     )
@@ -198,7 +203,7 @@ def silu_mul_rounded(gate_up: Tensor, how: Rounding) -> Rounded:
     block = _block(size, group)
     grid = (len(gate_up), triton.cdiv(size, block))
     given = out.scales if how.scale is None else how.scale
-    arguments = (gate_up, *out, given, size, stride, early(), group, block)
+    arguments = (gate_up, *out[:2], given, size, stride, early(), group, block)
     launch(_silu_mul, grid, *arguments, num_warps=warps_of(block), launch_pdl=early())
     return out
 
@@ -213,9 +218,9 @@ def rounded(x: Tensor, how: Rounding) -> Rounded:
         block, seen = _part(whole, len(x)), whole
     grid = (len(x), triton.cdiv(size, block))
     given = out.scales if how.scale is None else how.scale
-    arguments = (x, *out, given, size, stride, early(), group, whole, block)
+    arguments = (x, *out[:2], given, size, stride, early(), group, whole, block)
     launch(_round, grid, *arguments, num_warps=warps_of(seen), launch_pdl=early())
-    return out
+    return out._replace(plain=x) if how.keeps else out
 
 
 def _normed(
@@ -225,9 +230,11 @@ def _normed(
     out, stride, group = room(x, size, how)
     block = triton.next_power_of_2(size)
     given = out.scales if how.scale is None else how.scale
-    arguments = (residual, x, weight, *out, given, eps, size, stride, adds, early(), group, block)
-    launch(_norm, (len(x),), *arguments, num_warps=warps_of(block), launch_pdl=early())
-    return out
+    plain = torch.empty_like(x) if how.keeps else x
+    arguments = (residual, x, weight, *out[:2], plain, given, eps, size, stride)
+    known = adds, how.keeps, early(), group, block
+    launch(_norm, (len(x),), *arguments, *known, num_warps=warps_of(block), launch_pdl=early())
+    return out._replace(plain=plain) if how.keeps else out
 
 
 def room(x: Tensor, size: int, how: Rounding) -> tuple[Rounded, int, int]:

@@ -28,7 +28,7 @@ LEAST_CAPABILITY = (8, 9)
 
 def quantised_by_channel(weight: Tensor) -> Quantised:
     """Rounds a float weight [N, K] with a scale for each output channel."""
-    return Quantised(*round_rows(weight))
+    return Quantised(*round_rows(weight)[:2])
 
 
 def quantised_by_block(weight: Tensor) -> Quantised:

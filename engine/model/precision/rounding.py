@@ -29,6 +29,8 @@ class Rounded(NamedTuple):
     """[T, K] e4m3, contiguous."""
     scales: Tensor
     """float32: [T, 1], contiguous, or [T, K / group] with any strides."""
+    plain: Tensor | None = None
+    """[T, K], the rows before, where somebody reads those, too."""
 
 
 class Rounding(NamedTuple):
@@ -38,12 +40,23 @@ class Rounding(NamedTuple):
     """One float32, found before by calibration."""
     group: int | None = None
     """Neighbours with a scale of their own; it divides K."""
+    keeps: bool = False
+    """Whether the rows are also left as they were."""
 
     def __call__(self, x: Tensor) -> Rounded:
         """[T, K] of any floating type, rounded."""
         if self.scale is not None:
-            return round_static(x, self.scale)
-        return round_rows(x) if self.group is None else round_groups(x, self.group)
+            done = round_static(x, self.scale)
+        else:
+            done = round_rows(x) if self.group is None else round_groups(x, self.group)
+        return done._replace(plain=x) if self.keeps else done
+
+
+def is_alike(one: Rounding | None, other: Rounding | None) -> bool:
+    """Whether both give the same of the same rows."""
+    if one is None or other is None:
+        return one is other
+    return one.group == other.group and one.scale is other.scale
 
 
 def round_rows(x: Tensor) -> Rounded:
@@ -72,9 +85,17 @@ def round_groups(x: Tensor, group: int = GROUP) -> Rounded:
     return Rounded(rounded_by(parts, scales).view(rows, size), scales.squeeze(2))
 
 
+def plain_of(x: Tensor | Rounded) -> Tensor:
+    """[T, K], the rows as they were before they were rounded, if they were."""
+    if isinstance(x, Tensor):
+        return x
+    assert x.plain is not None, "its maker was asked to leave them"
+    return x.plain
+
+
 def restored(rounded: Rounded) -> Tensor:
     """[T, K] float32, the values that the rounded ones stand for."""
-    values, scales = rounded
+    values, scales, _ = rounded
     parts = values.float().view(len(values), scales.shape[1], -1)
     return (parts * scales.unsqueeze(2)).view(values.shape)
 
