@@ -42,6 +42,8 @@ from console.loadgen.errors import BenchError, WrongUseError
 from console.long_help import LongHelp
 from console.planning import command as planning
 from console.ports import PortTakenError
+from console.roles import command as roles
+from console.roles.command import RoleError
 from console.top.scrape import TopError
 from console.tracing.traces import TraceError
 from console.up import UpError
@@ -106,6 +108,7 @@ def explain(error: Exception) -> tuple[str, int] | None:
             | NoRoomError()
             | TraceError()
             | TopError()
+            | RoleError()
             | BenchError()
             | BatchError()
             | TlsError()
@@ -245,6 +248,7 @@ _PANELS: Final[Mapping[str, Mapping[str, Callable[..., None]]]] = {
         "bench": bench.bench,
         "doctor": doctor.doctor,
         "plan": planning.plan,
+        "role": roles.role,
     },
 }
 for _panel, _commands in _PANELS.items():

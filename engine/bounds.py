@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -12,6 +12,27 @@ UNBOUNDED: Final = 1 << 31
 """More tokens than any step has."""
 MOST_RANKS: Final = 64
 """Most ranks of a worker: more than the GPUs of a host. Not tuned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLimits:
+    """How much of prompts a step takes. These may change while an engine runs, unlike its
+    bounds."""
+
+    alone_tokens: int = UNBOUNDED
+    """Most prompt tokens in a step that decodes nothing."""
+    mixed_tokens: int = UNBOUNDED
+    """Most prompt tokens in a step that also decodes."""
+    full_tokens: int = UNBOUNDED
+    """See `Bounds.full_step_tokens`."""
+
+    def at_least(self, tokens: int) -> PromptLimits:
+        """These limits, where a prompt is cut behind multiples of so many tokens."""
+        return replace(
+            self,
+            alone_tokens=max(tokens, self.alone_tokens),
+            mixed_tokens=max(tokens, self.mixed_tokens),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +56,9 @@ class Bounds:
     """Tokens in a page."""
     decodes: bool = True
     """Whether this engine decodes. If not, it makes no graphs for that."""
+    flexible: bool = False
+    """Whether `PromptLimits` may become those of an engine that only computes prompts: by default
+    steps may be as long as there."""
     eos_token_ids: frozenset[int] = frozenset()
     """Set by `Engine.build` from the model."""
     kv_precision: str = ""
@@ -60,6 +84,13 @@ class Bounds:
     ahead_tokens: int = 0
     """Set by `Engine.build` from the drafter: it stores something at so many places behind those of
     a decode step."""
+
+    @property
+    def prompt_limits(self) -> PromptLimits:
+        """Limits to begin with."""
+        return PromptLimits(
+            mixed_tokens=self.mixed_prefill_tokens, full_tokens=self.full_step_tokens
+        )
 
     @property
     def chunk_tokens(self) -> int:

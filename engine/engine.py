@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from engine import memory
+from engine.bounds import PromptLimits
 from engine.checkpoints import CheckpointError, SamplingDefaults, Weights, sampling_defaults
 from engine.config import EngineConfig
 from engine.groups.spec import Full, State
@@ -170,6 +171,10 @@ class Engine:
         """Most new tokens in a step: the chunk of a long prompt."""
         return self._loop.max_step_tokens
 
+    def limit_prompts(self, limits: PromptLimits) -> None:
+        """Limits the prompts of steps from the next plan on."""
+        self._loop.limit_prompts(limits)
+
     def start(self, on_step: OnStep | None = None, on_lost: OnLost | None = None) -> None:
         """Starts the step loop.
 
@@ -297,7 +302,7 @@ def _resolve(config: EngineConfig) -> EngineConfig:
         raise EngineError(str(error)) from error
     on_cpu = device == "cpu"
     _check_ranks(config, device)
-    step_tokens = config.max_step_tokens or _usual_step_tokens(on_cpu, config.decodes)
+    step_tokens = config.max_step_tokens or _usual_step_tokens(config, on_cpu=on_cpu)
     if step_tokens < max(config.page_size, config.max_sequences + config.page_size):
         raise EngineError(
             f"max_step_tokens {step_tokens} must be at least max_sequences {config.max_sequences}"
@@ -337,12 +342,11 @@ def _check_gpus(config: EngineConfig, device: str) -> None:
         )
 
 
-def _usual_step_tokens(on_cpu: bool, decodes: bool) -> int:
-    """The default step size, tokens. Longer steps are a few percent faster, but decode rows wait
-    for them."""
+def _usual_step_tokens(config: EngineConfig, *, on_cpu: bool) -> int:
+    """The default step size, tokens. Longer ones are faster by percents, but decode rows wait."""
     if on_cpu:
         return 512
-    return 2048 if decodes else 4096
+    return 2048 if config.decodes and not config.flexible else 4096
 
 
 def _model_info(

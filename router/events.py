@@ -19,6 +19,10 @@ class RouterEvents(Protocol):
         """A worker is gone without an announced leave; `cause` is a short stable word."""
         return
 
+    def role_asked(self, role: str, cause: str) -> None:
+        """A worker was told to take a role; `cause` is a short stable word."""
+        return
+
     def rejected(self, reason: str) -> None:
         """A request was refused before any work; `reason` is one of the error table's."""
         return

@@ -46,6 +46,7 @@ from router.trace_store import TraceStore, add_trace_receiver, trace_routes
 from router.workers.discovery import discovery_route
 from router.workers.model_folders import AllowedFolders, AnyFolder, ModelFolders
 from router.workers.registry import Registry, RegistryServicer
+from router.workers.roles import Roles
 from serving import garbage
 from serving.admin import AdminServer, metrics_route
 from serving.event_loop import EndSignals, loop_factory, prepare_to_serve
@@ -152,7 +153,8 @@ class RouterServer:
         self._lag = EventLoopLag(self.metrics.loop_lagged)
 
     def _admin_server(self) -> AdminServer:
-        routes = [discovery_route(lambda: self.registry.members)]
+        roles = Roles(lambda: self.registry.members, self.metrics)
+        routes = [discovery_route(lambda: self.registry.members), roles.route()]
         if self._traces is not None:
             routes += trace_routes(self._traces)
         return AdminServer(

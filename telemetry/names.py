@@ -232,6 +232,7 @@ class Metric:
     QUEUE_WAIT: Final = "baton_queue_wait_seconds"
     RETRIES: Final = "baton_retries"
     FAILOVERS: Final = "baton_failovers"
+    ROLE_CHANGES: Final = "baton_role_changes"
     LOCAL_PREFILLS: Final = "baton_local_prefills"
     FORECAST_RATIO: Final = "baton_first_token_forecast_ratio"
     ROUTED_CACHED_TOKENS: Final = "baton_routed_cached_tokens"

@@ -295,6 +295,7 @@ def make_cluster(
     launch: Launch = fork,
     own: Mapping[str, Mapping[str, object]] | None = None,
     certs: str = "",
+    drain_s: float = 10.0,
     **settings: object,
 ) -> Cluster:
     """A cluster that is not started. `settings` reach all of them as BATON_* variables, those in
@@ -311,7 +312,7 @@ def make_cluster(
         grpc_port=0,
         http_port=0,
         admin_port=0,
-        drain_s=10.0,
+        drain_s=drain_s,
         certs=certs,
     )
     settings = {"num_pages": 400, "max_step_tokens": 128, "max_sequences": 32, **settings}

@@ -98,6 +98,7 @@ FLOORS = (
         "console.loadgen",
         "console.loadgen.report",
         "console.planning",
+        "console.roles",
         "console.top",
         "console.tracing",
     ),

@@ -28,7 +28,13 @@ from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from serving.net.internal_net import ROUTER_NAME, ClearNet, InternalNet, is_untrusted
 from serving.net.refusals import Cause
 from worker.router_addresses import RouterAddresses
+from worker.settings import Role
 
+ROLES: Final = {
+    Role.PREFILL: worker_pb2.WORKER_ROLE_PREFILL,
+    Role.DECODE: worker_pb2.WORKER_ROLE_DECODE,
+    Role.BOTH: worker_pb2.WORKER_ROLE_BOTH,
+}
 logger = logging.getLogger(__name__)
 
 UNATTACHED_INTERVAL_S: Final = 1.0
@@ -103,13 +109,13 @@ async def _announce(
     address: str, worker: worker_pb2.WorkerIdentity, routers: RouterAddresses, net: InternalNet
 ) -> None:
     """Announces a worker to the router at one address until the address is let go."""
-    request = worker_pb2.AnnounceRequest(worker=worker)
     was_attached: bool | None = None
     while True:
         version = net.version
         async with net.open_aio(address, ROUTER_NAME, _OPTIONS) as channel:
             registry = worker_pb2_grpc.RegistryServiceStub(channel)
             while net.version == version:
+                request = worker_pb2.AnnounceRequest(worker=worker)  # Its role may change.
                 try:
                     attached = (await registry.Announce(request, timeout=TIMEOUT_S)).attached
                 except grpc.aio.AioRpcError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any, Final
 
-from engine.bounds import UNBOUNDED
+from engine.bounds import UNBOUNDED, PromptLimits
 from engine.config import EngineConfig
 from worker.settings import Role, WorkerDebug, WorkerSettings
 
@@ -15,6 +15,8 @@ nearly free."""
 DECODE_STEP_TOKENS: Final = 512
 """A decode worker computes at most this many prompt tokens in a step where nothing decodes. A
 request that is delivered meanwhile waits for the end of the step."""
+BOTH_STEP_TOKENS: Final = 2048
+"""Where both roles share a GPU, decode rows wait for no longer steps than this."""
 FULL_STEP_TOKENS: Final = 1024
 """A step with this many prompt tokens takes no further prompt, unless the role is `both`. An H200
 computes 44,900 tokens a second in such steps and 45,500 in longer ones. The first of two prompts is
@@ -23,6 +25,7 @@ done in half the time."""
 
 def engine_config(settings: WorkerSettings) -> EngineConfig:
     """Makes the engine's configuration."""
+    limits = prompt_limits(settings, settings.role)
     own = {
         "name": settings.served_name,
         "page_size": settings.debug.page_size_tokens,
@@ -31,11 +34,25 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
         "kv_stores": settings.kv_store,
         "hooks": settings.hook,
         "max_step_tokens": _step_tokens(settings),
-        "decodes": settings.role is not Role.PREFILL,
-        "mixed_prefill_tokens": _mixed_prefill_tokens(settings),
-        "full_step_tokens": UNBOUNDED if settings.role is Role.BOTH else FULL_STEP_TOKENS,
+        "decodes": settings.flexible or settings.role is not Role.PREFILL,
+        "mixed_prefill_tokens": limits.mixed_tokens,
+        "full_step_tokens": limits.full_tokens,
     }
     return EngineConfig(**_shared(settings) | _shared(settings.debug) | own)
+
+
+def prompt_limits(settings: WorkerSettings, role: Role) -> PromptLimits:
+    """How much of prompts a step of a worker of that role takes."""
+    debug = settings.debug
+    mixed = debug.mixed_prefill_tokens or UNBOUNDED
+    if role is Role.DECODE and not debug.mixed_prefill_tokens:
+        mixed = max(DECODE_MIXED_PREFILL_TOKENS, debug.page_size_tokens)
+    alone = {Role.DECODE: DECODE_STEP_TOKENS, Role.BOTH: BOTH_STEP_TOKENS}.get(role, UNBOUNDED)
+    return PromptLimits(
+        alone_tokens=debug.max_step_tokens or alone,
+        mixed_tokens=mixed,
+        full_tokens=UNBOUNDED if role is Role.BOTH else FULL_STEP_TOKENS,
+    )
 
 
 def _shared(settings: WorkerSettings | WorkerDebug) -> dict[str, Any]:
@@ -47,15 +64,6 @@ def _shared(settings: WorkerSettings | WorkerDebug) -> dict[str, Any]:
 def _step_tokens(settings: WorkerSettings) -> int:
     """Most new tokens in a step; 0: the engine chooses."""
     debug = settings.debug
-    if debug.max_step_tokens or settings.role is not Role.DECODE:
+    if debug.max_step_tokens or settings.flexible or settings.role is not Role.DECODE:
         return debug.max_step_tokens
     return max(DECODE_STEP_TOKENS, settings.max_sequences + debug.page_size_tokens)
-
-
-def _mixed_prefill_tokens(settings: WorkerSettings) -> int:
-    """Most prompt tokens in a step that also decodes."""
-    if settings.debug.mixed_prefill_tokens:
-        return settings.debug.mixed_prefill_tokens
-    if settings.role is not Role.DECODE:
-        return UNBOUNDED
-    return max(DECODE_MIXED_PREFILL_TOKENS, settings.debug.page_size_tokens)

@@ -88,4 +88,5 @@ def load_message(
         wanted_sequences=load.wanted_sequences,
         peers=peers,
         page_sequence=page_sequence,
+        computed_prompt_tokens=load.prompt_tokens_computed,
     )

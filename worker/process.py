@@ -41,11 +41,11 @@ from serving.release import stamp
 from telemetry.logs import log_loop_errors, setup_logging
 from telemetry.names import Service
 from telemetry.tracing import Tracing, setup_tracing
-from worker.announcer import announced_as_loading
+from worker.announcer import ROLES, announced_as_loading
 from worker.engine_config import engine_config
 from worker.loading import loading_progress, terminal
 from worker.router_addresses import RouterAddresses
-from worker.server import ROLES, Worker
+from worker.server import Worker
 from worker.settings import Role, WorkerSettings
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ _SERVICES: Final = {
 def main(settings: WorkerSettings) -> int:
     """Runs a worker process; returns its exit code."""
     prepare_to_serve()
-    service = _SERVICES[settings.role]
+    service = Service.BOTH if settings.flexible else _SERVICES[settings.role]
     setup_logging(service, settings.name, settings.debug.log_level, settings.log_format)
     failpoints.arm(settings.debug.failpoints)
     if settings.is_local:

@@ -47,7 +47,8 @@ from serving.release import stamp
 from telemetry.metrics.gpu import gpu_reader
 from telemetry.metrics.loop_lag import EventLoopLag
 from telemetry.metrics.worker import WorkerMetrics
-from worker.announcer import announce_forever
+from worker.announcer import ROLES, announce_forever
+from worker.engine_config import prompt_limits
 from worker.load import PrefillRoom, Report, load_message
 from worker.peers import PeerPaths
 from worker.quiesce import QuiesceRelay
@@ -60,6 +61,7 @@ from worker_base.messages import endpoint_message, model_message
 from worker_base.outbox import LoopInbox
 from worker_base.page_layout import PageLayout
 from worker_base.page_reports import PageReports
+from worker_base.roles import CurrentRole
 
 logger = logging.getLogger(__name__)
 
@@ -73,11 +75,6 @@ IDLE_POLL_S: Final = 0.05
 PROFILE_STEPS: Final = 50
 """Steps of a profile that SIGUSR2 asks for, if no setting gives the number."""
 SERVICE_NAME: Final = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
-ROLES: Final = {
-    Role.PREFILL: worker_pb2.WORKER_ROLE_PREFILL,
-    Role.DECODE: worker_pb2.WORKER_ROLE_DECODE,
-    Role.BOTH: worker_pb2.WORKER_ROLE_BOTH,
-}
 
 
 class Worker:
@@ -99,6 +96,7 @@ class Worker:
                 worker_id=settings.name,
                 epoch=self.epoch,
                 role=ROLES[settings.role],
+                flexible=settings.flexible,
                 model=model_message(engine.model),
             )
         )
@@ -125,7 +123,10 @@ class Worker:
         self.services = self._make_services()
         self.services.peers.held_against = self.services.peers_to_avoid
         self.metrics.watch_overdue(self.services.overdue)
-        self.servicer = WorkerServicer(self.identity, self.services, self.report, self._net)
+        self.role = self._make_role()
+        self.servicer = WorkerServicer(
+            self.identity, self.services, self.report, self._net, self.role
+        )
         self.admin = AdminServer(
             settings.admin,
             self.metrics.registry,
@@ -167,6 +168,7 @@ class Worker:
             page_sequence=self.services.pages.sequence,
             fetch_latency_s=self.services.fetching.latency_s,
         )
+        self.role.fill(message)
         return Report(message, load.requests)
 
     async def start(self) -> None:
@@ -251,6 +253,18 @@ class Worker:
             engine.pools,
             [group.units for group in self.layout.groups] + engine.pools.draft_units,
             Others(engine.ranks.beside, lambda: engine.lost),
+        )
+
+    def _make_role(self) -> CurrentRole:
+        settings = self.settings
+        limits = {ROLES[role]: prompt_limits(settings, role) for role in Role}
+        return CurrentRole(
+            self.identity,
+            self.services,
+            limits if settings.flexible else {},
+            self.engine.limit_prompts,
+            lambda: self.servicer.report(),
+            settings.drain_s,
         )
 
     def _make_services(self) -> Services:

@@ -149,6 +149,10 @@ class WorkerSettings(BaseModel):
 
     role: Role = Role.BOTH
     """Sets the work that routers send to this worker. `both` is a whole server in one process."""
+    flexible: bool = False
+    """Lets the role change while the worker runs (`baton role`), which reads no
+    weights. On a GPU the worker is then prepared for every role, which takes memory of the KV
+    pool."""
     name: str = Field(
         default_factory=lambda data: f"{data['role']}-{socket.gethostname()}", min_length=1
     )
@@ -288,6 +292,12 @@ class WorkerSettings(BaseModel):
                 "transport nccl opens connections to other machines that TLS does not protect: use"
                 " nixl, or listen on loopback"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_flexible(self) -> WorkerSettings:
+        if self.flexible and self.debug.transport == "nccl":
+            raise ValueError("transport nccl cannot serve flexible workers; use nixl")
         return self
 
     @model_validator(mode="after")

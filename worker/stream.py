@@ -8,7 +8,7 @@ Life of a stream:
 3. ENDED, for any reason: the router left, the connection broke, the process stops, or the router
    left too much unread. Every leg of the stream ends before anything else happens.
 
-Every worker has both services. Its role only tells routers which work to send.
+Every worker has both services. Its role (`worker_base.roles`) only says what routers send.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from worker.peers import PeerPaths
     from worker.quiesce import QuiesceRelay
     from worker_base.page_reports import PageReports
+    from worker_base.roles import CurrentRole
 
     Context = grpc.aio.ServicerContext[worker_pb2.WorkRequest, worker_pb2.WorkResponse]
 
@@ -53,6 +54,9 @@ ATTACH_TIMEOUT_S: Final = 10.0
 """A new stream must attach within this time. Routers attach at once."""
 MAX_ATTEMPTS: Final = 4096
 """Most legs under way at once, over all routers."""
+
+_PREFILL: Final = worker_pb2.WORKER_ROLE_PREFILL
+_DECODE: Final = worker_pb2.WORKER_ROLE_DECODE
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,21 @@ class Services:
     def active(self) -> int:
         """Legs under way, without those in quarantine."""
         return self.prefill.stats.active + self.decode.stats.active + self.pooling.active
+
+    def lacking(self, role: worker_pb2.WorkerRole.ValueType) -> int:
+        """Legs under way of which a worker of that role has none."""
+        prompts = self.prefill.stats.active + self.pooling.active
+        return (role == _DECODE) * prompts + (role == _PREFILL) * self.decode.stats.active
+
+    def fail_lacking(
+        self,
+        role: worker_pb2.WorkerRole.ValueType,
+        reason: worker_pb2.FailureReason.ValueType,
+    ) -> None:
+        """Fails these legs."""
+        lacking = {_DECODE: (self.prefill, self.pooling), _PREFILL: (self.decode,)}
+        for service in lacking.get(role, ()):
+            service.fail_all(reason)
 
     def is_held(self, attempt_id: bytes) -> bool:
         """Whether the worker still has the attempt."""
@@ -106,11 +125,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         services: Services,
         make_report: Callable[[], Report],
         net: InternalNet | None = None,
+        role: CurrentRole | None = None,
     ) -> None:
         self.draining = False
         """Set by the owner: new work is refused."""
         self._identity = identity
         self._net = net or ClearNet()
+        self._role = role
         self._services = services
         self._make_report = make_report
         self._outboxes: set[Outbox] = set()
@@ -162,7 +183,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         the others still get their turn."""
         services = self._services
         expire = (each.expire for each in (services.prefill, services.decode, services.pooling))
-        duties = (self.report, *expire, services.peers.tick)
+        roles = () if self._role is None else (self._role.tick,)
+        duties = (self.report, *expire, services.peers.tick, *roles)
         failing: set[Callable[[], None]] = set()
         while True:
             for duty in duties:
@@ -241,6 +263,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 services.fetching.refused(request.fetch_refused)
             case "pages_wanted":
                 services.pages.wanted(request.pages_wanted, outbox)
+            case "set_role" if self._role is not None:
+                self._role.set(request.set_role.role)
             case _:
                 logger.warning("a router sent a message that this version does not know")
 

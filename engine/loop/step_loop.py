@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from engine.bounds import PromptLimits
 from engine.loop.load import load_of
 from engine.loop.pacing import LaunchPacer
 from engine.loop.profiling import StepProfiler
@@ -156,6 +157,13 @@ class StepLoop:
     def post(self, command: Command) -> None:
         """Runs `command` on the loop's thread before the next plan."""
         self._commands.put(command)
+
+    def limit_prompts(self, limits: PromptLimits) -> None:
+        """See `Engine.limit_prompts`."""
+        config, planner = self._scheduler.config, self._scheduler.planner
+        kept = limits.at_least(config.chunk_tokens)
+        self.max_step_tokens = min(config.max_step_tokens, kept.alone_tokens)
+        self.post(lambda _: planner.limit(kept))
 
     def _run(self) -> None:
         try:

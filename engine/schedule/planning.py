@@ -12,7 +12,8 @@ Decode rows come first, `StepPlan.width` tokens each. The rest of the token budg
 in order of admission, in chunks of whole pages, and where layers keep states, of whole multiples
 that these do not depend on. Several prompts share a step up to
 `full_step_tokens`. Beyond that a step takes longer in proportion, and all its prompts would end
-with the last one. Beside decode rows, prompts get at most `mixed_prefill_tokens`. If the engine
+with the last one. Beside decode rows, prompts get at most `mixed_prefill_tokens`; these limits may
+change while the engine runs. If the engine
 gathers contexts (`Bounds.gathers`), a step holds only prompts whose contexts fit the scratch
 together. Prompts that begin in the step count as well, since a step of a graph treats all alike.
 """
@@ -25,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.bounds import UNBOUNDED, Bounds
+from engine.bounds import UNBOUNDED, Bounds, PromptLimits
 from engine.pages.blocks import BlockManager
 from engine.pages.growth import grow_oldest
 from engine.schedule.batch import Batch
@@ -75,6 +76,11 @@ class Planner:
         self._budget = budget
         self._tiers = tiers
         self._widths = widths
+        self._limits = config.prompt_limits
+
+    def limit(self, limits: PromptLimits) -> None:
+        """Limits the prompts of the plans that follow."""
+        self._limits = limits
 
     def plan(self) -> StepPlan | None:
         """Plans the next step and moves the columns past it. None if there is no
@@ -197,10 +203,9 @@ class Planner:
     def _cut_chunks(
         self, decodes: int, decode_tokens: int
     ) -> tuple[list[ChunkPlan], list[ScorePlan], list[Pool]]:
-        config, others = self._config, self._batch.others
-        budget = self._budget.tokens - decode_tokens
-        if decodes:
-            budget = min(budget, config.mixed_prefill_tokens)
+        config, limits, others = self._config, self._limits, self._batch.others
+        most = limits.mixed_tokens if decodes else limits.alone_tokens
+        budget = min(self._budget.tokens - decode_tokens, most)
         chunks: list[ChunkPlan] = []
         scores: list[ScorePlan] = []
         pools: list[Pool] = []
@@ -224,7 +229,7 @@ class Planner:
             first_token += end - task.cursor
             first_sample += len(_first_draws(task)) if last else 0
             scratch -= end
-            full = config.full_step_tokens - (first_token - decode_tokens)
+            full = limits.full_tokens - (first_token - decode_tokens)
             budget = min(budget - (end - task.cursor), full)
         return chunks, scores, pools
 

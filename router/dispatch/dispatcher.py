@@ -76,7 +76,7 @@ class JobDispatcher:
         self._pump = Pump(self._look)
         self._draining = False
         self.membership_changed = asyncio.Event()
-        """Set when a worker joins or leaves. The task that waits for it clears it."""
+        """Set when a worker joins, leaves or changes. The task that waits for it clears it."""
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -216,6 +216,13 @@ class JobDispatcher:
                     self._compare(attempt, link, message.first_token.cached_prompt_tokens)
                 self._settle(attempt)
                 self._pump_soon()
+
+    def role_changed(self, _link: WorkerLink) -> None:
+        """What a worker takes changes; its legs go on, and what is known of its pages stays."""
+        self._models.changed()
+        self.membership_changed.set()
+        self._waiting.check()
+        self._pump_soon()
 
     def lost(self, link: WorkerLink, loss: Loss, _was: LinkState) -> None:
         """A worker left. Its attempts end, and so do the waits of jobs that only it could run."""

@@ -55,7 +55,7 @@ class Models:
         self._froze_s: dict[str, float] = {}
         """When a worker of a name was last lost because it stood still."""
         self._served: dict[str, ServedModel] = {}
-        """Results of `_of` by name, until a worker joins or leaves. Every request needs one."""
+        """Results of `_of` by name, until a worker joins, leaves or changes. Requests need one."""
         self._loading: dict[str, tuple[str, float]] = {}
         """The name that a worker loads and the time of its last announcement, by worker."""
 
@@ -118,6 +118,10 @@ class Models:
         if len(revisions) > 1:
             fields = {"model": model.name, "revisions": sorted(revisions)}
             logger.warning("workers of one model name hold different weights", extra=fields)
+
+    def changed(self) -> None:
+        """The role of a worker is another one."""
+        self._served.clear()
 
     def left(self, worker: WorkerLink, now_s: float, loss: Loss) -> None:
         """A worker is gone."""

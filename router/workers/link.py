@@ -96,6 +96,10 @@ class LinkOwner(Protocol):
         """Any other message came."""
         ...
 
+    def role_changed(self, link: WorkerLink) -> None:
+        """A report told of another role, or of the begin or the end of a change."""
+        ...
+
     def lost(self, link: WorkerLink, loss: Loss, was: LinkState) -> None:
         """The link is over. Called once."""
         ...
@@ -171,12 +175,12 @@ class WorkerLink:
 
     @identity.setter
     def identity(self, identity: worker_pb2.WorkerIdentity) -> None:
-        model, role = identity.model, identity.role
+        model = identity.model
         self._identity = identity
         self.model = model.name, model.revision
         """Name and revision of its model."""
-        self.prefills = role in (worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_BOTH)
-        self.decodes = role in (worker_pb2.WORKER_ROLE_DECODE, worker_pb2.WORKER_ROLE_BOTH)
+        self.flexible = identity.flexible
+        """Whether its role may change."""
         self.agent_name = identity.endpoint.agent_name
         """Name of its transfer agent; empty if it has none."""
         self.page_bytes = identity.endpoint.page_bytes
@@ -191,6 +195,16 @@ class WorkerLink:
         self.pools = model.HasField("pooling")
         """Whether it pools prompts."""
         self.only_pools = model.pooling.only_pools
+        self._take_role(identity.role, worker_pb2.WORKER_ROLE_UNSPECIFIED)
+
+    def _take_role(
+        self,
+        role: worker_pb2.WorkerRole.ValueType,
+        next_role: worker_pb2.WorkerRole.ValueType,
+    ) -> None:
+        self._identity.role, self.next_role = role, next_role
+        self.prefills = role in (worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_BOTH)
+        self.decodes = role in (worker_pb2.WORKER_ROLE_DECODE, worker_pb2.WORKER_ROLE_BOTH)
         kind = (*self.model, role, self.fingerprint, bool(self.agent_name), self.extensions)
         self._kind = _kinds.setdefault((*kind, self.pools), len(_kinds) + 1)
 
@@ -198,13 +212,12 @@ class WorkerLink:
     def kind(self) -> int:
         """Workers with equal ones differ in nothing that a route depends on but their load and the
         size of their pools."""
-        return -self._kind if self.estimate.draining else self._kind
+        return -self._kind if self.draining else self._kind
 
     @property
     def role(self) -> str:
         """ "prefill", "decode" or "both"."""
-        role = worker_pb2.WorkerRole.Name(self.identity.role)
-        return role.removeprefix("WORKER_ROLE_").lower()
+        return name_of(self.identity.role)
 
     def avoids(self, other: WorkerLink) -> bool:
         """Whether the worker complains of the other, or of the path to it."""
@@ -216,12 +229,12 @@ class WorkerLink:
 
     @property
     def draining(self) -> bool:
-        """Whether the worker refuses new work."""
-        return self.estimate.draining
+        """Whether the worker refuses new work, for good or until its role has changed."""
+        return self.estimate.draining or bool(self.next_role)
 
     def left_in_order(self, loss: Loss) -> bool:
         """Whether the end was announced, or is this router's own. Then it needs no warning."""
-        return loss is Loss.CLOSED or (loss is Loss.STREAM_ENDED and self.draining)
+        return loss is Loss.CLOSED or (loss is Loss.STREAM_ENDED and self.estimate.draining)
 
     def capacity(self) -> Capacity:
         """The worker's capacity, by the router's estimate."""
@@ -313,7 +326,10 @@ class WorkerLink:
 
     def _answer(self, answered: worker_pb2.WorkerIdentity) -> None:
         expected = self.identity
-        if _start_of(answered) != _start_of(expected) or answered.role != expected.role:
+        other_role = answered.role != expected.role and not (
+            answered.flexible and answered.role in worker_pb2.WorkerRole.values()
+        )
+        if _start_of(answered) != _start_of(expected) or other_role:
             self.end(Loss.REFUSED)
             return
         self.identity = answered
@@ -326,14 +342,28 @@ class WorkerLink:
         self.estimate.report(load)
         if not load.same_peers:
             self._read_peers(load.peers)
+        has_changed = self._read_role(load)
         if load.progress != self.progress:
             self.progress = load.progress
             self._alive_until_s = now_s + self._stale_after_s + load.long_step_ms / 1e3
             if self.state is LinkState.CONNECTING:
                 self.state = LinkState.ATTACHED
                 self._owner.attached(self)
+                has_changed = False
+        if has_changed and self.state is LinkState.ATTACHED:
+            self._owner.role_changed(self)
         if self.state is LinkState.ATTACHED:
             self._owner.loaded(self)
+
+    def _read_role(self, load: worker_pb2.Load) -> bool:
+        """Takes the role of a report; returns whether it is another one, or a change began or
+        ended."""
+        told, known = (load.role, load.next_role), worker_pb2.WorkerRole.values()
+        has_changed = told != (self.identity.role, self.next_role)
+        if not load.role or not has_changed or not all(role in known for role in told):
+            return False  # Its role never changes, has not, or is one of a later release.
+        self._take_role(*told)
+        return True
 
     def _read_peers(self, peers: Iterable[worker_pb2.PeerHealth]) -> None:
         paths, complaints = {}, {}
@@ -347,6 +377,11 @@ class WorkerLink:
         self.complained_of = complaints.keys()
         given_up = (name for name, cause in complaints.items() if not cause.startswith(SLOW))
         self.gave_up_on = frozenset(given_up)
+
+
+def name_of(role: worker_pb2.WorkerRole.ValueType) -> str:
+    """ "prefill", "decode" or "both"."""
+    return worker_pb2.WorkerRole.Name(role).removeprefix("WORKER_ROLE_").lower()
 
 
 def _start_of(worker: worker_pb2.WorkerIdentity) -> tuple[str, int, str]:

@@ -28,7 +28,7 @@ import grpc
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from router.workers.between import Between, can_fetch
 from router.workers.holdings import WorkerPages
-from router.workers.link import LinkOwner, LinkState, Loss, WorkerLink
+from router.workers.link import LinkOwner, LinkState, Loss, WorkerLink, name_of
 from router.workers.model_folders import AnyFolder, ModelFolders
 from serving.net.internal_net import ClearNet, InternalNet, agent_name
 from serving.net.refusals import Cause
@@ -169,6 +169,12 @@ class Registry:
         self.pages.loaded(link)
         self._owner.loaded(link)
 
+    def role_changed(self, link: WorkerLink) -> None:
+        """Tells the owner. Its peers know it already: a flexible worker meets all of them."""
+        details = {"to": name_of(link.next_role)} if link.next_role else {}
+        logger.info("role changes" if details else "role changed", extra=_describe(link) | details)
+        self._owner.role_changed(link)
+
     def received(self, link: WorkerLink, message: worker_pb2.WorkResponse) -> None:
         """Passes a message on: to another worker if it is for that one, to the index if it tells of
         pages, else to the owner."""
@@ -283,18 +289,21 @@ class RegistryServicer(worker_pb2_grpc.RegistryServiceServicer):
 
 def can_hand_off(prefill: WorkerLink, decode: WorkerLink) -> bool:
     """Whether KV pages may go from the first to the second: roles, transports and model agree."""
+    return prefill.prefills and decode.decodes and _share_pages(prefill, decode)
+
+
+def _share_pages(one: WorkerLink, other: WorkerLink) -> bool:
     return (
-        prefill is not decode
-        and prefill.prefills
-        and decode.decodes
-        and bool(prefill.agent_name and decode.agent_name)
-        and prefill.fingerprint == decode.fingerprint
+        one is not other
+        and bool(one.agent_name and other.agent_name)
+        and one.fingerprint == other.fingerprint
     )
 
 
 def may_exchange(one: WorkerLink, other: WorkerLink) -> bool:
-    """Whether KV pages may go between the two, in either direction."""
-    return can_hand_off(one, other) or can_hand_off(other, one) or can_fetch(one, other)
+    """Whether KV pages may go between the two, in either direction, now or in other roles."""
+    could = (one.flexible or other.flexible) and _share_pages(one, other)
+    return could or can_hand_off(one, other) or can_hand_off(other, one) or can_fetch(one, other)
 
 
 async def process_is_gone(address: str, loss: Loss, hello: bytes = b"") -> bool:

@@ -55,6 +55,7 @@ class RouterMetrics(ProcessMetrics):
         self._output_tokens: Counted[str] = Counted()
         self._retries = self._counter(Metric.RETRIES)
         self._failovers = self._counter(Metric.FAILOVERS)
+        self._role_changes = self._counter(Metric.ROLE_CHANGES)
         self._local_prefills = self._counter(Metric.LOCAL_PREFILLS)
         self._forecast = self._histogram(Metric.FORECAST_RATIO)
         self._routed_cached = self._counter(Metric.ROUTED_CACHED_TOKENS)
@@ -100,6 +101,10 @@ class RouterMetrics(ProcessMetrics):
     def worker_lost(self, role: str, cause: str) -> None:
         """A worker left without announcing it; `cause` is one of `LOSS_CAUSES`."""
         self._workers_lost.labels(role, cause).inc()
+
+    def role_asked(self, role: str, cause: str) -> None:
+        """A worker was told to take a role; `cause` is "operator" or "balance"."""
+        self._role_changes.labels(role, cause).inc()
 
     def rejected(self, reason: str) -> None:
         """A request was refused before any work; `reason` is one of the error table's."""
@@ -183,7 +188,7 @@ class RouterMetrics(ProcessMetrics):
 class _WorkersUp:
     """Lists attached workers, and those that left in the last hour.
 
-    Older ones are dropped, so that names do not pile up.
+    Older ones are dropped, so that names do not pile up. One with another role now has not left.
     """
 
     def __init__(self, load: Callable[[], RouterLoad], clock: Callable[[], float]) -> None:
@@ -194,7 +199,12 @@ class _WorkersUp:
     def __call__(self) -> dict[tuple[str, ...], float]:
         now_s, up = self._clock(), set(self._load().workers)
         known = self._seen_s | dict.fromkeys(up, now_s)
-        self._seen_s = {one: at_s for one, at_s in known.items() if now_s - at_s < LEFT_SHOWN_S}
+        names = {one.worker_id for one in up}
+        self._seen_s = {
+            one: at_s
+            for one, at_s in known.items()
+            if now_s - at_s < LEFT_SHOWN_S and (one in up or one.worker_id not in names)
+        }
         return {worker: float(worker in up) for worker in self._seen_s}
 
 

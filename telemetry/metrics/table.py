@@ -104,6 +104,11 @@ DECLARED: Final[Mapping[str, Declared]] = {
     Metric.FAILOVERS: Declared(
         "counter", "Streams resumed on other workers, by cause.", ("cause",)
     ),
+    Metric.ROLE_CHANGES: Declared(
+        "counter",
+        "Changes of a worker's role that this router asked for, by who wanted them.",
+        ("to", "cause"),
+    ),
     Metric.LOCAL_PREFILLS: Declared(
         "counter", "Prompts that a decode worker computed by itself, by reason.", ("reason",)
     ),

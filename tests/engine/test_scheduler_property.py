@@ -11,6 +11,7 @@ from engine_fakes import VOCAB, expected_output, next_token
 from scheduler_bench import SALT, Bench, deliver, prompt_of
 from speculation_kit import Switching
 
+from engine.bounds import PromptLimits
 from engine.groups import state
 from engine.groups.spec import Window
 from engine.pages.eviction import EVICTION_POLICIES
@@ -189,6 +190,21 @@ def test_a_chunk_in_flight_is_void_where_its_sequence_began_again_in_another_slo
     assert bench.blocks.count_cached(page_keys(np.array(sequence.tokens, np.int32), 4, SALT)) == 0
     bench.run()
     bench.check_output(request_id)
+
+
+def test_limits_of_prompts_change_while_they_are_computed():
+    """A worker that decodes from now on keeps its steps short, and takes the prompts that it has to
+    their end."""
+    bench = Bench(step_tokens=32)
+    request_id = bench.submit(prompt_of(bench.random, 80), 4)
+    bench.turn()
+    first, _ = bench.previous
+    bench.scheduler.planner.limit(PromptLimits(alone_tokens=8))
+    bench.turn()
+    assert (first.prompt_tokens, bench.previous[0].prompt_tokens) == (32, 8)
+    bench.run()
+    bench.check_output(request_id)
+    bench.check_baseline()
 
 
 def test_memory_that_lacks_however_small_the_step_fails_the_request():

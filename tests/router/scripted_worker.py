@@ -57,12 +57,14 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         fingerprint: str = "f",
         extensions: Sequence[str] = (),
         transport: str = "null",
+        flexible: bool = False,
     ) -> None:
         epoch = next(_epochs)
         self.identity = worker_pb2.WorkerIdentity(
             worker_id=worker_id,
             epoch=epoch,
             role=role,
+            flexible=flexible,
             model=worker_pb2.ModelInfo(
                 name=model,
                 path=f"/{model}",

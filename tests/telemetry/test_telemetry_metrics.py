@@ -132,6 +132,8 @@ def test_a_worker_that_left_is_shown_as_down() -> None:
     assert shown_up(metrics) == {"prefill-0": 1, "decode-0": 0}
     now_s += 1
     assert shown_up(metrics) == {"prefill-0": 1}, "names of workers do not pile up"
+    workers[:] = [WorkerUp("prefill-0", "decode", "m")]
+    assert shown_up(metrics) == {"prefill-0": 1}, "in another role it has not left"
 
 
 def shown_up(metrics: RouterMetrics) -> dict[str, float]:

@@ -300,6 +300,7 @@ class WorkerIdentity(_message.Message):
     ADMIN_ADDRESS_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
+    FLEXIBLE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name, such as "prefill-0"."""
     epoch: _builtins.int
@@ -316,6 +317,8 @@ class WorkerIdentity(_message.Message):
     """Number of this protocol, such as "1.0": a router refuses a worker whose major
     number differs.
     """
+    flexible: _builtins.bool
+    """Its role may change while it runs."""
     @_builtins.property
     def model(self) -> Global___ModelInfo:
         """The model it serves."""
@@ -336,10 +339,11 @@ class WorkerIdentity(_message.Message):
         admin_address: _builtins.str = ...,
         release: _builtins.str = ...,
         protocol: _builtins.str = ...,
+        flexible: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admin_address", b"admin_address", "endpoint", b"endpoint", "epoch", b"epoch", "model", b"model", "protocol", b"protocol", "release", b"release", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admin_address", b"admin_address", "endpoint", b"endpoint", "epoch", b"epoch", "flexible", b"flexible", "model", b"model", "protocol", b"protocol", "release", b"release", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -684,6 +688,7 @@ class WorkRequest(_message.Message):
     PAGES_WANTED_FIELD_NUMBER: _builtins.int
     FETCH_FIELD_NUMBER: _builtins.int
     FETCH_REFUSED_FIELD_NUMBER: _builtins.int
+    SET_ROLE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def attach(self) -> Global___Attach:
         """First message of the stream."""
@@ -740,6 +745,10 @@ class WorkRequest(_message.Message):
         be written.
         """
 
+    @_builtins.property
+    def set_role(self) -> Global___SetRole:
+        """What a flexible worker shall do from now on. Load reports tell when it does."""
+
     def __init__(
         self,
         *,
@@ -755,16 +764,42 @@ class WorkRequest(_message.Message):
         pages_wanted: Global___PagesWanted | None = ...,
         fetch: Global___Fetch | None = ...,
         fetch_refused: Global___FetchRefused | None = ...,
+        set_role: Global___SetRole | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "attach", b"attach", "cancel", b"cancel", "fetch", b"fetch", "fetch_refused", b"fetch_refused", "grant", b"grant", "meet", b"meet", "message", b"message", "pages_wanted", b"pages_wanted", "part", b"part", "quiesce", b"quiesce", "quiesced", b"quiesced", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "attach", b"attach", "cancel", b"cancel", "fetch", b"fetch", "fetch_refused", b"fetch_refused", "grant", b"grant", "meet", b"meet", "message", b"message", "pages_wanted", b"pages_wanted", "part", b"part", "quiesce", b"quiesce", "quiesced", b"quiesced", "set_role", b"set_role", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "attach", b"attach", "cancel", b"cancel", "fetch", b"fetch", "fetch_refused", b"fetch_refused", "grant", b"grant", "meet", b"meet", "message", b"message", "pages_wanted", b"pages_wanted", "part", b"part", "quiesce", b"quiesce", "quiesced", b"quiesced", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "attach", b"attach", "cancel", b"cancel", "fetch", b"fetch", "fetch_refused", b"fetch_refused", "grant", b"grant", "meet", b"meet", "message", b"message", "pages_wanted", b"pages_wanted", "part", b"part", "quiesce", b"quiesce", "quiesced", b"quiesced", "set_role", b"set_role", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attach", "meet", "submit", "grant", "cancel", "abort", "part", "quiesce", "quiesced", "pages_wanted", "fetch", "fetch_refused"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attach", "meet", "submit", "grant", "cancel", "abort", "part", "quiesce", "quiesced", "pages_wanted", "fetch", "fetch_refused", "set_role"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___WorkRequest: _TypeAlias = WorkRequest  # noqa: Y015
+
+@_typing.final
+class SetRole(_message.Message):
+    """A change of role. The worker keeps weights, pages and peers. If legs run that
+    the new role has none of, it first lets them end, and routers send it nothing
+    meanwhile.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    role: Global___WorkerRole.ValueType
+    """The role; that which it has ends a change under way."""
+    def __init__(
+        self,
+        *,
+        role: Global___WorkerRole.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRole: _TypeAlias = SetRole  # noqa: Y015
 
 @_typing.final
 class PagesWanted(_message.Message):
@@ -1935,6 +1970,9 @@ class Load(_message.Message):
     LOAD_GIGABYTES_PER_S_FIELD_NUMBER: _builtins.int
     FETCH_LATENCY_MS_FIELD_NUMBER: _builtins.int
     SAME_PEERS_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    NEXT_ROLE_FIELD_NUMBER: _builtins.int
+    COMPUTED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     progress: _builtins.int
     """Counts steps and idle turns of the step loop; one that stands still for
     3 s means a frozen worker.
@@ -2003,6 +2041,14 @@ class Load(_message.Message):
     """The peers are those of the report before this one of this stream. Routers of
     protocol 1.0 get all peers in every report.
     """
+    role: Global___WorkerRole.ValueType
+    """The role that it has now; unspecified from a worker whose role never changes."""
+    next_role: Global___WorkerRole.ValueType
+    """The role that it takes when the legs are over that this role has none of;
+    unspecified if none. Until then it wants no new work.
+    """
+    computed_prompt_tokens: _builtins.int
+    """Prompt tokens computed since it started."""
     @_builtins.property
     def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerHealth]:
         """The workers that this one was introduced to. Left out where `same_peers` is
@@ -2046,10 +2092,13 @@ class Load(_message.Message):
         load_gigabytes_per_s: _builtins.float = ...,
         fetch_latency_ms: _builtins.float = ...,
         same_peers: _builtins.bool = ...,
+        role: Global___WorkerRole.ValueType = ...,
+        next_role: Global___WorkerRole.ValueType = ...,
+        computed_prompt_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "evictable_pages", b"evictable_pages", "fetch_latency_ms", b"fetch_latency_ms", "free_pages", b"free_pages", "granted_pages", b"granted_pages", "known_attempts", b"known_attempts", "load_gigabytes_per_s", b"load_gigabytes_per_s", "long_step_ms", b"long_step_ms", "max_sequences", b"max_sequences", "page_sequence", b"page_sequence", "peers", b"peers", "piece_delay_ms", b"piece_delay_ms", "piece_tokens", b"piece_tokens", "prefill_context_s", b"prefill_context_s", "prefill_credit_tokens", b"prefill_credit_tokens", "prefill_rate_age_s", b"prefill_rate_age_s", "prefill_token_s", b"prefill_token_s", "prefill_tokens_per_s", b"prefill_tokens_per_s", "progress", b"progress", "quarantined_pages", b"quarantined_pages", "queued_prefill_tokens", b"queued_prefill_tokens", "running_sequences", b"running_sequences", "same_peers", b"same_peers", "step_ms", b"step_ms", "total_pages", b"total_pages", "waiting_requests", b"waiting_requests", "wanted_pages", b"wanted_pages", "wanted_sequences", b"wanted_sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_prompt_tokens", b"computed_prompt_tokens", "draining", b"draining", "evictable_pages", b"evictable_pages", "fetch_latency_ms", b"fetch_latency_ms", "free_pages", b"free_pages", "granted_pages", b"granted_pages", "known_attempts", b"known_attempts", "load_gigabytes_per_s", b"load_gigabytes_per_s", "long_step_ms", b"long_step_ms", "max_sequences", b"max_sequences", "next_role", b"next_role", "page_sequence", b"page_sequence", "peers", b"peers", "piece_delay_ms", b"piece_delay_ms", "piece_tokens", b"piece_tokens", "prefill_context_s", b"prefill_context_s", "prefill_credit_tokens", b"prefill_credit_tokens", "prefill_rate_age_s", b"prefill_rate_age_s", "prefill_token_s", b"prefill_token_s", "prefill_tokens_per_s", b"prefill_tokens_per_s", "progress", b"progress", "quarantined_pages", b"quarantined_pages", "queued_prefill_tokens", b"queued_prefill_tokens", "role", b"role", "running_sequences", b"running_sequences", "same_peers", b"same_peers", "step_ms", b"step_ms", "total_pages", b"total_pages", "waiting_requests", b"waiting_requests", "wanted_pages", b"wanted_pages", "wanted_sequences", b"wanted_sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,1 @@
+"""`baton role`: the roles of running workers."""

@@ -1,0 +1,111 @@
+"""`baton role`: lists the workers' roles, and changes one."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from typing import Annotated, Any, Final
+
+import typer
+
+from console.commands.tls_options import CaOption, CertOption, KeyOption, read_admin_over
+from console.commands.trace import ROUTER_ADMIN_ADDRESS, AdminOption
+from console.top.scrape import TIMEOUT_S, base_url
+from serving.output import stdout
+
+TOKEN_VARIABLE: Final = "BATON_OPERATOR_TOKEN"
+_LOOK_S: Final = 0.1
+"""Time between two looks at a change, as between two load reports."""
+_ROLES: Final = ("prefill", "decode", "both")
+
+
+class RoleError(Exception):
+    """The role did not change. The message says why."""
+
+
+def role(
+    worker: Annotated[str | None, typer.Argument(help="Its name. Default: list all.")] = None,
+    to: Annotated[
+        str | None, typer.Argument(metavar="[ROLE]", help="prefill, decode or both.")
+    ] = None,
+    admin: AdminOption = None,
+    wait: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait for the end of the change.")
+    ] = 60.0,
+    tls_ca: CaOption = "",
+    tls_cert: CertOption = "",
+    tls_key: KeyOption = "",
+) -> None:
+    """Show the workers' roles, or change one. The worker keeps weights and cached pages.
+
+    The router and its workers keep running. Legs that the new role has none of may end first.
+    BATON_OPERATOR_TOKEN must be the router's operator token, and the worker have --flexible.
+
+    Example: [cyan]baton role prefill-1 decode[/]
+    """
+    address = (admin or ROUTER_ADMIN_ADDRESS).partition(",")[0]
+    read_admin_over(tls_ca, tls_cert, tls_key, address)
+    if worker is None or to is None:
+        _show(_ask(address)["workers"], worker)
+        return
+    if to not in _ROLES:
+        raise typer.BadParameter(f"a role is {', '.join(_ROLES[:2])} or {_ROLES[2]}, not {to!r}")
+    began_s = time.monotonic()
+    before = _ask(address, {"worker": worker, "role": to})
+    while not _has(now := _find(_ask(address)["workers"], worker), to):
+        if time.monotonic() - began_s > wait:
+            raise RoleError(f"{worker} is still {now['role']}: legs run that {to} has none of")
+        time.sleep(_LOOK_S)
+    took_s = time.monotonic() - began_s
+    stdout.print(f"{worker}: {before['role']} -> {to} in {took_s:.1f} s", highlight=False)
+
+
+def _has(worker: dict[str, Any], role: str) -> bool:
+    return worker["role"] == role and worker["next_role"] is None
+
+
+def _find(workers: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    found = next((one for one in workers if one["worker"] == name), None)
+    if found is None:
+        raise RoleError(f"{name} is not attached")
+    return found
+
+
+def _show(workers: list[dict[str, Any]], name: str | None) -> None:
+    shown = workers if name is None else [_find(workers, name)]
+    for one in shown:
+        to = f" -> {one['next_role']}" if one["next_role"] else ""
+        fixed = "" if one["flexible"] else "  fixed"
+        line = f"{one['worker']}  {one['model']}  {one['role']}{to}{fixed}"
+        stdout.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _ask(admin: str, change: dict[str, str] | None = None) -> Any:
+    """What the router answers.
+
+    Raises:
+        RoleError: it refuses, or does not answer.
+    """
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    url, body = f"{base_url(admin)}/roles", json.dumps(change).encode() if change else None
+    request = urllib.request.Request(url, body, {"authorization": f"Bearer {token}"})
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            raise RoleError(_why(error.code, error.read(), url)) from None
+    except (OSError, ValueError):
+        raise RoleError(f"{url} does not answer: does the router run there?") from None
+
+
+def _why(status: int, body: bytes, url: str) -> str:
+    if status == 403:
+        return f"this needs the router's operator token: set {TOKEN_VARIABLE} here and there"
+    try:
+        return str(json.loads(body)["error"])
+    except (ValueError, KeyError, TypeError):
+        return f"{url} answered {status}: is this a router's admin port?"
