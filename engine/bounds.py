@@ -81,6 +81,8 @@ class Bounds:
     """Set by `Engine.build`: tokens from the end of an object in a store to that of the next; 0:
     there are no stores."""
 
+    max_adapters: int = 0
+    """Most adapters that the sequences in slots may use; 0: the engine takes none."""
     ahead_tokens: int = 0
     """Set by `Engine.build` from the drafter: it stores something at so many places behind those of
     a decode step."""

@@ -83,6 +83,12 @@ class EngineConfig(Bounds):
     """Order of admission, one of `engine.schedule.policies.POLICIES`."""
     eviction: Eviction = "lru"
     """Order of eviction of cached pages, one of `engine.pages.eviction.EVICTION_POLICIES`."""
+    adapters: tuple[str, ...] = ()
+    """Adapters that are loaded at the start: name=folder."""
+    max_adapter_rank: int = 64
+    """Largest rank of an adapter."""
+    adapters_host_bytes: int = 4 << 30
+    """Host memory for all adapters, bytes."""
     kv_host_bytes: int = 0
     """Host memory for pages that the pool evicts, bytes; 0: none. See `engine.tiers`."""
     kv_stores: tuple[str, ...] = ()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from engine import memory
+from engine.adapters.registry import Adapters
 from engine.bounds import PromptLimits
 from engine.checkpoints import CheckpointError, SamplingDefaults, Weights, sampling_defaults
 from engine.config import EngineConfig
@@ -25,6 +25,7 @@ from engine.model import LoadedModel, ModelError
 from engine.model.shard import Shard
 from engine.pages.prefix import ReportPages, report_pages
 from engine.pages.watch import CacheEvent, CacheEvents
+from engine.parts.adapters import adapters_of
 from engine.parts.building import (
     Progress,
     build_executor,
@@ -34,17 +35,16 @@ from engine.parts.building import (
     pages_that_fit,
     widths_of,
 )
+from engine.parts.defaults import with_defaults
 from engine.parts.paging import EngineError as EngineError
 from engine.parts.paging import make_pages, resolved
 from engine.parts.scheduling import scheduler_of
-from engine.pool.kinds import PoolError, pool_type
 from engine.pool.pools import KvPools
 from engine.pooling.requests import Floats
 from engine.ranks.keeper import Pulse, RankError
 from engine.ranks.leader import HostRanks, NoRanks, Ranks
 from engine.sampling import Sampler
 from engine.schedule.scheduler import Scheduler
-from engine.speculation import choosing
 from engine.step.hooks import Hook
 from engine.tiers.build import StoreConfig
 from engine.types import (
@@ -76,7 +76,10 @@ class Engine:
         ranks: Ranks | None = None,
         step_timeout_s: float = math.inf,
         score_head: Floats | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
+        self.adapters = adapters or Adapters()
+        """Adapters that requests may name."""
         self._score_head = score_head
         self._step_timeout_s = step_timeout_s
         self.model = model
@@ -104,7 +107,7 @@ class Engine:
         Raises:
             EngineError: the configuration does not fit the model or the device.
         """
-        config = _resolve(config)
+        config = with_defaults(config)
         hooks, ranks = open_all(config), _ranks(config, beside)
         try:
             return cls._build(config, ranks, hooks, progress)
@@ -160,11 +163,11 @@ class Engine:
             config.kv_stores, config.kv_secret_file, info.fingerprint, heads, ranks.memories
         )
         mover = ranks.mover if config.tp > 1 else None
-        widths = widths_of(config, own)
-        scheduler = scheduler_of(config, pools, sampler, hooks, stores, mover, widths)
+        widths, adapters = widths_of(config, own), adapters_of(config, loaded)
+        scheduler = scheduler_of(config, pools, sampler, hooks, stores, mover, widths, adapters)
         loop = StepLoop(scheduler, executor, profiler)
         timeout_s, head = config.step_timeout_s, loaded.score_head
-        return cls(info, pools, loop, ranks=ranks, step_timeout_s=timeout_s, score_head=head)
+        return cls(info, pools, loop, None, ranks, timeout_s, head, adapters)
 
     @property
     def max_step_tokens(self) -> int:
@@ -212,13 +215,14 @@ class Engine:
                 return
             pooling = replace(request.pooling, head=self._score_head)
             request = replace(request, pooling=pooling)
+        adapter = self.adapters.hold(request.adapter) if request.adapter else None
         if not self._matchers.are_wanted(request):
-            self._loop.submit(request, sink)
+            self._loop.submit(request, sink, adapter=adapter)
             return
         matchers = self._matchers.prepare(request)
         # The matchers hold `min_tokens`, since a grammar may end earlier.
         stop = replace(request.stop, min_tokens=0)
-        self._loop.submit(replace(request, stop=stop), sink, matchers)
+        self._loop.submit(replace(request, stop=stop), sink, matchers, adapter)
 
     def rank_skew_s(self, start_ns: int, end_ns: int) -> float:
         """How long the fastest rank waited for the slowest, in the steps that ended between two
@@ -284,69 +288,6 @@ def _ranks(config: EngineConfig, beside: str) -> Ranks:
         return NoRanks() if config.tp == 1 else HostRanks(config, beside)
     except OSError as error:
         raise EngineError(f"no rank can be started: {error}") from error
-
-
-def _resolve(config: EngineConfig) -> EngineConfig:
-    """Fills in the values that depend on the device."""
-    device = config.device
-    has_gpu = torch.cuda.is_available()
-    if device == "auto":
-        device = "cuda" if has_gpu else "cpu"
-    if torch.device(device).type == "cuda" and not has_gpu:
-        why = "finds no GPU here" if torch.version.cuda else "is a build without CUDA"
-        raise EngineError(f"the device cannot be {device}: the PyTorch that is installed {why}")
-    try:
-        pool_type(config.kv_cache_dtype, config.page_size)
-        choosing.check(config, device)
-    except (PoolError, choosing.SpeculationError) as error:
-        raise EngineError(str(error)) from error
-    on_cpu = device == "cpu"
-    _check_ranks(config, device)
-    step_tokens = config.max_step_tokens or _usual_step_tokens(config, on_cpu=on_cpu)
-    if step_tokens < max(config.page_size, config.max_sequences + config.page_size):
-        raise EngineError(
-            f"max_step_tokens {step_tokens} must be at least max_sequences {config.max_sequences}"
-            f" plus page_size {config.page_size}"
-        )
-    if config.mixed_prefill_tokens < config.page_size:
-        raise EngineError(
-            f"mixed_prefill_tokens {config.mixed_prefill_tokens} must be at least page_size"
-            f" {config.page_size}: prompts are computed in whole pages"
-        )
-    return replace(
-        config,
-        device=device,
-        dtype=memory.dtype_on(config.dtype, on_gpu=not on_cpu),
-        name=config.name or Path(config.model).name,
-        max_step_tokens=step_tokens,
-    )
-
-
-def _check_ranks(config: EngineConfig, device: str) -> None:
-    tp = config.tp
-    if tp < 1:
-        raise EngineError(f"tp {tp} must be at least 1")
-    if tp > 1 and device != "cpu":
-        _check_gpus(config, device)
-
-
-def _check_gpus(config: EngineConfig, device: str) -> None:
-    """Each of several ranks has a GPU."""
-    tp, count = config.tp, torch.cuda.device_count()
-    if device != "cuda":
-        raise EngineError(f"{device} names one GPU for {tp} ranks: set device to cuda, or tp to 1")
-    if tp > count:
-        raise EngineError(
-            f"tp {tp} needs {tp} GPUs, and {count} can be seen here: set tp to at most {count}, or"
-            " device to cpu"
-        )
-
-
-def _usual_step_tokens(config: EngineConfig, *, on_cpu: bool) -> int:
-    """The default step size, tokens. Longer ones are faster by percents, but decode rows wait."""
-    if on_cpu:
-        return 512
-    return 2048 if config.decodes and not config.flexible else 4096
 
 
 def _model_info(

@@ -65,6 +65,8 @@ class FailureReason(enum.Enum):
     """The grammar of its output needs more fuel than it has, or leaves no token to draw."""
     HOOK = "hook"
     """A hook that it needs has failed."""
+    ADAPTER = "adapter"
+    """Its adapter is not here."""
     EXTENSION = "extension"
     """It carries bytes for a hook that is not here, or to which they mean nothing."""
 
@@ -150,6 +152,8 @@ class Request:
     priority: int = 0
     tenant: str = ""
     cache_salt: bytes = b""
+    adapter: bytes = b""
+    """Digest of the adapter that computes it; empty: the model alone does."""
     prompt_logprobs: bool = False
     extensions: Mapping[str, bytes] = field(default_factory=dict)
     """Bytes for hooks, by their names."""

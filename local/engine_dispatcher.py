@@ -137,6 +137,8 @@ class _Running:
                 return errors.hook_failed(event.hook)
             case FailureReason.EXTENSION:
                 return extension_refused(event.hook)
+            case FailureReason.ADAPTER:
+                return errors.model_not_found(self.run.job.model.name)
             case FailureReason.INTERNAL:
                 return errors.internal()
 

@@ -2,8 +2,8 @@
 same precision.
 
 The key of a page is SHA-256 over its parent's key and its token ids. The first page's parent is the
-KV's precision and the tenant's salt. A collision would serve foreign KV, hence a cryptographic hash
-(vLLM's prefix caching made it the default for the same reason).
+KV's precision, the tenant's salt, and the digest of an adapter. A collision would serve foreign KV,
+hence a cryptographic hash (vLLM's prefix caching made it the default for the same reason).
 
 Where a key only says who may hold a page, its first 8 bytes are enough: the *short key*. A
 collision there sends a prompt to a worker that does not hold it, and no page is used by it.
@@ -43,9 +43,14 @@ def page_keys(
     return keys
 
 
-def salt_of(kv_precision: str, cache_salt: bytes) -> bytes:
-    """What tells pages of equal tokens apart: the precision of the KV, and the tenant's salt."""
-    return kv_precision.encode() + b"\0" + cache_salt
+def salt_of(kv_precision: str, cache_salt: bytes, adapter: bytes = b"") -> bytes:
+    """What tells pages of equal tokens apart: the precision of the KV, the tenant's salt, and the
+    digest of an adapter (32 bytes; empty: none), by which K and V are others.
+
+    No precision begins with the byte before a digest, so both forms never meet.
+    """
+    own = kv_precision.encode() + b"\0" + cache_salt
+    return b"\1" + adapter + own if adapter else own
 
 
 def short_key(key: bytes) -> int:
@@ -59,8 +64,13 @@ def short_keys(keys: Sequence[bytes]) -> ShortKeys:
 
 
 def prompt_short_keys(
-    token_ids: NDArray[Any], page_size: int, kv_precision: str, cache_salt: bytes
+    token_ids: NDArray[Any],
+    page_size: int,
+    kv_precision: str,
+    cache_salt: bytes,
+    adapter: bytes = b"",
 ) -> ShortKeys:
     """Short keys of the pages of a prompt that a worker may find. At least one token is left to
     compute. About 1 us a page."""
-    return short_keys(page_keys(token_ids[:-1], page_size, salt_of(kv_precision, cache_salt)))
+    salt = salt_of(kv_precision, cache_salt, adapter)
+    return short_keys(page_keys(token_ids[:-1], page_size, salt))

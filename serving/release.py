@@ -29,7 +29,7 @@ class Protocol(NamedTuple):
         return f"{self.major}.{self.minor}"
 
 
-PROTOCOL: Final = Protocol(1, 1)
+PROTOCOL: Final = Protocol(1, 2)
 
 Stamped = TypeVar("Stamped", worker_pb2.WorkerIdentity, worker_pb2.Attach)
 

@@ -13,6 +13,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from baton.worker.v1 import worker_pb2
+from engine.adapters.types import DIGEST_BYTES
 from engine.beams.params import BeamParams, EarlyStopping
 from engine.types import (
     EndReason,
@@ -63,6 +64,7 @@ _FAILURE_REASONS: Final = {
     FailureReason.STRUCTURE: worker_pb2.FAILURE_REASON_STRUCTURE,
     FailureReason.HOOK: worker_pb2.FAILURE_REASON_HOOK,
     FailureReason.EXTENSION: worker_pb2.FAILURE_REASON_EXTENSION,
+    FailureReason.ADAPTER: worker_pb2.FAILURE_REASON_ADAPTER,
 }
 
 
@@ -90,7 +92,8 @@ def request_of(submit: worker_pb2.Submit) -> Request:
     Raises:
         MalformedMessage: the prompt or the id is empty, there is no choice, the mode is unknown,
             ids are malformed, the output so far does not fit the choices or leaves nothing to
-            generate, beams do not fit them, or extensions exceed their bounds.
+            generate, beams do not fit them, extensions exceed their bounds, or the adapter's
+            digest is none.
     """
     mode = _MODES.get(submit.mode)
     prompt_ids = unpack_ids(submit.prompt_ids)
@@ -102,6 +105,8 @@ def request_of(submit: worker_pb2.Submit) -> Request:
         raise MalformedMessage("generated")
     if any(len(tokens) >= submit.stopping.max_tokens for tokens in generated):
         raise MalformedMessage("generated")
+    if len(submit.adapter) not in (0, DIGEST_BYTES):
+        raise MalformedMessage("adapter")
     extensions = dict(submit.extensions)
     if len(extensions) > MAX_EXTENSIONS or extension_bytes(extensions) > MAX_EXTENSION_BYTES:
         raise MalformedMessage("extensions")
@@ -122,6 +127,7 @@ def request_of(submit: worker_pb2.Submit) -> Request:
         priority=submit.priority,
         tenant=submit.tenant,
         cache_salt=submit.cache_salt,
+        adapter=submit.adapter,
         prompt_logprobs=submit.prompt_logprobs,
         takeover_tokens=submit.takeover_tokens,
         extensions=extensions,

@@ -21,6 +21,7 @@ from engine.eager.heads import Computed, HeadDrafter
 from engine.groups.spec import State
 from engine.hooks.steps import StepHooks
 from engine.model import Decoder, Model
+from engine.model.adapters.sites import AdapterSites
 from engine.model.decoder import Tapped
 from engine.pool.pools import KvPools
 from engine.sampling import SampleResult
@@ -44,8 +45,10 @@ class TorchSteps:
         hooks: StepHooks | None = None,
         verifier: Verifier | None = None,
         head: HeadDrafter | None = None,
+        adapters: AdapterSites | None = None,
     ) -> None:
         """`head`: keeps KV of its own. It drafts if the verifier has it."""
+        self._adapters = adapters
         self.model = model
         self._pools = pools
         self._attention = attention
@@ -74,6 +77,8 @@ class TorchSteps:
             plan = self.verification.plan
         elif plan.write_slots.size:
             self._token_table[self._upload(plan.write_slots)] = self._upload(plan.write_tokens)
+        if self._adapters is not None:
+            self._adapters.begin(plan.adapters_wanted, plan.adapters, plan.query_lens)
         if self.hooks is not None:
             self.hooks.narrow(plan)
             self.hooks.begin(plan)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from engine.adapters.types import Adapter
 from engine.bounds import PromptLimits
 from engine.loop.load import load_of
 from engine.loop.pacing import LaunchPacer
@@ -131,7 +132,11 @@ class StepLoop:
         self._scheduler.tiers.stop()
 
     def submit(
-        self, request: Request, sink: Sink, matchers: Future[list[TokenMatcher]] | None = None
+        self,
+        request: Request,
+        sink: Sink,
+        matchers: Future[list[TokenMatcher]] | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
         """Accepts a request. The prompt's keys are made here, on the caller's thread, so that no
         step waits for them. Those of 8,000 tokens take some 0.4 ms.
@@ -140,9 +145,11 @@ class StepLoop:
             request: the request.
             sink: receives its events.
             matchers: for a request whose tokens are restricted, which waits for them.
+            adapter: the content of its adapter, which is held for it.
         """
         keys = prompt_keys(self._scheduler.config, request, request.prompt_ids)
-        self.post(lambda scheduler: scheduler.requests.submit(request, sink, keys, matchers))
+        rest = keys, matchers, adapter
+        self.post(lambda scheduler: scheduler.requests.submit(request, sink, *rest))
         if matchers is not None:
             matchers.add_done_callback(
                 lambda _: self.post(

@@ -6,7 +6,7 @@ Shapes: T tokens of a step, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,14 @@ class Build(NamedTuple):
     collective: Collective
 
 
+class Addition(Protocol):
+    """What adds to a product (`engine.model.adapters`)."""
+
+    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+        """[T, inputs] and the product's own [T, outputs] -> [T, outputs]. May overwrite it."""
+        ...
+
+
 class Linear(nn.Module):
     """A product with a weight, which is one or several modules of a checkpoint."""
 
@@ -38,10 +46,15 @@ class Linear(nn.Module):
         self.method = build.precision.method(parts, parts[0].region.columns.size, build.device)
         outputs = sum(part.rows for part in parts)
         self.bias = parameter((outputs,), build.dtype, build.device) if bias else None
+        self.addition: Addition | None = None
 
     def forward(self, x: Tensor | Rounded) -> Tensor:
         """[T, inputs] -> [T, outputs]."""
-        return self.method.product(x, self.bias)
+        out = self.method.product(x, self.bias)
+        if self.addition is None:
+            return out
+        assert isinstance(x, Tensor), "who adds reads what was not rounded"
+        return self.addition(x, out)
 
 
 class RmsNorm(nn.Module):

@@ -38,7 +38,7 @@ def request_keys(
 ) -> list[bytes]:
     """Keys of the complete pages of `tokens`, which begin a sequence of a request. `known` is as
     for `page_keys`."""
-    salt = salt_of(config.kv_precision, request.cache_salt)
+    salt = salt_of(config.kv_precision, request.cache_salt, request.adapter)
     return page_keys(tokens, config.page_size, salt, known)
 
 

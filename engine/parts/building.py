@@ -32,6 +32,7 @@ from engine.model.loading import Check
 from engine.model.mixers.config import AttentionConfig
 from engine.model.precision.int4 import compile_all
 from engine.model.shard import Shard
+from engine.parts.adapters import sites_of
 from engine.parts.heads import head_drafter, head_folder
 from engine.parts.paging import EngineError as EngineError
 from engine.parts.paging import (
@@ -194,13 +195,14 @@ def torch_steps(
     head = head_drafter(config, loaded, pools, _backends(config))
     verifier = verifier_of(config, loaded.config.vocab_size, pools.first.device, head)
     rest = config.max_sequences, pools.first.device
+    sites = sites_of(config, loaded)
     if own is None:
-        return TorchSteps(loaded.model, pools, backend, *rest, verifier=verifier, head=head)
+        return TorchSteps(loaded.model, pools, backend, *rest, None, verifier, head, sites)
     step_hooks, site = own
     _warm(config, loaded, step_hooks, site, torch.int64)
     if step_hooks.attends:
         backend = HookedAttention(_backends(config), site, step_hooks)
-    return TorchSteps(loaded.model, pools, backend, *rest, step_hooks, verifier, head)
+    return TorchSteps(loaded.model, pools, backend, *rest, step_hooks, verifier, head, sites)
 
 
 def hook_steps(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from engine.adapters.registry import Adapters
 from engine.config import EngineConfig, tiers_obstacle
 from engine.groups.others import OtherGroups, other_groups
 from engine.hooks.requests import RequestHooks
@@ -31,6 +32,7 @@ def scheduler_of(
     stores: StoreConfig,
     mover: Shared | None,
     widths: Widths | None,
+    adapters: Adapters,
 ) -> Scheduler:
     """The scheduler of rank 0.
 
@@ -50,7 +52,8 @@ def scheduler_of(
     tiers = _build_tiers(config, pools, managers, others, stores, mover)
     asked = RequestHooks(hooks, config.max_sequences, config.hook_limit_s) if hooks else None
     policy = POLICIES[config.scheduling]()
-    return Scheduler(config, managers[0], sampler, policy, tiers, asked, others, widths)
+    own = managers[0], sampler, policy, tiers, asked, others, widths, adapters
+    return Scheduler(config, *own)
 
 
 def _build_tiers(

@@ -231,10 +231,12 @@ class Admission:
             num_sequences > self._batch.slots.num_free
             or wanted > self._blocks.available - kept_back
             or not self._have_others_room(request, num_sequences)
+            or not self._batch.adapters.has_room(active.adapter)
         ):
             return False
         if active.wait is None and not self._is_loaded(active, kept_back):
             return False
+        self._batch.take_adapter(active)
         active.sequences = [
             Sequence(active, i, active.tokens_of(i), active.matcher_of(i))
             for i in range(num_sequences)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.adapters.slots import NO_SLOT, AdapterSlots, Wanted
 from engine.bounds import Bounds
 from engine.groups.others import OtherGroups, Spares
 from engine.hooks.requests import RequestHooks
 from engine.pages.blocks import BlockManager
-from engine.schedule.sequences import NO_IDS, ChunkPlan, PrefillTask, Sequence
+from engine.schedule.sequences import NO_IDS, ActiveRequest, ChunkPlan, PrefillTask, Sequence
 from engine.schedule.slots import SlotState, SlotTable
 from engine.step.plan import Begins, StepPlan
 from engine.step.sampling import SamplePlanner
@@ -53,6 +54,8 @@ class Batch:
         self.sampler = sampler
         self.others = others
         """The pages of the other groups, by slot."""
+        self.adapters = AdapterSlots(config.max_adapters)
+        """Adapters that the device has."""
         self._config = config
         self._blocks = blocks
         self._hooks = hooks
@@ -77,6 +80,7 @@ class Batch:
         self.slots.request_id[slot], self.slots.sink[slot] = request.id, active.sink
         self.slots.set_stop_ids(slot, sorted(end_ids(request.stop, self._config.eos_token_ids)))
         self.slots.is_masked[slot] = sequence.matcher is not None
+        self.slots.adapter[slot] = active.adapter_slot
         self.slots.set_chosen(slot, chosen=request.beams is not None)
         sequence.slot, sequence.drafts = slot, []
         self.owners[slot] = sequence
@@ -148,6 +152,24 @@ class Batch:
     def queued_tokens(self) -> int:
         """Prompt tokens that are admitted and not launched."""
         return sum(task.remaining for task in self.prefills)
+
+    def take_adapter(self, active: ActiveRequest) -> None:
+        """A request is admitted: the device has its adapter from the next step on."""
+        if active.adapter is not None and active.adapter_slot == NO_SLOT:
+            active.adapter_slot = self.adapters.take(active.adapter)
+
+    def give_adapter_back(self, active: ActiveRequest) -> None:
+        """Nothing of a request will be planned any more."""
+        if active.adapter is not None and active.adapter_slot != NO_SLOT:
+            self.adapters.give_back(active.adapter)
+            active.adapter_slot = NO_SLOT
+
+    def adapter_rows(self, row_slots: Int32s) -> tuple[Int32s, Wanted]:
+        """[R]: the slot of each row's adapter (empty: no row has one), and what is there."""
+        found = self.slots.adapter[row_slots]
+        if not (found != NO_SLOT).any():
+            return NO_IDS, ()
+        return found, self.adapters.wanted(found)
 
     def hook_tags(self, row_slots: Int32s) -> Int32s:
         """[H, R]: what each hook has to do with each row."""

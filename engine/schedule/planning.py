@@ -281,6 +281,7 @@ class Planner:
         copies, writes, begins = self._batch.take_transfers()
         self._mark_written(row_slots, stored_from, contexts)
         sample = self._sample_plan(samples, known=known)
+        adapters, wanted = self._batch.adapter_rows(row_slots)
         masked = np.flatnonzero(slots.is_masked[samples.slots]).astype(np.int32)
         return StepPlan(
             number=self._batch.next_step,
@@ -311,6 +312,8 @@ class Planner:
             width=width,
             successors=np.array([_successor(c) for c in chunks], np.int32) if chunks else NO_IDS,
             begins=begins,
+            adapters=adapters,
+            adapters_wanted=wanted,
             returns_drafts=masked.size > 0 and bool(slots.drafts[samples.slots[masked]].any()),
         )
 

@@ -26,6 +26,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.adapters.registry import Adapters
+from engine.adapters.types import Adapter
 from engine.beams.chooser import Candidates
 from engine.beams.results import events_of
 from engine.beams.search import with_candidates
@@ -73,6 +75,7 @@ class Requests:
         batch: Batch,
         tiers: PageTiers,
         hooks: RequestHooks | None,
+        adapters: Adapters,
     ) -> None:
         self.by_id: dict[bytes, ActiveRequest] = {}
         self.waiting: list[ActiveRequest] = []
@@ -86,6 +89,7 @@ class Requests:
         self._batch = batch
         self._tiers = tiers
         self._hooks = hooks
+        self._adapters = adapters
         self._arrivals = 0
         self._events: list[tuple[Sink, Event]] = []
         self._delivered: list[tuple[Sequence, int, int]] = []
@@ -102,21 +106,34 @@ class Requests:
         sink: Sink,
         keys: Iterable[bytes] = (),
         matchers: Future[list[TokenMatcher]] | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
         """Accepts a request. `keys` are the known leading keys of its prompt. A request whose
-        tokens are restricted waits for its `matchers`."""
+        tokens are restricted waits for its `matchers`. It holds its `adapter` already."""
         request = with_candidates(request, self._config.eos_token_ids)
         active = ActiveRequest(request, sink, self._arrivals, keys=list(keys), matchers=matchers)
+        active.adapter = adapter
         self._arrivals += 1
         if request.id in self.by_id:
-            self.emit(active.sink, RequestFailed(request.id, FailureReason.INTERNAL))
+            self._refuse(active, RequestFailed(request.id, FailureReason.INTERNAL))
         elif not self._can_ever_hold(request):
-            self.emit(active.sink, RequestFailed(request.id, FailureReason.TOO_LARGE))
+            self._refuse(active, RequestFailed(request.id, FailureReason.TOO_LARGE))
         elif (refusal := ask_hooks(self._hooks, active.hooked)) is not None:
-            self.emit(active.sink, refusal)
+            self._refuse(active, refusal)
+        elif request.adapter and adapter is None:
+            self._refuse(active, RequestFailed(request.id, FailureReason.ADAPTER))
         else:
             self.by_id[request.id] = active
             self.waiting.append(active)
+
+    def _refuse(self, active: ActiveRequest, refusal: RequestFailed) -> None:
+        self._let_adapter_go(active)
+        self.emit(active.sink, refusal)
+
+    def _let_adapter_go(self, active: ActiveRequest) -> None:
+        if active.adapter is not None:
+            self._adapters.release(active.adapter.digest)
+            active.adapter = None
 
     def _can_ever_hold(self, request: Request) -> bool:
         """Whether an empty batch could take a request to its end."""
@@ -212,6 +229,7 @@ class Requests:
         for sequence in active.sequences:
             self._batch.leave(sequence)
         active.sequences.clear()
+        self._batch.give_adapter_back(active)
         active.state = RequestState.HELD
 
     def drop(self, active: ActiveRequest) -> None:
@@ -237,6 +255,8 @@ class Requests:
 
     def _forget(self, active: ActiveRequest) -> None:
         del self.by_id[active.request.id]
+        self._batch.give_adapter_back(active)
+        self._let_adapter_go(active)
         if self._hooks is not None:
             self._hooks.ended(active.hooked, self._batch.next_step - 1)
 

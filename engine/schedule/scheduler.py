@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from engine.adapters.registry import Adapters
 from engine.bounds import Bounds
 from engine.groups.others import OtherGroups
 from engine.hooks.requests import RequestHooks
@@ -49,6 +50,7 @@ class Scheduler:
         hooks: RequestHooks | None = None,
         others: OtherGroups | None = None,
         widths: Widths | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         """`blocks` are the pages of group 0."""
         self.config = config
@@ -61,7 +63,9 @@ class Scheduler:
         self.budget = StepBudget(config)
         speculates = widths is not None
         self.batch = Batch(config, blocks, self.others, sampler, hooks, speculates=speculates)
-        self.requests = Requests(config, blocks, self.batch, self.tiers, hooks)
+        self.requests = Requests(
+            config, blocks, self.batch, self.tiers, hooks, adapters or Adapters()
+        )
         shared = config, blocks, self.batch, self.requests, self.budget
         self.admission = Admission(
             *shared, policy=policy or Fcfs(), tiers=self.tiers, fetches=self.fetches

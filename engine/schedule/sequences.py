@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.adapters.slots import NO_SLOT
+from engine.adapters.types import Adapter
 from engine.beams.chooser import Candidates, Chooser
 from engine.groups.others import AllKept, Spares
 from engine.hooks.requests import HookedRequest
@@ -76,6 +78,10 @@ class ActiveRequest:
     """How often a search began again."""
     heard: dict[int, Candidates] = field(default_factory=dict)
     """What its chooser is to choose from next, by slot."""
+    adapter: Adapter | None = None
+    """The content of its adapter, which it holds."""
+    adapter_slot: int = NO_SLOT
+    """Where the device has that, from its admission on."""
     matchers: Future[list[TokenMatcher]] | None = None
     """For each choice the tokens that it may draw; None: all of them may draw any."""
 

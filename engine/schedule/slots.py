@@ -19,6 +19,7 @@ import enum
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.adapters.slots import NO_SLOT
 from engine.types import PageIds, StopRules, TokenIds
 
 Rows = NDArray[np.intp]
@@ -97,6 +98,8 @@ class SlotTable:
         self.is_chosen = np.zeros(max_slots, np.bool_)
         """Whether a chooser says how the sequence goes on. See `set_chosen`."""
         self.num_chosen = 0
+        self.adapter = np.full(max_slots, NO_SLOT, np.int32)
+        """Slot of the sequence's adapter on the device. The scheduler sets it."""
         self.is_masked = np.zeros(max_slots, np.bool_)
         """Whether the sequence may draw only some tokens. The scheduler sets it."""
         self.outputs = np.zeros((max_slots, 256), np.int32)

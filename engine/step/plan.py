@@ -8,6 +8,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.adapters.slots import Wanted
 from engine.pooling.requests import PoolKind
 from engine.step.hooks import HookFailure
 from engine.step.sampling import SamplePlan
@@ -138,6 +139,10 @@ class StepPlan:
     """Whether the host wants to know the next drafts, because it fills masks behind them."""
     others: tuple[GroupTable, ...] = ()
     """The other groups."""
+    adapters: Int32s = field(default_factory=lambda: np.zeros(0, np.int32))
+    """[R]. Slot of each row's adapter, -1 for none; empty: no row has one."""
+    adapters_wanted: Wanted = ()
+    """What is in those slots. The device fills a slot that has something else."""
 
     @property
     def reads_all_states(self) -> bool:

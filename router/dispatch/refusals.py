@@ -33,6 +33,8 @@ def error_of(group: ChoiceGroup, fault: Fault, max_workers_lost: int) -> errors.
             return errors.hook_failed(fault.hook)
         case worker_pb2.FAILURE_REASON_EXTENSION:
             return extension_refused(fault.hook)
+        case worker_pb2.FAILURE_REASON_ADAPTER if not run.started:
+            return errors.model_not_found(run.job.model.name)
         case worker_pb2.FAILURE_REASON_INTERNAL:
             return errors.internal()
         case worker_pb2.FAILURE_REASON_TOO_LARGE:

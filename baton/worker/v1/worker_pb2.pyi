@@ -201,6 +201,8 @@ class _FailureReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Failure
     """The request carries bytes that mean nothing to a hook, or for one that the
     worker does not have.
     """
+    FAILURE_REASON_ADAPTER: _FailureReason.ValueType  # 12
+    """The adapter of the request is not loaded here."""
 
 class FailureReason(_FailureReason, metaclass=_FailureReasonEnumTypeWrapper):
     """Why an attempt failed at a worker."""
@@ -231,6 +233,8 @@ FAILURE_REASON_EXTENSION: FailureReason.ValueType  # 11
 """The request carries bytes that mean nothing to a hook, or for one that the
 worker does not have.
 """
+FAILURE_REASON_ADAPTER: FailureReason.ValueType  # 12
+"""The adapter of the request is not loaded here."""
 Global___FailureReason: _TypeAlias = FailureReason  # noqa: Y015
 
 @_typing.final
@@ -1124,6 +1128,7 @@ class Submit(_message.Message):
     NO_SPECULATION_FIELD_NUMBER: _builtins.int
     BEAMS_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.bytes
     """Names the attempt everywhere; random, 16 bytes."""
     mode: Global___WorkMode.ValueType
@@ -1167,6 +1172,10 @@ class Submit(_message.Message):
     """
     no_speculation: _builtins.bool
     """Drafts of the output are not verified; the tokens are the same."""
+    adapter: _builtins.bytes
+    """Digest of the adapter that computes it, 32 bytes, which the worker has said
+    that it has; empty: the model alone does.
+    """
     @_builtins.property
     def generated(self) -> _containers.RepeatedCompositeFieldContainer[Global___GeneratedTokens]:
         """Tokens already sent to the client, per choice: forced, never sampled again."""
@@ -1227,10 +1236,11 @@ class Submit(_message.Message):
         no_speculation: _builtins.bool = ...,
         beams: Global___BeamSearch | None = ...,
         pooling: Global___Pooling | None = ...,
+        adapter: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms", "beams", b"beams", "fetch", b"fetch", "pooling", b"pooling", "sampling", b"sampling", "stopping", b"stopping", "time_left_ms", b"time_left_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms", "attempt_id", b"attempt_id", "beams", b"beams", "cache_salt", b"cache_salt", "choices", b"choices", "deadline_unix_ns", b"deadline_unix_ns", "extensions", b"extensions", "fetch", b"fetch", "first_choice", b"first_choice", "generated", b"generated", "mode", b"mode", "no_speculation", b"no_speculation", "peer_agent_name", b"peer_agent_name", "pooling", b"pooling", "priority", b"priority", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stopping", b"stopping", "takeover_tokens", b"takeover_tokens", "tenant", b"tenant", "time_left_ms", b"time_left_ms", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms", "adapter", b"adapter", "attempt_id", b"attempt_id", "beams", b"beams", "cache_salt", b"cache_salt", "choices", b"choices", "deadline_unix_ns", b"deadline_unix_ns", "extensions", b"extensions", "fetch", b"fetch", "first_choice", b"first_choice", "generated", b"generated", "mode", b"mode", "no_speculation", b"no_speculation", "peer_agent_name", b"peer_agent_name", "pooling", b"pooling", "priority", b"priority", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stopping", b"stopping", "takeover_tokens", b"takeover_tokens", "tenant", b"tenant", "time_left_ms", b"time_left_ms", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__time_left_ms: _TypeAlias = _typing.Literal["time_left_ms"]  # noqa: Y015
     _WhichOneofArgType__time_left_ms: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms"]  # noqa: Y015

@@ -1,0 +1,77 @@
+"""Which adapters the device has. It belongs to the step loop's thread.
+
+The device has room for a few. An adapter stays in its slot as long as a sequence uses it, and then
+until another one needs the slot: the one that was used longest ago goes first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.adapters.types import Adapter
+
+NO_SLOT: Final = -1
+"""A row without an adapter."""
+Wanted = tuple[tuple[int, Adapter], ...]
+"""Slots with what a step wants to be there."""
+
+
+class AdapterSlots:
+    """See the module."""
+
+    def __init__(self, count: int) -> None:
+        self.loads = 0
+        """How often a slot got another adapter."""
+        self._free = list(range(count - 1, -1, -1))
+        self._slot_of: dict[bytes, int] = {}
+        """By digest, those that were used longest ago first."""
+        self._contents: dict[int, Adapter] = {}
+        self._users: Counter[bytes] = Counter()
+
+    def has_room(self, adapter: Adapter | None) -> bool:
+        """Whether sequences with this adapter may begin now."""
+        if adapter is None or adapter.digest in self._slot_of or self._free:
+            return True
+        return any(not self._users[digest] for digest in self._slot_of)
+
+    def take(self, adapter: Adapter) -> int:
+        """The slot of an adapter, for one request. Steps say what they want in their slots, so the
+        device fills it before the first of them."""
+        digest = adapter.digest
+        if digest not in self._slot_of:
+            self._slot_of[digest] = slot = self._free.pop() if self._free else self._idle()
+            self._contents[slot] = adapter
+            self.loads += 1
+        self._users[digest] += 1
+        return self._slot_of[digest]
+
+    def give_back(self, adapter: Adapter) -> None:
+        """A request uses its adapter no more."""
+        digest = adapter.digest
+        self._users[digest] -= 1
+        assert self._users[digest] >= 0, "an adapter is given back once"
+        self._slot_of[digest] = self._slot_of.pop(digest)
+
+    def wanted(self, slots: NDArray[np.int32]) -> Wanted:
+        """What a step of rows with these slots wants to be there."""
+        found = np.unique(slots[slots != NO_SLOT])
+        return tuple((slot, self._contents[slot]) for slot in found.tolist())
+
+    @property
+    def resident(self) -> frozenset[bytes]:
+        """Digests of the adapters in slots."""
+        return frozenset(self._slot_of)
+
+    @property
+    def used(self) -> int:
+        """Slots whose adapter is in use."""
+        return sum(self._users[digest] > 0 for digest in self._slot_of)
+
+    def _idle(self) -> int:
+        digest = next(each for each in self._slot_of if not self._users[each])
+        del self._users[digest]
+        return self._slot_of.pop(digest)

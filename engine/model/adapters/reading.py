@@ -1,0 +1,171 @@
+"""Reads an adapter's tensors: safetensors alone, and just what the model and the config ask for.
+
+Shapes: N outputs and K inputs of a product, R the rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.adapters.types import Adapter, AdapterError, LowRank
+from engine.model.adapters.config import ALL_LINEAR, CONFIG, Rules, read_lora_config
+
+log = logging.getLogger("baton.engine")
+
+TENSORS: Final = "adapter_model.safetensors"
+_NAME: Final = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
+_TAIL: Final = re.compile(r"(?:^|.*\.)(layers\.\d+\..+)")
+_PREFIXES: Final = (
+    "",
+    "model.",
+    "language_model.",
+    "model.language_model.",
+    "language_model.model.",
+)
+"""What may stand before `layers`: libraries name the same body so, and other towers otherwise."""
+_FLOATS: Final = ("F32", "F16", "BF16")
+
+
+class Limits(NamedTuple):
+    """What an adapter may have."""
+
+    most_rank: int
+    most_bytes: int
+    """Bytes of its file, at most."""
+
+
+def read_adapter(
+    folder: Path, shapes: Mapping[str, tuple[int, int]], limits: Limits, dtype: torch.dtype
+) -> Adapter:
+    """Reads a folder.
+
+    Args:
+        folder: with peft's two files.
+        shapes: (N, K) of the products that may have a pair, by names in the model's checkpoint.
+        limits: of the worker.
+        dtype: in which pairs are kept.
+
+    Raises:
+        AdapterError: it does not fit; the field or tensor is named.
+    """
+    config = read_lora_config(folder)
+    rules, file = Rules(config), folder / TENSORS
+    if not file.is_file():
+        others = sorted(each.name for each in folder.glob("adapter_model*"))
+        has = f", but {others[0]}" if others else ""
+        raise AdapterError(f"{folder} has no {TENSORS}{has}: only safetensors are read")
+    if (size := file.stat().st_size) > limits.most_bytes:
+        raise AdapterError(
+            f"{file} has {size >> 20} MiB, and {limits.most_bytes >> 20} MiB are allowed"
+            " (adapters_host_gib)"
+        )
+    digest = hashlib.sha256(config.canonical())
+    with file.open("rb") as content:
+        while block := content.read(1 << 22):
+            digest.update(block)
+    modules = _read(file, shapes, rules, limits, dtype)
+    missing = [name for name in shapes if config.targets != ALL_LINEAR and rules.targets(name)]
+    missing = [name for name in missing if name not in modules]
+    if missing:
+        raise AdapterError(
+            f"{CONFIG}: target_modules name {len(missing)} products without a pair in {TENSORS},"
+            f" such as {missing[0]}"
+        )
+    for name in ("tokenizer_config.json", "chat_template.jinja", "added_tokens.json"):
+        if (folder / name).is_file():
+            log.info("adapter %s: its %s is not read: the model's own is used", folder.name, name)
+    rank = max(len(pair.a) for pair in modules.values())
+    return Adapter(digest.digest(), modules, rank, config.base)
+
+
+def _read(
+    file: Path,
+    shapes: Mapping[str, tuple[int, int]],
+    rules: Rules,
+    limits: Limits,
+    dtype: torch.dtype,
+) -> dict[str, LowRank]:
+    from safetensors import SafetensorError, safe_open
+
+    known = {_short(name): name for name in shapes}
+    halves: dict[str, dict[str, Tensor]] = {}
+    fulls: dict[str, str] = {}
+    try:
+        with safe_open(file, framework="pt") as opened:
+            source: Any = opened
+            for tensor in sorted(source.keys()):
+                name, half, full = _place(tensor, known)
+                view = source.get_slice(tensor)
+                _check(tensor, half, view, shapes[name], rules.rank(full), limits)
+                if not rules.targets(full):
+                    raise AdapterError(
+                        f"{CONFIG}: target_modules do not name {full}, which has {tensor}"
+                    )
+                halves.setdefault(name, {})[half] = source.get_tensor(tensor).to(dtype)
+                fulls[name] = full
+    except SafetensorError as error:
+        raise AdapterError(f"{file} is damaged or no safetensors file") from error
+    found: dict[str, LowRank] = {}
+    for name, own in halves.items():
+        if not {"A", "B"} <= own.keys():
+            lacks = "B" if "A" in own else "A"
+            raise AdapterError(f"{TENSORS}: {name} has no lora_{lacks}")
+        for half in ("A", "B"):
+            if not bool(torch.isfinite(own[half]).all()):
+                raise AdapterError(
+                    f"{TENSORS}: lora_{half} of {name} has numbers that are not finite"
+                )
+        found[name] = LowRank(own["A"], own["B"], rules.scale(fulls[name]))
+    if not found:
+        raise AdapterError(f"{TENSORS} has no tensors")
+    return found
+
+
+def _place(tensor: str, known: Mapping[str, str]) -> tuple[str, str, str]:
+    """The model's name of a tensor's module, which half of the pair it is, and peft's name."""
+    found = _NAME.fullmatch(tensor)
+    if found is None:
+        raise AdapterError(
+            f"{TENSORS}: {tensor} is neither lora_A nor lora_B of a product; embeddings, heads,"
+            " biases and whole modules cannot be had"
+        )
+    name = known.get(_short(found[1]))
+    if name is None:
+        raise AdapterError(
+            f"{TENSORS}: {found[1]} can have no pair here: products of attention and of"
+            " feed-forwards can, experts, routers, embeddings and heads cannot"
+        )
+    return name, found[2], found[1]
+
+
+def _short(name: str) -> str:
+    """A module's name from `layers` on, if what stands before it is a body's."""
+    found = _TAIL.fullmatch(name)
+    if found is None or name.removesuffix(found[1]) not in _PREFIXES:
+        return name
+    return found[1]
+
+
+def _check(
+    tensor: str, half: str, view: Any, shape: tuple[int, int], rank: int, limits: Limits
+) -> None:
+    found, (outputs, inputs) = tuple(view.get_shape()), shape
+    wanted = (rank, inputs) if half == "A" else (outputs, rank)
+    if found != wanted:
+        raise AdapterError(
+            f"{TENSORS}: {tensor} has shape {list(found)}, the model and rank say {list(wanted)}"
+        )
+    if rank > limits.most_rank:
+        raise AdapterError(
+            f"{CONFIG}: r {rank} is above the {limits.most_rank} of this worker (max_adapter_rank)"
+        )
+    if (kind := view.get_dtype()) not in _FLOATS:
+        raise AdapterError(f"{TENSORS}: {tensor} is {kind}; F32, F16 and BF16 are read")
