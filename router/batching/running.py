@@ -3,7 +3,8 @@
 A request that the server cannot take now (429, 502, 503, 504, or nobody answers) is sent again, for
 up to `PATIENCE_S`. Any other error is the line's result, and so is one that says that it is final:
 a request that kills workers is not sent to the next ones. If patience ends, or the server takes no
-request of this caller, the batch stops; started again, it goes on.
+request of this caller, the batch stops; started again, it goes on. One line may be forbidden alone,
+such as by its model: that is its result.
 """
 
 from __future__ import annotations
@@ -24,8 +25,12 @@ LONGEST_WAIT_S: Final = 30.0
 """Longest wait between two tries."""
 LATER: Final = frozenset((429, 502, 503, 504))
 """Statuses that say: not now."""
-STOPS: Final = frozenset((401, 403))
-"""Statuses that every request would get."""
+UNKNOWN_CALLER: Final = 401
+"""The status that every request would get."""
+FORBIDDEN: Final = 403
+"""The status of a request that this caller may not send; it may send others."""
+MOST_FORBIDDEN: Final = 8
+"""So many first answers that forbid, and none that does not, are about the caller; not tuned."""
 LOWEST_PRIORITY: Final = 100
 """Lower numbers run first, as in vLLM's server; this is the last."""
 READ_AT_ONCE: Final = 8
@@ -133,6 +138,8 @@ class _Run:
         self._bytes = 0
         """Bytes of the lines under way."""
         self._freed = asyncio.Condition()
+        self._forbidden: int | None = 0
+        """Answers that forbade; None: there was another one."""
 
     def _fits(self, size: int) -> bool:
         return not self._bytes or self._bytes + size <= MOST_BYTES
@@ -187,6 +194,14 @@ class _Run:
         await asyncio.to_thread(self._results.write, result)
         self._on_line(went_well)
 
+    def _check_caller(self, status: int) -> None:
+        if status != FORBIDDEN:
+            self._forbidden = None
+        elif self._forbidden is not None:
+            self._forbidden += 1
+        if status == UNKNOWN_CALLER or (self._forbidden or 0) >= MOST_FORBIDDEN:
+            raise BatchError(f"the server takes no request of this caller: {status}")
+
     async def _answer(self, line: Line) -> Answer | None:
         """The answer that is the line's result; None: the batch has ended."""
         body = {"priority": self._priority, **(line.body or {})}
@@ -196,8 +211,7 @@ class _Run:
             why, asked_s = "nobody answers", None
             with suppress(NobodyError):
                 answer = await self._send(line.url, body)
-                if answer.status in STOPS:
-                    raise BatchError(f"the server takes no request of this caller: {answer.status}")
+                self._check_caller(answer.status)
                 if answer.is_final or answer.status not in LATER:
                     return answer
                 why, asked_s = f"the server answers {answer.status}", answer.retry_after_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
@@ -21,11 +22,12 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from router import errors
 from router.batching.journal import Journal
 from router.batching.lines import BatchError, Line, answered
+from router.batching.running import Answer, run
 from router.doors.auth import TokenGate
 from router.doors.batches.multipart import Upload
 from router.doors.batches.pages import FilePages
 from router.doors.batches.room import Room
-from router.doors.batches.runner import _count_lines, _expire, _Results
+from router.doors.batches.runner import MOST_RUNNING, _count_lines, _expire, _Results
 from router.doors.batches.store import ENDED, FileStore
 from router.doors.database import Bounds
 from router.errors import RouterError
@@ -88,8 +90,12 @@ def errors_of(batch: Any) -> list[str]:
     return [one.code for one in batch.errors.data]
 
 
-async def test_a_batch_from_its_file_to_its_results(port: Port) -> None:
+async def test_a_batch_from_its_file_to_its_results(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Lines that went well are in one file, others in another. The batch is its tenant's."""
+    synced: list[threading.Thread] = []
+    monkeypatch.setattr(os, "fsync", lambda _: synced.append(threading.current_thread()))
     content = lines("a", "b") + lines("wrong", body={"prompt": 5}) + lines("other", url="/v1/chat")
     batch = await begin(port, content, metadata={"night": "one"})
     assert (batch.status, batch.object, batch.metadata) == ("validating", "batch", {"night": "one"})
@@ -107,6 +113,12 @@ async def test_a_batch_from_its_file_to_its_results(port: Port) -> None:
     assert (job.tenant, job.priority, job.quota.requests) == ("a", -100, 4)
     found = (await port.client.files.list(purpose="batch_output")).data
     assert {one.id for one in found} == {done.output_file_id, done.error_file_id}
+    for _ in range(100):
+        if len(synced) == 2:
+            break
+        await asyncio.sleep(0.05)
+    assert len(synced) == 2
+    assert threading.main_thread() not in synced, "the loop waits"
 
 
 async def test_lines_that_are_not_done_in_time_say_so(tmp_path: Path) -> None:
@@ -291,6 +303,8 @@ async def test_a_batch_that_finds_no_room_leaves_no_files(tmp_path: Path) -> Non
 def test_empty_lines_do_not_count(tmp_path: Path) -> None:
     (path := tmp_path / "in").write_bytes(b"\n a\n \r\n" + b" " * (3 << 20) + b"b")
     assert _count_lines(path) == 2
+    path.write_bytes(b"{}\n" + b"\n" * 50_001)
+    assert _count_lines(path) == 50_001, "too many, of which the rest is not read"
 
 
 async def test_reading_listing_and_deleting(port: Port) -> None:
@@ -479,6 +493,54 @@ async def test_another_router_goes_on_where_one_stopped(tmp_path: Path) -> None:
     assert not shown(f"{Metric.TIME_TO_FIRST_TOKEN}_count", model), "nobody waits for them"
     for store in stores:
         store.close()
+
+
+async def test_batches_that_others_run_keep_no_slot(tmp_path: Path) -> None:
+    """As many as a router runs at once are locked. The next one's turn comes all the same."""
+    names = [f"t{number}" for number in range(MOST_RUNNING + 1)]
+    tokens = tmp_path / "tokens.toml"
+    tokens.write_text("".join(f'"key-{name}" = "{name}"\n' for name in names))
+    files, gate = FileStore(str(tmp_path / "kept"), BOUNDS), TokenGate(tokens)
+    held = AsyncExitStack()
+    add = files.add_batch
+
+    async def add_locked(tenant: str, *given: Any) -> Any:
+        shown = await add(tenant, *given)
+        if tenant != names[-1] and (batch := await files.batch(shown["id"])):
+            held.enter_context(Journal(files.contents / batch.output))
+        return shown
+
+    files.add_batch = add_locked  # type: ignore[method-assign]
+    given = {"gate": gate, "files": files, "api_key": "key-t0"}
+    async with held, open_port(tmp_path, says("The fox"), **given) as port:
+        for name in names:
+            port.client.api_key = f"key-{name}"
+            batch = await begin(port, lines("a"))
+        assert (await ended(port, batch)).status == "completed"
+    files.close()
+
+
+@pytest.mark.parametrize(
+    ("statuses", "stops"),
+    [([200, 403, 403], False), ([403] * 7 + [200, 403], False), ([403] * 8, True), ([401], True)],
+)
+async def test_a_line_may_be_forbidden_alone(statuses: list[int], stops: bool) -> None:
+    kept: list[int] = []
+    write = lambda result: kept.append(result["response"]["status_code"])  # noqa: E731
+    coming = iter(statuses)
+
+    async def send(_url: str, _body: Any) -> Answer:
+        return Answer(next(coming), "", {}, None)
+
+    with pytest.raises(BatchError) if stops else nullcontext():
+        numbers = range(1, len(statuses) + 1)
+        await run(
+            iter([Line(number, str(number), URL) for number in numbers]),
+            SimpleNamespace(done={}, write=write),  # type: ignore[arg-type]
+            send,
+            at_once=1,
+        )
+    assert kept == (statuses[:-1] if stops else statuses)
 
 
 async def test_a_line_is_a_trace_without_its_content(port: Port) -> None:

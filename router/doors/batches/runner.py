@@ -79,6 +79,8 @@ class BatchRunner:
         self._task: asyncio.Task[None] | None = None
         self._running: dict[str, _Running] = {}
         """By batch."""
+        self._elsewhere_s: dict[str, float] = {}
+        """When another router was last seen to run a tenant's batch, by tenant."""
 
     @property
     def running(self) -> int:
@@ -123,7 +125,11 @@ class BatchRunner:
                 await asyncio.wait_for(self._look.wait(), LOOK_S)
 
     async def _look_once(self) -> None:
-        for batch in await self._store.open_batches():
+        batches = await self._store.open_batches()
+        tenants = {batch.tenant for batch in batches}
+        self._elsewhere_s = {name: at for name, at in self._elsewhere_s.items() if name in tenants}
+        # Those that others run come last: tried first, they could keep all of `MOST_RUNNING`.
+        for batch in sorted(batches, key=lambda batch: self._elsewhere_s.get(batch.tenant, 0.0)):
             if (one := self._running.get(batch.id)) is not None:
                 if batch.status == "cancelling":
                     one.cancel()
@@ -138,16 +144,19 @@ class BatchRunner:
         return len(tenants) < MOST_RUNNING and batch.tenant not in tenants
 
     async def _run(self, batch: Batch, one: _Running) -> None:
+        held = ExitStack()
         try:
-            with ExitStack() as held:
+            try:
                 contents, names = self._store.contents, (batch.output, batch.errors)
                 opened = await asyncio.to_thread(_open, held, [contents / name for name in names])
                 now = await self._store.batch(batch.id)
                 if opened is not None and now is not None and now.status not in ENDED:
                     await self._own(now, one, opened)
+            finally:
+                await asyncio.to_thread(held.close)  # Journals wait for the disk.
             self.look()
         except TakenError:
-            pass  # Another router runs it.
+            self._elsewhere_s[batch.tenant] = time.monotonic()
         except BatchError:  # It would be so again.
             one.counts = batch.object["request_counts"]
             await self._finish(batch, one, None, "failed", "stopped", "its results are damaged")
@@ -176,7 +185,7 @@ class BatchRunner:
             await finish("failed", "file_gone", "its input file is gone")
             return
         if not 1 <= total <= MOST_BATCH_LINES:
-            rule = f"a batch has 1 to {MOST_BATCH_LINES} lines"
+            rule = f"a batch has 1 to {MOST_BATCH_LINES} lines, and at most as many empty ones"
             await finish("failed", "wrong_number_of_lines", rule)
             return
         if batch.status == "validating":
@@ -262,12 +271,12 @@ class _Running:
         self.ended = asyncio.Event()
         self.counts: dict[str, int] = {}
         self.is_cancelled = False
-        self._told: dict[str, int] = {}
+        self._seen: dict[str, int] = {}
         self._work: asyncio.Task[None] | None = None
 
     def counts_changed(self) -> bool:
         """Whether they did since the last call."""
-        changed, self._told = self._told != self.counts, dict(self.counts)
+        changed, self._seen = self._seen != self.counts, dict(self.counts)
         return changed
 
     def cancel(self) -> None:
@@ -357,13 +366,16 @@ def _broken(data: bytes) -> str:
 
 
 def _count_lines(path: Path) -> int:
-    """Empty ones are none, as they are to `read_lines`."""
-    count, has_text = 0, False
+    """Empty ones are none, as they are to `read_lines`. Counts no further than is allowed, since a
+    file may have 200 million empty ones: `MOST_BATCH_LINES` + 1 stand for too many of either."""
+    count, empty, has_text = 0, 0, False
     with path.open("rb") as file:
         while data := file.readline(1 << 20):
             has_text = has_text or not data.isspace()
             if data.endswith(b"\n"):
-                count, has_text = count + has_text, False
+                count, empty, has_text = count + has_text, empty + (not has_text), False
+            if max(count, empty) > MOST_BATCH_LINES:
+                return MOST_BATCH_LINES + 1
     return count + has_text
 
 
