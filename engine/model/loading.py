@@ -29,7 +29,7 @@ from engine.model.decoder import ALL, Layer, Model
 from engine.model.drafts.loading import LoadedHead
 from engine.model.families import read_config
 from engine.model.gguf import GgufFile
-from engine.model.places import Accepts, Load, Place, Progress, fill, of_norm, plain
+from engine.model.places import Accepts, Load, Place, Progress, check_tensors, fill, of_norm, plain
 from engine.model.places import Check as Check
 from engine.model.precision.base import Format
 from engine.model.precision.choice import Precision
@@ -362,17 +362,7 @@ def _check(places: list[Place], source: Source, form: Format | None, config: Mod
             f"the checkpoint does not fit the config: {len(missing)} tensors missing"
             f" ({', '.join(missing[:3])}), {len(extra)} unknown ({', '.join(extra[:3])})"
         )
-    for name, spec in wanted.items():
-        header = source.headers[name]
-        if not spec.fits(header.shape):
-            raise ModelError(
-                f"{name} has shape {list(header.shape)}, the config says {list(spec.shape)}"
-            )
-        if header.dtype not in spec.dtypes:
-            raise UnsupportedModelError(
-                f"{name} is {header.dtype}; this model has"
-                f" {' or '.join(map(str, spec.dtypes))} there"
-            )
+    check_tensors(wanted, source)
     _check_zeros(sorted(name for name in unused if form is not None and form.is_zero(name)), source)
 
 

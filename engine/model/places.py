@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.checkpoints import Weights
-from engine.model.config import ModelConfig
+from engine.model.config import ModelConfig, ModelError, UnsupportedModelError
 from engine.model.linear import Linear, RmsNorm
 from engine.model.precision.base import Format, Get, TensorSpec, WeightSlice
 from engine.model.precision.dense import dequantised
@@ -132,6 +132,26 @@ def _fill_zeros(target: Tensor, place: Place, get: Get) -> None:
 
 
 # -- filling ------------------------------------------------------------------------------------
+
+
+def check_tensors(wanted: Mapping[str, TensorSpec], source: Source) -> None:
+    """Compares shapes and dtypes of a checkpoint's tensors, by name, with those that are wanted.
+
+    Raises:
+        ModelError: a tensor has another shape.
+        UnsupportedModelError: a tensor has another dtype.
+    """
+    for name, spec in wanted.items():
+        header = source.headers[name]
+        if not spec.fits(header.shape):
+            raise ModelError(
+                f"{name} has shape {list(header.shape)}, the config says {list(spec.shape)}"
+            )
+        if header.dtype not in spec.dtypes:
+            raise UnsupportedModelError(
+                f"{name} is {header.dtype}; this model has"
+                f" {' or '.join(map(str, spec.dtypes))} there"
+            )
 
 
 def fill(

@@ -24,16 +24,10 @@ class Arrivals:
             self._noted.append(pages)
             self._undrafted += [] if drafts else [pages]
 
-    def take(self) -> PageIds:
-        """Pages noted since the last call."""
+    def take(self) -> tuple[PageIds, PageIds]:
+        """Pages noted since the last call: all, and those without what a draft head keeps."""
         if not self._noted:
-            return NO_PAGES
-        noted, self._noted = self._noted, []
-        return np.concatenate(noted)
-
-    def take_undrafted(self) -> PageIds:
-        """Pages noted since the last call without what a draft head keeps."""
-        if not self._undrafted:
-            return NO_PAGES
-        noted, self._undrafted = self._undrafted, []
-        return np.concatenate(noted)
+            return NO_PAGES, NO_PAGES
+        noted, undrafted = self._noted, self._undrafted
+        self._noted, self._undrafted = [], []
+        return np.concatenate(noted), np.concatenate(undrafted) if undrafted else NO_PAGES

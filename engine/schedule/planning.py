@@ -283,6 +283,7 @@ class Planner:
         sample = self._sample_plan(samples, known=known)
         adapters, wanted = self._batch.adapter_rows(row_slots)
         masked = np.flatnonzero(slots.is_masked[samples.slots]).astype(np.int32)
+        arrived, undrafted = self._blocks.arrivals.take()
         return StepPlan(
             number=self._batch.next_step,
             token_ids=np.concatenate([np.zeros(positions.size, np.int32), *prompt_ids]),
@@ -301,8 +302,8 @@ class Planner:
             copy_target=np.fromiter(copies.keys(), np.int32, len(copies)),
             write_slots=np.fromiter(writes.keys(), np.int32, len(writes)),
             write_tokens=np.fromiter(writes.values(), np.int32, len(writes)),
-            arrived=self._blocks.arrivals.take(),
-            undrafted=self._blocks.arrivals.take_undrafted(),
+            arrived=arrived,
+            undrafted=undrafted,
             hook_tags=self._batch.hook_tags(row_slots),
             masked=masked,
             whole_logits=masked.size > 0 or (sample is not None and not sample.is_greedy),

@@ -3,12 +3,9 @@ reference on the CPU."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-import torch
 from engine_kit import build
-from test_cuda_families import LENGTHS, NEW, log_probabilities
-from test_model_logits import Runner, load
+from test_cuda_families import check_near
 from tiny_models import write_tiny_model
 from tiny_wrapped import WRAPPED
 
@@ -19,22 +16,7 @@ CASES = ("llama", "qwen3_moe", "vaultgemma", "starcoder2", "gpt2", "gpt_oss")
 
 @pytest.mark.parametrize("name", CASES)
 def test_as_near_to_float32_as_without_kernels(name, tmp_path):
-    path = write_tiny_model(tmp_path, tokenizer=False, **WRAPPED[name])
-    draw = np.random.default_rng(0)
-    prompts = [draw.integers(1, 384, length).tolist() for length in LENGTHS]
-    executor, ours = log_probabilities(path, prompts, NEW, **WRAP)
-    assert executor == "CudaExecutor"
-    whole = [tokens for tokens, _ in ours]
-    _, theirs = log_probabilities(path, whole, 1, attention="sdpa", **WRAP)
-    exact = Runner(load(path, **WRAP))
-    errors, bounds = [], []
-    for row, ((tokens, mine), (_, other)) in enumerate(zip(ours, theirs, strict=True)):
-        logits = exact.step([(row, tokens)])[0].log_softmax(-1)[:-1]
-        wanted = logits.gather(1, torch.tensor(tokens[1:])[:, None]).squeeze(1)
-        errors.append((mine - wanted).abs())
-        bounds.append((other[: len(wanted)] - wanted).abs())
-    error, bound = torch.cat(errors).mean(), torch.cat(bounds).mean()
-    assert error <= 1.6 * bound + 2e-3, (float(error), float(bound))
+    check_near(write_tiny_model(tmp_path, tokenizer=False, **WRAPPED[name]), **WRAP)
 
 
 @pytest.mark.parametrize("name", CASES)

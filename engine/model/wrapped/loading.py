@@ -21,14 +21,13 @@ from engine.model.config import (
     LayerConfig,
     ModelConfig,
     ModelError,
-    UnsupportedModelError,
     WrappedConfig,
 )
 from engine.model.families import eos_tokens_of
 from engine.model.families.sense import MOST_POSITIONS
 from engine.model.linear import Build, RmsNorm
 from engine.model.mixers.config import AttentionConfig
-from engine.model.places import Load, Place, fill, of_linear, of_norm, plain
+from engine.model.places import Load, Place, check_tensors, fill, of_linear, of_norm, plain
 from engine.model.precision.choice import Precision
 from engine.model.shard import Shard
 from engine.model.sources import Dummy, Safetensors, Source
@@ -182,7 +181,8 @@ def load(folder: Path, found: Outline, how: Load) -> Wrapped:
     if source is None:
         source = Dummy(shapes, how.seed, dtype, device)
     places = list(_places(causal, origins, source, shard))
-    _check_shapes(places, source)
+    for place_ in places:
+        check_tensors(place_.specs, source)
     stated = {"model": asdict(found.config), "config": causal.config.to_dict()}
     revision = fill(places, source, stated, how.progress)
     model = WrappedModel(found.config, causal, found.record, shard, ranks)
@@ -255,20 +255,6 @@ def _assign(causal: Any, tensors: dict[str, Tensor]) -> None:
             found, wanted = list(tensor.shape), list(own.shape)
             raise ModelError(f"{target} has shape {found}, the config says {wanted}")
         own.copy_(tensor)
-
-
-def _check_shapes(places: list[Place], source: Source) -> None:
-    for place_ in places:
-        for name, spec in place_.specs.items():
-            header = source.headers[name]
-            if not spec.fits(header.shape):
-                raise ModelError(
-                    f"{name} has shape {list(header.shape)}, the config says {list(spec.shape)}"
-                )
-            if header.dtype not in spec.dtypes:
-                raise UnsupportedModelError(
-                    f"{name} is {header.dtype}: through transformers' own code weights are floats"
-                )
 
 
 # -- memory -------------------------------------------------------------------------------------
