@@ -25,7 +25,7 @@ import itertools
 import statistics
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -214,10 +214,16 @@ def profile(
     rows: int = 14,
     cases: Mapping[str, Case] = CASES,
 ) -> str:
-    """Where the device's time goes in a case: kernels by time, and the share that it idles."""
+    """Where the device's time goes in a case: see `profiled`."""
+    return profiled(name, lambda: run_case(engine, cases[name], 7, sampling)[0], rows)
+
+
+def profiled(name: str, work: Callable[[], float], rows: int = 14) -> str:
+    """Where the device's time goes in some work, which returns its seconds: kernels by time, and
+    the share that it idles."""
     activity = torch.profiler.ProfilerActivity.CUDA
     with torch.profiler.profile(activities=[activity]) as profiler:
-        seconds, _ = run_case(engine, cases[name], 7, sampling)
+        seconds = work()
         torch.cuda.synchronize()
     averages = sorted(profiler.key_averages(), key=lambda e: -e.self_device_time_total)
     busy = sum(entry.self_device_time_total for entry in averages) / 1e6

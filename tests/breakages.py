@@ -163,6 +163,22 @@ BREAKAGES = (
         ("engine/test_beams.py",),
     ),
     Breakage(
+        "beam-keeps-its-own-page",
+        "a beam that goes on from another one reads its own last tokens",
+        "engine/sampling/beams.py",
+        "pool.copy_pages(pages[parents], pages)",
+        "pool.copy_pages(pages, pages)",
+        ("engine/test_beams.py",),
+    ),
+    Breakage(
+        "beam-reads-former-pages",
+        "a step that was planned before its beams were chosen reads their former pages",
+        "engine/schedule/choosing.py",
+        "full = position // size if follows else 0",
+        "full = 0",
+        ("engine/test_beams.py",),
+    ),
+    Breakage(
         "draft-behind-a-wrong-one",
         "a draft counts though one before it was not the token drawn",
         "engine/speculation/tables.py",

@@ -1,6 +1,7 @@
 """Beam search: sequences of one request that are chosen together, step by step.
 
     params      what a request asks for
+    plan        a search in one step, which chooses on the device (`engine.sampling.beams`)
     chooser     the protocol of whoever chooses how a request's sequences go on
     search      the search of transformers, as such a chooser
 

@@ -53,6 +53,11 @@ class Chooser(Protocol):
         """Sequences whose candidates it needs to choose next: one behind the prompt."""
         ...
 
+    @property
+    def scores(self) -> NDArray[np.float32]:
+        """Scores of the sequences that go on, in their order: what the device adds up."""
+        ...
+
     def choose(self, candidates: list[Candidates]) -> list[Continuation]:
         """The sequences that go on, from the candidates of those so far, in their order; empty: it
         is over."""

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.beams.chooser import Candidates, Continuation, Hypothesis
 from engine.beams.params import BeamParams, EarlyStopping
@@ -76,12 +77,17 @@ class BeamSearch:
         """See `Chooser`."""
         return len(self._beams)
 
+    @property
+    def scores(self) -> NDArray[np.float32]:
+        """See `Chooser`."""
+        return np.array([beam.score for beam in self._beams], np.float32)
+
     def choose(self, candidates: list[Candidates]) -> list[Continuation]:
         """See `Chooser`."""
         counts = [len(one.ids) for one in candidates]
         parents = np.repeat(np.arange(len(counts)), counts)
         ids = np.concatenate([one.ids for one in candidates])
-        scores = np.array([beam.score for beam in self._beams], np.float32)[parents]
+        scores = self.scores[parents]
         scores += np.concatenate([one.logprobs for one in candidates])
         ends = np.isin(ids, self._ends)
         if self._length < self._stop.min_tokens:

@@ -59,6 +59,7 @@ from engine.model import Decoder
 from engine.pool.pools import KvPools
 from engine.pool.state_pool import StatePool
 from engine.sampling import Sampler
+from engine.sampling.beams import BeamTables
 from engine.step.executor import Launched
 from engine.step.hooks import Narrowed
 from engine.step.plan import StepPlan, StepResult
@@ -118,12 +119,13 @@ class CudaExecutor:
         self.stream = torch.cuda.Stream(device)
         self._nobody = bounds.max_sequences
         """Slot of padding rows: the last entry of the token table."""
+        self._beams = BeamTables(self._nobody, pools, self._write, device)
         if drafting is None or sampler is None:
             self._token_table = torch.zeros(self._nobody + 1, dtype=torch.int32, device=device)
-            self._drawing: Drawing = drawing_of(model, sampler, self._token_table)
+            self._drawing: Drawing = drawing_of(model, sampler, self._token_table, self._beams)
         else:
             self._token_table = drafting.tables.next
-            self._drawing = DraftSampling(sampler, drafting)
+            self._drawing = DraftSampling(sampler, drafting, self._beams)
         self._most_chosen = min(hooked.graph_pages, max_pages)
         """Pages that a KV head of a narrowed row reads in a graph."""
         self._kv_heads = pools.first.num_kv_heads
@@ -263,12 +265,15 @@ class CudaExecutor:
         for pool, (source, target) in zip(self._pools, copies, strict=True):
             if len(source):
                 pool.copy_pages(source.long(), target.long())
-        if not plan.write_slots.size:
-            return
+        if plan.write_slots.size:
+            self._write(slots.long(), tokens)
+
+    def _write(self, slots: Tensor, tokens: Tensor) -> None:
+        """Puts tokens that the sampler has not drawn into the token table."""
         if self._drafting is None:
-            self._token_table[slots.long()] = tokens
+            self._token_table[slots] = tokens.int()
         else:
-            self._drafting.tables.write(slots.long(), tokens)
+            self._drafting.tables.write(slots, tokens)
 
     def _finish(self, read: Read, future: Launched | None = None) -> Launched:
         done = torch.cuda.Event(blocking=True)
@@ -297,12 +302,10 @@ class CudaExecutor:
             logits = logits[: plan.decode_tokens]
         else:
             logits = logits.index_select(0, packed.sampled)
-        slots, width = packed.sample_slots, packed.shape.width
-        draw = Draw(logits, slots, plan.sample, plan.whole_logits, [])
-        verified = self._verified(
-            inputs, plan.num_decodes, width, returns_drafts=plan.returns_drafts
-        )
-        return draw._replace(verified=verified)
+        rows = plan.num_decodes, packed.shape.width
+        verified = self._verified(inputs, *rows, returns_drafts=plan.returns_drafts)
+        given = logits, packed.sample_slots, plan.sample, plan.whole_logits
+        return Draw(*given, [], verified=verified, searches=plan.searches)
 
     def _verified(
         self, inputs: Inputs, decodes: int, width: int, *, returns_drafts: bool = False
@@ -317,6 +320,8 @@ class CudaExecutor:
         widths = self._widths(shape.prompt_tokens)
         packed = pack(plan, shape, self._staging, self._nobody, self._page_size, narrowed, widths)
         self._staging.upload()
+        if plan is not None:
+            self._beams.follow(plan, packed.page_tables)
         return packed
 
     def _kernels(self, packed: PackedStep) -> _Computed:

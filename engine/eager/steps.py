@@ -25,6 +25,7 @@ from engine.model.adapters.sites import AdapterSites
 from engine.model.decoder import Tapped
 from engine.pool.pools import KvPools
 from engine.sampling import SampleResult
+from engine.sampling.beams import BeamTables
 from engine.speculation.tables import accepted
 from engine.speculation.verifying import Verification, Verifier
 from engine.step.attention import AttentionBatch, StepAttention
@@ -61,6 +62,7 @@ class TorchSteps:
         self._computed: Computed | None = None
         """The step that runs, for the head."""
         self._token_table = torch.zeros(max_slots, dtype=torch.int64, device=device)
+        self._beams = BeamTables(max_slots, pools, self._write, device)
 
     def prepare(self, plan: StepPlan) -> StepPlan:
         """Begins a step: copies pages, and writes tokens that only the host knows. Returns the plan
@@ -69,7 +71,7 @@ class TorchSteps:
         for pool, (source, target) in zip(self._pools, plan.copies, strict=True):
             if source.size:
                 pool.copy_pages(self._upload(source), self._upload(target))
-        self._computed = None
+        self._computed, plan = None, self._followed(plan)
         if self._head is not None:
             self._head.begin(plan)
         if self._verifier is not None:
@@ -83,6 +85,16 @@ class TorchSteps:
             self.hooks.narrow(plan)
             self.hooks.begin(plan)
         return plan
+
+    def _followed(self, plan: StepPlan) -> StepPlan:
+        """The plan with the pages of beams that the host does not know yet."""
+        if not any(search.followed for search in plan.searches):
+            return plan
+        tables = [plan.page_table.copy(), *(other.pages.copy() for other in plan.others)]
+        self._beams.follow(plan, [torch.from_numpy(table) for table in tables])
+        pairs = zip(plan.others, tables[1:], strict=True)
+        others = tuple(replace(other, pages=table) for other, table in pairs)
+        return replace(plan, page_table=tables[0], others=others)
 
     def forward(self, plan: StepPlan) -> Tensor:
         """The forward pass, [T, H], of what `prepare` returned."""
@@ -160,15 +172,35 @@ class TorchSteps:
         if self._verifier is None or self.verification is None or drawn.counts is None:
             self.model.collective.broadcast(tokens)
             self._learn(tokens)
-            self.model.collective.end_step()
             self._token_table[slots] = tokens
+            self._choose(plan, drawn)
+            self.model.collective.end_step()
             return
         columns = torch.cat((tokens, drawn.counts[:, None]), dim=1)
         self.model.collective.broadcast(columns)
         tokens, counts = columns[:, :-1], columns[:, -1]
         self._learn(tokens, counts)
         self._verifier.end(self.verification, slots, tokens, counts)
+        self._choose(plan, drawn)
         self.model.collective.end_step()
+
+    def _choose(self, plan: StepPlan, drawn: SampleResult) -> None:
+        """Chooses the beams of searches, on rank 0, and keeps them on every rank."""
+        ids, logprobs = drawn.top_ids, drawn.top_logprobs
+        for search in plan.searches:
+            chosen = torch.zeros(2, len(search.slots), dtype=torch.int32, device=self._device)
+            if ids is not None and logprobs is not None:
+                first = (ids, logprobs) if ids.ndim == 2 else (ids[:, 0], logprobs[:, 0])
+                chosen = self._beams.choose(search, *first)
+            self.model.collective.broadcast(chosen)
+            self._beams.keep(search, chosen)
+
+    def _write(self, slots: Tensor, tokens: Tensor) -> None:
+        """Puts tokens that the sampler has not drawn into the tables."""
+        if self._verifier is None:
+            self._token_table[slots] = tokens
+        else:
+            self._verifier.tables.write(slots, tokens)
 
     def next_drafts(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
         """After `keep`: the drafts of the slots that have drawn, [S, K], and how many, [S]."""

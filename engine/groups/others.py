@@ -173,6 +173,17 @@ class OtherGroups:
             spare = int(spares[index][at]) if spares and spares[index].size else None
             group.fork(leader, follower, length, spare, step)
 
+    def stored(self, tables: Sequence[GroupTable], rows: Int32s, position: int) -> list[PageIds]:
+        """By group, the pages into which these rows of a step store `position`, if the next step
+        stores into them, too."""
+        pairs = zip(self.groups, tables, strict=True)
+        return [group.stored(table, rows, position) for group, table in pairs]
+
+    def follow(self, own: Slots, those: Slots, full: int) -> None:
+        """The sequence in each slot goes on from the first `full` pages of another one's."""
+        for group in self.groups:
+            group.follow(own, those, full)
+
     def pages(self, slot: int) -> AllKept:
         """The pages of the sequence in `slot`."""
         return tuple(group.pages(slot) for group in self.groups)

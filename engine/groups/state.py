@@ -303,6 +303,14 @@ class StatePages:
         self.page[follower] = page[0]
         self._is_shared[[leader, follower]] = True
 
+    def stored(self, table: GroupTable, rows: Int32s, position: int) -> PageIds:
+        """See `OtherGroups.stored`."""
+        pages: PageIds = table.pages[rows, 1]
+        return pages
+
+    def follow(self, own: Slots, those: Slots, full: int) -> None:
+        """See `OtherGroups.follow`: the page of a slot is its own."""
+
     @property
     def has_copies(self) -> bool:
         """Whether copies wait for a step: never."""

@@ -32,6 +32,7 @@ from engine.group_pages import GroupGrant, GroupPages
 from engine.groups.sizing import chunk_pages
 from engine.groups.spec import Window, name_of
 from engine.pages.blocks import BlockManager
+from engine.pages.following import follow
 from engine.pages.growth import grow_oldest
 from engine.step.plan import GroupTable, Int32s
 from engine.types import SCRATCH_PAGE, PageIds
@@ -280,6 +281,19 @@ class WindowPages:
             self.blocks.mark_written(np.array([spare, own[-1]], np.int32), step)
             own[-1] = spare
         self._set(follower, GroupPages(first, own))
+
+    def stored(self, table: GroupTable, rows: Int32s, position: int) -> PageIds:
+        """See `OtherGroups.stored`."""
+        if (position + 1) % self._size == 0:
+            return np.zeros(0, np.int32)
+        pages: PageIds = table.pages[rows, position // self._size - table.skipped[rows]]
+        return pages
+
+    def follow(self, own: Slots, those: Slots, full: int) -> None:
+        """See `OtherGroups.follow`. All have the same tokens in their windows."""
+        first = int(self.first[own].max())
+        if first < full:
+            follow(self.blocks, self.table[:, first:full], own, those)
 
     @property
     def has_copies(self) -> bool:

@@ -226,8 +226,7 @@ class StepLoop:
     def _receive_until_due(self) -> None:
         """Receives commands until the next step should be prepared."""
         if not self._flights:
-            due = self._scheduler.batch.has_transfers  # Beams were chosen from the last step.
-            self._receive(0.0 if due else self._scheduler.tiers.wait_s(IDLE_TURN_S))
+            self._receive(self._scheduler.tiers.wait_s(IDLE_TURN_S))
             return
         flight = self._flights[0]
         if flight.plan.only_decodes:

@@ -7,6 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+COPIED_BYTES = 1 << 25
+"""Most bytes that are copied at once, since they lie in memory of their own in between."""
+
 
 class PagePool:
     """The pages. They are zeroed at the start: that touches them, and leaves no NaN in unused
@@ -37,6 +40,10 @@ class PagePool:
         """[num_pages, page_bytes] uint8."""
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
-        """Copies whole pages, all layers: `target[i]` becomes `source[i]`. Both are [N] int64. No
-        page may be both a source and a target."""
-        self.data[target] = self.data[source]
+        """Copies whole pages, all layers: `target[i]` becomes what `source[i]` was. Both are [N]
+        int64. A page may be both a source and a target."""
+        words = self.data.view(torch.int64) if self.page_bytes % 8 == 0 else self.data
+        most = max(1, COPIED_BYTES // (words.itemsize * max(1, len(source))))
+        for start in range(0, words.shape[1], most):
+            part = words[:, start : start + most]
+            part[target] = part[source]

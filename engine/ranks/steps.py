@@ -1,9 +1,9 @@
 """Steps on their way to the other ranks: raw integers, no pickle.
 
 A step is a list of frames: `HEAD`, then the columns of `StepPlan` that a rank needs, then the next
-ids of each prompt that is scored, then the columns of each group beyond group 0. All are int32 in
-the order of the host, which is the same for all ranks. What only rank 0 needs, such as sampling
-options and masks, stays there.
+ids of each prompt that is scored, then the columns of each group beyond group 0, then those of each
+search. All are int32 in the order of the host, which is the same for all ranks. What only rank 0
+needs, such as sampling options and masks, stays there.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.beams.plan import SearchPlan
 from engine.step.plan import Begins, GroupTable, ScorePlan, StepPlan
 from engine.step.sampling import SamplePlan
 
@@ -51,8 +52,11 @@ HEAD: Final = (
     "hooks",
     "width",
     "begins",
+    "scores",
+    "groups",
 )
-"""First integers of the first frame. (first token, top N) of each scored prompt follow."""
+"""First integers of the first frame. (first token, top N) of each scored prompt follow, and
+`SearchPlan.followed` of each search."""
 
 
 GROUP: Final = ("pages", "skipped", "copy_source", "copy_target")
@@ -63,13 +67,17 @@ def encode(plan: StepPlan) -> list[memoryview]:
     """The frames of a step."""
     head = [plan.number, plan.num_decodes, plan.shape, plan.sample is not None, plan.whole_logits]
     head += [plan.page_table.shape[-1], len(plan.hook_tags), plan.width, plan.begins is not None]
+    head += [len(plan.scores), len(plan.others)]
     for wanted in plan.scores:
         head += [wanted.first_token, wanted.top_n]
+    head += [search.followed for search in plan.searches]
     columns = [getattr(plan, name) for name in COLUMNS]
     if plan.begins is not None:
         columns += [getattr(plan.begins, name).view(np.int32) for name in BEGUN]
     arrays = [np.array(head), *columns, *(wanted.next_ids for wanted in plan.scores)]
     arrays += [getattr(other, name) for other in plan.others for name in GROUP]
+    for search in plan.searches:
+        arrays += [search.slots, search.rows, *search.moved]
     return [np.ascontiguousarray(array.reshape(-1), np.int32).data.cast("B") for array in arrays]
 
 
@@ -82,15 +90,16 @@ def decode(frames: Sequence[bytes]) -> StepPlan:
     columns["page_table"] = columns["page_table"].reshape(-1, numbers["table_width"])
     columns["hook_tags"] = columns["hook_tags"].reshape(hooks, len(columns["row_slots"]))
     columns["pools"] = columns["pools"].reshape(-1, 4)
-    asked = head[len(HEAD) :].reshape(-1, 2).tolist()
+    more, scored, others = head[len(HEAD) :], numbers["scores"], numbers["groups"]
+    asked, followed = more[: 2 * scored].reshape(-1, 2).tolist(), more[2 * scored :].tolist()
     begins = None
     if numbers["begins"]:
         begun: dict[str, Any] = dict(zip(BEGUN, arrays, strict=False))
         begins = Begins(**begun | {"seeds": begun["seeds"].view(np.int64)})
         arrays = arrays[len(BEGUN) :]
     scores = zip(asked, arrays, strict=False)
-    groups = arrays[len(asked) :]
-    starts = range(0, len(groups), len(GROUP))
+    groups, of_search = arrays[scored:], 3 + others
+    searches = groups[others * len(GROUP) :]
     nothing = np.zeros(0, np.int32)
     return StepPlan(
         **columns,
@@ -104,8 +113,18 @@ def decode(frames: Sequence[bytes]) -> StepPlan:
         width=numbers["width"],
         begins=begins,
         scores=tuple(ScorePlan(first, ids, top_n) for (first, top_n), ids in scores),
-        others=tuple(_group(groups[at : at + len(GROUP)]) for at in starts),
+        others=tuple(_group(groups[at * len(GROUP) :][: len(GROUP)]) for at in range(others)),
+        searches=tuple(
+            _search(pages, searches[at * of_search :][:of_search])
+            for at, pages in enumerate(followed)
+        ),
     )
+
+
+def _search(followed: int, arrays: Sequence[Int32s]) -> SearchPlan:
+    slots, rows, *moved = arrays
+    nothing = np.zeros(0, np.int32)
+    return SearchPlan(slots, nothing, nothing, None, rows, followed, tuple(moved))
 
 
 def _group(arrays: Sequence[Int32s]) -> GroupTable:

@@ -302,6 +302,9 @@ class Sampler:
         """Log probability, top ids and top log probabilities, in the form of `SampleResult`."""
         if wanted is None:
             return None, None, None
+        if len(wanted.rows) == len(logits):
+            scores = ops.score(logits, tokens, wanted.top_n)
+            return scores if wanted.top_n else (scores.logprob, None, None)
         rows = self._upload(wanted.rows)
         scores = ops.score(logits[rows], tokens[rows], wanted.top_n)
         logprob = logits.new_zeros(len(logits)).index_copy_(0, rows, scores.logprob)

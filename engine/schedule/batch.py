@@ -10,6 +10,7 @@ from engine.bounds import Bounds
 from engine.groups.others import OtherGroups, Spares
 from engine.hooks.requests import RequestHooks
 from engine.pages.blocks import BlockManager
+from engine.pages.following import follow
 from engine.schedule.sequences import NO_IDS, ActiveRequest, ChunkPlan, PrefillTask, Sequence
 from engine.schedule.slots import SlotState, SlotTable
 from engine.step.plan import Begins, StepPlan
@@ -218,28 +219,24 @@ class Batch:
 
     # -- chosen sequences ---------------------------------------------------------------------
 
-    def prune(self, sequence: Sequence) -> None:
-        """Lets the pages of a sequence in its slot go, of which no step is in flight."""
-        self._blocks.release(self.slots.pages(sequence.slot))
-        self.others.release(self.others.take(sequence.slot))
-        self.slots.set_pages(sequence.slot, NO_IDS)
+    def follow(self, sequences: list[Sequence], parents: list[int], tokens: list[int]) -> None:
+        """A step of some sequences has settled. Sequence i goes on behind the tokens of
+        `sequences[parents[i]]`, with `tokens[i]`, in its own slot."""
+        slots = self.slots
+        own = np.array([one.slot for one in sequences])
+        those, count = own[parents], int(slots.output_len[own[0]])
+        slots.outputs[own, :count] = slots.outputs[those, :count]
+        slots.outputs[own, count] = tokens
+        slots.output_len[own] = count + 1
+        full = int(slots.settled_kv(own)[0]) // self._config.page_size
+        follow(self._blocks, slots.page_table[:, :full], own, those)
+        self.others.follow(own, those, full)
 
-    def graft(self, leader: Sequence, follower: Sequence) -> None:
-        """A sequence that was pruned goes on from the leader's tokens."""
-        count = int(self._has_partial_page(leader))
-        spares = self._blocks.allocate_apart(count), self.others.allocate_spares(count)
-        self._follow(leader, follower, *spares, 0)
-        outputs = self.slots.output_ids(leader.slot)
-        self.slots.outputs[follower.slot, : len(outputs)] = outputs
-        self.slots.output_len[follower.slot] = len(outputs)
-
-    def append(self, sequence: Sequence, token_id: int) -> None:
-        """The next token of a sequence is chosen. It goes into the token table with the next
-        step."""
-        slot = sequence.slot
-        self.slots.outputs[slot, self.slots.output_len[slot]] = token_id
-        self.slots.output_len[slot] += 1
-        self._writes[slot] = token_id
+    def write_last(self, sequences: list[Sequence]) -> None:
+        """The last tokens of these go into the token table with the next step."""
+        for one in sequences:
+            last = self.slots.output_len[one.slot] - 1
+            self._writes[one.slot] = int(self.slots.outputs[one.slot, last])
 
     def take_transfers(self) -> tuple[dict[int, int], dict[int, int], Begins | None]:
         """Takes the page copies and table writes with which the next step must begin."""

@@ -106,7 +106,7 @@ class Planner:
     def _decode_rows(self) -> Slots:
         """Slots that decode in the next step, each with a page for the token it stores."""
         slots, blocks = self._batch.slots, self._blocks
-        rows = slots.ready()
+        rows = slots.running()
         least = slots.least_kv(rows)
         goes_on = least + 1 < slots.limit_len[rows]
         rows, least = rows[goes_on], least[goes_on]
@@ -127,7 +127,9 @@ class Planner:
     def _with_other_pages(self, rows: Slots) -> Slots:
         """The rows that have a page in every other group, too."""
         slots, others = self._batch.slots, self._batch.others
-        return others.grow(rows, slots.least_kv(rows), slots.seniority[rows]) if others else rows
+        if others:
+            rows = others.grow(rows, slots.least_kv(rows), slots.seniority[rows])
+        return self._requests.choosing.together(rows)
 
     def _width(self, rows: Slots) -> int:
         """Tokens of each decode row."""
@@ -284,6 +286,8 @@ class Planner:
         adapters, wanted = self._batch.adapter_rows(row_slots)
         masked = np.flatnonzero(slots.is_masked[samples.slots]).astype(np.int32)
         arrived, undrafted = self._blocks.arrivals.take()
+        table = self._page_table(row_slots, contexts)
+        tables = others.tables(row_slots, stored_from, contexts, self._batch.next_step)
         return StepPlan(
             number=self._batch.next_step,
             token_ids=np.concatenate([np.zeros(positions.size, np.int32), *prompt_ids]),
@@ -292,7 +296,7 @@ class Planner:
             query_lens=queries,
             context_lens=contexts,
             num_decodes=int(rows.size),
-            page_table=self._page_table(row_slots, contexts),
+            page_table=table,
             sample_tokens=samples.tokens,
             sample_slots=samples.slots,
             sample_generations=slots.generation[samples.slots],
@@ -309,7 +313,8 @@ class Planner:
             whole_logits=masked.size > 0 or (sample is not None and not sample.is_greedy),
             scores=tuple(scores),
             pools=np.array(pools, np.int32) if pools else NO_POOLS,
-            others=others.tables(row_slots, stored_from, contexts, self._batch.next_step),
+            others=tables,
+            searches=self._requests.choosing.planned(rows, least, chunks, table, tables),
             width=width,
             successors=np.array([_successor(c) for c in chunks], np.int32) if chunks else NO_IDS,
             begins=begins,

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from engine.adapters.registry import Adapters
 from engine.adapters.types import Adapter
-from engine.beams.chooser import Candidates
+from engine.beams.chooser import Candidates, Hypothesis
 from engine.beams.results import events_of
 from engine.beams.search import with_candidates
 from engine.bounds import Bounds
@@ -160,7 +160,8 @@ class Requests:
         self._batch.fork(active.sequences)
         self.join(active)
         if active.request.beams is not None:
-            self.hear(leader, Candidates.of(records[0]))
+            found = self.choosing.begin(active, Candidates.of(records[0]))
+            self._searched(active, found)
             return
         for sequence, record in zip(list(active.sequences), records, strict=True):
             self._accept_delivered(sequence, record)
@@ -318,12 +319,13 @@ class Requests:
     def hear(self, sequence: Sequence | None, candidates: Candidates) -> None:
         """Tells the chooser of a sequence, if it is still in its slot, what it may draw. The end of
         a search is told with all that it found."""
-        if sequence is None:
-            return
-        found = self.choosing.hear(sequence, candidates)
+        if sequence is not None:
+            self._searched(sequence.active, self.choosing.hear(sequence, candidates))
+
+    def _searched(self, active: ActiveRequest, found: list[Hypothesis] | None) -> None:
         if found is None:
             return
-        active, now_ns = sequence.active, time.time_ns()
+        now_ns = time.time_ns()
         for event in events_of(active.request.id, found, active.restarts, now_ns):
             self.emit(active.sink, event)
         self.drop(active)
@@ -334,7 +336,7 @@ class Requests:
         self._empty(active)
         active.request = replace(active.request, mode=Mode.WHOLE)
         active.state, active.wait = RequestState.WAITING, None
-        active.chooser, active.heard = None, {}
+        active.chooser, active.scores, active.heard = None, None, {}
         active.restarts += 1
         self.preemptions += 1
         insort(self.waiting, active, key=lambda one: one.seniority)

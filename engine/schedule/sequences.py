@@ -76,6 +76,8 @@ class ActiveRequest:
     """Chooses how its sequences go on, once there are candidates; None: each draws by itself."""
     restarts: int = 0
     """How often a search began again."""
+    scores: NDArray[np.float32] | None = None
+    """Scores of its sequences that the device gets with the next step; None: it has them."""
     heard: dict[int, Candidates] = field(default_factory=dict)
     """What its chooser is to choose from next, by slot."""
     adapter: Adapter | None = None

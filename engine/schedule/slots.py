@@ -229,16 +229,6 @@ class SlotTable:
         """Slots in the batch, in slot order."""
         return np.flatnonzero(self.state == SlotState.RUNNING)
 
-    def ready(self) -> NDArray[np.intp]:
-        """Slots in the batch whose next step may be planned: a chosen sequence's token is known."""
-        rows = self.running()
-        if not self.num_chosen:  # The usual case.
-            return rows
-        chosen = self.is_chosen[rows]
-        known = self.kv_len[rows] + 1 == self.prompt_len[rows] + self.output_len[rows]
-        ready: NDArray[np.intp] = rows[known | ~chosen]
-        return ready
-
     def count_in_flight(self, drawn: NDArray[np.int32], step: int) -> None:
         """Adds `step` (1 or -1) to the steps in flight of each slot, for each token drawn."""
         self.in_flight += step * np.bincount(drawn, minlength=self.max_slots)

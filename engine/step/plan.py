@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.adapters.slots import Wanted
+from engine.beams.plan import SearchPlan
 from engine.pooling.requests import PoolKind
 from engine.step.hooks import HookFailure
 from engine.step.sampling import SamplePlan
@@ -143,6 +144,8 @@ class StepPlan:
     """[R]. Slot of each row's adapter, -1 for none; empty: no row has one."""
     adapters_wanted: Wanted = ()
     """What is in those slots. The device fills a slot that has something else."""
+    searches: tuple[SearchPlan, ...] = ()
+    """Searches whose beams the step chooses."""
 
     @property
     def reads_all_states(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.pool import page_pool
 from engine.pool.fp8_pool import Fp8Pool
 from engine.pool.fp8_rounding import Rounded, round_rows, widen
 from engine.pool.kinds import PoolError, pool_type
@@ -120,6 +121,14 @@ def test_copying_pages_copies_every_layer_and_nothing_else(pool):
     pool.copy_pages(torch.tensor([1, 1, 5]), torch.tensor([2, 6, 3]))
     for page, source in enumerate((0, 1, 1, 5, 4, 5, 1)):
         assert torch.equal(pool.data[page], before[source])
+
+
+@pytest.mark.parametrize("at_once", [1, 100, page_pool.COPIED_BYTES])
+def test_pages_may_be_copied_in_a_round(pool, at_once, monkeypatch):
+    monkeypatch.setattr(page_pool, "COPIED_BYTES", at_once)
+    before = numbered(pool).data.clone()
+    pool.copy_pages(torch.tensor([2, 3, 1, 4]), torch.tensor([1, 2, 3, 4]))
+    assert torch.equal(pool.data[1:5], before[[2, 3, 1, 4]])
 
 
 def test_an_fp8_pool_refuses_pages_that_it_cannot_align():

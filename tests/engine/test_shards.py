@@ -4,6 +4,7 @@ numbers are refused."""
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from quantised_folders import write_quantised
 from tiny_models import write_tiny_model
 
+from engine.beams.plan import SearchPlan
 from engine.model import LoadedModel, UnsupportedModelError, load_model
 from engine.model.decoder import Layer
 from engine.model.mixers.attention import Attention
@@ -151,6 +153,7 @@ def test_ranks_read_gguf_files_alike(demo_model):
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_step_comes_over_as_it_was_sent(whole):
     rng = np.random.default_rng(0)
+    some = partial(np.arange, dtype=np.int32)
     columns = {
         name: rng.integers(0, 99, size=length).astype(np.int32)
         for length, name in enumerate(COLUMNS)
@@ -169,7 +172,14 @@ def test_a_step_comes_over_as_it_was_sent(whole):
         )
         for at, copies in ((3, (nothing, nothing)), (1, (np.array([5, 6], np.int32),) * 2))
     )
-    plan = StepPlan(number=7, num_decodes=2, **columns, **more, others=others)
+    searches = tuple(
+        SearchPlan(
+            some(3), nothing, nothing, None, some(rows), pages, (some(rows), nothing, some(3))
+        )
+        for rows, pages in ((0, 0), (3, 5))
+    )
+    groups = {"others": others, "searches": searches}
+    plan = StepPlan(number=7, num_decodes=2, **columns, **more, **groups)
     found = decode([bytes(frame) for frame in encode(plan)])
     for name in COLUMNS:
         assert np.array_equal(getattr(found, name), columns[name]), name
@@ -178,6 +188,11 @@ def test_a_step_comes_over_as_it_was_sent(whole):
     for other, sent in zip(found.others, others, strict=True):
         for name in GROUP:
             assert np.array_equal(getattr(other, name), getattr(sent, name)), name
+    for search, sent in zip(found.searches, searches, strict=True):
+        assert search.followed == sent.followed
+        pairs = ((search.slots, sent.slots), (search.rows, sent.rows))
+        for got, want in (*pairs, *zip(search.moved, sent.moved, strict=True)):
+            assert np.array_equal(got, want)
     assert [(s.first_token, s.top_n, s.next_ids.tolist()) for s in found.scores] == [
         (s.first_token, s.top_n, s.next_ids.tolist()) for s in scores
     ]

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.beams.plan import SearchPlan
 from engine.cuda.kernels import greedy
 from engine.cuda.ranks.best import best_of_part, best_of_ranks
 from engine.cuda.ranks.collective import CudaCollective
@@ -31,6 +32,7 @@ from engine.cuda.waiting import Read
 from engine.hooks.calling import Failures
 from engine.model import Decoder
 from engine.sampling import Sampler, SampleResult, Scores, score
+from engine.sampling.beams import BeamTables
 from engine.sampling.pooling import pooled_states
 from engine.step.collective import Collective
 from engine.step.plan import SCORE_ROWS, ScorePlan, ScoreResult, StepPlan, StepResult
@@ -73,6 +75,7 @@ class Draw(NamedTuple):
     spoilt: Tensor | None = None
     """[R] int32 on its way to pinned memory: 1 for rows that have found a wrong state. None: there
     are no states."""
+    searches: tuple[SearchPlan, ...] = ()
 
 
 class Drawing(Protocol):
@@ -95,24 +98,27 @@ class Drawing(Protocol):
         ...
 
 
-def drawing_of(model: Decoder, sampler: Sampler | None, token_table: Tensor) -> Drawing:
+def drawing_of(
+    model: Decoder, sampler: Sampler | None, token_table: Tensor, beams: BeamTables
+) -> Drawing:
     """The drawing of a rank. Only the first has a sampler."""
     ranks = model.collective
     if sampler is not None and ranks.size == 1:
-        return SingleRankSampling(sampler, token_table)
+        return SingleRankSampling(sampler, token_table, beams)
     assert isinstance(ranks, CudaCollective)
     part = _VocabShard(ranks, model.shard.vocab(model.config).start, model.config.vocab_size)
     if sampler is not None:
-        return LeaderSampling(sampler, token_table, part)
-    return FollowerSampling(token_table, part)
+        return LeaderSampling(sampler, token_table, beams, part)
+    return FollowerSampling(token_table, beams, part)
 
 
 class SingleRankSampling:
     """Draws the tokens of a worker of one rank."""
 
-    def __init__(self, sampler: Sampler, token_table: Tensor) -> None:
+    def __init__(self, sampler: Sampler, token_table: Tensor, beams: BeamTables) -> None:
         self._sampler = sampler
         self._token_table = token_table
+        self._beams = beams
         self.vocab_size = sampler.vocab_size
 
     def warm(self, logits: Tensor, slots: Tensor, verified: Verified) -> None:
@@ -137,6 +143,7 @@ class SingleRankSampling:
             return lambda: _read_greedy(drawn, scores)
         result = self._sampler.sample(self._whole(draw.logits).float(), plan, masks)
         self._token_table[draw.slots.long()] = self._shared(result.tokens.int())
+        self._choose(draw.searches, result.top_ids, result.top_logprobs)
         host = result._replace(
             **{name: to_pinned(t) for name, t in result._asdict().items() if t is not None}
         )
@@ -153,6 +160,15 @@ class SingleRankSampling:
             parts.append(score(logits, ids, wanted.top_n))
         columns = (torch.cat(column) for column in zip(*parts, strict=True))
         return HostScores(wanted.next_ids, Scores(*map(to_pinned, columns)))
+
+    def _choose(
+        self, searches: tuple[SearchPlan, ...], ids: Tensor | None, logprobs: Tensor | None
+    ) -> None:
+        """Chooses the beams of searches by [S, K] candidates of the draws."""
+        for search in searches:
+            assert ids is not None, "rows of beams have candidates"
+            assert logprobs is not None, "rows of beams have candidates"
+            self._beams.keep(search, self._shared(self._beams.choose(search, ids, logprobs)))
 
     def _is_best(self, draw: Draw, masks: Masks | None) -> bool:
         assert draw.plan is not None
@@ -186,8 +202,10 @@ class _VocabShard(NamedTuple):
 class LeaderSampling(SingleRankSampling):
     """Draws the tokens for all ranks, on the first of them."""
 
-    def __init__(self, sampler: Sampler, token_table: Tensor, part: _VocabShard) -> None:
-        super().__init__(sampler, token_table)
+    def __init__(
+        self, sampler: Sampler, token_table: Tensor, beams: BeamTables, part: _VocabShard
+    ) -> None:
+        super().__init__(sampler, token_table, beams)
         self._part = part
 
     def draw(self, draw: Draw, masks: Masks | None = None) -> Read:
@@ -226,8 +244,9 @@ class FollowerSampling:
     """Follows the drawing on the other ranks: the same collectives in the same order. The host
     reads nothing."""
 
-    def __init__(self, token_table: Tensor, part: _VocabShard) -> None:
+    def __init__(self, token_table: Tensor, beams: BeamTables, part: _VocabShard) -> None:
         self._token_table = token_table
+        self._beams = beams
         self._part = part
         self.vocab_size = part.vocab_size
 
@@ -246,6 +265,10 @@ class FollowerSampling:
             tokens = torch.empty_like(draw.slots)
             self._part.ranks.broadcast(tokens)
             self._token_table[draw.slots.long()] = tokens
+            for search in draw.searches:
+                chosen = tokens.new_empty(2, len(search.slots))
+                self._part.ranks.broadcast(chosen)
+                self._beams.keep(search, chosen)
         return with_failures(nothing_drawn, draw.failures)  # They are logged where they happened.
 
     def _best(self, logits: Tensor, slots: Tensor) -> Tensor:

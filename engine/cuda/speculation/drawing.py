@@ -25,6 +25,7 @@ from engine.cuda.speculation.noise import uniform
 from engine.cuda.speculation.suffix import draft_suffix
 from engine.cuda.waiting import Read
 from engine.sampling import Sampler, SampleResult
+from engine.sampling.beams import BeamTables
 from engine.speculation.drafter import Drafter
 from engine.speculation.suffix import SuffixDrafter
 from engine.speculation.tables import SlotTables
@@ -96,8 +97,8 @@ class DraftSampling(SingleRankSampling):
     """Drawing with drafts, on a worker of one rank. Tokens go into the tables by slot, which have
     the token table."""
 
-    def __init__(self, sampler: Sampler, drafting: Drafting) -> None:
-        super().__init__(sampler, drafting.tables.next)
+    def __init__(self, sampler: Sampler, drafting: Drafting, beams: BeamTables) -> None:
+        super().__init__(sampler, drafting.tables.next, beams)
         self._drafting = drafting
         sampler.noise = uniform
 
@@ -121,6 +122,9 @@ class DraftSampling(SingleRankSampling):
             assert sampled.counts is not None
             drawn = _columns(sampled.tokens, sampled.finite, verified)
             result = self._end(drawn, draw.slots, verified, sampled.counts.int())
+            if sampled.top_ids is not None and sampled.top_logprobs is not None:
+                first = sampled.top_ids[:, 0], sampled.top_logprobs[:, 0]
+                self._choose(draw.searches, *first)
             names = ("logprob", "top_ids", "top_logprobs")
             kept = {name: getattr(sampled, name) for name in names}
             pinned = {name: None if t is None else to_pinned(t) for name, t in kept.items()}

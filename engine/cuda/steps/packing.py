@@ -103,6 +103,11 @@ class PackedStep(NamedTuple):
     sample_slots: Tensor
     """[S]"""
 
+    @property
+    def page_tables(self) -> list[Tensor]:
+        """By group."""
+        return [self.page_table, *(other.page_table for other in self.others)]
+
 
 def pack(
     plan: StepPlan | None,
