@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import socket
 import sys
@@ -61,9 +62,13 @@ class UpOptions:
     both: int = 0
     routers: int = 1
     tp: int = 1
-    """Ranks of each worker."""
+    """Ranks of each stage of each worker."""
+    pp: int = 1
+    """Stages of each worker."""
     tp_of: Mapping[Role, int | None] = field(default_factory=dict)
-    """Ranks of each worker of a role, where those differ."""
+    """`tp` of workers of a role, where it differs."""
+    pp_of: Mapping[Role, int | None] = field(default_factory=dict)
+    """`pp` of workers of a role, where it differs."""
     device: Device = "auto"
     trace: bool = True
     """Whether every process sends its spans to the first router's trace store."""
@@ -107,8 +112,12 @@ class UpOptions:
         return bool(self.api_key) or self.has_tokens
 
     def ranks_of(self, role: Role) -> int:
-        """Ranks of each worker of a role."""
-        return self.tp_of.get(role) or self.tp
+        """Ranks of each worker of a role, of all stages."""
+        return math.prod(self.grid_of(role))
+
+    def grid_of(self, role: Role) -> tuple[int, int]:
+        """Stages of each worker of a role, and ranks of each stage."""
+        return self.pp_of.get(role) or self.pp, self.tp_of.get(role) or self.tp
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,15 +135,14 @@ class UpPlan:
     worker_admin_addresses: tuple[tuple[str, str], ...]
     """Name and admin address of each worker."""
     workers_on: Mapping[str, int]
-    """Number of workers on each GPU; on "" they run on the CPU."""
+    """Workers of each GPU; of "" on the CPU."""
     drain_s: float
     asks_for_key: bool = False
     """Whether clients must show a key or a token."""
     tls: TlsFiles = NO_FILES
     """A router's certificate, by which every process lets itself be asked; none in clear."""
     claims: tuple[socket.socket, ...] = ()
-    """Claims of its ports. No process listens there before a worker has loaded its model. Claims
-    last as long as the plan exists."""
+    """Claims of its ports, at which nobody listens while models load. The plan holds them."""
 
     @property
     def admin_address(self) -> str:
@@ -162,26 +170,20 @@ def plan(options: UpOptions) -> UpPlan:
             grpc=ports.pick(options.grpc_port, GRPC_PORT, options.host),
             http=ports.pick(options.http_port, HTTP_PORT, options.http_host or options.host),
         )
-        names = (
-            [f"router-{i}" for i in range(options.routers)] if options.routers > 1 else ["router"]
-        )
-        admin_ports = [options.admin_port, *[_like(options.admin_port)] * (options.routers - 1)]
+        count = options.routers
+        names = [f"router-{i}" for i in range(count)] if count > 1 else ["router"]
+        admin_ports = [options.admin_port, *[_like(options.admin_port)] * (count - 1)]
         routers = [
             _Router(
                 name=name,
                 internal=ports.pick(_like(options.grpc_port), INTERNAL_PORT, never=(GRPC_PORT,)),
-                admin=ports.pick(admin_port, ADMIN_PORT),
+                admin=ports.pick(admin, ADMIN_PORT),
             )
-            for name, admin_port in zip(names, admin_ports, strict=True)
+            for name, admin in zip(names, admin_ports, strict=True)
         ]
+        admin_port = _like(options.admin_port)
         workers = [
-            _Worker(
-                name=name,
-                role=role,
-                address=ports.pick(0, 0),
-                admin=ports.pick(_like(options.admin_port), ADMIN_PORT + 1),
-                gpus=own,
-            )
+            _Worker(name, role, ports.pick(0, 0), ports.pick(admin_port, ADMIN_PORT + 1), own)
             for (name, role), own in zip(roles, shares, strict=True)
         ]
     threads = max(1, (os.cpu_count() or 1) // len(workers))
@@ -261,13 +263,15 @@ def _worker_spec(
     """Plans a worker. `on`: the workers of each GPU."""
     sharing = max((on[gpu] for gpu in worker.gpus), default=1)
     share = round(options.gpu_memory_utilization / sharing, 4) if sharing > 1 else None
+    stages, ranks = options.grid_of(worker.role)
     flags: _Flags = {
         "--name": worker.name,
         "--role": worker.role.value,
         "--model": options.model,
         "--served-name": options.served_name or None,
         "--device": "cuda" if worker.gpus else "cpu",
-        "--tp": ranks if (ranks := options.ranks_of(worker.role)) > 1 else None,
+        "--tp": ranks if ranks > 1 else None,
+        "--pp": stages if stages > 1 else None,
         "--threads": threads,
         "--listen": worker.address,
         "--routers": ",".join(router.internal for router in routers),

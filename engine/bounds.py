@@ -54,6 +54,8 @@ class Bounds:
     pool is smaller."""
     page_size: int = 16
     """Tokens in a page."""
+    pp: int = 1
+    """Stages of the model, one behind the other (pipeline parallelism)."""
     decodes: bool = True
     """Whether this engine decodes. If not, it makes no graphs for that."""
     flexible: bool = False

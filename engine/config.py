@@ -50,9 +50,11 @@ class EngineConfig(Bounds):
     """How KV is stored, one of `engine.pool.kinds.POOLS`; auto: in the model's dtype."""
     device: str = "auto"
     """"cpu", "cuda", "cuda:1"; auto: cuda where there is one."""
+    pp_layers: tuple[int, ...] = ()
+    """Layers of each stage; empty: stages are about equally large."""
     tp: int = 1
-    """Ranks that hold the model together (tensor parallelism): this process, and others that it
-    starts on this host."""
+    """Ranks that hold each of `pp` stages together (tensor parallelism). All ranks are this
+    process, and others that it starts on this host."""
     step_timeout_s: float = 60
     """With several ranks: if a step takes longer than this, all ranks are given up."""
     generation_config: bool = True
@@ -106,6 +108,11 @@ class EngineConfig(Bounds):
     def speculates(self) -> bool:
         """Whether steps verify drafts. An engine that does not decode has none."""
         return self.decodes and self.speculation != OFF
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of all stages."""
+        return self.pp * self.tp
 
     @property
     def rank_host_bytes(self) -> int:

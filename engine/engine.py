@@ -29,13 +29,12 @@ from engine.parts.adapters import adapters_of
 from engine.parts.building import (
     Progress,
     build_executor,
-    check_memory,
     load,
     open_all,
     pages_that_fit,
     widths_of,
 )
-from engine.parts.defaults import with_defaults
+from engine.parts.defaults import check_memory, with_defaults
 from engine.parts.paging import EngineError as EngineError
 from engine.parts.paging import make_pages, resolved
 from engine.parts.scheduling import scheduler_of
@@ -142,7 +141,8 @@ class Engine:
             if progress:
                 progress(phase, done, total)
 
-        loaded = load(config, device, check=check, progress=pass_on, collective=ranks.collective)
+        others = ranks.collective, ranks.stages
+        loaded = load(config, device, *others, check=check, progress=pass_on)
         num_pages = ranks.agree(loaded.revision, pages_that_fit(config, loaded, device, hooks))
         pools = make_pages(num_pages, config, loaded, device)
         config = resolved(config, loaded, pools.first)
@@ -162,7 +162,7 @@ class Engine:
         stores = StoreConfig(
             config.kv_stores, config.kv_secret_file, info.fingerprint, heads, ranks.memories
         )
-        mover = ranks.mover if config.tp > 1 else None
+        mover = ranks.mover if config.ranks > 1 else None
         widths, adapters = widths_of(config, own), adapters_of(config, loaded)
         scheduler = scheduler_of(config, pools, sampler, hooks, stores, mover, widths, adapters)
         loop = StepLoop(scheduler, executor, profiler)
@@ -285,7 +285,7 @@ class Engine:
 def _ranks(config: EngineConfig, beside: str) -> Ranks:
     """The other ranks, not started yet."""
     try:
-        return NoRanks() if config.tp == 1 else HostRanks(config, beside)
+        return NoRanks() if config.ranks == 1 else HostRanks(config, beside)
     except OSError as error:
         raise EngineError(f"no rank can be started: {error}") from error
 

@@ -65,6 +65,8 @@ class FailureReason(enum.Enum):
     """The grammar of its output needs more fuel than it has, or leaves no token to draw."""
     HOOK = "hook"
     """A hook that it needs has failed."""
+    BEAMS = "beams"
+    """It searches with beams, and the model has several stages."""
     ADAPTER = "adapter"
     """Its adapter is not here."""
     EXTENSION = "extension"

@@ -40,7 +40,7 @@ from router import errors, jobs
 from router.dispatch import merge
 from router.dispatch.clocks import Clocks
 from router.dispatch.job_run import JobRun
-from router.dispatch.refusals import extension_refused
+from router.dispatch.refusals import beams_refused, extension_refused
 from router.quotas import Quotas
 from worker_base.messages import (
     end_reason_message,
@@ -137,6 +137,8 @@ class _Running:
                 return errors.hook_failed(event.hook)
             case FailureReason.EXTENSION:
                 return extension_refused(event.hook)
+            case FailureReason.BEAMS:
+                return beams_refused()
             case FailureReason.ADAPTER:
                 return errors.model_not_found(self.run.job.model.name)
             case FailureReason.INTERNAL:

@@ -30,7 +30,7 @@ def build(settings: WorkerSettings, stack: ExitStack) -> Engine:
     with model_progress() as fetching:
         settings = with_model_found(settings, fetching)
     stack.enter_context(
-        claimed_for(settings.device, settings.gpu_slots_dir, settings.name, settings.tp)
+        claimed_for(settings.device, settings.gpu_slots_dir, settings.name, settings.ranks)
     )
     with loading_progress(terminal(settings.log_format)) as loading:
         return Engine.build(engine_config(settings), loading)

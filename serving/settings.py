@@ -95,6 +95,7 @@ def _receiver(value: str) -> str:
 Address = Annotated[str, AfterValidator(_host_and_port)]
 OtlpEndpoint = Annotated[str, AfterValidator(_receiver)]
 Words = Annotated[tuple[str, ...], BeforeValidator(_split)]
+Numbers = Annotated[tuple[int, ...], BeforeValidator(_split)]
 Addresses = Annotated[tuple[Address, ...], BeforeValidator(_split)]
 Advertised = Annotated[str, AfterValidator(_own_or_other)]
 

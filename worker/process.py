@@ -69,7 +69,9 @@ def main(settings: WorkerSettings) -> int:
         keep_data_plane_local()
     try:
         with (
-            claimed_for(settings.device, settings.gpu_slots_dir, settings.name, settings.tp) as gpu,
+            claimed_for(
+                settings.device, settings.gpu_slots_dir, settings.name, settings.ranks
+            ) as gpu,
             RouterAddresses(settings.routers) as routers,
         ):
             if gpu:

@@ -36,7 +36,7 @@ from kv_transfer.events import TransferEvent
 from kv_transfer.ranks.build import Others, group_transport
 from kv_transfer.thread import TransferThread
 from kv_transfer.transports.factory import FETCHED_BY
-from kv_transfer.types import Endpoint, KvTransport, PageGroup
+from kv_transfer.types import Endpoint, KvTransport, PageGroup, TransportError
 from prefill_service.pooling import PoolService
 from prefill_service.service import PrefillService
 from serving.admin import AdminServer
@@ -118,7 +118,7 @@ class Worker:
             self.metrics.watch_hooks(engine.load)
         if engine.load().speculation is not None:
             self.metrics.watch_drafts(engine.load)
-        if settings.tp > 1:
+        if settings.ranks > 1:
             self.metrics.watch_ranks(engine.ranks)
         self.services = self._make_services()
         self.services.peers.held_against = self.services.peers_to_avoid
@@ -240,13 +240,15 @@ class Worker:
     def _watch_gpus(self) -> None:
         device = self.engine.pool.device
         if device.type == "cuda":
-            others = (device_of(device.type, rank) for rank in range(1, self.settings.tp))
+            others = (device_of(device.type, rank) for rank in range(1, self.settings.ranks))
             gpus = [device, *others]
             uuids = [torch.cuda.get_device_properties(gpu).uuid for gpu in gpus]
             self.metrics.watch_gpus([gpu_reader(f"GPU-{uuid}") for uuid in uuids])
 
     def _make_transport(self) -> KvTransport:
         engine = self.engine
+        if self.settings.pp > 1:
+            raise TransportError("ranks_mismatch", "pages of several stages are not handed off yet")
         return group_transport(
             self.settings.debug.transport,
             self.agent_name,
@@ -338,7 +340,7 @@ class Worker:
     @property
     def _why_no_fetch(self) -> str:
         """Why this worker neither gets pages from others nor gives them; empty if it does."""
-        if self.settings.tp > 1:
+        if self.settings.ranks > 1:
             return RANKS
         return "" if self.settings.debug.transport in FETCHED_BY else TRANSPORT
 

@@ -35,6 +35,7 @@ from serving.settings import (
     Address,
     Addresses,
     Advertised,
+    Numbers,
     OtlpEndpoint,
     Words,
 )
@@ -64,6 +65,9 @@ class WorkerDebug(BaseModel):
     load_format: LoadFormat = _ENGINE.load_format
     """Sets the format of the weights. `dummy` draws random weights, always the same, to measure
     speed without a checkpoint."""
+    pp_layers: Numbers = _ENGINE.pp_layers
+    """Lists the layers of each of `pp` stages, with commas between, the first stage first. Empty:
+    stages are about equally large, with embedding and head."""
     attention: Attention = _ENGINE.attention
     """Chooses the attention kernels: FlashAttention-3 or -2, Baton's own in Triton, or torch's.
     `auto` takes the best that runs here and logs the reason. FlashAttention-2 needs pages of 256
@@ -183,6 +187,10 @@ class WorkerSettings(BaseModel):
     """Divides the model among so many ranks (tensor parallelism), processes of this host that run
     each step together. On GPUs each has one. It must divide the model's heads and feed-forward
     width. It may differ between prefill and decode workers."""
+    pp: int = Field(default=_ENGINE.pp, ge=1, le=MOST_RANKS)
+    """Divides the model's layers among so many stages (pipeline parallelism), of `tp` ranks each.
+    They run different steps at the same time: more prompts a second, and each token as late as with
+    one stage. On CPUs for now. It may differ between prefill and decode workers."""
     gpu_slots_dir: str = ""
     """Names a folder that all workers of this host share: each claims a GPU for each of its ranks,
     by lock files in it. Empty: `device` chooses the GPU."""
@@ -263,6 +271,11 @@ class WorkerSettings(BaseModel):
     """Holds rarely needed settings: the table `[worker.debug]`."""
 
     @property
+    def ranks(self) -> int:
+        """Ranks of all stages."""
+        return self.pp * self.tp
+
+    @property
     def kv_host_bytes(self) -> int:
         """`kv_host_gib` in bytes."""
         return int(self.kv_host_gib * (1 << 30))
@@ -308,12 +321,16 @@ class WorkerSettings(BaseModel):
 
     @model_validator(mode="after")
     def _check_ranks(self) -> WorkerSettings:
-        if self.tp == 1:
+        if self.ranks == 1:
             return self
         if self.debug.transport == "nccl":
-            raise ValueError("transport nccl cannot serve several ranks; use nixl, or tp 1")
+            raise ValueError(
+                "transport nccl cannot serve several ranks; use nixl, or tp 1 and pp 1"
+            )
         if self.device.startswith("cuda:"):
-            raise ValueError("device cuda:N names one GPU for several ranks; use cuda, or tp 1")
+            raise ValueError(
+                "device cuda:N names one GPU for several ranks; use cuda, or tp 1 and pp 1"
+            )
         return self
 
     @model_validator(mode="after")

@@ -64,6 +64,7 @@ _FAILURE_REASONS: Final = {
     FailureReason.STRUCTURE: worker_pb2.FAILURE_REASON_STRUCTURE,
     FailureReason.HOOK: worker_pb2.FAILURE_REASON_HOOK,
     FailureReason.EXTENSION: worker_pb2.FAILURE_REASON_EXTENSION,
+    FailureReason.BEAMS: worker_pb2.FAILURE_REASON_BEAMS,
     FailureReason.ADAPTER: worker_pb2.FAILURE_REASON_ADAPTER,
 }
 

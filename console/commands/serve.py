@@ -106,6 +106,12 @@ RanksOption = Annotated[
 RoleRanksOption = Annotated[
     int | None, typer.Option(min=1, help="Ranks of each worker of this role, if they differ.")
 ]
+StagesOption = Annotated[
+    int, typer.Option(min=1, help="Stages of each worker, of `--tp` ranks each, for its layers.")
+]
+RoleStagesOption = Annotated[
+    int | None, typer.Option(min=1, help="Stages of each worker of this role, if they differ.")
+]
 KeyOption = Annotated[
     str | None,
     typer.Option(
@@ -116,6 +122,12 @@ KeyOption = Annotated[
 ]
 
 
+TraceOption = Annotated[
+    bool, typer.Option(help="Keep the latest traces in the first router: `baton trace` draws them.")
+]
+PoolOption = Annotated[
+    float | None, typer.Option(min=0, help="Memory of each worker's KV pool, GiB.")
+]
 DrainOption = Annotated[
     float, typer.Option(min=0, help="Seconds that running requests get after Ctrl-C.")
 ]
@@ -140,11 +152,11 @@ def up_command(
     tp: RanksOption = 1,
     prefill_tp: RoleRanksOption = None,
     decode_tp: RoleRanksOption = None,
+    pp: StagesOption = 1,
+    prefill_pp: RoleStagesOption = None,
+    decode_pp: RoleStagesOption = None,
     device: DeviceOption = "auto",
-    trace: Annotated[
-        bool,
-        typer.Option(help="Keep the latest traces in the first router: `baton trace` draws them."),
-    ] = True,
+    trace: TraceOption = True,
     host: HostOption = None,
     api_key: KeyOption = None,
     chat_template: Annotated[
@@ -153,9 +165,7 @@ def up_command(
     port: Annotated[int | None, Port] = None,
     http_port: Annotated[int | None, Port] = None,
     admin_port: Annotated[int | None, Port] = None,
-    kv_memory_gib: Annotated[
-        float | None, typer.Option(min=0, help="Memory of each worker's KV pool, GiB.")
-    ] = None,
+    kv_memory_gib: PoolOption = None,
     drain_s: DrainOption = 30.0,
     certs: CertsOption = "",
 ) -> None:
@@ -182,6 +192,8 @@ def up_command(
         routers=routers,
         tp=tp,
         tp_of={Role.PREFILL: prefill_tp, Role.DECODE: decode_tp},
+        pp=pp,
+        pp_of={Role.PREFILL: prefill_pp, Role.DECODE: decode_pp},
         device=device,
         trace=trace,
         host=host or host_of(listen),

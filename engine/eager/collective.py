@@ -104,12 +104,15 @@ class GlooCollective(GroupCollective):
 
     def join(self, store: Path) -> None:
         """See `GroupCollective`."""
-        options = _dist.ProcessGroupGloo._Options()
-        device = _dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)
-        options._devices = [device]
-        options._timeout = timedelta(seconds=LONGEST_S)
-        file = _dist.FileStore(str(store), self.size)
-        self._group = _dist.ProcessGroupGloo(file, self.rank, self.size, options)
+        self._group = gloo_group(store, self.rank, self.size)
+
+
+def gloo_group(store: Path, rank: int, size: int) -> Any:
+    """A group of gloo's, with those who have the same store. Blocks until all have come."""
+    options = _dist.ProcessGroupGloo._Options()
+    options._devices = [_dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    options._timeout = timedelta(seconds=LONGEST_S)
+    return _dist.ProcessGroupGloo(_dist.FileStore(str(store), size), rank, size, options)
 
 
 def _nothing(*_: Float64s) -> None:

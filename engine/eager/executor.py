@@ -57,7 +57,7 @@ class TorchExecutor:
         steps = self.steps
         plan = steps.prepare(plan)
         if plan.num_tokens == 0:
-            steps.end()
+            steps.end_without_tokens()
             return self._with_failures(_empty_result())
         hidden = steps.forward(plan)
         spoilt = steps.spoilt()

@@ -3,7 +3,8 @@
 The token table holds the last token of every slot on the device, so a step can be launched before
 the host has read the tokens of the one before.
 
-Every step ends in a collective. So when a step has ended on rank 0, all ranks have stored its KV.
+Every step ends in a collective of each stage, and stages take from those before them. So when a
+step has ended on rank 0, all ranks have stored its KV.
 """
 
 from __future__ import annotations
@@ -207,6 +208,17 @@ class TorchSteps:
         assert self._verifier is not None, "drafts are verified here"
         tables, slots = self._verifier.tables, self._upload(plan.sample_slots)
         return tables.drafts[slots], tables.ready[slots]
+
+    @property
+    def draws(self) -> bool:
+        """Whether this rank is of the stage that has logits."""
+        return self.model.shard.is_last
+
+    def end_without_tokens(self) -> None:
+        """Ends a step that computes nothing."""
+        if isinstance(self.model, Model):
+            self.model.pass_on()
+        self.end()
 
     def end(self) -> None:
         """Ends a step that samples nothing."""

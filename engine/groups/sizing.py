@@ -94,13 +94,25 @@ def sequence_bytes(tokens: int, specs: Sequence[GroupSpec], page_size: int) -> i
     )
 
 
-def bytes_of_groups(num_pages: int, specs: Sequence[GroupSpec], bounds: Bounds) -> int:
-    """Bytes of all groups, over all ranks once, if group 0 has `num_pages`."""
+def bytes_of_groups(
+    num_pages: int,
+    specs: Sequence[GroupSpec],
+    bounds: Bounds,
+    share: Sequence[GroupSpec] | None = None,
+) -> int:
+    """Bytes of all groups if group 0 has `num_pages`: over all ranks once, or of the rank that has
+    this share of them."""
     counts = pages_of_groups(num_pages, specs, bounds)
-    return sum(count * spec.page_bytes for count, spec in zip(counts, specs, strict=True))
+    return sum(count * spec.page_bytes for count, spec in zip(counts, share or specs, strict=True))
 
 
-def pages_within(size: int, specs: Sequence[GroupSpec], bounds: Bounds, beside: int = 0) -> int:
+def pages_within(
+    size: int,
+    specs: Sequence[GroupSpec],
+    bounds: Bounds,
+    beside: int = 0,
+    share: Sequence[GroupSpec] | None = None,
+) -> int:
     """The most pages of group 0 with which all groups fit into `size` bytes.
 
     Args:
@@ -108,11 +120,12 @@ def pages_within(size: int, specs: Sequence[GroupSpec], bounds: Bounds, beside: 
         specs: the groups, group 0 first.
         bounds: bounds of the engine.
         beside: bytes that come on top for each page of group 0.
+        share: the part of the groups whose bytes count; None: all.
     """
-    low, high = 0, max(0, size // (specs[0].page_bytes + beside))
+    low, high = 0, max(0, size // ((share or specs)[0].page_bytes + beside))
     while low < high:
         middle = (low + high + 1) // 2
-        if bytes_of_groups(middle, specs, bounds) + middle * beside <= size:
+        if bytes_of_groups(middle, specs, bounds, share) + middle * beside <= size:
             low = middle
         else:
             high = middle - 1

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
 from engine.step.plan import StepPlan
 
@@ -32,15 +32,8 @@ LEARNT: Final = 0.1
 long, and an arriving request waits longer (`bench/README.md`)."""
 
 
-class LaunchPacer:
-    """Computes the time for the next launch. It is told of every settled step, in order."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._recent_s: tuple[float, float] = (0.0, 0.0)
-        """Durations of the last two decode steps, seconds."""
-        self.lead_s = 0.0
-        """How long before the end of a decode step the next one is prepared, seconds."""
+class Pacer(Protocol):
+    """Says when the next step is launched. It is told of every settled step, in order."""
 
     def wait_s(self, in_flight: StepPlan, began: float, prompts_s: float) -> float:
         """Seconds until the step behind `in_flight` should be prepared; 0: now.
@@ -50,11 +43,11 @@ class LaunchPacer:
             began: time at which the device began it, by this clock.
             prompts_s: usual duration of its prompts, seconds; 0 while unknown.
         """
-        if in_flight.only_decodes:
-            due = began + min(self._recent_s) - self.lead_s
-        else:
-            due = began + NEARLY * prompts_s
-        return max(0.0, due - self._clock())
+        ...
+
+    def holds(self, in_flight: StepPlan) -> bool:
+        """Whether the step is about to end once another one is launched behind it."""
+        ...
 
     def settled(self, plan: StepPlan, step_s: float, idle_s: float = 0.0) -> None:
         """The step is done.
@@ -65,6 +58,48 @@ class LaunchPacer:
             idle_s: the device then waited so long for a step that was launched behind it; 0 or less
                 if that was there before.
         """
+        ...
+
+
+class Unpaced:
+    """Steps are launched as soon as there are some: how many may be in flight is their pace."""
+
+    def wait_s(self, in_flight: StepPlan, began: float, prompts_s: float) -> float:
+        """See `Pacer`."""
+        return 0.0
+
+    def holds(self, in_flight: StepPlan) -> bool:
+        """See `Pacer`."""
+        return False
+
+    def settled(self, plan: StepPlan, step_s: float, idle_s: float = 0.0) -> None:
+        """See `Pacer`."""
+
+
+class LaunchPacer:
+    """Computes the time for the next launch."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._recent_s: tuple[float, float] = (0.0, 0.0)
+        """Durations of the last two decode steps, seconds."""
+        self.lead_s = 0.0
+        """How long before the end of a decode step the next one is prepared, seconds."""
+
+    def wait_s(self, in_flight: StepPlan, began: float, prompts_s: float) -> float:
+        """See `Pacer`."""
+        if in_flight.only_decodes:
+            due = began + min(self._recent_s) - self.lead_s
+        else:
+            due = began + NEARLY * prompts_s
+        return max(0.0, due - self._clock())
+
+    def holds(self, in_flight: StepPlan) -> bool:
+        """See `Pacer`."""
+        return in_flight.only_decodes
+
+    def settled(self, plan: StepPlan, step_s: float, idle_s: float = 0.0) -> None:
+        """See `Pacer`."""
         if not plan.only_decodes:
             return
         self._recent_s = (self._recent_s[1], step_s)

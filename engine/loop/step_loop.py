@@ -1,12 +1,12 @@
 """The step loop repeats `receive -> admit -> plan -> launch -> settle(previous)`.
 
 One step is always in flight while the host settles the one before it. The next is launched shortly
-before the one in flight ends (`engine.loop.pacing`). The loop waits for its queue alone, but for
-a short sleep that lets other threads run. Others post commands there, and a step that has ended
-posts its end. Requests that arrive while the
-loop waits get slots and pages at once. Between a launch and the end of a decode step before it,
-commands are kept, so that tokens do not wait for them. Only the loop touches the scheduler. Others
-use `post` and read `load`.
+before the one in flight ends (`engine.loop.pacing`); through several stages as soon as it is known
+(`engine.step.lanes`). The loop waits for its queue alone, but for a short sleep that lets other
+threads run. Others post commands there, and a step that has ended posts its end. Requests that
+arrive while the loop waits get slots and pages at once. Between a launch and the end of a decode
+step before it, commands are kept, so that tokens do not wait for them. Only the loop touches the
+scheduler. Others use `post` and read `load`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from engine.adapters.types import Adapter
 from engine.bounds import PromptLimits
 from engine.loop.load import load_of
-from engine.loop.pacing import LaunchPacer
+from engine.loop.pacing import LaunchPacer, Pacer, Unpaced
 from engine.loop.profiling import StepProfiler
 from engine.loop.rates import StepRates
 from engine.loop.sinks import hand_out
@@ -98,7 +98,7 @@ class StepLoop:
         # Not a SimpleQueue: its timed `get` never ends if the time is up before it begins to wait.
         self._commands: queue.Queue[Command | _Flight] = queue.Queue()
         self._flights: deque[_Flight] = deque()
-        """Steps launched and not settled, oldest first: at most two."""
+        """Steps launched and not settled, oldest first: at most `Lanes.flights`."""
         self._held: deque[Command] = deque()
         """Commands that came when a step was about to end. They run when its tokens are out."""
         self._stopping = False
@@ -107,7 +107,7 @@ class StepLoop:
         self._thread = threading.Thread(target=self._run, name="baton-step-loop", daemon=True)
         self._filler = MaskFiller()
         self._rates = StepRates()
-        self._pacer = LaunchPacer()
+        self._pacer: Pacer = Unpaced() if scheduler.lanes.waits else LaunchPacer()
         self._slow = SlowSteps(self.profiler.verb)
         self._progress = 0
         scheduler.tiers.wakes(lambda: self.post(_nothing))
@@ -234,12 +234,12 @@ class StepLoop:
         self._receive(0.0)
 
     def _settle_previous(self, *, launched: bool) -> None:
-        """Waits for the end of the oldest step and settles it. If nothing could be launched behind
-        the step and a command comes, the step stays in flight, since there may be work now."""
-        has_previous = len(self._flights) > launched
-        if has_previous:
-            flight = self._flights[0]
-            if launched and flight.plan.only_decodes:
+        """Settles the oldest step, and waits for its end if no further one can be in flight. If
+        nothing could be launched behind it and a command comes, there may be work now."""
+        is_full = len(self._flights) >= self._scheduler.lanes.flights
+        flight = self._flights[0] if self._flights else None
+        if flight is not None and (is_full or not launched or flight.ended):
+            if launched and self._pacer.holds(flight.plan):
                 self._hold_until_end(flight)
             self._receive_beside(flight, until_due=False, until_work=not launched)
             if flight.ended:

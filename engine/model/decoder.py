@@ -1,7 +1,7 @@
 """The decoder of all families. It knows features (`engine.model.config`), and no names.
 
 One of several ranks holds its part of the weights (`engine.model.shard`). Behind mixers and
-feed-forwards the ranks add up.
+feed-forwards the ranks of a stage add up. Behind its last layer a stage hands on what it made.
 
 Shapes: T tokens of a step, H hidden size.
 """
@@ -27,10 +27,11 @@ from engine.model.places import Place, of_linear, of_norm, plain
 from engine.model.precision.base import Format, Kernels, WeightSlice, parameter
 from engine.model.precision.choice import Precision
 from engine.model.precision.packing import pack, product
-from engine.model.region import Region
+from engine.model.region import Range, Region
 from engine.model.shard import Shard
 from engine.step.attention import AttentionSpec, Specs, StepAttention
 from engine.step.collective import Alone, Collective
+from engine.step.stages import OneStage, Stages
 
 ALL = Shard()
 """The whole model."""
@@ -226,6 +227,7 @@ class Model(nn.Module):
         precision: Precision | None = None,
         shard: Shard = ALL,
         collective: Collective | None = None,
+        stages: Stages | None = None,
     ) -> None:
         super().__init__()
         precision = precision or Precision(device, dtype)
@@ -233,33 +235,44 @@ class Model(nn.Module):
         """Config of the whole model, not of a rank's part."""
         self.shard = shard
         self.collective = collective or Alone()
-        hidden = config.hidden_size
-        self.embedding = parameter((config.vocab_size, hidden), dtype, device)
+        self.stages = stages or OneStage()
+        rows = config.vocab_size if shard.is_first else 0
+        self.embedding = parameter((rows, config.hidden_size), dtype, device)
+        """[vocab, H]. No rows in stages that do not embed."""
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self.ropes = Ropes((each.rope for each in config.mixers), device)
         build = Build(dtype, device, precision, shard, self.collective)
         self.inputs = None
         if config.layer_inputs is not None:
             self.inputs = Inputs(config, config.layer_inputs, build)
-        layers = [Layer(config, index, build) for index in range(config.num_layers)]
-        self.layers = nn.ModuleList(layers)
+        own = filter(shard.has_layer, range(config.num_layers))
+        self.layers = nn.ModuleList(Layer(config, index, build) for index in own)
         self.norm = _norm_of(config, build)
         self.head = self._head(dtype, device)
 
     def _head(self, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-        """Memory of the head's rows, which a tied one shares with the embedding."""
+        """Memory of the head's rows, which a tied one shares with the embedding of its stage. No
+        rows in other stages than the last."""
         rows = self.shard.vocab(self.config)
-        if not self.config.tie_embeddings:
-            return parameter((rows.size, self.config.hidden_size), dtype, device)
-        if self.shard.count == 1:
+        if not self.shard.is_last:
+            rows = Range(0, 0)
+        elif self.shares_head and self.shard.count == 1:
             return self.embedding
-        return nn.Parameter(self.embedding[rows.slice], requires_grad=False)
+        elif self.shares_head:
+            return nn.Parameter(self.embedding[rows.slice], requires_grad=False)
+        return parameter((rows.size, self.config.hidden_size), dtype, device)
+
+    @property
+    def shares_head(self) -> bool:
+        """Whether the head is the embedding of the same stage."""
+        return self.config.tie_embeddings and self.shard.is_first
 
     @property
     def attention_specs(self) -> Specs:
-        """Attention of each layer."""
+        """Attention of each layer of the model; those of other stages have none here."""
         layers = cast("list[Layer]", list(self.layers))
-        return tuple(layer.attention_spec for layer in layers)
+        own = {layer.index: layer.attention_spec for layer in layers}
+        return tuple(own.get(index, NO_ATTENTION) for index in range(self.config.num_layers))
 
     @property
     def linears(self) -> list[Linear]:
@@ -276,7 +289,7 @@ class Model(nn.Module):
             kernels: products of the device; None: PyTorch's.
         """
         finish_products(self, kernels)
-        if kernels is None:
+        if kernels is None and self.shard.is_last:
             self.head = pack(self.head)
 
     def forward(
@@ -286,11 +299,12 @@ class Model(nn.Module):
         attention: StepAttention,
         tapped: Tapped | None = None,
     ) -> Tensor:
-        """[T] ids at [T] positions -> [T, H], after the last norm.
+        """[T] ids at [T] positions -> [T, H], after the last norm; in other stages than the last
+        what is handed on.
 
         `attention.begin` must have been called for this step. `tapped` takes its layers' inputs.
         """
-        x = self.embed(token_ids)
+        x = self.entry(token_ids)
         inputs = None if self.inputs is None else self.inputs(token_ids, x)
         step = Step(self.ropes(positions, x.dtype), attention, {}, inputs)
         wanted = () if tapped is None else tapped.layers
@@ -298,8 +312,28 @@ class Model(nn.Module):
             if tapped is not None and index in wanted:
                 tapped.found[index] = x
             x = x if layer is None else layer(x, step)
+        if not self.shard.is_last:
+            self.stages.send(x)
+            return x
         normed: Tensor = self.norm(x)
         return normed
+
+    def entry(self, token_ids: Tensor) -> Tensor:
+        """[T] -> [T, H]: what enters the first layer of the stage."""
+        if self.shard.is_first:
+            return self.embed(token_ids)
+        return self.stages.receive(self._room(len(token_ids)))
+
+    def pass_on(self) -> None:
+        """Takes part in a step without tokens."""
+        x = self._room(1)
+        if not self.shard.is_first:
+            x = self.stages.receive(x)
+        if not self.shard.is_last:
+            self.stages.send(x)
+
+    def _room(self, rows: int) -> Tensor:
+        return self.embedding.new_zeros(rows, self.config.hidden_size)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T] -> [T, H], scaled by a factor that is rounded to the model's dtype."""

@@ -34,10 +34,10 @@ from engine.model.places import Check as Check
 from engine.model.precision.base import Format
 from engine.model.precision.choice import Precision
 from engine.model.precision.formats import read_format
-from engine.model.ranks import check_ranks
+from engine.model.ranks import check_ranks, staged
 from engine.model.region import Range
 from engine.model.shard import Shard
-from engine.model.sources import Dummy, Safetensors, Source
+from engine.model.sources import Dummy, Safetensors, Source, locate
 from engine.model.wrapped import loading as wrapped
 from engine.model.wrapped.decoder import WrappedModel
 from engine.model.wrapped.loading import Outline, outline
@@ -50,6 +50,7 @@ from engine.pooling.checkpoint import (
     score_head,
 )
 from engine.step.collective import Collective
+from engine.step.stages import Stages
 
 log = logging.getLogger("baton.engine")
 
@@ -95,6 +96,8 @@ def load_model(
     progress: Progress | None = None,
     shard: Shard = ALL,
     collective: Collective | None = None,
+    stages: Stages | None = None,
+    stage_layers: tuple[int, ...] = (),
 ) -> LoadedModel:
     """Builds the model, or a rank's part of it, and fills in its weights.
 
@@ -114,7 +117,9 @@ def load_model(
         progress: called with ("weights", tensors done, tensors in all).
         shard: the part that is loaded. Nothing else of the weights is kept or read, but the ends of
             each tensor for the revision, which does not depend on it.
-        collective: sums up with the ranks that hold the other parts.
+        collective: sums up with the ranks that hold the other parts of a stage.
+        stages: hands hidden states on.
+        stage_layers: layers of each stage, the first one first; empty: stages are equally large.
 
     Raises:
         UnsupportedModelError: the engine does not support this model, or not so many ranks.
@@ -122,10 +127,11 @@ def load_model(
     """
     if load_format not in LOAD_FORMATS:
         raise ModelError(f"load format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
-    folder, gguf = _locate(path, load_format)
+    folder, gguf = locate(path, load_format)
     pools, is_dummy = _pools(folder), load_format == "dummy"
     reporting = accepts, check, progress
-    load = Load(dtype, device, is_dummy, seed, quantization, *reporting, shard, collective)
+    how = dtype, device, is_dummy, seed, quantization
+    load = Load(*how, *reporting, shard, collective, stages, stage_layers)
     if gguf is not None:
         if model_impl == "transformers":
             raise UnsupportedModelError("GGUF files are not read through transformers' own code")
@@ -134,14 +140,24 @@ def load_model(
     chosen = choose(folder, model_impl, dtype, max_context_tokens)
     if isinstance(chosen, ModelConfig):
         return _load_native(folder, chosen, load, pools)
-    if accepts is not None:
+    _check_wrapped(load)
+    found, own = wrapped.load(folder, chosen, load), chosen.config
+    defaults = PoolingDefaults(pools.kind, pools.normalise, own.hidden_size)
+    return LoadedModel(found.model, own, found.revision, str(folder), found.precision, defaults)
+
+
+def _check_wrapped(load: Load) -> None:
+    """Refuses what transformers' own code has not."""
+    if load.accepts is not None:
         raise UnsupportedModelError(
             "a draft head reads what enters some layers, and transformers' own code runs this"
             " model: set speculation to suffix, or to off"
         )
-    found, own = wrapped.load(folder, chosen, load), chosen.config
-    defaults = PoolingDefaults(pools.kind, pools.normalise, own.hidden_size)
-    return LoadedModel(found.model, own, found.revision, str(folder), found.precision, defaults)
+    if load.shard.stages > 1:
+        raise UnsupportedModelError(
+            f"pp {load.shard.stages} cannot be set: transformers' own code runs this model, and its"
+            " layers are not divided among stages"
+        )
 
 
 def _load_native(
@@ -160,17 +176,23 @@ def _load_native(
     check_ranks(config, precision, load.shard.count)
     if load.accepts is not None:
         load.accepts(config)
+    shard, every = load.shard, None
+    if shard.stages > 1:
+        all_layers = Shard(shard.rank, shard.count)
+        every = Model(config, dtype, torch.device("meta"), precision, all_layers)
+        shard = staged(every, shard, load.stage_layers)
     if load.check is not None:
-        load.check(_weights(config, dtype, precision, load.shard))
-    model = Model(config, dtype, device, precision, load.shard, load.collective)
+        load.check(_weights(config, dtype, precision, shard))
+    model = Model(config, dtype, device, precision, shard, load.collective, load.stages)
     precision.log_widened()
     if load.dummy or source is None:
-        places = list(_places(model, None, ()))
-        source = Dummy(_shapes(places), load.seed, dtype, device)
+        whole = list(_places(every or model, None, ()))
+        source, form = Dummy(_shapes(whole), load.seed, dtype, device), None
     else:
-        places = list(_places(model, form, source.headers))
-        _check(places, source, form, config)
-    revision = fill(places, source, asdict(config), load.progress)
+        whole = list(_places(every or model, form, source.headers))
+        _check(whole, source, form, config)
+    places = whole if every is None else list(_places(model, form, source.headers))
+    revision = fill(places, source, asdict(config), load.progress, whole)
     loaded = LoadedModel(model, config, revision, str(folder), precision.name)
     return _with_pooling(loaded, pools, source, generates=generates)
 
@@ -259,36 +281,6 @@ def _with_pooling(
     return replace(loaded, revision=revision, pooling=defaults, score_head=found)
 
 
-# -- finding ------------------------------------------------------------------------------------
-
-
-def _locate(name: str, load_format: str) -> tuple[Path, Path | None]:
-    """The folder, and the GGUF file to read, if any."""
-    path = Path(name).expanduser()
-    if path.is_file():
-        if load_format == "safetensors":
-            raise ModelError(f"{path} is a file: safetensors are read from a folder")
-        return path.parent, path
-    if not path.is_dir():
-        raise ModelError(f"there is no {path}")
-    files = sorted(path.glob("*.gguf")) if _wants_gguf(path, load_format) else []
-    if load_format == "gguf" and not files:
-        raise ModelError(f"{path} holds no GGUF file")
-    if len(files) > 1:
-        names = ", ".join(file.name for file in files[:3])
-        raise ModelError(f"{path} holds {len(files)} GGUF files ({names}): name one of them")
-    return path, files[0] if files else None
-
-
-def _wants_gguf(folder: Path, load_format: str) -> bool:
-    if load_format == "auto":
-        return not any(folder.glob("*.safetensors"))
-    # Dummy weights need only a config.
-    return load_format == "gguf" or (
-        load_format == "dummy" and not (folder / "config.json").is_file()
-    )
-
-
 # -- places of a checkpoint's tensors -----------------------------------------------------------
 
 
@@ -299,11 +291,12 @@ def _places(model: Model, form: Format | None, there: Collection[str]) -> Iterat
     embedding, head = _ends(config)
     if config.tie_embeddings and embedding not in there and head in there:
         embedding = head  # One of the two is enough, whichever it is.
-    yield plain(embedding, model.embedding)
+    if shard.is_first:
+        yield plain(embedding, model.embedding)
     yield of_norm(f"{config.body}.{config.last_norm}", model.norm)
-    if not config.tie_embeddings:
-        rows = shard.vocab(config)
-        yield plain(head, model.head, rows, whole=config.vocab_size)
+    if shard.is_last and not model.shares_head:
+        name = embedding if config.tie_embeddings else head
+        yield plain(name, model.head, shard.vocab(config), whole=config.vocab_size)
     if model.inputs is not None:
         yield from model.inputs.places(form, shard)
     for layer in model.layers:

@@ -20,6 +20,7 @@ from engine.model.region import Range
 from engine.model.shard import Shard
 from engine.model.sources import Source
 from engine.step.collective import Collective
+from engine.step.stages import Stages
 
 FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of tensors that are not quantised."""
@@ -46,6 +47,8 @@ class Load(NamedTuple):
     progress: Progress | None
     shard: Shard
     collective: Collective | None
+    stages: Stages | None
+    stage_layers: tuple[int, ...]
 
 
 class Place(NamedTuple):
@@ -159,35 +162,37 @@ def fill(
     source: Source,
     stated: Mapping[str, object],
     progress: Progress | None,
+    whole: Sequence[Place] = (),
 ) -> str:
     """Reads all tensors, one at a time.
 
     Args:
-        places: of a model.
+        places: of a model, or of a stage of it.
         source: the checkpoint.
         stated: what else makes the model what it is.
         progress: called with ("weights", places done, places in all).
+        whole: the places of all stages, if there are several: the revision is that of the model.
 
     Returns:
         The revision: a digest of what is stated, and of the first and last row of each tensor.
     """
-    text = json.dumps(stated, sort_keys=True, default=str)
-    digest = hashlib.sha256(text.encode())
-    seen: set[str] = set()
+    ends: dict[str, Tensor] = {}
 
     def get(name: str, *where: Range) -> Tensor:
-        tensor, ends = _read(source, name, where)
-        if name in seen:  # Of one that is cut into several parts, as some ranks do.
-            return tensor
-        seen.add(name)
-        digest.update(name.encode())
-        digest.update(ends.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        tensor, own = _read(source, name, where)
+        ends.setdefault(name, own.cpu())  # One may be cut into several parts, as some ranks do.
         return tensor
 
     for done, place in enumerate(places, 1):
         place.fill(get)
         if progress:
             progress("weights", done, len(places))
+    text = json.dumps(stated, sort_keys=True, default=str)
+    digest = hashlib.sha256(text.encode())
+    for name in dict.fromkeys(name for place in whole or places for name in place.specs):
+        own = ends[name] if name in ends else _ends_of(source, name).cpu()
+        digest.update(name.encode())
+        digest.update(own.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -198,11 +203,19 @@ def _read(source: Source, name: str, where: tuple[Range, ...]) -> tuple[Tensor, 
         tensor = source.read(name)
         ends = torch.stack([_row(tensor, end) for end in (0, -1)])
         return tensor, ends if tensor.dim() else ends[:1]
+    return source.read(name, *where), _ends_of(source, name)
+
+
+def _ends_of(source: Source, name: str) -> Tensor:
+    """The first and last row of a tensor."""
+    shape = source.headers[name].shape
+    if not shape:
+        return source.read(name).reshape(1)
     rows = []
     for last in (False, True):
         first = [size - 1 if last else 0 for size in shape[:-1]] or [shape[0] - 1 if last else 0]
         rows.append(_row(source.read(name, *(Range(at, at + 1) for at in first)), 0))
-    return source.read(name, *where), torch.stack(rows)
+    return torch.stack(rows)
 
 
 def _row(tensor: Tensor, end: int) -> Tensor:

@@ -1,8 +1,13 @@
-"""Which numbers of ranks can share a model."""
+"""Which numbers of ranks can share a model, and which layers each stage has."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import accumulate
+
+from torch import Tensor, nn
 
 from engine.bounds import MOST_RANKS
 from engine.model.config import (
@@ -14,9 +19,12 @@ from engine.model.config import (
     ModelConfig,
     UnsupportedModelError,
 )
+from engine.model.decoder import Model
+from engine.model.mixers.config import AttentionConfig
 from engine.model.mixers.kinds import parts_of
 from engine.model.precision.base import WeightSlice
 from engine.model.precision.choice import Precision
+from engine.model.region import Range
 from engine.model.shard import Shard
 
 
@@ -51,6 +59,79 @@ def _obstacle(config: ModelConfig, precision: Precision, count: int) -> str:
         if cut := _cut(part, precision):
             return cut
     return ""
+
+
+def staged(model: Model, shard: Shard, asked: Sequence[int] = ()) -> Shard:
+    """A stage's part of a model, with the range of its layers.
+
+    Stages get about equally many bytes: the first one with the embedding, the last one with the
+    head. Both have fewer layers for that.
+
+    Args:
+        model: all layers of the part, without memory.
+        shard: the part, of one of several stages.
+        asked: layers of each stage; empty: as said above.
+
+    Raises:
+        UnsupportedModelError: the model cannot be divided so.
+    """
+    config, count = model.config, model.config.num_layers
+    if shard.stages > count:
+        raise _no_stages(shard, f"it has {count} layers")
+    if asked and (len(asked), sum(asked), min(asked) > 0) != (shard.stages, count, True):
+        given = ",".join(map(str, asked))
+        raise UnsupportedModelError(
+            f"pp_layers {given} must be {shard.stages} numbers above 0, one for each stage, whose"
+            f" sum is {count}, the layers of this model"
+        )
+    if config.layer_inputs is not None:
+        raise _no_stages(shard, "each of its layers reads the tokens themselves")
+    if any(kept.state for kept in config.keepers.values()):
+        why = "some layers keep states, and a stage could not tell that it has found a wrong one"
+        raise _no_stages(shard, why)
+    sizes = [_bytes(layer) for layer in model.layers]
+    sizes[0] += _bytes_of(model.embedding)
+    sizes[-1] += _bytes_of(model.embedding if model.shares_head else model.head)
+    ends = list(accumulate(asked)) if asked else _even_ends(sizes, shard.stages)
+    for index, layer in enumerate(config.layers):
+        lender = layer.mixer.kv_from if isinstance(layer.mixer, AttentionConfig) else None
+        if lender is not None and any(lender < end <= index for end in ends):
+            raise _no_stages(
+                shard, f"layer {index} reads K and V of layer {lender}, of another one"
+            )
+    first = [0, *ends][shard.stage]
+    return replace(shard, layers=Range(first, ends[shard.stage]))
+
+
+def _no_stages(shard: Shard, why: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"pp {shard.stages} does not fit this model: {why}")
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(map(_bytes_of, (*module.parameters(), *module.buffers())))
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _even_ends(sizes: Sequence[int], parts: int) -> list[int]:
+    """Where each of so many runs of neighbours ends, so that the largest run is as small as it can
+    be, and none is empty."""
+    before = [0, *accumulate(sizes)]
+
+    @cache
+    def best(end: int, runs: int) -> tuple[int, tuple[int, ...]]:
+        """The largest of so many runs of the first `end`, and where they end."""
+        if runs == 1:
+            return before[end], (end,)
+        found = []
+        for start in range(runs - 1, end):
+            largest, ends = best(start, runs - 1)
+            found.append((max(largest, before[end] - before[start]), (*ends, end)))
+        return min(found)
+
+    return list(best(len(sizes), parts)[1])
 
 
 def _widths(config: ModelConfig) -> Iterator[int]:

@@ -1,5 +1,8 @@
 """How a model is divided among ranks (Shoeybi et al. 2019, "Megatron-LM", section 3).
 
+- Of several stages, each has some layers. The first one has the embedding, the last one the head.
+  What follows is of the ranks of one stage.
+
 - What leads into a mixer, gate and up: a rank has some rows, of a mixer by whole heads.
 - What leads out of a mixer, and down: a rank has the columns that its own rows above feed. Its
   product is a part of a sum over all ranks.
@@ -49,8 +52,28 @@ class Shard:
     """One rank's part of a model."""
 
     rank: int = 0
+    """Its place in its stage."""
     count: int = 1
-    """Number of ranks."""
+    """Ranks of each stage."""
+    stage: int = 0
+    """0 has the first layers."""
+    stages: int = 1
+    layers: Range | None = None
+    """The stage's layers; None: all."""
+
+    def has_layer(self, index: int) -> bool:
+        """Whether its stage has a layer."""
+        return self.layers is None or self.layers.start <= index < self.layers.end
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it embeds."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it has the head."""
+        return self.stage == self.stages - 1
 
     def even(self, count: int) -> Range:
         """Its part of units that the ranks share evenly."""

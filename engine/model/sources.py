@@ -147,3 +147,30 @@ class Dummy:
         generator = torch.Generator(self._device)
         generator.manual_seed((self._seed * 1_000_003 + zlib.crc32(name.encode())) % 2**63)
         return tensor.normal_(0.0, DUMMY_STD, generator=generator)
+
+
+def locate(name: str, load_format: str) -> tuple[Path, Path | None]:
+    """The folder, and the GGUF file to read, if any."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        if load_format == "safetensors":
+            raise ModelError(f"{path} is a file: safetensors are read from a folder")
+        return path.parent, path
+    if not path.is_dir():
+        raise ModelError(f"there is no {path}")
+    files = sorted(path.glob("*.gguf")) if _wants_gguf(path, load_format) else []
+    if load_format == "gguf" and not files:
+        raise ModelError(f"{path} holds no GGUF file")
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files[:3])
+        raise ModelError(f"{path} holds {len(files)} GGUF files ({names}): name one of them")
+    return path, files[0] if files else None
+
+
+def _wants_gguf(folder: Path, load_format: str) -> bool:
+    if load_format == "auto":
+        return not any(folder.glob("*.safetensors"))
+    # Dummy weights need only a config.
+    return load_format == "gguf" or (
+        load_format == "dummy" and not (folder / "config.json").is_file()
+    )

@@ -15,7 +15,6 @@ from engine import memory
 from engine.attention import AttentionError, choose_backend
 from engine.attention.grouped import GroupedAttention, PagedGroups, paged_groups
 from engine.attention.paged import PagedAttention
-from engine.checkpoints import Weights
 from engine.config import EngineConfig
 from engine.cuda import features
 from engine.cuda.attention_kernels import CudaKernels
@@ -43,6 +42,7 @@ from engine.parts.paging import (
     groups_of,
     page_of,
     scratch_pages,
+    shard_of,
     share_of,
 )
 from engine.pool.kv_pool import KvPool
@@ -55,6 +55,7 @@ from engine.step.attention import AttentionBackend, StepAttention
 from engine.step.collective import Collective
 from engine.step.executor import Executor
 from engine.step.hooks import Hook, HookError, HookSite
+from engine.step.stages import Stages
 
 if TYPE_CHECKING:
     from engine.cuda.executor import CudaExecutor
@@ -70,9 +71,10 @@ Progress = Callable[[str, int, int], None]
 def load(
     config: EngineConfig,
     device: torch.device,
+    collective: Collective,
+    stages: Stages | None = None,
     *,
     shard: Shard | None = None,
-    collective: Collective,
     check: Check | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
@@ -91,32 +93,16 @@ def load(
         accepts=folder.check if folder else None,
         check=check,
         progress=progress,
-        shard=shard or Shard(0, config.tp),
+        shard=shard or shard_of(config, 0),
         collective=collective,
+        stages=stages,
+        stage_layers=config.pp_layers,
     )
     compile_all(loaded.model, config.max_step_tokens, progress)
     if folder is None or not isinstance(loaded.model, Model):
         return loaded
     head = folder.load(loaded.model, dtype_of(config.dtype), device, config.seed)
     return replace(loaded, head=head)
-
-
-def check_memory(config: EngineConfig, weights: Weights, device: torch.device) -> None:
-    """Compares weights and pool with the memory that is free."""
-    on_gpu = device.type == "cuda"
-    need = memory.need_of(
-        weights,
-        dtype=config.dtype,
-        kv_memory_bytes=config.kv_memory_bytes,
-        num_pages=config.num_pages,
-        on_gpu=on_gpu,
-        workers=1 if on_gpu else config.tp,
-    )
-    free = torch.cuda.mem_get_info(device)[0] if on_gpu else memory.available_bytes()
-    try:
-        memory.check(need, free, str(device) if on_gpu else "this machine")
-    except memory.NoRoomError as error:
-        raise EngineError(str(error)) from error
 
 
 def open_all(config: EngineConfig) -> list[Hook]:
@@ -140,18 +126,17 @@ def pages_that_fit(
     Raises:
         EngineError: a hook cannot say how much it needs.
     """
-    specs, bounds = share_of(groups_of(config, loaded), loaded), bounds_of(config, loaded)
+    specs, bounds = groups_of(config, loaded), bounds_of(config, loaded)
     if config.num_pages:
         return reach_of(config.num_pages, specs, bounds)
     page = page_of(config, loaded)
     try:
-        beside = bytes_beside(hooks, page)
+        beside = bytes_beside(hooks, page) + draft_page_bytes(config, loaded)
     except HookError as error:
         raise EngineError(str(error)) from error
-    beside += draft_page_bytes(config, loaded)
     page_bytes = page.page_bytes + beside
     left = config.kv_memory_bytes or _memory_left(config, loaded, device, page_bytes)
-    return pages_within(left, specs, bounds, beside)
+    return pages_within(left, specs, bounds, beside, share_of(config, specs, loaded))
 
 
 def _memory_left(
@@ -188,7 +173,7 @@ def torch_steps(
     """
     backends = backends_of(config, loaded, pools)
     backend: StepAttention = backends[0]
-    if len(backends) > 1:
+    if len(backends) > 1 or config.pp > 1:  # The first layer here may not be the model's.
         backend = GroupedAttention(backends, pools.places)
     own = hook_steps(config, loaded, pools.first, hooks)
     loaded.model.finish()
@@ -259,8 +244,8 @@ def backends_of(
     make, specs = _backends(config), loaded.model.attention_specs
     try:
         return tuple(
-            make(pool, tuple(specs[layer] for layer in group.layers))
-            for group, pool in zip(pools.specs, pools, strict=True)
+            make(pool, tuple(specs[layer] for layer in layers))
+            for layers, pool in zip(pools.held, pools, strict=True)
         )
     except AttentionError as error:
         raise EngineError(str(error)) from error

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 
 from engine import memory
+from engine.bounds import MOST_RANKS
+from engine.checkpoints import Weights
 from engine.config import EngineConfig
 from engine.parts.adapters import check_adapters
 from engine.parts.paging import EngineError
@@ -56,12 +58,61 @@ def with_defaults(config: EngineConfig) -> EngineConfig:
     )
 
 
+def check_memory(config: EngineConfig, weights: Weights, device: torch.device) -> None:
+    """Compares weights and pool with the memory that is free."""
+    on_gpu = device.type == "cuda"
+    need = memory.need_of(
+        weights,
+        dtype=config.dtype,
+        kv_memory_bytes=config.kv_memory_bytes,
+        num_pages=config.num_pages,
+        on_gpu=on_gpu,
+        workers=1 if on_gpu else config.ranks,
+    )
+    free = torch.cuda.mem_get_info(device)[0] if on_gpu else memory.available_bytes()
+    try:
+        memory.check(need, free, str(device) if on_gpu else "this machine")
+    except memory.NoRoomError as error:
+        raise EngineError(str(error)) from error
+
+
 def _check_ranks(config: EngineConfig, device: str) -> None:
-    tp = config.tp
-    if tp < 1:
-        raise EngineError(f"tp {tp} must be at least 1")
-    if tp > 1 and device != "cpu":
+    if obstacle := _ranks_obstacle(config, on_gpu=device != "cpu"):
+        raise EngineError(obstacle)
+    if config.tp > 1 and device != "cpu":
         _check_gpus(config, device)
+
+
+def _ranks_obstacle(config: EngineConfig, *, on_gpu: bool) -> str:
+    """Why the model cannot have such ranks; empty: it can."""
+    for name, count in (("tp", config.tp), ("pp", config.pp)):
+        if count < 1:
+            return f"{name} {count} must be at least 1"
+    pp = config.pp
+    if config.pp_layers and len(config.pp_layers) != pp:
+        layers = ",".join(map(str, config.pp_layers))
+        return f"pp_layers {layers} must be a number for each of {pp} stages"
+    if pp == 1:
+        return ""
+    if config.ranks > MOST_RANKS:
+        return f"pp {pp} times tp {config.tp} must be at most {MOST_RANKS} ranks"
+    if on_gpu:
+        return f"pp {pp} works on CPUs for now: set device to cpu, or pp to 1 and tp to {pp}"
+    if config.speculates:
+        return (
+            f"speculation {config.speculation} needs pp 1: drafts are verified a step ahead of the"
+            " tokens that the host knows, and stages wait for these"
+        )
+    if config.max_adapters:
+        return f"adapters with pp {pp} are not built yet: set pp to 1"
+    if config.hooks:
+        return f"hooks need pp 1: they see all layers, and pp {pp} gives each stage some"
+    if config.kv_host_bytes:
+        return (
+            "kv_host_gib needs pp 1: pages of stages differ in size, and their host memory would"
+            " not hold the same ones"
+        )
+    return ""
 
 
 def _check_gpus(config: EngineConfig, device: str) -> None:

@@ -18,12 +18,14 @@ from engine.groups.sizing import pages_of_groups
 from engine.groups.spec import Full, GroupSpec, Kind, Plane, State, name_of, split_layers
 from engine.model import LoadedModel, ModelConfig
 from engine.model.mixers.config import Kept
+from engine.model.shard import Shard
 from engine.pool.kinds import PoolError, maker
 from engine.pool.kv_pool import KvPool
 from engine.pool.page_pool import PagePool
 from engine.pool.pools import DraftPages, KvPools, make_pools
 from engine.pool.state_pool import StatePool, unit_bytes_of
 from engine.speculation.choosing import pages_ahead, tokens_ahead
+from engine.step.grid import Grid
 from engine.tiers.arena import HostArena, divided
 from engine.tiers.stores.objects import OBJECT_TOKENS
 from engine.tiers.touching import HostMemoryError
@@ -51,6 +53,12 @@ def dtype_of(name: str) -> torch.dtype:
     return dtypes[name]
 
 
+def shard_of(config: EngineConfig, rank: int) -> Shard:
+    """A rank's part of the model, whose layers are not known yet."""
+    grid = Grid(config.pp, config.tp)
+    return Shard(grid.within(rank), config.tp, grid.stage_of(rank), config.pp)
+
+
 def why_one_group(config: EngineConfig) -> str:
     """Why layers with a window keep the pages of all tokens here; empty: they do not."""
     if config.hooks:
@@ -67,13 +75,16 @@ def groups_of(config: EngineConfig, loaded: LoadedModel) -> tuple[GroupSpec, ...
     specs = []
     for kind, own in split:
         kept = loaded.config.kept_by(own)
-        if isinstance(kind, State):
-            plane = Plane(own, unit_bytes_of(len(own), kept.state), StatePool.precision)
-        else:
-            page = _page(config, loaded, len(own), kept)
-            plane = Plane(own, page.head_bytes, page.precision)
+        plane = _plane(config, loaded, own, kept)
         specs.append(GroupSpec(name_of(kind), kind, (plane,), kept.kv_heads))
     return tuple(specs)
+
+
+def _plane(config: EngineConfig, loaded: LoadedModel, layers: tuple[int, ...], kept: Kept) -> Plane:
+    if kept.state:
+        return Plane(layers, unit_bytes_of(len(layers), kept.state), StatePool.precision)
+    page = _page(config, loaded, len(layers), kept)
+    return Plane(layers, page.head_bytes, page.precision)
 
 
 def check_groups(config: EngineConfig, loaded: LoadedModel) -> None:
@@ -138,10 +149,16 @@ def lives_of(config: ModelConfig) -> dict[int, int | State | None]:
     }
 
 
-def share_of(specs: tuple[GroupSpec, ...], loaded: LoadedModel) -> tuple[GroupSpec, ...]:
+def share_of(
+    config: EngineConfig, specs: tuple[GroupSpec, ...], loaded: LoadedModel
+) -> tuple[GroupSpec, ...]:
     """The part of the groups that a rank holds."""
-    shard = loaded.model.shard
-    return tuple(replace(spec, units=shard.shared(spec.units).size) for spec in specs)
+    shard, share = loaded.model.shard, []
+    for spec in specs:
+        layers = tuple(filter(shard.has_layer, spec.layers))
+        plane = _plane(config, loaded, layers, loaded.config.kept_by(spec.layers))
+        share.append(replace(spec, planes=(plane,), units=shard.shared(spec.units).size))
+    return tuple(share)
 
 
 def _page(config: EngineConfig, loaded: LoadedModel, num_layers: int, kept: Kept) -> KvPool:
@@ -180,7 +197,8 @@ def _maker(config: EngineConfig, loaded: LoadedModel, kept: Kept) -> Callable[..
 def page_of(config: EngineConfig, loaded: LoadedModel) -> KvPool:
     """A rank's part of a page of group 0, without memory."""
     layers = groups_of(config, loaded)[0].layers
-    return _page(config, loaded, len(layers), loaded.config.kept_by(layers))
+    own = sum(map(loaded.model.shard.has_layer, layers))
+    return _page(config, loaded, own, loaded.config.kept_by(layers))
 
 
 def scratch_pages(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> KvPools:
@@ -214,14 +232,15 @@ def make_pages(
     """
     check_groups(config, loaded)
     specs = groups_of(config, loaded)
-    page_bytes = share_of(specs, loaded)[0].page_bytes
+    share = share_of(config, specs, loaded)
+    page_bytes = share[0].page_bytes
     if num_pages < 2:
         raise EngineError(
             f"memory is left for {max(0, num_pages)} pages of {page_bytes} bytes: raise"
             " kv_memory_gib or gpu_memory_utilization, or lower max_step_tokens or max_sequences"
         )
     counts = pages_of_groups(num_pages, specs, bounds_of(config, loaded))
-    sizes = zip(counts, share_of(specs, loaded), strict=True)
+    sizes = zip(counts, share, strict=True)
     size = sum(count * spec.page_bytes for count, spec in sizes)
     what = f"{num_pages} pages of {page_bytes} bytes"
     if len(specs) > 1:
@@ -258,9 +277,9 @@ def _allocate(
     device: torch.device,
 ) -> KvPools:
     kinds = [_any_maker(config, loaded, loaded.config.kept_by(spec.layers)) for spec in specs]
-    head = loaded.head
+    head, has_layer = loaded.head, loaded.model.shard.has_layer
     if head is None:
-        return make_pools(kinds, specs, counts, device)
+        return make_pools(kinds, specs, counts, device, has_layer=has_layer)
     page = _page(config, loaded, 1, head.kept)
     kept = [head.revision, page.layout, page.precision, config.dtype, config.page_size, *head.kept]
     digest = hashlib.sha256(json.dumps(kept).encode()).hexdigest()[:32]

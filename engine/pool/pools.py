@@ -22,6 +22,14 @@ ALIGNMENT = 4096
 """A group's run begins at a multiple of so many bytes."""
 
 
+HasLayer = Callable[[int], bool]
+"""Says whether a layer of the model is kept here."""
+
+
+def _has_all(_layer: int) -> bool:
+    return True
+
+
 class Place(NamedTuple):
     """Where a layer's state is."""
 
@@ -51,10 +59,14 @@ class KvPools:
         data: Tensor,
         drafts: KvPool | None = None,
         draft_pages: DraftPages | None = None,
+        has_layer: HasLayer = _has_all,
     ) -> None:
         """`pools`, and `drafts`, have their pages in `data`, [bytes] uint8. The first one is of K
-        and V."""
+        and V. `has_layer`: see `make_pools`."""
         self.specs = tuple(specs)
+        """Groups of the whole model."""
+        self.held = [tuple(filter(has_layer, spec.layers)) for spec in specs]
+        """By group, the layers that are kept here."""
         self.data = data
         self.drafts = drafts
         """What a draft head keeps. It follows group 0: its pages have the same ids."""
@@ -65,8 +77,8 @@ class KvPools:
         self._pools = tuple(pools)
         self.places = {
             layer: Place(group, index)
-            for group, spec in enumerate(specs)
-            for index, layer in enumerate(spec.layers)
+            for group, layers in enumerate(self.held)
+            for index, layer in enumerate(layers)
         }
         """By layer of the model, of those that keep something."""
 
@@ -138,11 +150,21 @@ def make_pools(
     counts: Sequence[int],
     device: torch.device,
     drafts: DraftPages | None = None,
+    has_layer: HasLayer = _has_all,
 ) -> KvPools:
-    """Allocates `counts` pages of each group. `kinds`: what makes the pool of each
-    (`engine.pool.kinds.maker`)."""
+    """Allocates `counts` pages of each group.
+
+    Args:
+        kinds: what makes the pool of each (`engine.pool.kinds.maker`).
+        specs: the groups of the whole model.
+        counts: pages of each.
+        device: of the memory.
+        drafts: what a draft head keeps.
+        has_layer: says which layers are kept here.
+    """
     makers: list[Callable[..., PagePool]] = [
-        partial(make, num_layers=len(spec.layers)) for make, spec in zip(kinds, specs, strict=True)
+        partial(make, num_layers=sum(map(has_layer, spec.layers)))
+        for make, spec in zip(kinds, specs, strict=True)
     ]
     if drafts is not None:
         makers.append(partial(drafts.make, num_layers=1))
@@ -157,7 +179,7 @@ def make_pools(
         own = data[start : start + size]
         pools.append(make(num_pages=count, device=device, data=own))
     if drafts is None:
-        return KvPools(specs, pools, data)
+        return KvPools(specs, pools, data, has_layer=has_layer)
     *own_pools, last = pools
     assert isinstance(last, KvPool), "a head keeps K and V"
     return KvPools(specs, own_pools, data, last, drafts)

@@ -23,13 +23,18 @@ import zmq
 
 from engine.eager.steps import TorchSteps
 from engine.model import LoadedModel, ModelError
-from engine.model.shard import Shard
 from engine.parent import end_with_parent
-from engine.parts.building import cuda_executor, load, open_all, pages_that_fit, torch_steps
-from engine.parts.paging import EngineError, make_arenas, make_pages, resolved
+from engine.parts.building import (
+    cuda_executor,
+    load,
+    open_all,
+    pages_that_fit,
+    torch_steps,
+)
+from engine.parts.paging import EngineError, make_arenas, make_pages, resolved, shard_of
 from engine.pool.pools import KvPools
 from engine.ranks.copies import begin_copying, send_memory
-from engine.ranks.groups import device_of, group_on
+from engine.ranks.groups import RankGroup, device_of
 from engine.ranks.process import (
     FAILED,
     HELLO,
@@ -49,6 +54,7 @@ from engine.ranks.stats import RankStats, Stage, watched
 from engine.ranks.steps import decode
 from engine.step.collective import CollectiveError
 from engine.step.executor import Executor, Launched
+from engine.step.grid import Grid
 from engine.step.hooks import Hook
 from engine.step.plan import StepPlan
 from engine.tiers.movers import mover_for
@@ -71,11 +77,11 @@ class Follower:
     def __init__(self, folder: Path, rank: int, size: int) -> None:
         self._folder = folder
         self._config, self._beside = read_config(folder)
-        self._shard = Shard(rank, size)
+        self._rank = rank
         self._device = device_of(self._config.device, rank)
-        self._group = group_on(self._device, rank, size)
+        own = self._group = RankGroup(self._device, rank, Grid(self._config.pp, self._config.tp))
         self._figures = RankStats(folder, size)
-        self._collective = watched(self._group, self._figures)
+        self._collective, self._stages = watched(own.collective, own.stages, self._figures, rank)
         self._errors: SimpleQueue[BaseException] = SimpleQueue()
         """Errors of steps that were queued."""
         self._context = zmq.Context()
@@ -95,7 +101,7 @@ class Follower:
             self._report(FAILED, reason=_reason(error))
             return 1
         except Exception as error:
-            log.exception("rank %d fails", self._shard.rank)
+            log.exception("rank %d fails", self._rank)
             self._report(FAILED, reason=_reason(error))
             return 1
         finally:
@@ -103,7 +109,7 @@ class Follower:
         return 0
 
     def _live(self) -> None:
-        failpoints.hit("rank.load", str(self._shard.rank))
+        failpoints.hit("rank.load", str(self._rank))
         config, device = self._config, self._device
         if device.type == "cuda":
             torch.cuda.set_device(device)  # Of this thread, which runs the steps.
@@ -111,8 +117,9 @@ class Follower:
         loaded = load(
             config,
             device,
-            shard=self._shard,
+            shard=shard_of(config, self._rank),
             collective=self._collective,
+            stages=self._stages,
             progress=self._sign,
         )
         num_pages = pages_that_fit(config, loaded, device, hooks)
@@ -129,19 +136,19 @@ class Follower:
             movers = [
                 mover_for(own.data, arena.slots) for own, arena in zip(pools, arenas, strict=True)
             ]
-            begin_copying(self._shard.rank, movers, self._connect_copies)
+            begin_copying(self._rank, movers, self._connect_copies)
             if config.kv_stores:
-                send_memory(self._folder, self._shard.rank, [arena.fd for arena in arenas])
-        failpoints.hit("rank.join", str(self._shard.rank))
+                send_memory(self._folder, self._rank, [arena.fd for arena in arenas])
+        failpoints.hit("rank.join", str(self._rank))
         self._reach(Stage.JOINING)
         self._group.join(self._folder / STORE)
         self._reach(Stage.JOINED)
-        failpoints.hit("rank.joined", str(self._shard.rank))
+        failpoints.hit("rank.joined", str(self._rank))
         run = self._steps(loaded, pools, hooks)
         self._reach(Stage.READY)
         self._report(READY)
         while (message := self._next())[0] == STEP:
-            failpoints.hit("rank.step", str(self._shard.rank))
+            failpoints.hit("rank.step", str(self._rank))
             run(decode(message[1:]))
 
     def _steps(
@@ -166,14 +173,14 @@ class Follower:
             raise self._errors.get()
 
     def _begin_beside(self, pools: KvPools) -> None:
-        socket = self._connect(beside_of(self._shard.rank))
+        socket = self._connect(beside_of(self._rank))
         module, name = self._beside.rsplit(":", 1)
         run: Beside = getattr(importlib.import_module(module), name)
-        arguments = run, socket, self._shard.rank, pools
+        arguments = run, socket, self._rank, pools
         threading.Thread(target=_beside, args=arguments, name="baton-beside", daemon=True).start()
 
     def _connect_copies(self, direction: str) -> zmq.Socket[bytes]:
-        return self._connect(copies_of(self._shard.rank, direction))
+        return self._connect(copies_of(self._rank, direction))
 
     def _connect(self, name: str) -> zmq.Socket[bytes]:
         """A socket for one thread alone."""
@@ -183,13 +190,13 @@ class Follower:
         return socket
 
     def _reach(self, stage: Stage) -> None:
-        self._figures.reach(self._shard.rank, stage)
+        self._figures.reach(self._rank, stage)
 
     def _sign(self, _phase: str, _done: int, _total: int) -> None:
-        self._figures.sign(self._shard.rank)
+        self._figures.sign(self._rank)
 
     def _report(self, kind: str, **more: Any) -> None:
-        report = {"kind": kind, "rank": self._shard.rank, **more}
+        report = {"kind": kind, "rank": self._rank, **more}
         self._reports.send(json.dumps(report).encode())
 
 
@@ -198,9 +205,12 @@ def _run(steps: TorchSteps, plan: StepPlan) -> None:
     """One step, with the collectives of `TorchExecutor` in their order."""
     plan = steps.prepare(plan)
     if plan.num_tokens == 0:
-        steps.end()
+        steps.end_without_tokens()
         return
     hidden = steps.forward(plan)
+    if not steps.draws:
+        steps.end()
+        return
     steps.spoilt()  # All ranks tell.
     for wanted in plan.scores:
         for _ in steps.scored(hidden, wanted):

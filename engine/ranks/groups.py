@@ -2,9 +2,57 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from engine.eager.collective import GlooCollective, GroupCollective
+from engine.eager.stages import GlooStages
+from engine.step.collective import Alone
+from engine.step.grid import Grid
+from engine.step.stages import OneStage, Stages
+
+
+class RankGroup:
+    """What a rank does with others: with those of its stage, and with the stages beside its own."""
+
+    def __init__(self, device: torch.device, rank: int, grid: Grid) -> None:
+        """Not joined yet."""
+        self._grid = grid
+        self._stage, self._within = grid.stage_of(rank), grid.within(rank)
+        self._beside = _collective_on(device, self._within, grid.tp) if grid.tp > 1 else None
+        self._stages = GlooStages(self._stage, grid.stages) if grid.stages > 1 else None
+
+    @property
+    def collective(self) -> GroupCollective | Alone:
+        """The ranks of its stage."""
+        return self._beside or Alone()
+
+    @property
+    def stages(self) -> Stages:
+        """The stages beside its own."""
+        return self._stages or OneStage()
+
+    def join(self, store: Path) -> None:
+        """Meets the other ranks. Blocks until all have come.
+
+        Args:
+            store: a name for files that do not exist yet, the same for all ranks.
+        """
+        if self._beside is not None:
+            self._beside.join(Path(f"{store}-stage-{self._stage}"))
+        if self._stages is not None:
+            self._stages.join(Path(f"{store}-column-{self._within}"))
+
+    def let_go(self) -> None:
+        """Ends every wait of this rank for another one, for good: the ranks are lost."""
+        if self._beside is not None:
+            self._beside.let_go()
+
+    def close(self) -> None:
+        """No rank will do anything together any more."""
+        if self._beside is not None:
+            self._beside.close()
 
 
 def device_of(device: str, rank: int) -> torch.device:
@@ -12,8 +60,8 @@ def device_of(device: str, rank: int) -> torch.device:
     return torch.device(device) if device == "cpu" else torch.device(device, rank)
 
 
-def group_on(device: torch.device, rank: int, size: int) -> GroupCollective:
-    """What a rank on this device does with the others. Not joined yet."""
+def _collective_on(device: torch.device, rank: int, size: int) -> GroupCollective:
+    """What a rank on this device does with the others of its stage. Not joined yet."""
     if device.type == "cpu":
         return GlooCollective(rank, size)
     from engine.cuda.ranks.collective import CudaCollective

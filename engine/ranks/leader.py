@@ -29,28 +29,17 @@ import torch
 import zmq
 
 from engine.config import EngineConfig
+from engine.ranks import process
 from engine.ranks.copies import DIRECTIONS, LOAD, SAVE, CopyingRanks, MemoryInbox, SharedMover
 from engine.ranks.executor import RankedExecutor
-from engine.ranks.groups import device_of, group_on
+from engine.ranks.groups import RankGroup, device_of
 from engine.ranks.keeper import Keeper, Pulse, RankError
-from engine.ranks.process import (
-    HELLO,
-    LOADED,
-    PAGES,
-    READY,
-    STEP,
-    STOP,
-    STORE,
-    address,
-    beside_of,
-    copies_of,
-    steps_of,
-    write_config,
-)
 from engine.ranks.stats import RankLoad, RankStats, Stage, watched
 from engine.ranks.steps import encode
 from engine.step.collective import Alone, Collective
 from engine.step.executor import Executor
+from engine.step.grid import Grid
+from engine.step.stages import OneStage, Stages
 from engine.tiers.movers import PageMover
 
 MEET_LOOK_MS: Final = 50
@@ -61,7 +50,9 @@ class Ranks(Protocol):
     """The other ranks of an engine."""
 
     collective: Collective
-    """What all ranks do together."""
+    """What the ranks of rank 0's stage do together."""
+    stages: Stages
+    """The stages beside rank 0's."""
     beside: list[zmq.Socket[bytes]]
     """Sockets to what runs beside the steps of ranks 1, 2, ..., for one thread to use. They end
     with the ranks."""
@@ -146,6 +137,7 @@ class NoRanks:
 
     def __init__(self) -> None:
         self.collective: Collective = Alone()
+        self.stages: Stages = OneStage()
         self.beside: list[zmq.Socket[bytes]] = []
         self.memories: list[list[int]] = []
         self.lost = ""
@@ -208,11 +200,12 @@ class HostRanks:
         self.beside: list[zmq.Socket[bytes]] = []
         self.memories: list[list[int]] = []
         self._beside = beside
-        self._group = group_on(device_of(config.device, 0), 0, config.tp)
+        grid = Grid(config.pp, config.tp)
+        own = self._group = RankGroup(device_of(config.device, 0), 0, grid)
         self._folder = Path(tempfile.mkdtemp(prefix="baton-ranks-"))
-        self.stats = RankStats(self._folder, config.tp, create=True)
+        self.stats = RankStats(self._folder, grid.size, create=True, beside=grid.tp)
         """What each rank does with its time."""
-        self.collective: Collective = watched(self._group, self.stats)
+        self.collective, self.stages = watched(own.collective, own.stages, self.stats, 0)
         self._config = config
         self._threads = torch.get_num_threads()
         self._closed = False
@@ -259,30 +252,30 @@ class HostRanks:
 
     def _start(self) -> None:
         folder = self._folder
-        write_config(self._config, self._beside, folder)
-        for rank in range(1, self._config.tp):
+        process.write_config(self._config, self._beside, folder)
+        for rank in range(1, self._config.ranks):
             socket = self._context.socket(zmq.PUSH)
             socket.set_hwm(0)
             # It connects, and the rank binds: so a send never waits for a rank that is gone.
-            socket.connect(address(folder, steps_of(rank)))
+            socket.connect(process.address(folder, process.steps_of(rank)))
             self._steps.append(socket)
             if self._beside:
-                self.beside.append(self._pair(beside_of(rank)))
+                self.beside.append(self._pair(process.beside_of(rank)))
             if self._config.kv_host_bytes:
                 for direction, sockets in self._copies.items():
-                    sockets.append(self._pair(copies_of(rank, direction)))
+                    sockets.append(self._pair(process.copies_of(rank, direction)))
         if self._config.kv_stores and self._config.kv_host_bytes:
-            self._inbox = MemoryInbox(folder, self._config.tp)
-        threads = max(1, self._threads // self._config.tp)
+            self._inbox = MemoryInbox(folder, self._config.ranks)
+        threads = max(1, self._threads // self._config.ranks)
         torch.set_num_threads(threads)
-        self._keeper = Keeper(folder, self._config.tp, threads)
+        self._keeper = Keeper(folder, self._config.ranks, threads)
         self._keeper.call_when_lost(lambda _: self._group.let_go())
         own, pids = self.stats, self._all_pids
         self._keeper.watch(lambda: own.start_pulse(pids()), lambda: own.why_late(pids()))
 
     def _pair(self, name: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.PAIR)
-        socket.bind(address(self._folder, name))
+        socket.bind(process.address(self._folder, name))
         return socket
 
     def check(self) -> None:
@@ -294,12 +287,12 @@ class HostRanks:
     def agree(self, revision: str, num_pages: int) -> int:
         """See `Ranks`."""
         self.stats.reach(0, Stage.LOADED)
-        reports = self._kept.wait_for(LOADED)
+        reports = self._kept.wait_for(process.LOADED)
         for rank, report in enumerate(reports, 1):
             if report["revision"] != revision:
                 raise RankError(f"rank {rank} has read other weights than rank 0: did they change?")
         least = min(num_pages, *(int(report["num_pages"]) for report in reports))
-        self._send([PAGES, json.dumps(least).encode()])
+        self._send([process.PAGES, json.dumps(least).encode()])
         return least
 
     def join(self) -> None:
@@ -308,7 +301,7 @@ class HostRanks:
 
         def meet() -> None:
             try:
-                self._group.join(self._folder / STORE)
+                self._group.join(self._folder / process.STORE)
             except Exception as error:
                 errors.append(error)
 
@@ -327,12 +320,12 @@ class HostRanks:
     def wait_until_ready(self) -> None:
         """See `Ranks`. The folder is not needed any more then."""
         self.stats.reach(0, Stage.READY)
-        self._kept.wait_for(READY)
+        self._kept.wait_for(process.READY)
         for socket in (*self.beside, *chain.from_iterable(self._copies.values())):
             while not socket.poll(MEET_LOOK_MS):
                 self._kept.check()
             hello = socket.recv()
-            assert hello == HELLO, "a rank says so before it is READY"
+            assert hello == process.HELLO, "a rank says so before it is READY"
         if self._inbox is not None:
             self.memories = self._inbox.receive()
         self.stats.has_started = True
@@ -343,7 +336,7 @@ class HostRanks:
         return RankedExecutor(
             own,
             self._kept,
-            lambda plan: self._send([STEP, *encode(plan)]),
+            lambda plan: self._send([process.STEP, *encode(plan)]),
             self.stats.step_ended,
         )
 
@@ -380,7 +373,7 @@ class HostRanks:
             return
         self._closed = True
         if self._keeper is not None:
-            self._keeper.close(lambda: self._send([STOP]))
+            self._keeper.close(lambda: self._send([process.STOP]))
             torch.set_num_threads(self._threads)
         self._group.close()
         if self._copying is not None:

@@ -41,7 +41,8 @@ from torch import Tensor
 from engine.eager.collective import Float64s, GroupCollective
 from engine.ranks.keeper import Pulse, is_stopped
 from engine.ranks.skew import SkewHistory
-from engine.step.collective import Collective
+from engine.step.collective import Alone, Collective
+from engine.step.stages import Stages
 
 FILE: Final = "stats"
 STEPS, BUSY_S, WAITED_S, BEGAN_S, STEP_S, IS_BUSY, STAGE, SIGNS = range(8)
@@ -81,8 +82,11 @@ class RankLoad(NamedTuple):
 class RankStats:
     """The rows of all ranks."""
 
-    def __init__(self, folder: Path, count: int, *, create: bool = False) -> None:
-        """Maps them. Rank 0 creates the file; the folder may go afterwards."""
+    def __init__(
+        self, folder: Path, count: int, *, create: bool = False, beside: int | None = None
+    ) -> None:
+        """Maps them. Rank 0 creates the file; the folder may go afterwards. `beside`: ranks of rank
+        0's stage, the first ones; None: all. The others run other steps at the same time."""
         size = count * _COLUMNS * _FLOAT_BYTES
         path = folder / FILE
         if create:
@@ -92,8 +96,8 @@ class RankStats:
         self.rows: Float64s = np.frombuffer(self._memory).reshape(count, _COLUMNS)
         self.skew = SkewHistory()
         """The wait for the slowest rank. Rank 0 keeps it."""
-        self.slowest = [0] * count
-        """Steps in which each rank was the slowest."""
+        self.slowest = [0] * (beside or count)
+        """Steps in which each rank of rank 0's stage was the slowest."""
         self.has_started = False
         """Rank 0: all are ready for steps."""
         self._waited_s: Float64s | None = None
@@ -101,13 +105,15 @@ class RankStats:
 
     @property
     def skew_s(self) -> float | None:
-        """Rank 0: the wait for the slowest rank, all steps; None: no step has told it."""
+        """Rank 0: the wait for the slowest rank of its stage, all steps; None: no step has told
+        it."""
         return self.skew.total_s if any(self.slowest) else None
 
     def step_ended(self) -> None:
         """Rank 0: a step has ended on all ranks."""
-        ends_s = self.rows[:, BEGAN_S] + self.rows[:, STEP_S]
-        if not ends_s.any():
+        own = self.rows[: len(self.slowest)]
+        ends_s = own[:, BEGAN_S] + own[:, STEP_S]
+        if len(own) == 1 or not ends_s.any():
             return  # Their devices wait, and the hosts know no times.
         self._add(ends_s)
 
@@ -119,7 +125,7 @@ class RankStats:
         before_s, self._waited_s = self._waited_s, waited_s
         if before_s is not None:
             step_s = waited_s - before_s
-            self.rows[:, WAITED_S] += step_s
+            self.rows[: len(step_s), WAITED_S] += step_s
             self._add(-step_s)
 
     def _add(self, ends_s: Float64s) -> None:
@@ -172,11 +178,13 @@ class RankStats:
         return _why(pids, self.stuck())
 
     def stuck(self) -> list[int]:
-        """Ranks that compute while others wait in a collective, or have not begun the step that
-        others have begun. Where a step does not end, these are the reason."""
+        """Ranks that compute while others wait for them, or have not begun the step that others
+        have begun. Where a step does not end, these are the reason. Stages before the one that does
+        not go on may be some steps ahead."""
         steps = self.rows[:, STEPS]
-        behind = [rank for rank, count in enumerate(steps) if count < steps.max()]
-        return behind or [rank for rank, row in enumerate(self.rows) if row[IS_BUSY]]
+        last = np.flatnonzero(steps == steps.min()).tolist()
+        busy = [rank for rank in last if self.rows[rank, IS_BUSY]]
+        return busy or (last if len(last) < len(steps) else [])
 
 
 def _why(pids: Mapping[int, int], behind: Sequence[int]) -> str:
@@ -196,53 +204,38 @@ def _named(ranks: Sequence[int]) -> str:
     return f"rank {names} is" if len(ranks) == 1 else f"ranks {names} are"
 
 
-def watched(group: GroupCollective, stats: RankStats) -> Collective:
-    """The group, with a rank's row of stats."""
-    if group.waits_on_host:
-        return TimedCollective(group, stats)
-    group.on_step = partial(stats.begin_step, group.rank)
+def watched(
+    group: GroupCollective | Alone, stages: Stages, stats: RankStats, rank: int
+) -> tuple[Collective, Stages]:
+    """What a rank does with others, with its row of stats."""
+    if isinstance(group, Alone) or group.waits_on_host:
+        clock = _Clock(stats.rows[rank])
+        return TimedCollective(group, clock), TimedStages(stages, clock)
+    group.on_step = partial(stats.begin_step, rank)
     group.on_waits = stats.devices_waited
-    return group
+    return group, stages
 
 
-class TimedCollective:
-    """Another collective, with a rank's row of stats."""
+class _Clock:
+    """The time of one rank."""
 
-    def __init__(self, inner: Collective, stats: RankStats) -> None:
-        self.rank = inner.rank
-        self.size = inner.size
-        self._inner = inner
-        self._row = stats.rows[inner.rank]
+    def __init__(self, row: Float64s) -> None:
+        self._row = row
         self._since_s = time.monotonic()
 
-    def begin_step(self) -> None:
-        """See `Collective`."""
+    def begin(self) -> None:
+        """A step begins."""
         row = self._row
         row[BEGAN_S] = self._since_s = time.monotonic()
         row[STEP_S], row[IS_BUSY] = 0.0, 1.0
         row[STEPS] += 1
 
-    def end_step(self) -> None:
-        """See `Collective`."""
+    def end(self) -> None:
+        """It has ended."""
         self._row[IS_BUSY] = 0.0
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """See `Collective`."""
-        return self._timed(lambda: self._inner.all_reduce(x))
-
-    def gather(self, x: Tensor, width: int) -> Tensor:
-        """See `Collective`."""
-        return self._timed(lambda: self._inner.gather(x, width))
-
-    def broadcast(self, x: Tensor) -> None:
-        """See `Collective`."""
-        self._timed(lambda: self._inner.broadcast(x))
-
-    def barrier(self) -> None:
-        """See `Collective`."""
-        self._timed(self._inner.barrier)
-
-    def _timed(self, do: Callable[[], T]) -> T:
+    def waiting(self, do: Callable[[], T]) -> T:
+        """Does what waits for others."""
         row, began_s = self._row, time.monotonic()
         row[BUSY_S] += began_s - self._since_s
         row[STEP_S] += began_s - self._since_s
@@ -253,3 +246,54 @@ class TimedCollective:
             self._since_s = time.monotonic()
             row[WAITED_S] += self._since_s - began_s
             row[IS_BUSY] = 1.0
+
+
+class TimedStages:
+    """Other stages, with the time of one rank."""
+
+    def __init__(self, inner: Stages, clock: _Clock) -> None:
+        self.is_first, self.is_last = inner.is_first, inner.is_last
+        self._inner = inner
+        self._clock = clock
+
+    def receive(self, x: Tensor) -> Tensor:
+        """See `Stages`."""
+        return self._clock.waiting(lambda: self._inner.receive(x))
+
+    def send(self, x: Tensor) -> None:
+        """See `Stages`."""
+        self._clock.waiting(lambda: self._inner.send(x))
+
+
+class TimedCollective:
+    """Another collective, with the time of one rank."""
+
+    def __init__(self, inner: Collective, clock: _Clock) -> None:
+        self.rank = inner.rank
+        self.size = inner.size
+        self._inner = inner
+        self._clock = clock
+
+    def begin_step(self) -> None:
+        """See `Collective`."""
+        self._clock.begin()
+
+    def end_step(self) -> None:
+        """See `Collective`."""
+        self._clock.end()
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See `Collective`."""
+        return self._clock.waiting(lambda: self._inner.all_reduce(x))
+
+    def gather(self, x: Tensor, width: int) -> Tensor:
+        """See `Collective`."""
+        return self._clock.waiting(lambda: self._inner.gather(x, width))
+
+    def broadcast(self, x: Tensor) -> None:
+        """See `Collective`."""
+        self._clock.waiting(lambda: self._inner.broadcast(x))
+
+    def barrier(self) -> None:
+        """See `Collective`."""
+        self._clock.waiting(self._inner.barrier)

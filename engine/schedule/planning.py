@@ -3,19 +3,17 @@
 Planning runs one step ahead of the host's knowledge. When step N + 1 is planned, the tokens of step
 N are only on the device. So positions and page needs are columns that move here, at planning. An
 end of sequence is found when a step settles, one step late. A sequence that will reach `max_tokens`
-is known before and not planned.
+is known before and not planned. With drafts (`engine.speculation`), the host knows a least and a
+most of each length, and plans for the most. Through several stages, a sequence is in one of the
+steps in flight at a time (`engine.step.lanes`).
 
-Where drafts are verified (`engine.speculation`), the host knows a least and a most of each length
-while a step is in flight, and plans for the most.
-
-Decode rows come first, `StepPlan.width` tokens each. The rest of the token budget goes to prompts
-in order of admission, in chunks of whole pages, and where layers keep states, of whole multiples
-that these do not depend on. Several prompts share a step up to
-`full_step_tokens`. Beyond that a step takes longer in proportion, and all its prompts would end
-with the last one. Beside decode rows, prompts get at most `mixed_prefill_tokens`; these limits may
-change while the engine runs. If the engine
-gathers contexts (`Bounds.gathers`), a step holds only prompts whose contexts fit the scratch
-together. Prompts that begin in the step count as well, since a step of a graph treats all alike.
+Decode rows come first, `StepPlan.width` tokens each. The rest of the budget goes to prompts in
+order of admission, in chunks of whole pages, and where layers keep states, of whole multiples that
+these do not depend on. Several prompts share a step up to `full_step_tokens`: beyond that it takes
+longer in proportion, and all would end with the last one. Beside decode rows, prompts get at most
+`mixed_prefill_tokens`; these limits may change while the engine runs. If the engine gathers
+contexts (`Bounds.gathers`), a step holds only prompts whose contexts fit the scratch together, with
+those that begin in it: a graph treats all alike.
 """
 
 from __future__ import annotations
@@ -35,6 +33,7 @@ from engine.schedule.sequences import NO_IDS, ChunkPlan, PrefillTask, Sequence
 from engine.schedule.slots import SlotState
 from engine.speculation.widths import Widths
 from engine.step.budget import StepBudget
+from engine.step.lanes import Lanes
 from engine.step.plan import NO_POOLS, Int32s, ScorePlan, StepPlan, StepResult
 from engine.step.sampling import SamplePlan
 from engine.tiers.protocol import PageTiers
@@ -52,8 +51,7 @@ class _Samples(NamedTuple):
     choices: Int32s
 
 
-Pool = tuple[int, int, int, int]
-"""A row of `StepPlan.pools`."""
+Pool = tuple[int, int, int, int]  # A row of `StepPlan.pools`.
 
 
 class Planner:
@@ -68,8 +66,10 @@ class Planner:
         budget: StepBudget,
         tiers: PageTiers,
         widths: Widths | None,
+        lanes: Lanes,
     ) -> None:
         self._config = config
+        self._lanes = lanes
         self._blocks = blocks
         self._batch = batch
         self._requests = requests
@@ -83,14 +83,14 @@ class Planner:
         self._limits = limits
 
     def plan(self) -> StepPlan | None:
-        """Plans the next step and moves the columns past it. None if there is no
-        work."""
+        """Plans the next step and moves the columns past it. None if there is no work."""
         rows = self._decode_rows()
         width = self._width(rows)
         chunks, scores, pools = self._cut_chunks(rows.size, rows.size * width)
-        if rows.size == 0 and not chunks and not self._batch.has_transfers:
+        if not (rows.size or chunks or (self._batch.has_transfers and not self._lanes.is_busy)):
             return None
         plan = self._build(rows, width, chunks, scores, pools)
+        self._lanes.launched(plan.number, rows)
         self._batch.next_step += 1
         if chunks:
             self._batch.chunks[plan.number] = tuple(chunks)
@@ -106,7 +106,7 @@ class Planner:
     def _decode_rows(self) -> Slots:
         """Slots that decode in the next step, each with a page for the token it stores."""
         slots, blocks = self._batch.slots, self._blocks
-        rows = slots.running()
+        rows = self._lanes.choose(slots.running(), slots.in_flight)
         least = slots.least_kv(rows)
         goes_on = least + 1 < slots.limit_len[rows]
         rows, least = rows[goes_on], least[goes_on]
@@ -156,8 +156,9 @@ class Planner:
         if self._widths is None:
             return slots.kv_len[rows] + 1
         drafts = slots.drafts[rows]
-        most = slots.kv_len[rows] + np.where(drafts, width, 1)
-        most = np.minimum(most, slots.limit_len[rows] - 1)
+        most = np.minimum(
+            slots.kv_len[rows] + np.where(drafts, width, 1), slots.limit_len[rows] - 1
+        )
         ahead = np.where(drafts, self._config.ahead_tokens, 0)
         drafted = np.minimum(most + ahead, slots.limit_len[rows] - 1)
         missing = np.maximum(-(-drafted // size) - slots.page_count[rows], 0)
@@ -170,9 +171,8 @@ class Planner:
     def _make_room(self, missing: int) -> None:
         """Preempts the youngest sequences until `missing` more pages are free or about to be free.
 
-        The oldest sequence is never preempted. It waits for the pages of the others, so one
-        sequence always reaches its end. Pages of a transfer in flight are not affected, because
-        they have no sequence in the batch.
+        The oldest sequence is never preempted. It waits for the pages of the others, so one always
+        reaches its end. Pages of a transfer in flight have no sequence in the batch.
         """
         slots = self._batch.slots
         leaving = np.flatnonzero(slots.state == SlotState.PREEMPTING)
@@ -188,8 +188,8 @@ class Planner:
             self._requests.preempt(sequence)
 
     def _preemptible(self) -> list[Sequence]:
-        """Sequences whose pages may be taken, oldest first. Followers of a prompt in computation
-        have no pages of their own and are preempted with their leader."""
+        """Sequences whose pages may be taken, oldest first. Followers of a prompt in computation go
+        with their leader."""
         leaders = {id(task.leader) for task in self._batch.prefills}
         found = []
         for sequence in self._batch.owners:
@@ -206,7 +206,9 @@ class Planner:
         self, decodes: int, decode_tokens: int
     ) -> tuple[list[ChunkPlan], list[ScorePlan], list[Pool]]:
         config, limits, others = self._config, self._limits, self._batch.others
-        most = limits.mixed_tokens if decodes else limits.alone_tokens
+        if decodes and self._lanes.waits:
+            return [], [], []
+        most = limits.mixed_tokens if decodes or self._lanes.is_busy else limits.alone_tokens
         budget = min(self._budget.tokens - decode_tokens, most)
         chunks: list[ChunkPlan] = []
         scores: list[ScorePlan] = []
@@ -236,17 +238,12 @@ class Planner:
         return chunks, scores, pools
 
     def _advance(self, chunk: ChunkPlan) -> None:
-        """Moves the task of a planned chunk on. After the last chunk, moves its sequences into the
-        batch."""
+        """Moves a chunk's task on; after the last one, its sequences into the batch."""
         task, active = chunk.task, chunk.task.leader.active
         if not active.started:
             active.started = True
-            self._requests.emit(
-                active.sink,
-                PrefillStarted(
-                    active.request.id, task.cached_tokens, time.time_ns(), task.loaded_tokens
-                ),
-            )
+            told = active.request.id, task.cached_tokens, time.time_ns(), task.loaded_tokens
+            self._requests.emit(active.sink, PrefillStarted(*told))
         task.cursor = chunk.end
         self._batch.slots.set_kv(task.leader.slot, chunk.end)
         if task.remaining == 0:
@@ -281,6 +278,8 @@ class Planner:
         prompt_positions = [np.arange(c.start, c.end, dtype=np.int32) for c in chunks]
         samples = self._samples(rows, least, width, chunks)
         copies, writes, begins = self._batch.take_transfers()
+        if self._lanes.waits:
+            writes |= dict(zip(rows.tolist(), slots.last_tokens(rows).tolist(), strict=True))
         self._mark_written(row_slots, stored_from, contexts)
         sample = self._sample_plan(samples, known=known)
         adapters, wanted = self._batch.adapter_rows(row_slots)

@@ -34,6 +34,7 @@ from engine.schedule.sequences import Sequence
 from engine.schedule.slots import SlotState
 from engine.step.budget import StepBudget
 from engine.step.hooks import HookFailure, OnFailure
+from engine.step.lanes import Lanes
 from engine.step.plan import StepPlan
 from engine.tiers.protocol import PageTiers
 from engine.types import FailureReason, Mode
@@ -56,7 +57,9 @@ class Recovery:
         budget: StepBudget,
         hooks: RequestHooks | None,
         tiers: PageTiers,
+        lanes: Lanes,
     ) -> None:
+        self._lanes = lanes
         self._blocks = blocks
         self._batch = batch
         self._requests = requests
@@ -73,6 +76,7 @@ class Recovery:
     def step_is_over(self, plan: StepPlan) -> None:
         """This step and all before it, whether they failed or not, write no pages any more, and no
         hook has rows of theirs."""
+        self._lanes.over(plan.number)
         self._blocks.settle(plan.number)
         self._batch.others.settle(plan.number)
         if self._hooks is not None:

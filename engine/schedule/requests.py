@@ -118,6 +118,8 @@ class Requests:
             self._refuse(active, RequestFailed(request.id, FailureReason.INTERNAL))
         elif not self._can_ever_hold(request):
             self._refuse(active, RequestFailed(request.id, FailureReason.TOO_LARGE))
+        elif request.beams is not None and request.mode.decodes and self._config.pp > 1:
+            self._refuse(active, RequestFailed(request.id, FailureReason.BEAMS))
         elif (refusal := ask_hooks(self._hooks, active.hooked)) is not None:
             self._refuse(active, refusal)
         elif request.adapter and adapter is None:

@@ -32,6 +32,7 @@ from engine.schedule.settling import Settler
 from engine.speculation.stats import DraftStats
 from engine.speculation.widths import Widths
 from engine.step.budget import StepBudget
+from engine.step.lanes import lanes_of
 from engine.step.sampling import SamplePlanner
 from engine.tiers.peers import Fetches
 from engine.tiers.protocol import NoTiers, PageTiers
@@ -62,6 +63,7 @@ class Scheduler:
         self.fetches = Fetches(blocks, self.tiers, self.others)
         self.budget = StepBudget(config)
         speculates = widths is not None
+        self.lanes = lanes_of(config.pp, config.max_sequences)
         self.batch = Batch(config, blocks, self.others, sampler, hooks, speculates=speculates)
         self.requests = Requests(
             config, blocks, self.batch, self.tiers, hooks, adapters or Adapters()
@@ -70,9 +72,9 @@ class Scheduler:
         self.admission = Admission(
             *shared, policy=policy or Fcfs(), tiers=self.tiers, fetches=self.fetches
         )
-        self.planner = Planner(*shared, self.tiers, widths)
+        self.planner = Planner(*shared, self.tiers, widths, self.lanes)
         self.masking = Masking(self.batch, self.requests)
-        self.recovery = Recovery(*shared[1:], hooks, self.tiers)
+        self.recovery = Recovery(*shared[1:], hooks, self.tiers, self.lanes)
         self.drafts = DraftStats(widths.most - 1) if widths else None
         self.settler = Settler(
             *shared,

@@ -17,6 +17,7 @@ _FINAL: Final = frozenset(
         worker_pb2.FAILURE_REASON_STRUCTURE,
         worker_pb2.FAILURE_REASON_HOOK,
         worker_pb2.FAILURE_REASON_EXTENSION,
+        worker_pb2.FAILURE_REASON_BEAMS,
     }
 )
 _OF_HAND_OFF: Final = frozenset(

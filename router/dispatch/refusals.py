@@ -33,6 +33,8 @@ def error_of(group: ChoiceGroup, fault: Fault, max_workers_lost: int) -> errors.
             return errors.hook_failed(fault.hook)
         case worker_pb2.FAILURE_REASON_EXTENSION:
             return extension_refused(fault.hook)
+        case worker_pb2.FAILURE_REASON_BEAMS:
+            return beams_refused()
         case worker_pb2.FAILURE_REASON_ADAPTER if not run.started:
             return errors.model_not_found(run.job.model.name)
         case worker_pb2.FAILURE_REASON_INTERNAL:
@@ -58,6 +60,12 @@ def extension_refused(hook: str) -> errors.RouterError:
     """The error for bytes that mean nothing to the hook that they are for."""
     field = f"input.extensions.{hook}"
     return errors.invalid_fields([errors.Violation(field, "means nothing to this hook")])
+
+
+def beams_refused() -> errors.RouterError:
+    """The error for a search where the layers are divided among stages."""
+    why = "need workers of one stage (pp 1): the last stage alone knows which pages beams share"
+    return errors.invalid_fields([errors.Violation("beams", why)])
 
 
 def refusal(

@@ -10,6 +10,7 @@ import torch
 
 from engine.cuda.ranks.collective import CudaCollective
 from engine.ranks.stats import RankStats, watched
+from engine.step.stages import OneStage
 
 
 @pytest.fixture
@@ -20,7 +21,8 @@ def stats(tmp_path):
 def group_of(stats: RankStats) -> CudaCollective:
     """Rank 0, which adds up by NCCL."""
     group = CudaCollective(0, 3, torch.device("cuda"))
-    assert watched(group, stats) is group, "its host has no times"
+    own, _ = watched(group, OneStage(), stats, 0)
+    assert own is group, "its host has no times"
     return group
 
 

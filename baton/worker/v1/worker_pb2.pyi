@@ -203,6 +203,8 @@ class _FailureReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Failure
     """
     FAILURE_REASON_ADAPTER: _FailureReason.ValueType  # 12
     """The adapter of the request is not loaded here."""
+    FAILURE_REASON_BEAMS: _FailureReason.ValueType  # 13
+    """The request searches with beams, and the model has several stages here."""
 
 class FailureReason(_FailureReason, metaclass=_FailureReasonEnumTypeWrapper):
     """Why an attempt failed at a worker."""
@@ -235,6 +237,8 @@ worker does not have.
 """
 FAILURE_REASON_ADAPTER: FailureReason.ValueType  # 12
 """The adapter of the request is not loaded here."""
+FAILURE_REASON_BEAMS: FailureReason.ValueType  # 13
+"""The request searches with beams, and the model has several stages here."""
 Global___FailureReason: _TypeAlias = FailureReason  # noqa: Y015
 
 @_typing.final

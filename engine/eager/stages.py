@@ -1,0 +1,46 @@
+"""Stages on CPUs, by torch.distributed's gloo over loopback."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from typing import Any, Final
+
+from torch import Tensor
+
+from engine.eager.collective import gloo_group, wait
+
+_UNSENT: Final = 2
+"""Steps whose hidden states may wait to be taken."""
+
+
+class GlooStages:
+    """A stage's place in the chain of ranks that have the same place in their stages.
+
+    What is sent waits in this process until the next stage takes it, so a stage goes on with its
+    next step meanwhile.
+    """
+
+    def __init__(self, stage: int, count: int) -> None:
+        """Not joined yet: see `join`."""
+        self.is_first = stage == 0
+        self.is_last = stage == count - 1
+        self._stage, self._count = stage, count
+        self._group: Any
+        self._sent: deque[tuple[Any, Tensor]] = deque()
+
+    def join(self, store: Path) -> None:
+        """Meets the other stages; see `GroupCollective.join`."""
+        self._group = gloo_group(store, self._stage, self._count)
+
+    def receive(self, x: Tensor) -> Tensor:
+        """See `Stages`."""
+        wait(self._group.recv([x], self._stage - 1, 0))
+        return x
+
+    def send(self, x: Tensor) -> None:
+        """See `Stages`."""
+        while len(self._sent) >= _UNSENT:
+            wait(self._sent.popleft()[0])
+        x = x.contiguous()
+        self._sent.append((self._group.send([x], self._stage + 1, 0), x))

@@ -1,0 +1,43 @@
+"""How hidden states go through the stages of a model.
+
+Every stage runs the same steps in one order. For each step it takes the hidden states of the stage
+before it, runs its layers, and hands on what they make. The chain has no cycle, so no stage waits
+for ever while all of them live. A step without tokens hands on one row: it means that the step is
+done so far, so a step that has ended in the last stage has ended in all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Stages(Protocol):
+    """A stage of a pipeline. Where another one is gone, an operation raises CollectiveError."""
+
+    is_first: bool
+    """It has the embedding."""
+    is_last: bool
+    """It has the last norm and the head."""
+
+    def receive(self, x: Tensor) -> Tensor:
+        """Overwrites `x` with what the stage before hands on."""
+        ...
+
+    def send(self, x: Tensor) -> None:
+        """Hands `x` on. The caller must not change it afterwards."""
+        ...
+
+
+class OneStage:
+    """There are no others."""
+
+    is_first = is_last = True
+
+    def receive(self, x: Tensor) -> Tensor:
+        """See `Stages`."""
+        return x
+
+    def send(self, x: Tensor) -> None:
+        """See `Stages`."""

@@ -1,0 +1,259 @@
+"""Several stages on CPUs, one or more ranks each: the tokens of one process by every path; what the
+end of a rank does; what is refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from engine_kit import build, finish, submit
+from paths_kit import prompt_of
+from references import references
+from test_ranks import (
+    FAMILIES,
+    GONE_S,
+    SMALL,
+    Pair,
+    all_gone,
+    check,
+    pids_of,
+    running,
+    test_log_probabilities_of_prompt_and_output,
+    test_preempted,
+    test_rank_0_samples_for_all,
+    test_whole_in_chunks_from_the_cache_and_resumed,
+)
+from tiny_families import HYBRIDS
+from tiny_models import write_tiny_model
+from waiting import wait_until
+
+from baton import LLM
+from baton.errors import InvalidRequestError
+from engine.engine import EngineError
+from engine.model import ModelError
+from engine.model.ranks import _even_ends
+from engine.step.grid import Grid
+from engine.step.lanes import StageLanes
+
+pytestmark = pytest.mark.timeout(300)
+__all__ = [
+    "test_log_probabilities_of_prompt_and_output",
+    "test_preempted",
+    "test_rank_0_samples_for_all",
+    "test_whole_in_chunks_from_the_cache_and_resumed",
+]
+LAYERS = {"layers": 4}
+TIED = {**FAMILIES["qwen2"], **LAYERS}
+"""The last stage has a head of its own, of the first stage's tensor."""
+MODELS = {
+    "llama": {**FAMILIES["llama"], **LAYERS},
+    "qwen2": TIED,
+    "gemma3": {**FAMILIES["gemma3"]},
+    "qwen3_moe": {**FAMILIES["qwen3_moe"], **LAYERS},
+    "deepseek_v3": FAMILIES["deepseek_v3"],
+    "lfm2": FAMILIES["lfm2"],
+}
+GRIDS = [("llama", 2, 1), *((model, pp, tp) for model in MODELS for pp, tp in ((2, 1), (2, 2)))]
+GRIDS += [("llama", 4, 1), ("llama", 4, 2), ("qwen2", 4, 1)]
+
+
+def cases() -> list[Any]:
+    return [
+        pytest.param(
+            each,
+            id=f"{each[0]}-{each[1]}x{each[2]}",
+            marks=() if number == 0 else pytest.mark.matrix,
+        )
+        for number, each in enumerate(dict.fromkeys(GRIDS))
+    ]
+
+
+@pytest.fixture(scope="module", params=cases())
+def pair(request, tmp_path_factory) -> Iterator[Pair]:
+    model, pp, tp = request.param
+    path = write_tiny_model(tmp_path_factory.mktemp(model), **MODELS[model])
+    with running(path, **SMALL) as one, running(path, pp=pp, tp=tp, **SMALL) as several:
+        yield Pair(one, several, references(path))
+
+
+def test_a_worker_of_stages_has_the_identity_of_one_process(pair):
+    assert pair.one.model == pair.several.model
+    assert pair.one.pool.num_layers > pair.several.pool.num_layers
+
+
+def test_several_steps_are_in_flight_and_all_rows_go_on(pair):
+    """Five sequences and a long prompt beside them, on as many tokens as one lane gives."""
+    runs = [submit(pair.several, prompt_of(9 + i), 24, ignore_eos=True) for i in range(5)]
+    late = submit(pair.several, prompt_of(150), 12, ignore_eos=True)
+    finish(*runs, late)
+    check(pair.answers, runs, 24)
+    check(pair.answers, [late], 12)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("options", [{"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}], ids=str)
+def test_precisions_are_those_of_one_process(options, tmp_path):
+    path = write_tiny_model(tmp_path, **MODELS["llama"], tokenizer=False, hidden=128)
+    found = []
+    for pp in (1, 2):
+        with running(path, pp=pp, max_step_tokens=40, num_pages=40, **options) as engine:
+            runs = [submit(engine, prompt_of(n), 12, ignore_eos=True) for n in (70, 17, 5)]
+            finish(*runs)
+            found.append([run.tokens for run in runs])
+    assert found[0] == found[1]
+
+
+# -- the end of a rank --------------------------------------------------------------------------
+
+ENDS = [(2, 1, 1, "kill"), (2, 1, 1, "stop")]
+ENDS += [(2, 2, rank, how) for rank in (1, 2, 3) for how in ("kill", "stop")]
+ENDS += [(4, 1, rank, how) for rank in (1, 2, 3) for how in ("kill", "hang")]
+
+
+@pytest.mark.parametrize(
+    ("pp", "tp", "rank", "how"),
+    [pytest.param(*end, marks=pytest.mark.matrix if at else ()) for at, end in enumerate(ENDS)],
+)
+def test_a_rank_that_does_not_go_on_is_named_and_none_is_left(
+    pp, tp, rank, how, tmp_path, monkeypatch
+):
+    """While it generates. The user's process goes on."""
+    if how == "hang":
+        monkeypatch.setenv("BATON_DEBUG_FAILPOINTS", f"rank.step=hang~{rank}@20")
+    path, after_s = write_tiny_model(tmp_path, **LAYERS), 20 if how == "hang" else 2
+    why = {
+        "kill": f"rank {rank} was killed by SIGKILL",
+        "stop": f"no step has ended for {after_s} s: rank {rank} is stopped",
+        "hang": f"no step has ended for {after_s} s: rank {rank} is not going on",
+    }[how]
+    settings = {"device": "cpu", "debug": {"num_pages": 40}, "max_sequences": 4}
+    with LLM(path, pp=pp, tp=tp, **settings) as llm:
+        pids = pids_of(llm.engine)
+        assert len(pids) == pp * tp - 1
+        if how != "hang":
+            assert llm.generate("One, two,", max_tokens=8).usage.output_tokens == 8
+        with llm.stream("One, two,", max_tokens=500, ignore_eos=True) as stream:
+            next(iter(stream))
+            if how != "hang":
+                os.kill(pids[rank], signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+            llm.engine._step_timeout_s = float(after_s)
+            with pytest.raises(EngineError, match=why):
+                list(stream)
+        wait_until(lambda: all_gone(list(pids.values())), GONE_S)
+
+
+# -- what is refused ----------------------------------------------------------------------------
+
+REFUSED = {
+    "pp 0 must be at least 1": {"pp": 0},
+    "pp 3 does not fit this model: it has 2 layers": {"pp": 3},
+    "pp_layers 2,1 must be 2 numbers above 0, one for each stage, whose sum is 2": {
+        "pp": 2,
+        "pp_layers": (2, 1),
+    },
+    "pp_layers 2,0 must be 2 numbers above 0": {"pp": 2, "pp_layers": (2, 0)},
+    "pp_layers 1,1 must be a number for each of 1 stages": {"pp_layers": (1, 1)},
+    "pp 9 times tp 8 must be at most 64 ranks": {"pp": 9, "tp": 8},
+    "speculation suffix needs pp 1: drafts are verified a step": {"pp": 2, "speculation": "suffix"},
+    "hooks need pp 1": {"pp": 2, "hooks": ("quest",)},
+    "kv_host_gib needs pp 1": {"pp": 2, "kv_host_bytes": 1 << 20},
+    "pp 2 cannot be set: transformers' own code": {"pp": 2, "model_impl": "transformers"},
+    "tp 3 does not fit this model": {"pp": 2, "tp": 3},
+}
+MODELS_REFUSED = {
+    "each of its layers reads the tokens themselves": FAMILIES["gemma4_shared"],
+    "some layers keep states": HYBRIDS["qwen3_5"],
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_stages_cannot_do_is_refused(why, tmp_path, weights_unread):
+    path = write_tiny_model(tmp_path, tokenizer=False)
+    with pytest.raises((EngineError, ModelError), match=f"^{why}"):
+        build(path, **REFUSED[why])
+
+
+@pytest.mark.parametrize("why", MODELS_REFUSED)
+def test_models_that_cannot_have_stages_are_refused(why, tmp_path, weights_unread):
+    path = write_tiny_model(tmp_path, **MODELS_REFUSED[why], tokenizer=False)
+    with pytest.raises(ModelError, match=f"^pp 2 does not fit this model: {why}"):
+        build(path, pp=2)
+
+
+@pytest.fixture
+def weights_unread(monkeypatch):
+    def refuse(*_: object) -> None:
+        raise AssertionError("weights are read")
+
+    monkeypatch.setattr("engine.model.loading.fill", refuse)
+    monkeypatch.setattr("engine.model.wrapped.loading.fill", refuse)
+
+
+def test_a_search_with_beams_is_refused(tmp_path):
+    settings = {"device": "cpu", "debug": {"num_pages": 40}, "max_sequences": 4}
+    with LLM(write_tiny_model(tmp_path), pp=2, **settings) as llm:
+        with pytest.raises(InvalidRequestError, match="beams need workers of one stage"):
+            llm.beam_search("One, two,", width=2, max_tokens=8)
+        assert llm.generate("One, two,", max_tokens=8, choices=2).usage.output_tokens == 16
+
+
+# -- the shape ----------------------------------------------------------------------------------
+
+
+def test_rank_0_is_of_the_last_stage():
+    grid = Grid(3, 2)
+    assert [grid.stage_of(rank) for rank in range(grid.size)] == [2, 2, 1, 1, 0, 0]
+    assert [grid.within(rank) for rank in range(grid.size)] == [0, 1] * 3
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_layers_are_divided_as_evenly_as_can_be(seed):
+    """Against all ways to cut."""
+    drawn = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(1, 50, (7,), generator=drawn).tolist()
+
+    def largest(ends: list[int]) -> int:
+        return max(sum(sizes[first:end]) for first, end in pairwise([0, *ends]))
+
+    assert largest(_even_ends(sizes, 2)) == min(largest([cut, 7]) for cut in range(1, 7))
+    ways = [[one, two, 7] for one in range(1, 6) for two in range(one + 1, 7)]
+    assert largest(_even_ends(sizes, 3)) == min(map(largest, ways))
+
+
+def test_stages_as_asked_have_these_layers(tmp_path):
+    path = write_tiny_model(tmp_path, **LAYERS, tokenizer=False)
+    with running(path, pp=2, pp_layers=(3, 1), num_pages=20) as engine:
+        assert engine.pool.num_layers == 1
+        run = submit(engine, prompt_of(20), 8, ignore_eos=True)
+        finish(run)
+        check(references(path), [run], 8)
+
+
+def test_lanes_share_the_rows_and_merge_again():
+    """So a row that comes later is in no step of its own for ever."""
+    lanes = StageLanes(2, 8)
+    in_flight = torch.zeros(8, dtype=torch.int32).numpy()
+    everybody = torch.arange(7).numpy()
+
+    def step(number: int, running: Any) -> list[int]:
+        rows = lanes.choose(running, in_flight)
+        lanes.launched(number, rows)
+        in_flight[rows] += 1
+        return rows.tolist()
+
+    def end(number: int, rows: list[int]) -> None:
+        lanes.over(number)
+        in_flight[rows] -= 1
+
+    first, second = step(0, everybody[:6]), step(1, everybody[:6])
+    assert (first, second) == ([0, 1, 2], [3, 4, 5])
+    assert step(2, everybody) == [], "two steps of two stages are in flight"
+    end(0, first)
+    assert step(2, everybody) == [0, 1, 2, 6]
+    end(1, second)
+    assert step(3, everybody) == [3, 4, 5]
