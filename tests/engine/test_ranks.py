@@ -35,7 +35,7 @@ from baton import LLM
 from engine.config import EngineConfig
 from engine.eager.collective import GlooCollective
 from engine.engine import Engine, EngineError
-from engine.model.best import TOLD, best_of_parts
+from engine.model.best import BEST_NUMBERS, best_of_parts
 from engine.model.shard import Shard
 from engine.ranks import stats
 from engine.ranks.executor import RankedExecutor
@@ -174,7 +174,7 @@ def test_greedy_steps_tell_best_tokens_and_not_logits(pair, monkeypatch):
         collective, "gather", lambda x, width: (widths.append(width), gather(x, width))[1]
     )
     finish(submit(pair.several, prompt_of(21), 8, ignore_eos=True))
-    assert set(widths) == {TOLD * collective.size}
+    assert set(widths) == {BEST_NUMBERS * collective.size}
     for sampling in (SAMPLED, PENALISED, FORMED, SCORED):
         widths.clear()
         finish(submit(pair.several, prompt_of(21), 8, sampling=sampling))

@@ -197,7 +197,7 @@ def weights_unread(monkeypatch):
 def test_a_search_with_beams_is_refused(tmp_path):
     settings = {"device": "cpu", "debug": {"num_pages": 40}, "max_sequences": 4}
     with LLM(write_tiny_model(tmp_path), pp=2, **settings) as llm:
-        with pytest.raises(InvalidRequestError, match="beams need workers of one stage"):
+        with pytest.raises(InvalidRequestError, match="beams: need workers of one stage"):
             llm.beam_search("One, two,", width=2, max_tokens=8)
         assert llm.generate("One, two,", max_tokens=8, choices=2).usage.output_tokens == 16
 
