@@ -80,6 +80,7 @@ class _Running:
             choices=job.choices,
             priority=job.priority,
             prompt_logprobs=job.prompt_logprobs,
+            adapter=job.model.digest,
             extensions=job.extensions,
             no_speculation=not job.speculates,
             beams=job.beams,
@@ -140,7 +141,7 @@ class _Running:
             case FailureReason.BEAMS:
                 return beams_refused()
             case FailureReason.ADAPTER:
-                return errors.model_not_found(self.run.job.model.name)
+                return errors.model_not_found(self.run.job.model.called)
             case FailureReason.INTERNAL:
                 return errors.internal()
 
@@ -202,18 +203,24 @@ class EngineDispatcher:
         self._engine.start(on_lost=self._hearing.device_lost)
 
     def models(self) -> Sequence[jobs.ServedModel]:
-        """The engine's model."""
-        return [self._model]
+        """The engine's model, and its adapters."""
+        named = self._engine.adapters.named()
+        own = [replace(self._model, adapter=one.name, digest=one.digest) for one in named]
+        return [self._model, *own]
 
     def model(self, name: str) -> jobs.ServedModel:
-        """Returns the engine's model if the name is its name or empty.
+        """Returns the engine's model if the name is its name or empty, or with the adapter of that
+        name.
 
         Raises:
             RouterError: MODEL_NOT_FOUND.
         """
-        if name not in ("", self._model.name):
-            raise errors.model_not_found(name, [self._model.name])
-        return self._model
+        if name in ("", self._model.name):
+            return self._model
+        models = {model.called: model for model in self.models()}
+        if name not in models:
+            raise errors.model_not_found(name, list(models))
+        return models[name]
 
     def largest_pool_tokens(self, job: jobs.Job) -> int:
         """See `router.jobs.Dispatcher.largest_pool_tokens`."""

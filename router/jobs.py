@@ -53,6 +53,15 @@ class ServedModel:
     """How it wants to be sampled where a request does not say."""
     pooling: worker_pb2.PoolingDefaults | None = field(default=None, compare=False)
     """How it pools where a request does not say; None: its workers pool nothing."""
+    adapter: str = ""
+    """Name of the adapter that changes it; empty: none."""
+    digest: bytes = b""
+    """The adapter's content."""
+
+    @property
+    def called(self) -> str:
+        """The name by which requests choose it."""
+        return self.adapter or self.name
 
     @classmethod
     def of(cls, model: worker_pb2.ModelInfo) -> Self:

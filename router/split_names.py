@@ -76,18 +76,18 @@ class SplitNames:
         """
         if (shares := self._shares.get(request.model)) is None:
             return request.model
-        known, conversation = {model.name for model in served()}, _beginning(request, tenant)
+        known, conversation = {model.called for model in served()}, _beginning(request, tenant)
         there = [share for share in shares if share.model in known] or shares
         return max(there, key=lambda share: _drawn(share, conversation)).model
 
     def listed(self, models: Sequence[ServedModel]) -> list[ServedModel]:
         """The models, and the names that stand for some of them. A name promises what the least of
         its models does."""
-        found, known = list(models), {model.name: model for model in models}
+        found, known = list(models), {model.called: model for model in models}
         for name, shares in self._shares.items():
             if there := [known[share.model] for share in shares if share.model in known]:
                 least = min(there, key=lambda model: model.max_context_tokens)
-                found.append(replace(least, name=name))
+                found.append(replace(least, name=name, adapter="", digest=b""))
         return found
 
 

@@ -33,6 +33,8 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
         "kv_host_bytes": settings.kv_host_bytes,
         "kv_stores": settings.kv_store,
         "hooks": settings.hook,
+        "max_adapters": settings.debug.max_adapters if settings.adapters else 0,
+        "adapters_host_bytes": int(settings.debug.adapters_host_gib * (1 << 30)),
         "max_step_tokens": _step_tokens(settings),
         "decodes": settings.flexible or settings.role is not Role.PREFILL,
         "mixed_prefill_tokens": limits.mixed_tokens,

@@ -56,6 +56,7 @@ from worker.router_addresses import RouterAddresses
 from worker.settings import Role, WorkerSettings
 from worker.stream import Services, WorkerServicer
 from worker.watchdog import Watchdog, device_lost
+from worker_base.adapters import adapters_message
 from worker_base.legs import WorkerLeg
 from worker_base.messages import endpoint_message, model_message
 from worker_base.outbox import LoopInbox
@@ -109,23 +110,18 @@ class Worker:
             engine.load, lambda: self.transfer.counters, lambda: self.servicer.streams
         )
         self.metrics.watch_refusals(lambda: self._net.refusals.counts)
-        self._watch_gpus()
-        if engine.load().tiers is not None:
-            self.metrics.watch_tiers(engine.load)
-        if len(self.layout.groups) > 1:
-            self.metrics.watch_groups(engine.load)
-        if engine.load().hook_failures is not None:
-            self.metrics.watch_hooks(engine.load)
-        if engine.load().speculation is not None:
-            self.metrics.watch_drafts(engine.load)
-        if settings.ranks > 1:
-            self.metrics.watch_ranks(engine.ranks)
+        self._watch_parts()
         self.services = self._make_services()
         self.services.peers.held_against = self.services.peers_to_avoid
         self.metrics.watch_overdue(self.services.overdue)
         self.role = self._make_role()
         self.servicer = WorkerServicer(
-            self.identity, self.services, self.report, self._net, self.role
+            self.identity,
+            self.services,
+            self.report,
+            self._net,
+            self.role,
+            partial(adapters_message, engine.adapters),
         )
         self.admin = AdminServer(
             settings.admin,
@@ -236,6 +232,21 @@ class Worker:
         self._lag.stop()
         await self.admin.stop()
         return clean and left_nothing
+
+    def _watch_parts(self) -> None:
+        """Exports the figures of what this engine has."""
+        engine, settings = self.engine, self.settings
+        self._watch_gpus()
+        if engine.load().tiers is not None:
+            self.metrics.watch_tiers(engine.load)
+        if len(self.layout.groups) > 1:
+            self.metrics.watch_groups(engine.load)
+        if engine.load().hook_failures is not None:
+            self.metrics.watch_hooks(engine.load)
+        if engine.load().speculation is not None:
+            self.metrics.watch_drafts(engine.load)
+        if settings.ranks > 1:
+            self.metrics.watch_ranks(engine.ranks)
 
     def _watch_gpus(self) -> None:
         device = self.engine.pool.device

@@ -124,6 +124,12 @@ class WorkerDebug(BaseModel):
     """Names the PEM file of its key, in place of that in `tls_dir`."""
     tls_ca: str = ""
     """Names the PEM file of the authorities to trust, in place of that in `tls_dir`."""
+    max_adapters: int = Field(default=8, ge=1, le=1024)
+    """Limits the adapters that are in use at once. Requests for others wait."""
+    max_adapter_rank: int = Field(default=_ENGINE.max_adapter_rank, ge=1, le=4096)
+    """Limits the rank of an adapter."""
+    adapters_host_gib: float = Field(default=_ENGINE.adapters_host_bytes / (1 << 30), gt=0)
+    """Limits the host memory of all adapters together, GiB."""
     synthetic_acceptance: float = Field(default=_ENGINE.synthetic_acceptance, ge=-1, le=1)
     """Accepts drafts with this probability, whatever was drawn: measures speculation with dummy
     weights, on a GPU. What the model says has no meaning then. -1: accepts what is right."""
@@ -246,6 +252,10 @@ class WorkerSettings(BaseModel):
     slow down each one."""
     max_context_tokens: int = Field(default=_ENGINE.max_context_tokens, ge=0, le=MOST_TOKENS)
     """Limits prompt and output together. 0: the model's own limit."""
+    adapters: Words = ()
+    """Lists adapters (LoRA) that are loaded at the start, with commas between: NAME=FOLDER, each a
+    folder in peft's format. Requests choose one by its name in place of the model's. Load them on
+    prefill and decode workers alike. On CPUs for now."""
     speculation: str = _ENGINE.speculation
     """Chooses what guesses tokens, several of which one step then verifies: `suffix` looks for the
     newest tokens earlier in the same sequence, and needs no weights. A folder has an EAGLE-3 head

@@ -116,6 +116,10 @@ class Services:
             service.fail_all(reason)
 
 
+def _none() -> worker_pb2.WorkResponse | None:
+    return None
+
+
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """`WorkerService`. Belongs to the event loop."""
 
@@ -126,12 +130,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         make_report: Callable[[], Report],
         net: InternalNet | None = None,
         role: CurrentRole | None = None,
+        adapters: Callable[[], worker_pb2.WorkResponse | None] = _none,
     ) -> None:
+        """`adapters` says what a router that attaches hears of them; None: nothing."""
         self.draining = False
         """Set by the owner: new work is refused."""
         self._identity = identity
         self._net = net or ClearNet()
         self._role = role
+        self._adapters = adapters
         self._services = services
         self._make_report = make_report
         self._outboxes: set[Outbox] = set()
@@ -154,6 +161,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         keeps_peers = protocol is not None and protocol >= KEEPS_PEERS
         outbox = Outbox(on_overflow=overflowed.set, keeps_peers=keeps_peers)
         self._outboxes.add(outbox)
+        if (adapters := self._adapters()) is not None:
+            outbox.send(adapters)
         outbox.report(self._make_report().load, lambda _: True)
         tasks: list[asyncio.Task[object]] = [
             asyncio.create_task(self._read(request_iterator, outbox)),

@@ -351,6 +351,8 @@ class AsyncClient(_Caller):
 
 def _models(response: pb.ListModelsResponse) -> tuple[Model, ...]:
     return tuple(
-        Model(m.name, m.revision, m.max_context_tokens, m.max_output_tokens, m.has_tokenizer)
+        Model(
+            m.name, m.revision, m.max_context_tokens, m.max_output_tokens, m.has_tokenizer, m.parent
+        )
         for m in response.models
     )

@@ -147,6 +147,8 @@ class Model:
     max_context_tokens: int
     max_output_tokens: int
     has_tokenizer: bool
+    parent: str = ""
+    """An adapter: the model that it changes; empty for models."""
 
 
 _REASONS = {

@@ -111,8 +111,9 @@ class JobDispatcher:
     # Calls of the front doors.
 
     def models(self) -> Sequence[ServedModel]:
-        """Models that could run now, by name. Models with workers for only one leg are left out."""
-        return self._models.runnable()
+        """Models that could run now, by name, then adapters. What has workers for only one leg is
+        left out."""
+        return [*self._models.runnable(), *self._models.adapted()]
 
     def attached_models(self) -> Sequence[ServedModel]:
         """Models with any attached worker, by name."""
@@ -220,6 +221,13 @@ class JobDispatcher:
     def role_changed(self, _link: WorkerLink) -> None:
         """What a worker takes changes; its legs go on, and what is known of its pages stays."""
         self._models.changed()
+        self.membership_changed.set()
+        self._waiting.check()
+        self._pump_soon()
+
+    def adapters_changed(self, link: WorkerLink) -> None:
+        """Jobs that wait may have lost their adapter, or got it."""
+        self._models.adapters_changed(link)
         self.membership_changed.set()
         self._waiting.check()
         self._pump_soon()

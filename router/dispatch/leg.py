@@ -111,6 +111,7 @@ class Leg:
             first_choice=group.choices[0],
             priority=job.priority,
             cache_salt=job.cache_salt,
+            adapter=job.model.digest,
             traceparent=traceparent_of(self._span),
             deadline_unix_ns=job.deadline_ns,
             time_left_ms=max(0, round(group.run.left_s * 1e3)),

@@ -36,7 +36,7 @@ def error_of(group: ChoiceGroup, fault: Fault, max_workers_lost: int) -> errors.
         case worker_pb2.FAILURE_REASON_BEAMS:
             return beams_refused()
         case worker_pb2.FAILURE_REASON_ADAPTER if not run.started:
-            return errors.model_not_found(run.job.model.name)
+            return errors.model_not_found(run.job.model.called)
         case worker_pb2.FAILURE_REASON_INTERNAL:
             return errors.internal()
         case worker_pb2.FAILURE_REASON_TOO_LARGE:
@@ -86,7 +86,11 @@ def refusal(
 def _nobody(
     group: ChoiceGroup, workers: Sequence[WorkerLink], *, is_loading: bool
 ) -> errors.RouterError:
-    model = group.run.job.model.name
+    wanted = group.run.job.model
+    model = wanted.name
+    holders = [worker for worker in workers if worker.serves(wanted)]
+    if wanted.digest and not holders and not group.run.started:
+        return errors.model_not_found(wanted.called)
     if group.attempts:
         return errors.worker_lost(group.attempts)
     if is_loading:

@@ -107,7 +107,8 @@ class InferenceService:
     async def _describe(self, model: ServedModel) -> api.Model:
         longest = min(model.max_context_tokens - 1, self._limits.max_output_tokens)
         return api.Model(
-            name=model.name,
+            name=model.called,
+            parent=model.name if model.adapter else "",
             revision=model.revision,
             max_context_tokens=model.max_context_tokens,
             max_output_tokens=longest,

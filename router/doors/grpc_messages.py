@@ -40,7 +40,7 @@ def _started_message(job: Job, started: Started) -> api.StreamGenerateResponse:
         dropped_keywords=started.dropped_keywords,
         ignored_fields=started.ignored_fields,
         generation_id=job.id,
-        model=job.model.name,
+        model=job.model.called,
         model_revision=job.model.revision,
         prompt_tokens=job.prompt_tokens,
         cached_prompt_tokens=started.cached_prompt_tokens,

@@ -44,12 +44,12 @@ def few_of(
         has_credit: whether a worker could begin the prompt now.
         has_room: whether it could decode now.
     """
-    model, names = (demand.model.name, demand.model.revision), frozenset(holders)
+    names = frozenset(holders)
     found = [one for one in workers if one.worker_id in names] if names else []
     firsts, seconds = [0, 0], [0, 0]
     start = random.randrange(len(workers))
     for worker in (*workers[start:], *workers[:start]):
-        if worker.model != model:
+        if not worker.serves(demand.model):
             continue
         capacity = worker.capacity()
         if worker.prefills and firsts[FREE] < DRAWN:

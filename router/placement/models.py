@@ -8,6 +8,10 @@ Life of a name:
 4. Its last worker leaves. For `REMEMBERED_S` clients are told to wait for a worker. After that the
    name is unknown.
 
+An adapter has a name of its own beside its model's, which chooses its content once, when a request
+comes. Of several contents of one name that is chosen which can run, and of those the one that most
+workers have.
+
 Workers of one name may hold different weights, during an upgrade or by mistake. A job stays with
 one revision from its prompt's first token id to its last retry. New jobs get the revision that can
 run. If several can, they get the one with the most workers.
@@ -69,6 +73,13 @@ class Models:
         out."""
         return [model for model in self.attached() if self._can_run(model)]
 
+    def adapted(self) -> list[ServedModel]:
+        """Adapters that could run now, by name. A model's own name comes before an adapter's."""
+        own = {worker.identity.model.name for worker in self._workers}
+        names = sorted({name for worker in self._workers for name in worker.adapters} - own)
+        found = [self._adapted(name) for name in names]
+        return [model for model in found if model is not None and self._can_run(model)]
+
     def find(self, name: str, now_s: float) -> ServedModel:
         """The model of that name. An empty name selects the only model that can run.
 
@@ -77,6 +88,8 @@ class Models:
         """
         if self._named(name):
             return self._of(name)
+        if (adapted := self._adapted(name)) is not None:
+            return adapted
         if loading := self._loaded_now(name, now_s):
             raise errors.model_loading(loading)
         if not self._workers or self._is_expected(name, now_s):
@@ -84,7 +97,8 @@ class Models:
         candidates = self.runnable() or self.attached()
         if not name and len(candidates) == 1:
             return candidates[0]
-        raise errors.model_not_found(name, [model.name for model in self.attached()])
+        served = [*self.attached(), *self.adapted()]
+        raise errors.model_not_found(name, [model.called for model in served])
 
     def loading(self, worker: worker_pb2.WorkerIdentity, now_s: float) -> None:
         """Notes that a worker loads its model."""
@@ -113,7 +127,8 @@ class Models:
         model = worker.identity.model
         self._served.clear()
         self._loading.pop(worker.identity.worker_id, None)
-        self._left_s.pop(model.name, None)
+        for name in (model.name, *worker.adapters):
+            self._left_s.pop(name, None)
         revisions = {other.identity.model.revision for other in self._named(model.name)}
         if len(revisions) > 1:
             fields = {"model": model.name, "revisions": sorted(revisions)}
@@ -133,6 +148,15 @@ class Models:
             _remember(self._froze_s, name, now_s)
         if not self._named(name):
             _remember(self._left_s, name, now_s)
+        for adapter in worker.adapters:
+            if not any(adapter in other.adapters for other in self._workers):
+                _remember(self._left_s, adapter, now_s)
+
+    def adapters_changed(self, worker: WorkerLink) -> None:
+        """A worker has other adapters. A name that nobody has any more was unloaded."""
+        self._served.clear()
+        for name in worker.adapters:
+            self._left_s.pop(name, None)
 
     def is_expected_back(self, name: str, now_s: float, within_s: float) -> bool:
         """Whether a worker of a name is likely to come: one was lost without a word not longer ago
@@ -152,6 +176,21 @@ class Models:
 
     def _named(self, name: str) -> list[WorkerLink]:
         return [worker for worker in self._workers if worker.identity.model.name == name]
+
+    def _adapted(self, name: str) -> ServedModel | None:
+        """The model with the adapter of a name; None: no worker has it."""
+        if name not in self._served:
+            having = [worker for worker in self._workers if name in worker.adapters]
+            if not having:
+                return None
+            contents = Counter((worker.model[0], worker.adapters[name]) for worker in having)
+            models = {
+                content: replace(self._of(content[0]), adapter=name, digest=content[1])
+                for content in sorted(contents)
+            }
+            best = max(models, key=lambda one: (self._can_run(models[one]), contents[one]))
+            self._served[name] = models[best]
+        return self._served[name]
 
     def _of(self, name: str) -> ServedModel:
         """The model for new jobs of that name."""

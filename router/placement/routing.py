@@ -102,8 +102,8 @@ def largest_pool_tokens(
 
 
 def holds(worker: WorkerLink, model: ServedModel) -> bool:
-    """Whether the worker has this revision of this model."""
-    return worker.model == (model.name, model.revision)
+    """Whether the worker has this revision of this model, and its adapter."""
+    return worker.serves(model)
 
 
 def can_run(workers: Sequence[WorkerLink], local: LocalPrefill) -> bool:

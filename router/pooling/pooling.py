@@ -99,7 +99,7 @@ class Poolings:
                 prompts = await self._embedded(request, call, span)
                 vectors, usage = await self._run(prompts, call, span)
         return api.EmbedResponse(
-            model=prompts.model.name,
+            model=prompts.model.called,
             embeddings=[api.Embedding(values=vector) for vector in vectors],
             usage=usage,
         )
@@ -121,7 +121,7 @@ class Poolings:
         else:
             of_query, of_document = np.split(np.array(vectors), [len(request.queries)])
             scores = (of_query * of_document).sum(1)
-        return api.ScoreResponse(model=prompts.model.name, scores=scores, usage=usage)
+        return api.ScoreResponse(model=prompts.model.called, scores=scores, usage=usage)
 
     # -- the prompts ---------------------------------------------------------------------------
 

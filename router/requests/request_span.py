@@ -134,14 +134,14 @@ class RequestSpan:
         """Notes the parameters of the job, with defaults filled in."""
         self._model = self._served_model = job.model.name
         self._prompt_tokens = job.prompt_tokens
-        self._record.model = job.model.name
+        self._record.model = job.model.called
         self._record.prompt_tokens += job.prompt_tokens
-        self._span.update_name(SpanName.request(self._operation, job.model.name))
+        self._span.update_name(SpanName.request(self._operation, job.model.called))
         sampling = job.sampling
         self._span.set_attributes(
             {
-                Attr.REQUEST_MODEL: job.model.name,
-                Attr.RESPONSE_MODEL: job.model.name,
+                Attr.REQUEST_MODEL: job.model.called,
+                Attr.RESPONSE_MODEL: job.model.called,
                 Attr.REQUEST_CHOICES: job.choices,
                 Attr.REQUEST_MAX_TOKENS: job.stopping.max_tokens,
                 Attr.REQUEST_TEMPERATURE: sampling.temperature,

@@ -318,7 +318,7 @@ class Tokenizers:
         means = job.pooling is not None and job.pooling.kind != worker_pb2.POOL_KIND_LAST
         if job.prompt_logprobs or means or not model.prefix_cache:
             return NO_KEYS
-        shape = model.page_size_tokens, model.kv_precision, job.cache_salt
+        shape = model.page_size_tokens, model.kv_precision, job.cache_salt, model.digest
         work = partial(prompt_short_keys, job.prompt_ids, *shape)
         if self._is_done_directly(job.prompt_tokens // _IDS_A_CHAR):
             return work()

@@ -14,7 +14,6 @@ The stream is the lease: every attempt on it ends with it.
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 import math
 from typing import TYPE_CHECKING, Final, Protocol
@@ -24,13 +23,17 @@ import grpc
 from baton.grpc_options import channel_options
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from faults import failpoints
+from router.workers.life import LinkState as LinkState
+from router.workers.life import Loss as Loss
 from router.workers.load_estimate import Capacity, LoadEstimate
 from router.workers.send_queue import SendQueue
 from serving.net.internal_net import ClearNet, InternalNet, is_untrusted
 from serving.release import stamp
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Set
+    from collections.abc import Iterable, Mapping, Set
+
+    from router.jobs import ServedModel
 
     Call = grpc.aio.StreamStreamCall[worker_pb2.WorkRequest, worker_pb2.WorkResponse]
 
@@ -54,55 +57,26 @@ _kinds: dict[tuple[object, ...], int] = {}
 """Numbers of the kinds of workers that were seen."""
 
 
-class LinkState(enum.IntEnum):
-    """State of a link. LOST is the smallest."""
-
-    LOST = 0
-    CONNECTING = 1
-    ATTACHED = 2
-
-
-class Loss(enum.Enum):
-    """The cause of a lost link."""
-
-    SOCKET_CLOSED = "socket closed"
-    """The peer's kernel closed it without a goodbye, for example because the process died."""
-    STREAM_ENDED = "stream ended"
-    """The worker ended it, or the connection answered no ping."""
-    FROZEN = "frozen"
-    """The progress counter stood still."""
-    REFUSED = "refused"
-    """Another worker answered than the one that was announced."""
-    UNTRUSTED = "untrusted"
-    """It showed no valid certificate of the worker that was announced."""
-    CONGESTED = "congested"
-    """The worker does not read its stream."""
-    CLOSED = "closed"
-    """This router closes."""
-
-
 class LinkOwner(Protocol):
     """Receives the events of a link. Called on the event loop; must not block or raise."""
 
     def attached(self, link: WorkerLink) -> None:
         """The worker answered."""
-        ...
 
     def loaded(self, link: WorkerLink) -> None:
         """A load report came."""
-        ...
 
     def received(self, link: WorkerLink, message: worker_pb2.WorkResponse) -> None:
         """Any other message came."""
-        ...
 
     def role_changed(self, link: WorkerLink) -> None:
         """A report told of another role, or of the begin or the end of a change."""
-        ...
+
+    def adapters_changed(self, link: WorkerLink) -> None:
+        """An attached worker has other adapters, or other names for them."""
 
     def lost(self, link: WorkerLink, loss: Loss, was: LinkState) -> None:
         """The link is over. Called once."""
-        ...
 
 
 class WorkerLink:
@@ -132,6 +106,8 @@ class WorkerLink:
             net: how to reach it; in clear by default.
             server_name: the name that its certificate must have.
         """
+        self.adapters: Mapping[str, bytes] = {}
+        """Digests of its adapters by name."""
         self.identity = identity
         self.worker_id = identity.worker_id
         """Its stable name. The registry changes it if another worker of that name is attached."""
@@ -206,7 +182,8 @@ class WorkerLink:
         self.prefills = role in (worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_BOTH)
         self.decodes = role in (worker_pb2.WORKER_ROLE_DECODE, worker_pb2.WORKER_ROLE_BOTH)
         kind = (*self.model, role, self.fingerprint, bool(self.agent_name), self.extensions)
-        self._kind = _kinds.setdefault((*kind, self.pools), len(_kinds) + 1)
+        adapters = frozenset(self.adapters.values())
+        self._kind = _kinds.setdefault((*kind, self.pools, adapters), len(_kinds) + 1)
 
     @property
     def kind(self) -> int:
@@ -320,6 +297,8 @@ class WorkerLink:
             self._answer(message.attached.worker)
         elif message.WhichOneof("message") == "load":
             self._report(message.load)
+        elif message.WhichOneof("message") == "adapters":
+            self._take_adapters(message.adapters)
         elif self.state is LinkState.ATTACHED:
             failpoints.hit("router.received", message.WhichOneof("message"))
             self._owner.received(self, message)
@@ -364,6 +343,20 @@ class WorkerLink:
             return False  # Its role never changes, has not, or is one of a later release.
         self._take_role(*told)
         return True
+
+    def _take_adapters(self, told: worker_pb2.Adapters) -> None:
+        """Takes the adapters that requests may name. The first word of them comes before the link
+        is attached."""
+        self.adapters = {each.name: each.digest for each in told.adapters}
+        self._take_role(self.identity.role, self.next_role)  # It makes the kind.
+        if self.state is LinkState.ATTACHED:
+            self._owner.adapters_changed(self)
+
+    def serves(self, model: ServedModel) -> bool:
+        """Whether it has this revision of a model, and the adapter."""
+        if self.model != (model.name, model.revision):
+            return False
+        return not model.digest or model.digest in self.adapters.values()
 
     def _read_peers(self, peers: Iterable[worker_pb2.PeerHealth]) -> None:
         paths, complaints = {}, {}

@@ -175,6 +175,10 @@ class Registry:
         logger.info("role changes" if details else "role changed", extra=_describe(link) | details)
         self._owner.role_changed(link)
 
+    def adapters_changed(self, link: WorkerLink) -> None:
+        """Tells the owner."""
+        self._owner.adapters_changed(link)
+
     def received(self, link: WorkerLink, message: worker_pb2.WorkResponse) -> None:
         """Passes a message on: to another worker if it is for that one, to the index if it tells of
         pages, else to the owner."""

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from adapters_kit import answers, write_adapter
 from engine_kit import check_baseline
 from references import generate_reference
 from rich.console import Console
@@ -500,3 +501,13 @@ def test_forms_and_tools(llm: LLM) -> None:
         llm.generate("a", regex="[a-f]{3}", allowed_token_ids=[1], **wild)
     with pytest.raises(InvalidRequestError, match="chat template"):
         llm.generate(messages=CHAT, tools=[{"name": "f"}])
+
+
+def test_adapters_by_name(tiny, tmp_path) -> None:
+    folder = write_adapter(tiny, tmp_path / "law")
+    with LLM(tiny, **SETTINGS, adapters=(f"law={folder}",)) as llm:
+        found = llm.generate(token_ids=IDS, model="law", max_tokens=8, temperature=0.0)
+        assert list(found.token_ids) == answers(tiny, folder)(IDS, 8).tokens
+        assert found.model == "law"
+        with pytest.raises(NotFoundError):
+            llm.generate(token_ids=IDS, model="poems", max_tokens=1)

@@ -47,6 +47,9 @@ class Worker:
         model = worker_pb2.ModelInfo(name="m", revision="r", fingerprint=self.fingerprint)
         self._identity = worker_pb2.WorkerIdentity(role=self.role, model=model)  # type: ignore[arg-type]
 
+    def serves(self, _model: object) -> bool:
+        return True
+
     @property
     def kind(self) -> tuple[object, ...]:
         return self.role, self.fingerprint, bool(self.agent_name)

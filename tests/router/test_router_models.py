@@ -161,7 +161,9 @@ def test_of_names_without_workers_the_last_are_remembered() -> None:
     """Fleets that give each revision a name of its own would fill the memory with them."""
     known = Models([], "cached")
     for second in range(MOST_NAMES + 3):
-        link = SimpleNamespace(identity=worker_pb2.WorkerIdentity(), left_in_order=lambda _: False)
+        link = SimpleNamespace(
+            identity=worker_pb2.WorkerIdentity(), left_in_order=lambda _: False, adapters={}
+        )
         link.identity.model.name = f"m{second}"
         known.left(link, second, Loss.FROZEN)  # type: ignore[arg-type]
     assert len(known._left_s) == len(known._lost_s) == len(known._froze_s) == MOST_NAMES

@@ -1744,6 +1744,7 @@ class Model(_message.Message):
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     HAS_TOKENIZER_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name to use in requests."""
     revision: _builtins.str
@@ -1754,6 +1755,8 @@ class Model(_message.Message):
     """Largest max_tokens accepted, with a prompt of one token."""
     has_tokenizer: _builtins.bool
     """False where the model has no tokenizer: ids in, ids out."""
+    parent: _builtins.str
+    """An adapter (LoRA): the model that it changes. Empty for models."""
     def __init__(
         self,
         *,
@@ -1762,10 +1765,11 @@ class Model(_message.Message):
         max_context_tokens: _builtins.int = ...,
         max_output_tokens: _builtins.int = ...,
         has_tokenizer: _builtins.bool = ...,
+        parent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_tokenizer", b"has_tokenizer", "max_context_tokens", b"max_context_tokens", "max_output_tokens", b"max_output_tokens", "name", b"name", "revision", b"revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_tokenizer", b"has_tokenizer", "max_context_tokens", b"max_context_tokens", "max_output_tokens", b"max_output_tokens", "name", b"name", "parent", b"parent", "revision", b"revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1695,6 +1695,7 @@ class WorkResponse(_message.Message):
     FETCH_FIELD_NUMBER: _builtins.int
     FETCH_REFUSED_FIELD_NUMBER: _builtins.int
     POOLED_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def attached(self) -> Global___Attached:
         """First message of the stream."""
@@ -1773,6 +1774,12 @@ class WorkResponse(_message.Message):
     def pooled(self) -> Global___Pooled:
         """Answer to a submit of POOL; the worker holds nothing of it any more."""
 
+    @_builtins.property
+    def adapters(self) -> Global___Adapters:
+        """The adapters that requests may name: after attached, where the worker
+        takes some, and at each change.
+        """
+
     def __init__(
         self,
         *,
@@ -1795,16 +1802,67 @@ class WorkResponse(_message.Message):
         fetch: Global___Fetch | None = ...,
         fetch_refused: Global___FetchRefused | None = ...,
         pooled: Global___Pooled | None = ...,
+        adapters: Global___Adapters | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "attached", b"attached", "delivered", b"delivered", "failed", b"failed", "fetch", b"fetch", "fetch_refused", b"fetch_refused", "finished", b"finished", "first_token", b"first_token", "granted", b"granted", "load", b"load", "message", b"message", "page_events", b"page_events", "page_snapshot", b"page_snapshot", "pooled", b"pooled", "prefill_done", b"prefill_done", "prompt_logprobs", b"prompt_logprobs", "quiesce_wanted", b"quiesce_wanted", "quiesced", b"quiesced", "taken_over", b"taken_over", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "adapters", b"adapters", "attached", b"attached", "delivered", b"delivered", "failed", b"failed", "fetch", b"fetch", "fetch_refused", b"fetch_refused", "finished", b"finished", "first_token", b"first_token", "granted", b"granted", "load", b"load", "message", b"message", "page_events", b"page_events", "page_snapshot", b"page_snapshot", "pooled", b"pooled", "prefill_done", b"prefill_done", "prompt_logprobs", b"prompt_logprobs", "quiesce_wanted", b"quiesce_wanted", "quiesced", b"quiesced", "taken_over", b"taken_over", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "attached", b"attached", "delivered", b"delivered", "failed", b"failed", "fetch", b"fetch", "fetch_refused", b"fetch_refused", "finished", b"finished", "first_token", b"first_token", "granted", b"granted", "load", b"load", "message", b"message", "page_events", b"page_events", "page_snapshot", b"page_snapshot", "pooled", b"pooled", "prefill_done", b"prefill_done", "prompt_logprobs", b"prompt_logprobs", "quiesce_wanted", b"quiesce_wanted", "quiesced", b"quiesced", "taken_over", b"taken_over", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "adapters", b"adapters", "attached", b"attached", "delivered", b"delivered", "failed", b"failed", "fetch", b"fetch", "fetch_refused", b"fetch_refused", "finished", b"finished", "first_token", b"first_token", "granted", b"granted", "load", b"load", "message", b"message", "page_events", b"page_events", "page_snapshot", b"page_snapshot", "pooled", b"pooled", "prefill_done", b"prefill_done", "prompt_logprobs", b"prompt_logprobs", "quiesce_wanted", b"quiesce_wanted", "quiesced", b"quiesced", "taken_over", b"taken_over", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attached", "load", "granted", "first_token", "tokens", "prefill_done", "delivered", "finished", "failed", "aborted", "prompt_logprobs", "taken_over", "quiesce_wanted", "quiesced", "page_events", "page_snapshot", "fetch", "fetch_refused", "pooled"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attached", "load", "granted", "first_token", "tokens", "prefill_done", "delivered", "finished", "failed", "aborted", "prompt_logprobs", "taken_over", "quiesce_wanted", "quiesced", "page_events", "page_snapshot", "fetch", "fetch_refused", "pooled", "adapters"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___WorkResponse: _TypeAlias = WorkResponse  # noqa: Y015
+
+@_typing.final
+class Adapters(_message.Message):
+    """All adapters of a worker that have a name."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]:
+        """By name."""
+
+    def __init__(
+        self,
+        *,
+        adapters: _abc.Iterable[Global___Adapter] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Adapters: _TypeAlias = Adapters  # noqa: Y015
+
+@_typing.final
+class Adapter(_message.Message):
+    """An adapter (LoRA) beside a worker's model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name that clients use."""
+    digest: _builtins.bytes
+    """Digest of its content, 32 bytes."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
 
 @_typing.final
 class Pooled(_message.Message):

@@ -50,7 +50,7 @@ class MessageWriter:
     def begin(self, started: Started) -> list[JSON]:
         """The first event."""
         usage = _usage(started.job.prompt_tokens, started.cached_prompt_tokens, 0)
-        self._message |= {"model": started.job.model.name, "usage": usage}
+        self._message |= {"model": started.job.model.called, "usage": usage}
         return [{"type": "message_start", "message": dict(self._message)}]
 
     def step(self, step: Step, number: int | None = None) -> list[JSON]:

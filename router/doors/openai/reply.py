@@ -263,7 +263,7 @@ class Reply:
             "id": self._id,
             "object": form.chunk_object if self.stream else form.whole_object,
             "created": self._call.arrived_ns // 1_000_000_000,
-            "model": started.job.model.name,
+            "model": started.job.model.called,
             "system_fingerprint": started.job.model.revision or None,
         }
         if self._order.service_tier is not None:

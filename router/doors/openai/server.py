@@ -265,7 +265,7 @@ class _Pages:
         if not served:
             raise errors.no_workers(self._dispatcher.model("").name)
         if _is_anthropics(request):
-            return _json(models_page([model.name for model in served], self._started_s))
+            return _json(models_page([model.called for model in served], self._started_s))
         models = [self._describe(model) for model in served]
         return _json({"object": "list", "data": models})
 
@@ -274,7 +274,7 @@ class _Pages:
         self._admit(request)
         name = request.path_params["name"]
         listed = self._names.listed(self._dispatcher.models())
-        models = {model.name: model for model in listed}
+        models = {model.called: model for model in listed}
         if name not in models:
             raise errors.model_not_found(name, list(models))
         if _is_anthropics(request):
@@ -312,12 +312,14 @@ class _Pages:
         self._gate.caller_of(dialect.authorization(request.headers))
 
     def _describe(self, model: ServedModel) -> JSON:
+        parent = {"parent": model.name} if model.adapter else {}
         return {
-            "id": model.name,
+            "id": model.called,
             "object": "model",
             "created": self._started_s,
             "owned_by": "baton",
             "root": model.name,
+            **parent,
             "max_model_len": model.max_context_tokens,
         }
 

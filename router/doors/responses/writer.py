@@ -67,7 +67,7 @@ class ResponseWriter:
         """The first events."""
         sampling = started.job.sampling
         self._response |= {
-            "model": started.job.model.name,
+            "model": started.job.model.called,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
         }

@@ -1,0 +1,122 @@
+"""Adapters between real processes: prompts on one worker, answers on another over NIXL, both in
+one, through kills of either side, over gRPC and HTTP."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from adapters_kit import answers, write_adapter
+from cluster import make_cluster
+from references import references
+from streams import prompt_of
+from tiny_models import write_tiny_model
+
+from baton.errors import NotFoundError
+
+TOKENS = 16
+LENGTHS = (1, 17, 100)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("e2e") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def folders(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapters")
+    return {name: write_adapter(model, folder / name, i) for i, name in enumerate(("law", "poems"))}
+
+
+def stated(folders) -> str:
+    return ",".join(f"{name}={folder}" for name, folder in folders.items())
+
+
+def wanted(model, folders) -> dict:
+    """What each name answers with."""
+    return {"tiny": references(model)} | {
+        name: answers(model, folder) for name, folder in folders.items()
+    }
+
+
+def check(client, want, *lengths: int) -> None:
+    """All names at once answer as they should."""
+
+    def ask(name: str, length: int) -> list[int]:
+        result = client.generate(
+            token_ids=prompt_of(length), model=name, max_tokens=TOKENS, temperature=0.0,
+            ignore_eos=True,
+        )  # fmt: skip
+        assert result.model == name
+        return list(result.token_ids)
+
+    asked = [(name, length) for length in lengths for name in want]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        found = list(pool.map(lambda one: ask(*one), asked))
+    for (name, length), tokens in zip(asked, found, strict=True):
+        assert tokens == want[name](prompt_of(length), TOKENS, past_end=True).tokens
+
+
+def got(cluster, path: str, body: dict | None = None) -> dict:
+    url = f"http://{cluster.plan.http_address}{path}"
+    data = None if body is None else json.dumps(body).encode()
+    asked = urllib.request.Request(url, data, {"content-type": "application/json"})
+    with urllib.request.urlopen(asked, timeout=60) as answer:
+        return json.load(answer)
+
+
+@pytest.mark.parametrize("workers", [(1, 1, 0), (0, 0, 1)], ids=["apart", "both"])
+def test_answers_and_lists(workers, model, folders, tmp_path) -> None:
+    want = wanted(model, folders)
+    counts = dict(zip(("prefill", "decode", "both"), workers, strict=True))
+    cluster = make_cluster(
+        model, tmp_path, local_prefill="never", adapters=stated(folders), **counts
+    )
+    try:
+        cluster.start_all()
+        with cluster.client() as client:
+            check(client, want, *LENGTHS)
+            with pytest.raises(NotFoundError, match="is not served"):
+                client.generate("x", model="unknown", max_tokens=1)
+            listed = {one.name: one.parent for one in client.models()}
+        assert listed == {"tiny": "", "law": "tiny", "poems": "tiny"}
+        if "decode-0" in cluster.workers:
+            transfers = cluster.metric("baton_kv_transfers_total", "decode-0")
+            assert transfers >= len(LENGTHS) * len(want)
+        pages = {one["id"]: one.get("parent") for one in got(cluster, "/v1/models")["data"]}
+        assert pages == {"tiny": None, "law": "tiny", "poems": "tiny"}
+        body = {"model": "law", "prompt": prompt_of(17), "max_tokens": 2, "temperature": 0}
+        assert got(cluster, "/v1/completions", body)["model"] == "law"
+        cluster.check_baseline()
+    finally:
+        cluster.stop()
+
+
+@pytest.mark.slow
+def test_streams_go_on_equally_after_kills(model, folders, tmp_path) -> None:
+    want = wanted(model, folders)
+    own = {"prefill": 2, "decode": 2, "local_prefill": "never", "failpoints": "live"}
+    cluster = make_cluster(model, tmp_path, adapters=stated(folders), **own)
+    try:
+        cluster.start_all()
+        with cluster.client(retries=True) as client:
+            for worker, moment in (
+                ("prefill-0", "prefill.chunk=kill@1"),
+                ("decode-0", "decode.tokens=kill@9"),
+                ("decode-1", "decode.after_grant=kill@2"),
+            ):
+                cluster.arm(worker, moment)
+                for turn in range(8):
+                    check(client, want, 40 + turn, 80 + turn)
+                    if cluster.processes[worker].poll() is not None:
+                        break
+                assert cluster.wait_gone(worker) < 0, "it was not killed"
+                cluster.start(worker)
+                cluster.wait_ready()
+                cluster.wait_attached(worker)
+        cluster.check_baseline()
+    finally:
+        cluster.stop()

@@ -1,0 +1,129 @@
+"""Adapters in the router: a name is resolved once, and work goes only where the content is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from scripted_worker import BOTH, DECODE, Cluster, ScriptedWorker, error_of, job, until
+
+from baton.worker.v1 import worker_pb2
+from prefixes.keys import prompt_short_keys
+from router.errors import RouterError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+ONE, TWO = b"1" * 32, b"2" * 32
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[Cluster]:
+    cluster = Cluster(local_prefill="never")
+    yield cluster
+    cluster.check_nothing_leaked()
+    await cluster.close()
+
+
+async def has(cluster: Cluster, worker: ScriptedWorker, **named: bytes) -> None:
+    """The worker has these adapters, and the router knows it."""
+    told = [worker_pb2.Adapter(name=name, digest=digest) for name, digest in named.items()]
+    worker.say(adapters=worker_pb2.Adapters(adapters=told))
+    await until(lambda: cluster.link(worker).adapters == named)
+
+
+def called(cluster: Cluster) -> list[str]:
+    return [model.called for model in cluster.dispatcher.models()]
+
+
+def refusal(cluster: Cluster, name: str) -> RouterError:
+    with pytest.raises(RouterError) as refused:
+        cluster.dispatcher.model(name)
+    return refused.value
+
+
+async def test_an_adapter_goes_where_its_content_is(cluster: Cluster) -> None:
+    """A pair needs it on both sides; the model alone runs anywhere."""
+    first, second = await cluster.pair()
+    other = await cluster.add("d1", DECODE)
+    await has(cluster, first, law=ONE)
+    assert called(cluster) == ["tiny"]
+    assert refusal(cluster, "poems").reason == "MODEL_NOT_FOUND"
+    await has(cluster, other, law=ONE)
+    assert called(cluster) == ["tiny", "law"]
+    model = cluster.dispatcher.model("law")
+    assert (model.name, model.adapter, model.digest) == ("tiny", "law", ONE)
+    for _ in range(3):
+        reader = cluster.read(replace(job(), model=model))
+        submit = await first.heard("submit")
+        assert (submit.adapter, (await other.heard("submit")).adapter) == (ONE, ONE)
+        await reader.leave()
+    assert second.count("submit") == 0
+
+
+async def test_of_two_contents_the_one_that_runs_is_chosen(cluster: Cluster) -> None:
+    """As while a name is loaded anew, worker by worker."""
+    prefill, decode = await cluster.pair()
+    both = await cluster.add("b0", BOTH)
+    await has(cluster, prefill, law=TWO)
+    await has(cluster, decode, law=ONE)
+    await has(cluster, both, law=ONE)
+    assert cluster.dispatcher.model("law").digest == ONE
+    await has(cluster, both, law=TWO)
+    assert cluster.dispatcher.model("law").digest == TWO
+
+
+async def test_a_models_name_comes_first_and_all_names_are_told(cluster: Cluster) -> None:
+    worker = await cluster.add("b0", BOTH)
+    await has(cluster, worker, tiny=ONE, law=TWO)
+    assert cluster.dispatcher.model("tiny").digest == b""
+    assert cluster.dispatcher.model("").called == "tiny"
+    assert refusal(cluster, "x").metadata["served"] == "tiny, law"
+
+
+async def test_unloaded_means_unknown_and_lost_means_expected(cluster: Cluster) -> None:
+    worker = await cluster.add("b0", BOTH)
+    await has(cluster, worker, law=ONE)
+    await has(cluster, worker)
+    assert refusal(cluster, "law").reason == "MODEL_NOT_FOUND"
+    await has(cluster, worker, law=ONE)
+    await cluster.add("b1", BOTH)
+    await worker.stop()
+    await until(lambda: len(cluster.registry.members) == 1)
+    assert refusal(cluster, "law").reason == "NO_WORKERS"
+
+
+async def test_a_job_that_waits_ends_when_its_adapter_goes(cluster: Cluster) -> None:
+    worker = await cluster.add("b0", BOTH)
+    await has(cluster, worker, law=ONE)
+    worker.report(prefill_credit_tokens=0)
+    await cluster.caught_up(worker)
+    reader = cluster.read(replace(job(), model=cluster.dispatcher.model("law")))
+    await until(lambda: cluster.dispatcher.queued_jobs == 1)
+    await has(cluster, worker)
+    error = await error_of(reader)
+    assert (error.reason, error.metadata["model"]) == ("MODEL_NOT_FOUND", "law")
+
+
+async def test_a_worker_that_has_let_it_go_is_passed_by(cluster: Cluster) -> None:
+    """Its word of that, and work for it, may cross."""
+    one, two = await cluster.add("b0", BOTH), await cluster.add("b1", BOTH)
+    for worker in (one, two):
+        await has(cluster, worker, law=ONE)
+    reader = cluster.read(replace(job(max_tokens=1), model=cluster.dispatcher.model("law")))
+    await until(lambda: one.count("submit") + two.count("submit") == 1)
+    first, second = (one, two) if one.count("submit") else (two, one)
+    attempt = (await first.heard("submit")).attempt_id
+    first.failed(attempt, worker_pb2.FAILURE_REASON_ADAPTER)
+    attempt = (await second.heard("submit")).attempt_id
+    second.first_token(attempt, 10)
+    second.finished(attempt, 1)
+    await reader.end()
+
+
+async def test_keys_name_the_adapter() -> None:
+    ids = np.arange(64, dtype=np.uint32)
+    keys = {bytes(prompt_short_keys(ids, 16, "float32", b"", each)) for each in (b"", ONE, TWO)}
+    assert len(keys) == 3
