@@ -1,7 +1,7 @@
 """What layers with states take on a GPU, and how far they are from float32.
 
 python -m bench.states [--kinds delta mamba] [--rows 1 64 256] [--prompts 1x8192 8x1024 32x256]
-                       [--tiles C,W,S ...] [--threads W,R ...] [--json FILE]
+                       [--tiles C,W,S ...] [--threads W,R,C ...] [--json FILE]
 
 Shapes: of `delta`, a layer of Qwen3.5-35B-A3B (16 key and 32 value heads of 128); of `mamba`, one
 of Granite 4 H Small (128 heads of 64, of 128 numbers). First the values are compared with the
@@ -11,7 +11,7 @@ bytes of states that are read and written a second. The floor is what 3.0 TB/s w
 H100's memory gives. Then prompts: us of each kernel, and tokens a second and layer. Calls are
 captured in a graph, and the median of pairs of replays is shown. `--tiles` adds other divisions
 of the kernel that folds (columns of values, warps, stages), `--threads` of the one of decode rows
-(warps, registers of a thread; 0: no bound).
+(warps, registers of a thread, where 0 is no bound, and columns at a time).
 """
 
 from __future__ import annotations

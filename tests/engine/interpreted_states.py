@@ -22,6 +22,7 @@ from engine.attention.paged import PagedStep
 from engine.attention.recurrent.states import RecurrentBackend
 from engine.cuda.mixers.delta import FusedDelta
 from engine.cuda.mixers.mamba import FusedMamba
+from engine.cuda.states import decode
 from engine.model.mixers.delta import DeltaRule
 from engine.pool.state_pool import StatePool
 from engine.step.attention import AttentionBatch
@@ -165,6 +166,8 @@ def main() -> None:
     folder = Path(sys.argv[1])
     for family in sys.argv[2:]:
         path = write_tiny_model(folder / family, tokenizer=False, **HYBRIDS[family])
+        # Two turns a head of the delta rule, one of Mamba-2.
+        decode.THREADS = decode.THREADS._replace(columns=4 if "qwen" in family else 64)
         mixer = load(path).model.layers[0].mixer
         randomised(mixer)
         check(mixer)

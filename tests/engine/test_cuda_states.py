@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from functools import cache, partial
+
 import numpy as np
 import pytest
 import torch
 from engine_kit import build, check_baseline, finish, hand_off, submit
-from test_model_logits import Runner, load
 from tiny_families import HYBRIDS
-from tiny_models import write_tiny_model
+from tiny_models import reference_model, write_tiny_model
 
 pytestmark = pytest.mark.gpu
-NEAR = 0.5
-"""How far a token's logit may be from the best one of float32, where bfloat16 chooses."""
+NEAR, FAR = 0.5, 0.25
+"""How far a token's logit may be from the best one of float32, where bfloat16 chooses; the share of
+tokens that may be farther, since they took other experts (on a CPU to 0.13; without a state 1)."""
 
 
 @pytest.mark.parametrize("kind", ["delta", "mamba"])
@@ -33,11 +35,16 @@ def prompt_of(length: int) -> list[int]:
     return np.random.default_rng(length).integers(1, 384, length).tolist()
 
 
-def check(path, prompt: list[int], answer: list[int]) -> None:
-    tokens = prompt + answer
-    logits = Runner(load(path)).step([(0, tokens[:-1])])[0][len(prompt) - 1 :]
+reference = cache(partial(reference_model, dtype=torch.float32))
+
+
+def gaps(path, prompt: list[int], answer: list[int]) -> list[float]:
+    """How far each token's logit is from the best, in a pass of transformers over all before it."""
+    with torch.inference_mode():
+        ids = torch.tensor([prompt + answer[:-1]])
+        logits = reference(path)(ids, use_cache=False).logits[0, len(prompt) - 1 :]
     chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
-    assert (logits.max(1).values - chosen).max() < NEAR
+    return (logits.max(1).values - chosen).tolist()
 
 
 @pytest.mark.parametrize("graphs", [True, False])
@@ -49,16 +56,18 @@ def test_an_engine_answers_as_on_a_cpu(folder, graphs):
     engine = build(folder, max_step_tokens=128, **options)
     assert isinstance(engine._loop._executor, CudaExecutor)
     prompts = [prompt_of(length) for length in (5, 64, 129, 300)]
+    off = []
     for choices in (1, 1, 3):
         runs = [submit(engine, each, 12, choices=choices, ignore_eos=True) for each in prompts]
         finish(*runs)
         for prompt, run in zip(prompts, runs, strict=True):
             for answer in run.tokens:
-                check(folder, prompt, answer)
+                off += gaps(folder, prompt, answer)
     assert engine.load().prompt_tokens_cached >= 2 * (128 + 256)
     other = build(folder, max_step_tokens=512, **options)
     run = hand_off(other, engine, prompt_of(200), 12, ignore_eos=True)
-    check(folder, prompt_of(200), run.tokens[0])
+    off += gaps(folder, prompt_of(200), run.tokens[0])
+    assert np.mean(np.array(off) > NEAR) < FAR
     for each in (engine, other):
         check_baseline(each)
         each.stop()
@@ -72,7 +81,7 @@ def test_a_wrong_stamp_is_found(tmp_path):
         engine.pools[1].stamps(layer).add_(1)
     again = submit(engine, prompt_of(130), 4, ignore_eos=True)
     finish(again)
-    check(path, prompt_of(130), again.tokens[0])
+    assert max(gaps(path, prompt_of(130), again.tokens[0])) < NEAR
     assert engine.load().preemptions == 1, "it was computed again"
     check_baseline(engine)
     engine.stop()

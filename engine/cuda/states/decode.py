@@ -3,8 +3,10 @@ of q and k, gates, the recurrence, of the delta rule the gated norm behind it, a
 out.
 
 A program takes a unit of a row. So nobody else reads or writes its part of the page, and a page is
-written in place. The stamp of the unit says how many tokens are folded in. If these are not all
-before this one, the row is spoilt: it computes with zeros, and the host fails its request.
+written in place. A matrix is folded some columns at a time, and those of the next turn are asked
+for before: memory is the limit, and few programs have room at once. The stamp of the unit says how
+many tokens are folded in. If these are not all before this one, the row is spoilt: it computes with
+zeros, and the host fails its request.
 
 The delta rule is that of Yang et al. 2024, "Gated Delta Networks"; Mamba-2 of Dao and Gu 2024,
 "Transformers are SSMs". All arithmetic is float32. See `engine.model.mixers.delta` and `.mamba`.
@@ -24,6 +26,7 @@ from engine.cuda.early import early
 from engine.cuda.kernels import launch
 from engine.cuda.states.layout import Kept, Made, Shape, States, Weights
 from engine.cuda.states.parts import silu, softplus
+from engine.cuda.states.windows import convolved, keep_window, window_of
 from engine.model.linear import RmsNorm
 from engine.pool.state_pool import SPOILT, STAMP_NUMBERS
 
@@ -34,56 +37,14 @@ class Threads(NamedTuple):
     warps: int
     registers: int
     """The most of a thread; 0: the compiler's own bound."""
+    columns: int
+    """Columns of a matrix at a time: a power of two."""
 
 
-THREADS: Final = Threads(4, 0)
-"""On an H200 64 rows of 32 matrices of 128 x 128 took 73 us so, and 93 with eight warps of 128
-registers. That was without reading them, so it is to be measured again (`bench.states`)."""
+THREADS: Final = Threads(4, 128, 32)
+"""Not measured yet (`bench.states`)."""
 _SPOILT = tl.constexpr(SPOILT)
 _STAMP = tl.constexpr(STAMP_NUMBERS)
-
-
-@triton.jit
-def _window(
-    made, numbers, before, channel, source, inside, keeps,
-    kernel: tl.constexpr, columns: tl.constexpr,
-):  # fmt: skip
-    """[channels, columns]: the inputs of the K - 1 tokens before, and of this one."""
-    at = tl.arange(0, columns)[None, :]
-    there = inside[:, None] & keeps & (at < kernel - 1)
-    old = tl.load(numbers + before + channel[:, None] * (kernel - 1) + at, mask=there, other=0.0)
-    is_new = inside[:, None] & (at == kernel - 1)
-    new = tl.load(made + source[:, None] + 0 * at, mask=is_new, other=0.0).to(tl.float32)
-    return tl.where(is_new, new, old)
-
-
-@triton.jit
-def _convolved(
-    window, taps, bias, channel, inside,
-    kernel: tl.constexpr, columns: tl.constexpr, has_bias: tl.constexpr,
-):  # fmt: skip
-    """[channels]"""
-    at = tl.arange(0, columns)[None, :]
-    there = inside[:, None] & (at < kernel)
-    tap = tl.load(taps + channel[:, None] * kernel + at, mask=there, other=0.0).to(tl.float32)
-    total = tl.sum(window * tap, 1)
-    if has_bias:
-        total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
-    return silu(total)
-
-
-@triton.jit
-def _keep_window(
-    numbers, after, beside, write, saved, window, channel, inside,
-    kernel: tl.constexpr, columns: tl.constexpr,
-):  # fmt: skip
-    at = tl.arange(0, columns)[None, :]
-    there = inside[:, None] & (at > 0) & (at < kernel)
-    place = _STAMP + channel[:, None] * (kernel - 1) + at - 1
-    if write > 0:
-        tl.store(numbers + after + place, window, mask=there)
-    if saved > 0:
-        tl.store(numbers + beside + place, window, mask=there)
 
 
 @triton.jit
@@ -111,17 +72,11 @@ def _keep_state(
 
 
 @triton.jit
-def _stepped(state, q, k, v, rate, rate_bias, speed, beta, least, most, is_delta: tl.constexpr):
+def _stepped(state, q, k, v, fade, strength, is_delta: tl.constexpr):
     """The matrix of a head behind a token, and what comes of that."""
-    step = softplus(rate + rate_bias)
-    if not is_delta:
-        step = tl.minimum(tl.maximum(step, least), most)
-    state = state * tl.exp(-tl.exp(speed) * step)
-    if is_delta:
-        found = tl.sum(state * k[:, None], 0)
-        change = (v - found) * tl.sigmoid(beta)
-    else:
-        change = v * step
+    state = state * fade
+    found = tl.sum(state * k[:, None], 0) if is_delta else 0.0
+    change = (v - found) * strength
     state = state + k[:, None] * change[None, :]
     return state, tl.sum(state * q[:, None], 0)
 
@@ -140,57 +95,135 @@ def _key(
     is_delta: tl.constexpr, kernel: tl.constexpr, has_bias: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
     """q or k of a unit, whose inputs are also kept."""
-    _keep_window(numbers, after, beside, write, saved, window, channel, inside, kernel, columns)
-    vector = _convolved(window, taps, bias, channel, inside, kernel, columns, has_bias)
+    keep_window(numbers, after, beside, write, saved, window, channel, inside, kernel, columns)
+    vector = convolved(window, taps, bias, channel, inside, kernel, columns, has_bias)
     if is_delta:
         vector = vector * tl.rsqrt(tl.sum(vector * vector) + 1e-6)
     return vector
 
 
 @triton.jit
-def _head(
-    head, unit, q, k, token, own_gates, out, numbers, before, after, beside, write, saved, keeps,
+def _speeds(
+    head, number, own_gates, rates, rate_biases, rate_first, beta_first, least, most,
+    is_delta: tl.constexpr,
+):  # fmt: skip
+    """What is left of a head's matrix, and how much of a token comes in."""
+    rate = tl.load(own_gates + rate_first + head).to(tl.float32)
+    step = softplus(rate + tl.load(rate_biases + number))
+    if is_delta:
+        strength = tl.sigmoid(tl.load(own_gates + beta_first + head).to(tl.float32))
+    else:
+        step = tl.minimum(tl.maximum(step, least), most)
+        strength = step
+    return tl.exp(-tl.exp(tl.load(rates + number)) * step), strength
+
+
+@triton.jit
+def _asked(
+    head, first, token, numbers, before, exists, keeps, v_first,
+    key_dim: tl.constexpr, value_dim: tl.constexpr, kernel: tl.constexpr, v_channel: tl.constexpr,
+    channels: tl.constexpr, columns: tl.constexpr, keys: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
+    """Some columns of a head's matrix, and the inputs of their convolution."""
+    key, value = tl.arange(0, keys), first + tl.arange(0, tile)
+    inside, own = value < value_dim, head * value_dim + value
+    window = window_of(
+        token, numbers, before + _STAMP, v_channel + own, v_first + own, inside, exists, keeps,
+        kernel, columns,
+    )  # fmt: skip
+    at = _place(head, key, value, key_dim, value_dim, kernel, channels)
+    there = (key < key_dim)[:, None] & inside[None, :]
+    if keys == key_dim and value_dim % tile == 0:  # Masks take registers.
+        state = tl.load(numbers + before + at, mask=exists, other=0.0)
+    else:
+        state = tl.load(numbers + before + at, mask=there & exists, other=0.0)
+    return window, tl.where(keeps, state, 0.0)
+
+
+@triton.jit
+def _place(
+    head, key, value,
+    key_dim: tl.constexpr, value_dim: tl.constexpr, kernel: tl.constexpr, channels: tl.constexpr,
+):  # fmt: skip
+    """[keys, columns], where a head's matrix is in its unit."""
+    at = _STAMP + (kernel - 1) * channels + (head * key_dim + key[:, None]) * value_dim
+    return at + value[None, :]
+
+
+@triton.jit
+def _folded(
+    window, state, head, first, q, k, fade, strength, numbers, after, beside, write, saved, taps,
+    bias, skip,
+    is_delta: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr, kernel: tl.constexpr,
+    v_channel: tl.constexpr, channels: tl.constexpr, has_bias: tl.constexpr, columns: tl.constexpr,
+    keys: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
+    """What comes of some columns, [tile], which are kept."""
+    key, value = tl.arange(0, keys), first + tl.arange(0, tile)
+    inside, channel = value < value_dim, v_channel + head * value_dim + value
+    # Several threads may load the same number, and one stores another to its place. So all have
+    # asked for what this turn reads before anybody writes.
+    tl.debug_barrier()
+    keep_window(numbers, after, beside, write, saved, window, channel, inside, kernel, columns)
+    v = convolved(window, taps, bias, channel, inside, kernel, columns, has_bias)
+    state, result = _stepped(state, q, k, v, fade, strength, is_delta)
+    there = (key < key_dim)[:, None] & inside[None, :]
+    at = _place(head, key, value, key_dim, value_dim, kernel, channels)
+    is_whole: tl.constexpr = (keys == key_dim) & (value_dim % tile == 0)
+    _keep_state(numbers, after, beside, write, saved, at, state, there, is_whole)
+    if not is_delta:
+        result += v * skip
+    return result
+
+
+@triton.jit
+def _heads(
+    unit, q, k, token, own_gates, out, numbers, before, after, beside, write, saved, exists, keeps,
     taps, bias, rates, rate_biases, skips, gain, v_first, z_first, rate_first, beta_first, least,
     most, eps,
     is_delta: tl.constexpr, heads: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
     kernel: tl.constexpr, v_channel: tl.constexpr, channels: tl.constexpr, has_bias: tl.constexpr,
-    columns: tl.constexpr, keys: tl.constexpr, values: tl.constexpr,
+    columns: tl.constexpr, keys: tl.constexpr, values: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """A head's token. What it reads it asks for before it writes."""
-    key, value = tl.arange(0, keys), tl.arange(0, values)
+    """The heads of a unit, some columns a turn."""
+    turns: tl.constexpr = values // tile
+    value, of_turn = tl.arange(0, values), tl.arange(0, turns)[:, None]
     inside = value < value_dim
-    there = (key < key_dim)[:, None] & inside[None, :]
-    is_whole: tl.constexpr = (keys == key_dim) & (values == value_dim)
-    number, own = unit * heads + head, head * value_dim + value
-    window = _window(
-        token, numbers, before + _STAMP, v_channel + own, v_first + own, inside, keeps, kernel,
-        columns,
-    )  # fmt: skip
-    at = _STAMP + (kernel - 1) * channels + (head * key_dim + key[:, None]) * value_dim
-    at += value[None, :]
-    if is_whole:  # Masks take registers.
-        state = tl.load(numbers + before + at, mask=keeps, other=0.0)
-    else:
-        state = tl.load(numbers + before + at, mask=there & keeps, other=0.0)
-    rate = tl.load(own_gates + rate_first + head).to(tl.float32)
-    beta = tl.load(own_gates + beta_first + head).to(tl.float32)
-    rate_bias, speed = tl.load(rate_biases + number), tl.load(rates + number)
     has_gate = inside & is_delta
-    gate = tl.load(token + z_first + own, mask=has_gate, other=0.0).to(tl.float32)
     weight = tl.load(gain + value, mask=has_gate, other=0.0).to(tl.float32)
-    skip = tl.load(skips + number)
-    tl.debug_barrier()
-    _keep_window(
-        numbers, after, beside, write, saved, window, v_channel + own, inside, kernel, columns
-    )
-    v = _convolved(window, taps, bias, v_channel + own, inside, kernel, columns, has_bias)
-    state, result = _stepped(state, q, k, v, rate, rate_bias, speed, beta, least, most, is_delta)
-    _keep_state(numbers, after, beside, write, saved, at, state, there, is_whole)
-    if is_delta:
-        result = _gated(result, gate, weight, inside, eps, value_dim, out.dtype.element_ty)
-    else:
-        result += v * skip
-    tl.store(out + number * value_dim + value, result, mask=inside)
+    results = tl.zeros((turns, tile), tl.float32)
+    window, state = _asked(
+        0, 0, token, numbers, before, exists, keeps, v_first,
+        key_dim, value_dim, kernel, v_channel, channels, columns, keys, tile,
+    )  # fmt: skip
+    for at in range(heads * turns):
+        head, turn, following = at // turns, at % turns, at + 1
+        number = unit * heads + head
+        fade, strength = _speeds(
+            head, number, own_gates, rates, rate_biases, rate_first, beta_first, least, most,
+            is_delta,
+        )  # fmt: skip
+        own = head * value_dim + value
+        gate = tl.load(token + z_first + own, mask=has_gate, other=0.0).to(tl.float32)
+        skip = tl.load(skips + number)
+        next_window, next_state = _asked(
+            following // turns, following % turns * tile, token, numbers, before,
+            exists & (following < heads * turns), keeps, v_first,
+            key_dim, value_dim, kernel, v_channel, channels, columns, keys, tile,
+        )  # fmt: skip
+        result = _folded(
+            window, state, head, turn * tile, q, k, fade, strength, numbers, after, beside, write,
+            saved, taps, bias, skip,
+            is_delta, key_dim, value_dim, kernel, v_channel, channels, has_bias, columns, keys,
+            tile,
+        )  # fmt: skip
+        window, state = next_window, next_state
+        results = tl.where(of_turn == turn, result[None, :], results)
+        if turn == turns - 1:
+            whole = tl.reshape(results, (values,))
+            if is_delta:
+                whole = _gated(whole, gate, weight, inside, eps, value_dim, out.dtype.element_ty)
+            tl.store(out + number * value_dim + value, whole, mask=inside)
 
 
 @triton.jit(do_not_specialize=["table_width"])
@@ -202,7 +235,8 @@ def _decode_state(
     is_delta: tl.constexpr, heads: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
     kernel: tl.constexpr, q_channel: tl.constexpr, k_channel: tl.constexpr,
     v_channel: tl.constexpr, channels: tl.constexpr, has_bias: tl.constexpr,
-    columns: tl.constexpr, keys: tl.constexpr, values: tl.constexpr, pdl: tl.constexpr,
+    columns: tl.constexpr, keys: tl.constexpr, values: tl.constexpr, tile: tl.constexpr,
+    pdl: tl.constexpr,
 ):  # fmt: skip
     if pdl:
         gdc_launch_dependents()
@@ -217,18 +251,19 @@ def _decode_state(
     after, beside = write * page_stride + place, saved * page_stride + place
     folded = tl.where(read > 0, tl.load(stamps + before), 0)
     is_right = folded == context - 1
-    keeps = is_right & (read > 0)
+    exists = read > 0
+    keeps = is_right & exists
     token, owner = made + row * made_stride, unit // shared_by
     own_taps, own_bias = taps + unit * channels * kernel, bias + unit * channels
     key = tl.arange(0, keys)
     is_key = key < key_dim
-    q_window = _window(
+    q_window = window_of(
         token, numbers, before + _STAMP, q_channel + key, q_first + owner * q_stride + key, is_key,
-        keeps, kernel, columns,
+        exists, keeps, kernel, columns,
     )  # fmt: skip
-    k_window = _window(
+    k_window = window_of(
         token, numbers, before + _STAMP, k_channel + key, k_first + owner * k_stride + key, is_key,
-        keeps, kernel, columns,
+        exists, keeps, kernel, columns,
     )  # fmt: skip
     # Several threads may load the same number, and one stores another to its place. What a program
     # loads it asks for before that.
@@ -244,15 +279,14 @@ def _decode_state(
     if is_delta:
         q = q * (key_dim**-0.5)
     _keep_stamp(stamps, after, beside, write, saved, is_right, context, spoilt + row)
-    for head in range(heads):
-        _head(
-            head, unit, q, k, token, gates + row * gates_stride,
-            out + row * tl.num_programs(0) * heads * value_dim, numbers, before, after, beside,
-            write, saved, keeps, own_taps, own_bias, rates, rate_biases, skips, gain,
-            v_first + unit * v_stride, z_first + unit * z_stride, rate_first + unit * rate_stride,
-            beta_first + unit * beta_stride, least, most, eps, is_delta, heads, key_dim, value_dim,
-            kernel, v_channel, channels, has_bias, columns, keys, values,
-        )  # fmt: skip
+    _heads(
+        unit, q, k, token, gates + row * gates_stride,
+        out + row * tl.num_programs(0) * heads * value_dim, numbers, before, after, beside,
+        write, saved, exists, keeps, own_taps, own_bias, rates, rate_biases, skips, gain,
+        v_first + unit * v_stride, z_first + unit * z_stride, rate_first + unit * rate_stride,
+        beta_first + unit * beta_stride, least, most, eps, is_delta, heads, key_dim, value_dim,
+        kernel, v_channel, channels, has_bias, columns, keys, values, tile,
+    )  # fmt: skip
 
 
 def decode_states(
@@ -314,8 +348,9 @@ def decode_states(
         shape.channels,
         weights.bias is not None,
         triton.next_power_of_2(shape.kernel),
-        max(keys, 16),
-        max(values, 16),
+        keys,
+        values,
+        min(values, THREADS.columns),
         early(),
         launch_pdl=early(),
         **_threads(),
