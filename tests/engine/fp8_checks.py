@@ -198,6 +198,26 @@ def check_a_row_that_is_not_rounded() -> None:
             assert relative_error(got, want if added is None else want + added) < 1e-5, how
 
 
+def check_two_products_of_a_row() -> None:
+    """One in FP8 and one in 16 bits behind it, in one kernel."""
+    from engine.cuda.products.one_row import cut_of, fp8_one_row, with_another
+
+    by_channel, (in_blocks, scales, _) = round_rows(draw(256, 1024)), blocks(256, 1024)
+    other = draw(5, 1024, seed=2).to(DTYPE)
+    for how in (Rounding(keeps=True), Rounding(group=128, keeps=True)):
+        values, given = in_blocks, scales
+        if how.group is None:
+            values, given = by_channel.values, by_channel.scales.view(-1)
+        x = how(draw(1, 1024, seed=1).to(DTYPE))
+        cut = cut_of(x.values)
+        assert cut is not None
+        first, second = with_another(values, given, x, other, cut)
+        assert torch.equal(first, fp8_one_row(values, given, x, None, DTYPE, cut))
+        assert x.plain is not None
+        want = x.plain.double() @ other.double().t()
+        assert relative_error(second, want) < (1e-5 if INTERPRETED else 5e-3)
+
+
 def rounding_as_a_gpu_does() -> AbstractContextManager[object]:
     if not INTERPRETED:
         return nullcontext()

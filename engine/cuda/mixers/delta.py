@@ -6,6 +6,7 @@ from torch import Tensor
 
 from engine.attention.grouped import PagedGroups
 from engine.cuda.mixers.folding import FusedFolding
+from engine.cuda.products.one_row import cut_of, with_another
 from engine.cuda.states.decode import decode_states
 from engine.cuda.states.folding import fold
 from engine.cuda.states.layout import Kept, Made, Places, Shape, Weights
@@ -16,6 +17,8 @@ from engine.cuda.states.solving import solve
 from engine.model.linear import RmsNorm
 from engine.model.mixers.config import DeltaConfig
 from engine.model.mixers.delta import DeltaRule
+from engine.model.precision.dense import Dense
+from engine.model.precision.fp8 import Fp8Blocks, Fp8Channels
 from engine.model.precision.rounding import Rounded, Rounding, plain_of
 from engine.pool.pools import KvPools
 
@@ -39,10 +42,19 @@ class FusedDelta(FusedFolding):
     def _folded(self, x: Tensor | Rounded) -> Tensor:
         """[T, U * R * Dv], with gates and norms."""
         module = self._module
-        gates = module.gates(plain_of(x))
-        made = self._places._replace(inputs=module.inputs(x), gates=gates)
+        inputs, gates = self._products(x)
+        made = self._places._replace(inputs=inputs, gates=gates)
         rows = self._rows.of(x)
         return folded(made, self._weights, self._kept, rows, self._shape, module.norm)
+
+    def _products(self, x: Tensor | Rounded) -> tuple[Tensor, Tensor]:
+        """Both of them; of one row in FP8 in one kernel."""
+        module, inputs, gates = self._module, self._module.inputs, self._module.gates.method
+        if isinstance(x, Rounded) and isinstance(gates, Dense) and inputs.bias is None:
+            method, cut = inputs.method, cut_of(x.values)
+            if isinstance(method, Fp8Channels | Fp8Blocks) and cut is not None:
+                return with_another(method.values, method.scales, x, gates.weight, cut)
+        return inputs(x), module.gates(plain_of(x))
 
 
 def folded(

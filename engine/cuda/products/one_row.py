@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.cuda.early import early
 from engine.cuda.kernels import launch
-from engine.model.precision.rounding import Rounded
+from engine.model.precision.rounding import Rounded, plain_of
 
 _CHANNELS: Final = 1
 _BLOCKS: Final = 2
@@ -85,6 +85,40 @@ def _dot(
     pdl: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    _one(x, x_scales, step, weight, scales, bias, out, row, inputs, block, kind, has_bias, pdl)
+
+
+@triton.jit
+def _dots(
+    x, x_scales, step, weight, scales, out, outputs, plain, other_weight, other_out,
+    inputs: tl.constexpr, block: tl.constexpr, kind: tl.constexpr, pdl: tl.constexpr,
+):  # fmt: skip
+    """Another product behind the first one, of the same row in 16 bits."""
+    row = tl.program_id(0).to(tl.int64)
+    if row < outputs:
+        _one(x, x_scales, step, weight, scales, out, out, row, inputs, block, kind, False, pdl)
+    else:
+        own = row - outputs
+        coming = _loaded(other_weight + own * inputs, 0, block)
+        if pdl:
+            gdc_launch_dependents()
+            gdc_wait()
+        acc = tl.zeros((block // 128, 128), tl.float32)
+        for start in tl.static_range(0, inputs, block):
+            value = coming
+            if start + block < inputs:
+                coming = _loaded(other_weight + own * inputs, start + block, block)
+            acc += _loaded(plain, start, block).to(tl.float32) * value.to(tl.float32)
+        tl.store(other_out + own, tl.sum(acc))
+
+
+@triton.jit
+def _one(
+    x, x_scales, step, weight, scales, bias, out, row,
+    inputs: tl.constexpr, block: tl.constexpr, kind: tl.constexpr, has_bias: tl.constexpr,
+    pdl: tl.constexpr,
+):  # fmt: skip
+    """An output."""
     lines: tl.constexpr = inputs // 128
     coming = _loaded(weight + row * inputs, 0, block)
     scale = _scale(scales, row, kind)
@@ -176,6 +210,47 @@ def fp8_one_row(
     arguments = (*activations, values, scales, given, out, *shape)
     launch(_dot, (outputs,), *arguments, num_warps=cut.warps, launch_pdl=early())
     return out
+
+
+def with_another(
+    values: Tensor, scales: Tensor, x: Rounded, weight: Tensor, cut: Cut
+) -> tuple[Tensor, Tensor]:
+    """Two products of one row in one kernel, of which the second is in 16 bits and narrow.
+
+    Args:
+        values: [N, K] e4m3, contiguous.
+        scales: as of `fp8_one_row`.
+        x: [1, K], with what it was before it was rounded.
+        weight: [M, K], contiguous, which reads that.
+        cut: its block divides K.
+
+    Returns:
+        [1, N] and [1, M], in the dtype of `weight`.
+    """
+    outputs, inputs = values.shape
+    plain = plain_of(x)
+    out, other = plain.new_empty(1, outputs), plain.new_empty(1, len(weight))
+    launch(
+        _dots,
+        (outputs + len(weight),),
+        x.values,
+        x.scales,
+        x.scales.stride(1),
+        values,
+        scales,
+        out,
+        outputs,
+        plain,
+        weight,
+        other,
+        inputs,
+        cut.block,
+        _CHANNELS if scales.dim() == 1 else _BLOCKS,
+        early(),
+        num_warps=cut.warps,
+        launch_pdl=early(),
+    )
+    return out, other
 
 
 def fp8_gated(
