@@ -44,8 +44,7 @@ def latent_rows() -> Loads:
         q = batch.latents.absorbed(batch.q)
 
         def work(b: of_latents.Batch = batch, q: Any = q, h: int = heads, w: int = width) -> None:
-            items = latents.blocks_of(h, w)
-            b.attend(q, parts.division(b.rows, items, differ=False, tiles=latents.TILES))
+            b.attend(q, latents.divided(b.rows, h, w, differ=False))
 
         yield f"{rows} rows of {tokens}, {heads} heads, {width} new", work
 

@@ -27,9 +27,9 @@ from torch import Tensor
 from bench.harness import write_json
 from bench.kernels import CALLS, LAYERS, PAGE_TOKENS, replayed_us
 from engine.attention import choose_backend
-from engine.attention.latents import TILES, LatentBackend, blocks_of
+from engine.attention.latents import LatentBackend, blocks_of, divided
 from engine.attention.paged import PagedStep
-from engine.attention.parts import LEAST_TOKENS_OF_FEW, PROCESSORS, Division, Tiles, division
+from engine.attention.parts import LEAST_TOKENS_OF_FEW, PROCESSORS, Division, Tiles
 from engine.cuda.attention_kernels import CudaKernels
 from engine.cuda.kv.latent_decode import decode_latents
 from engine.pool.latent_pool import LatentPool
@@ -157,15 +157,14 @@ def measured(heads: int, case: tuple[int, int], width: int, more: Any) -> dict[s
     rows, tokens = case
     batch, blocks = Batch(heads, rows, tokens, width), blocks_of(heads, width)
     alike_us, different_us = (
-        batch.kernel_us(division(rows, blocks, differ=differ, tiles=TILES))
-        for differ in (False, True)
+        batch.kernel_us(divided(rows, heads, width, differ=differ)) for differ in (False, True)
     )
     line: dict[str, Any] = {
         "rows": rows, "tokens": tokens, "width": width, "alike_us": alike_us,
         "different_us": different_us, "whole_us": batch.whole_us(),
         "tb_per_s": batch.read_bytes / min(alike_us, different_us) / 1e6,
     }  # fmt: skip
-    chosen = division(rows, blocks, differ=False, tiles=TILES)
+    chosen = divided(rows, heads, width, differ=False)
     for tiles in more.tiles:
         line[",".join(map(str, tiles))] = batch.kernel_us(chosen._replace(tiles=tiles))
     if more.sweep:

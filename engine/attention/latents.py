@@ -15,18 +15,33 @@ from torch import Tensor
 
 from engine.attention.fa3 import DecodeKernel
 from engine.attention.paged import PagedAttention, PagedStep
-from engine.attention.parts import Tiles, TileSet, division
+from engine.attention.parts import (
+    LEAST_TOKENS_OF_FEW,
+    MOST_PARTS,
+    PROCESSORS,
+    Division,
+    Tiles,
+    division,
+    has_two,
+)
 from engine.attention.triton import PromptKernel
 from engine.pool.kv_pool import KvPool
 from engine.step.attention import Latents, Specs
 
 HEAD_DIMS: Final = (64, 128, 192, 256)
 """Widths of heads for which the library of Hopper has kernels."""
-OF_FEW, WHOLE = Tiles(32, 4, 3), Tiles(32, 4, 3)
-TILES: Final = TileSet(OF_FEW, WHOLE, WHOLE, WHOLE, WHOLE)
-"""Not tuned: a round of 32 latents of 576 numbers takes 36 KiB of a processor's shared memory."""
-
-
+DEEP, LARGE = Tiles(32, 4, 5), Tiles(64, 8, 2)
+"""Rounds of 32 latents, five under way, take 180 KiB of a processor's shared memory: one program at
+a time reads fastest. Large ones are faster where there are few items, and where a program has more
+than 16 queries, for which each round costs more than its bytes (`bench.latents --sweep` on an H200,
+2026-11-27: 64 rows of 1,152 tokens 49 -> 38 us, of 8,192 216 -> 192; one of 8,192 42 -> 18)."""
+FEW_ITEMS, FEW_QUERIES = 16, 16
+PROGRAMS: Final = 2 * PROCESSORS
+"""Programs for few rows alike: two for each processor, one after the other."""
+MOST_PARTS_OF_FEW = 64
+"""Most parts of a row. The sweep went up to 32; long contexts want more programs."""
+LEAST_TOKENS = 256
+"""Least tokens of a part, where rows differ: its beginning costs something (same sweep)."""
 MOST_QUERIES: Final = 64
 """Queries of a program. Sums of 512 numbers of each lie in registers: those of 64 take half of a
 processor's."""
@@ -40,6 +55,26 @@ def blocks_of(heads: int, width: int) -> int:
         for blocks in range(1, heads + 1)
         if heads % blocks == 0 and (heads // blocks * width <= MOST_QUERIES or blocks == heads)
     )
+
+
+def divided(rows: int, heads: int, width: int, *, differ: bool) -> Division:
+    """How the contexts of a batch are divided: see `engine.attention.parts.division`.
+
+    Args:
+        rows: of the batch.
+        heads: of each row.
+        width: new tokens of each row.
+        differ: whether rows differ in length. Of small batches it is always true.
+    """
+    blocks = blocks_of(heads, width)
+    items, queries = rows * blocks, heads // blocks * width
+    tiles = LARGE if items <= FEW_ITEMS or queries > FEW_QUERIES else DEEP
+    if items > PROCESSORS:
+        many = division(rows, blocks, differ=differ)
+        return many._replace(tiles=tiles)
+    if differ and has_two(rows, blocks):
+        return Division(MOST_PARTS, LEAST_TOKENS, tiles)
+    return Division(min(PROGRAMS // items, MOST_PARTS_OF_FEW), LEAST_TOKENS_OF_FEW, tiles)
 
 
 class LatentBackend(PagedAttention):
@@ -68,10 +103,9 @@ class LatentBackend(PagedAttention):
         spec = self._specs[layer]
         assert spec.latents is not None, "the layer keeps latents"
         rows = len(contexts)
-        blocks = blocks_of(q.shape[1], len(q) // rows)
-        divided = division(rows, blocks, differ=self._step.differ, tiles=TILES)
+        parts = divided(rows, q.shape[1], len(q) // rows, differ=self._step.differ)
         q = spec.latents.absorbed(q)
-        out = self._decode_kernel(q, self._pool, layer, contexts, page_table, spec, divided)
+        out = self._decode_kernel(q, self._pool, layer, contexts, page_table, spec, parts)
         return spec.latents.values(out)
 
     def _fresh_prompts(

@@ -80,7 +80,11 @@ class Latents(NamedTuple):
 
     def values(self, latents: Tensor) -> Tensor:
         """[T, Hq, C], sums of latents by weights of the heads -> [T, Hq, V], those of V."""
-        return torch.einsum("thc,hvc->thv", latents, self.weight[:, self.k_dim :])
+        tokens, heads, _ = latents.shape
+        out = latents.new_empty(tokens, heads, self.v_dim)
+        value = self.weight[:, self.k_dim :].transpose(1, 2)
+        torch.bmm(latents.transpose(0, 1), value, out=out.transpose(0, 1))
+        return out
 
     def of_heads(self, latents: Tensor) -> tuple[Tensor, Tensor]:
         """[L, C + R] -> K [L, Hq, N + R] and V [L, Hq, V], by one product."""
