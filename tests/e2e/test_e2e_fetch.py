@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from beams_kit import Searches
 from cluster import Cluster, make_cluster
 from fetching_policy import FETCHING
 from references import references
@@ -16,6 +17,7 @@ from waiting import wait_until
 
 from baton.client.generation import Generation
 from console.tracing.traces import fetch as fetch_trace
+from engine.beams.params import BeamParams
 from telemetry.names import Attr, Metric, SpanName
 
 TURNS = 4
@@ -92,6 +94,21 @@ def test_turns_of_conversations_come_from_the_workers_that_hold_them(
     assert given_span.parent_id == span.parent_id
     assert given_span.attributes[Attr.KV_BYTES] == span.attributes[Attr.KV_BYTES]
     assert span.start_ns < given_span.start_ns < given_span.end_ns
+    cluster.check_baseline()
+
+
+def test_a_search_goes_on_behind_what_was_fetched(cluster: Cluster, tiny: Path) -> None:
+    searches, loaded = Searches(tiny), 0
+    with cluster.client() as client:
+        for seed in range(70, 74):
+            prompt = prompt_of(100, seed=seed)
+            answer = client.generate(token_ids=prompt, **GREEDY)
+            prompt = [*prompt, *answer.token_ids, *prompt_of(20, seed=100 * seed)]
+            found = client.generate(token_ids=prompt, max_tokens=12, beams=4, choices=4)
+            want = searches.find(prompt, BeamParams(4), 12, (0,))
+            assert [list(one.token_ids) for one in found.choices] == [ids for ids, _ in want]
+            loaded += found.usage.loaded_prompt_tokens.get("peer", 0)
+    assert loaded > 0, outcomes(cluster)
     cluster.check_baseline()
 
 

@@ -140,10 +140,11 @@ def test_a_hook_that_changes_nothing_changes_no_search(path, searches, tmp_path)
     engine.stop()
 
 
-def test_fp8_pages_fork_as_others_do(path):
-    """A search over FP8 pages is the same behind a hand-off as alone, and scores are those of their
-    tokens. transformers does not round pages."""
-    engines = [build(path, kv_cache_dtype="fp8") for _ in range(3)]
+@pytest.mark.parametrize("options", [{"kv_cache_dtype": "fp8"}, {"quantization": "fp8"}], ids=str)
+def test_what_is_rounded_forks_as_others_do(path, options):
+    """A search over FP8 pages or weights is the same behind a hand-off as alone, and scores are
+    those of their tokens. transformers rounds neither."""
+    engines = [build(path, **options) for _ in range(3)]
     more = {"token_ids": frozenset(ENDS), "ignore_eos": True}
     for prompt in PROMPTS:
         alone = search(engines[0], prompt, BeamParams(4), sampling=SamplingParams(top_logprobs=0))
