@@ -121,7 +121,7 @@ class LatentBackend(PagedAttention):
         if not self._has_library or latents is None:
             return self._continued_prompts(layer, q, step, window)
         keys, values = latents.of_heads(k[:, 0])
-        wide = [F.pad(x, (0, self._width - x.shape[-1])) for x in (q, keys, values)]
+        wide = [_padded(x, self._width) for x in (q, keys, values)]
         out = super()._fresh_prompts(layer, wide[0], wide[1], wide[2], step, window)
         return out[..., : latents.v_dim]
 
@@ -142,6 +142,11 @@ class LatentBackend(PagedAttention):
             spec,
         )
         return spec.latents.values(out)
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    """With zeros up to this width. PyTorch copies what has it already."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
 def _widest(pool: KvPool, latents: Latents | None) -> int:
