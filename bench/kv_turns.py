@@ -35,7 +35,7 @@ import torch
 from bench.harness import write_json
 from kv_transfer.events import TransferCounters
 from kv_transfer.exchange import Exchange
-from kv_transfer.ranks.build import Others, group_transport
+from kv_transfer.ranks.build import Others, Run, group_transport
 from kv_transfer.specs import Range, ReceiveSpec
 from kv_transfer.types import KvTransport, PageIds, PushState
 
@@ -51,7 +51,7 @@ class Pool:
     """See `kv_transfer.ranks.build.Pool`."""
 
     data: torch.Tensor
-    page_runs: tuple[tuple[int, int, int], ...]
+    page_runs: tuple[Run, ...]
     drafts_digest: str = ""
 
 
@@ -107,7 +107,10 @@ def measure(arguments: argparse.Namespace, times: Times) -> None:
     """One repeat."""
     page_bytes, num_pages = arguments.page_kib << 10, 2 * arguments.pages
     pools = [
-        Pool(torch.zeros(num_pages, page_bytes, dtype=torch.uint8), ((page_bytes, num_pages, 0),))
+        Pool(
+            torch.zeros(num_pages, page_bytes, dtype=torch.uint8),
+            ((page_bytes, num_pages, 0, 0, 0, ()),),
+        )
         for _ in range(2)
     ]
     sender, receiver = (

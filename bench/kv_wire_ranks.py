@@ -31,7 +31,7 @@ import torch
 import zmq
 
 from bench.kv_pushes import POLL_S, UNCOUNTED, WAIT_S, Pipe, scattered
-from kv_transfer.ranks.build import Others, group_transport, serve
+from kv_transfer.ranks.build import Others, Run, group_transport, serve
 from kv_transfer.ranks.group import GroupTransport
 from kv_transfer.ranks.plan import units_of
 from kv_transfer.types import PageIds, PushState
@@ -47,7 +47,7 @@ class Pool:
     """A rank's part of the pages; see `kv_transfer.ranks.build.Pool`."""
 
     data: torch.Tensor
-    page_runs: tuple[tuple[int, int, int], ...]
+    page_runs: tuple[Run, ...]
     drafts_digest: str = ""
 
 
@@ -109,7 +109,7 @@ def pool_of(rank: Rank, settings: Mapping[str, Any]) -> Pool:
         data.view(num_pages, len(heads), head_bytes).copy_(values[:, :, None])
     if data.is_cuda:
         torch.cuda.synchronize()
-    return Pool(data, ((data.shape[1], num_pages, 0),))
+    return Pool(data, ((data.shape[1], num_pages, 0, 0, 0, ()),))
 
 
 def pages_of(settings: Mapping[str, Any], run: int) -> tuple[PageIds, PageIds]:

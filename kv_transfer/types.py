@@ -64,6 +64,13 @@ class PageGroup(NamedTuple):
     """Digest of a draft head and of the layout of what it keeps under the page ids of group 0. Such
     a group is the last, and moves between equal digests alone. Empty: every worker has the
     group."""
+    first_layer: int = 0
+    """The first one that the owner keeps of the group's layers, by its place among these."""
+    num_layers: int = 0
+    """How many of them it keeps."""
+    planes: tuple[int, ...] = ()
+    """Bytes of each of them in each plane of a unit, such as values, and exponents behind those of
+    all layers. Empty: unknown, and each rank has all layers."""
 
     @property
     def end(self) -> int:
@@ -91,18 +98,23 @@ class Endpoint:
     ranks: tuple[Endpoint, ...] = ()
     """The parts of ranks 1, 2, ..., where several processes hold the pool. Then the `page_bytes` of
     `groups` are those of a whole page, and all else is rank 0's."""
+    stages: int = 1
+    """Stages of the ranks, equally many each, the last one first. Each has some of the layers."""
 
     @property
     def parts(self) -> tuple[Endpoint, ...]:
         """The part of each rank, rank 0 first, also where there is one."""
         if not self.ranks:
             return (self,)
-        count = 1 + len(self.ranks)
-        groups = (
-            group._replace(page_bytes=group.page_bytes // min(count, group.units))
-            for group in self.groups
-        )
-        return replace(self, groups=tuple(groups), ranks=()), *self.ranks
+        tp = (1 + len(self.ranks)) // self.stages
+
+        def own(group: PageGroup) -> PageGroup:
+            size = group.page_bytes // min(tp, group.units)
+            if group.planes:
+                size = max(1, group.units // tp) * group.num_layers * sum(group.planes)
+            return group._replace(page_bytes=size)
+
+        return replace(self, groups=tuple(map(own, self.groups)), ranks=(), stages=1), *self.ranks
 
 
 def shared_groups(own: Sequence[PageGroup], peer: Sequence[PageGroup]) -> int | None:
@@ -114,14 +126,18 @@ def shared_groups(own: Sequence[PageGroup], peer: Sequence[PageGroup]) -> int | 
 
 
 class Piece(NamedTuple):
-    """Bytes of each page that one rank writes to another: one run on both sides."""
+    """Bytes of each page that one rank writes to another, one run on both sides."""
 
     own_offset: int
     """Bytes from the beginning of the writer's page."""
     peer_offset: int
     """Bytes from the beginning of the target's page."""
     size: int
-    """Bytes; 0: the writer writes nothing there, and only hears and tells."""
+
+
+Pieces = tuple[Piece, ...]
+"""All that one rank writes of each page to another; empty: it writes nothing there, and only hears
+and tells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,13 +214,13 @@ class KvTransport(Protocol):
 
 
 class PieceTransport(KvTransport, Protocol):
-    """A transport that can also write a piece of each page."""
+    """A transport that can also write pieces of each page."""
 
-    def open(self, peer: Endpoint, pieces: Sequence[Piece] | None = None) -> None:
-        """As `KvTransport.open`. Pushes to this peer write of each page the piece of its group;
+    def open(self, peer: Endpoint, pieces: Sequence[Pieces] | None = None) -> None:
+        """As `KvTransport.open`. Pushes to this peer write of each page the pieces of its group;
         None: whole pages.
 
         Raises:
-            TransportError: also `bad_piece`, where it does not fit the pages.
+            TransportError: also `bad_piece`, where one does not fit the pages.
         """
         ...

@@ -36,7 +36,7 @@ from kv_transfer.events import TransferEvent
 from kv_transfer.ranks.build import Others, group_transport
 from kv_transfer.thread import TransferThread
 from kv_transfer.transports.factory import FETCHED_BY
-from kv_transfer.types import Endpoint, KvTransport, PageGroup, TransportError
+from kv_transfer.types import Endpoint, KvTransport, PageGroup
 from prefill_service.pooling import PoolService
 from prefill_service.service import PrefillService
 from serving.admin import AdminServer
@@ -258,14 +258,13 @@ class Worker:
 
     def _make_transport(self) -> KvTransport:
         engine = self.engine
-        if self.settings.pp > 1:
-            raise TransportError("ranks_mismatch", "pages of several stages are not handed off yet")
         return group_transport(
             self.settings.debug.transport,
             self.agent_name,
             engine.pools,
             [group.units for group in self.layout.groups] + engine.pools.draft_units,
             Others(engine.ranks.beside, lambda: engine.lost),
+            self.settings.pp,
         )
 
     def _make_role(self) -> CurrentRole:

@@ -335,6 +335,7 @@ def endpoint_message(endpoint: Endpoint) -> worker_pb2.KvEndpoint:
         process=endpoint.process,
         kv_heads=endpoint.groups[0].units,
         ranks=map(endpoint_message, endpoint.ranks),
+        stages=endpoint.stages,
         groups=[_group_message(group) for group in endpoint.groups if not group.digest],
         drafts=next((_group_message(group) for group in endpoint.groups if group.digest), None),
     )
@@ -342,6 +343,11 @@ def endpoint_message(endpoint: Endpoint) -> worker_pb2.KvEndpoint:
 
 def _group_message(group: PageGroup) -> worker_pb2.KvGroup:
     return worker_pb2.KvGroup(**group._asdict())
+
+
+def _group_of(message: worker_pb2.KvGroup) -> PageGroup:
+    values = {name: getattr(message, name) for name in PageGroup._fields}
+    return PageGroup(**values | {"planes": tuple(message.planes)})
 
 
 def endpoint_of(message: worker_pb2.KvEndpoint) -> Endpoint:
@@ -352,12 +358,13 @@ def endpoint_of(message: worker_pb2.KvEndpoint) -> Endpoint:
         metadata=message.metadata,
         base_address=message.base_address,
         groups=tuple(
-            PageGroup(group.page_bytes, group.num_pages, group.units, group.offset, group.digest)
+            _group_of(group)
             for group in (*message.groups, *([message.drafts] if message.drafts.digest else ()))
         ),
         device_id=message.device_id,
         memory=message.memory,
         process=message.process,
+        stages=max(1, message.stages),
         ranks=tuple(map(endpoint_of, message.ranks)),
     )
 

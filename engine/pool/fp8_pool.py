@@ -43,6 +43,11 @@ class Fp8Pool(KvPool):
         return self.head_values + self.num_layers * 2 * self.page_size
 
     @property
+    def planes(self) -> tuple[int, ...]:
+        """See `PagePool`: values, and exponents."""
+        return self.layer_stride, 2 * self.page_size
+
+    @property
     def exponents(self) -> Tensor:
         """`(num_pages, num_kv_heads, num_layers, 2, page_size)` int8, a strided view."""
         heads = self._heads[..., self.head_values :].view(torch.int8)

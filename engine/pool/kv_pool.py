@@ -81,6 +81,11 @@ class KvPool(PagePool, ABC):
         """Bytes of K and V of all layers; 0 of none."""
 
     @property
+    def planes(self) -> tuple[int, ...]:
+        """See `PagePool`."""
+        return (self.layer_stride * self.element.itemsize,)
+
+    @property
     def page_stride(self) -> int:
         """From one page to the next, in stored numbers."""
         return self.page_bytes // self.element.itemsize

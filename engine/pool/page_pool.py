@@ -39,6 +39,12 @@ class PagePool:
         self.data = data.view(num_pages, page_bytes)
         """[num_pages, page_bytes] uint8."""
 
+    @property
+    def planes(self) -> tuple[int, ...]:
+        """Bytes of a layer in each plane of a unit: a unit has the first plane of all layers, then
+        the next one. Empty: ranks do not divide layers."""
+        return ()
+
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         """Copies whole pages, all layers: `target[i]` becomes what `source[i]` was. Both are [N]
         int64. A page may be both a source and a target."""

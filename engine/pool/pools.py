@@ -30,6 +30,20 @@ def _has_all(_layer: int) -> bool:
     return True
 
 
+class PageRun(NamedTuple):
+    """The pages of a group in the memory of all."""
+
+    page_bytes: int
+    num_pages: int
+    offset: int
+    """Where page 0 begins, bytes."""
+    first_layer: int
+    """First layer that is kept here, by its place among those of the group."""
+    num_layers: int
+    planes: tuple[int, ...]
+    """See `PagePool`; empty where no rank keeps layers of it."""
+
+
 class Place(NamedTuple):
     """Where a layer's state is."""
 
@@ -65,7 +79,8 @@ class KvPools:
         and V. `has_layer`: see `make_pools`."""
         self.specs = tuple(specs)
         """Groups of the whole model."""
-        self.held = [tuple(filter(has_layer, spec.layers)) for spec in specs]
+        self._layers = [spec.layers for spec in specs]
+        self.held = [tuple(filter(has_layer, layers)) for layers in self._layers]
         """By group, the layers that are kept here."""
         self.data = data
         self.drafts = drafts
@@ -100,13 +115,15 @@ class KvPools:
         return starts_of([pool.num_pages * pool.page_bytes for pool in self._all])[:-1]
 
     @property
-    def page_runs(self) -> list[tuple[int, int, int]]:
-        """Runs of each group: bytes of a page, pages, and where its run begins in `data`. Behind
-        them that of `drafts`."""
-        return [
-            (pool.page_bytes, pool.num_pages, offset)
-            for pool, offset in zip(self._all, self.offsets, strict=True)
-        ]
+    def page_runs(self) -> list[PageRun]:
+        """The run of each group, and behind them that of `drafts`."""
+        runs = []
+        for at, (pool, offset) in enumerate(zip(self._all, self.offsets, strict=True)):
+            own, every = (of[at] if at < len(self) else () for of in (self.held, self._layers))
+            first = every.index(own[0]) if own else 0
+            planes = pool.planes if every else ()
+            runs.append(PageRun(pool.page_bytes, pool.num_pages, offset, first, len(own), planes))
+        return runs
 
     @property
     def _all(self) -> tuple[PagePool, ...]:

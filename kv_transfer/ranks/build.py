@@ -16,6 +16,11 @@ from kv_transfer.ranks.remote import RankAgent, RemotePart, Socket
 from kv_transfer.transports.factory import make_transport
 from kv_transfer.types import KvTransport, PageGroup
 
+Run = tuple[int, int, int, int, int, Sequence[int]]
+"""A rank's part of a group: bytes of its part of a page, pages, bytes from the beginning of the
+memory to page 0; of the group's layers the first one here, how many are here, and bytes of each in
+each plane of a unit (`PageGroup.planes`)."""
+
 
 class Pool(Protocol):
     """A rank's part of the pages, as the engine has it."""
@@ -24,9 +29,8 @@ class Pool(Protocol):
     """All of it, uint8, one run of memory."""
 
     @property
-    def page_runs(self) -> Sequence[tuple[int, int, int]]:
-        """Runs of each group: bytes of this rank's part of a page, pages, and bytes from the
-        beginning of `data` to page 0. Behind them that of a draft head, if there is one."""
+    def page_runs(self) -> Sequence[Run]:
+        """The run of each group. Behind them that of a draft head, if there is one."""
         ...
 
     @property
@@ -50,6 +54,7 @@ def group_transport(
     pool: Pool,
     units: Sequence[int],
     others: Others,
+    stages: int = 1,
 ) -> GroupTransport:
     """Builds a worker's transport, on the thread that will own it. All ranks build at once.
 
@@ -59,6 +64,7 @@ def group_transport(
         pool: rank 0's part of the pages.
         units: of a whole page of each group: KV heads, or what it has in their place.
         others: the other ranks.
+        stages: of all ranks.
 
     Raises:
         TransportError: one part cannot be built.
@@ -69,7 +75,7 @@ def group_transport(
     ]
     own = make_transport(name, agent_name, pool.data, _groups_of(pool))
     parts: list[Part] = [LocalPart(own), *(part.built() for part in remote)]
-    return GroupTransport(parts, units)
+    return GroupTransport(parts, units, stages)
 
 
 def serve(socket: Socket, rank: int, pool: Pool) -> None:
@@ -89,8 +95,8 @@ def serve(socket: Socket, rank: int, pool: Pool) -> None:
 
 def _groups_of(pool: Pool) -> list[PageGroup]:
     groups = [
-        PageGroup(page_bytes, num_pages, offset=offset)
-        for page_bytes, num_pages, offset in pool.page_runs
+        PageGroup(size, count, 0, offset, "", first, layers, tuple(planes))
+        for size, count, offset, first, layers, planes in pool.page_runs
     ]
     if pool.drafts_digest:
         groups[-1] = groups[-1]._replace(digest=pool.drafts_digest)

@@ -3,8 +3,9 @@
 Page ids mean the same on all ranks of a worker. So grants, sender and receiver know nothing of
 ranks, and this file has all that they need:
 
-1. `open` wires up the pairs of ranks that share units of any group (`kv_transfer.ranks.plan`).
-2. `push` becomes one part for each pair that shares units of its group. Its state is the smallest
+1. `open` wires up the pairs of ranks that share bytes of any group (`kv_transfer.ranks.plan`), and
+   ranks 0, which tell each other what belongs to no page.
+2. `push` becomes one part for each pair that shares bytes of its group. Its state is the smallest
    of its parts' states.
 3. Each part carries a notification to its own target rank. The peer shows the push's notification
    when those of all parts are there. So a chunk counts when every rank has its bytes.
@@ -24,8 +25,8 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kv_transfer.ranks.part import NOTHING, Part, Told
-from kv_transfer.ranks.plan import Pair, plan
-from kv_transfer.transports.pool import check_payload, check_same_kind
+from kv_transfer.ranks.plan import Pair, Side, plan, side_of, units_of
+from kv_transfer.transports.pool import check_pages, check_payload, check_same_kind
 from kv_transfer.types import (
     MAX_NOTIFICATION_BYTES,
     Endpoint,
@@ -33,6 +34,7 @@ from kv_transfer.types import (
     PageGroup,
     PageIds,
     Piece,
+    Pieces,
     PushState,
     TransportError,
     shared_groups,
@@ -61,7 +63,7 @@ class _Peer:
     opened: list[Pair]
     """Pairs (own rank, the peer's rank) that are wired up."""
     writes: tuple[list[Pair], ...]
-    """Pairs that write pages of a group, by group, (0, 0) first."""
+    """Pairs that write pages of a group, by group."""
 
     def agent(self, rank: int) -> str:
         return self.parts[rank].agent_name
@@ -87,18 +89,19 @@ class GroupTransport:
 
     can_revoke = False
 
-    def __init__(self, parts: Sequence[Part], units: Sequence[int]) -> None:
+    def __init__(self, parts: Sequence[Part], units: Sequence[int], stages: int = 1) -> None:
         """Makes one transport of the ranks' parts.
 
         Args:
             parts: by rank.
             units: of a whole page, by group.
+            stages: of the ranks, the last one first.
 
         Raises:
             TransportError: `ranks_mismatch`, where so many ranks cannot divide the units.
         """
         self._parts = parts
-        self._endpoint = joined([part.endpoint for part in parts], units)
+        self._endpoint = joined([part.endpoint for part in parts], units, stages)
         self.name = self._endpoint.transport
         self._peers: dict[str, _Peer] = {}
         self._pushes: dict[int, _Push] = {}
@@ -128,11 +131,12 @@ class GroupTransport:
         parts = peer.parts
         shared = shared_groups(self._endpoint.groups, peer.groups) or 0
         plans = [self._plans(peer, group) for group in range(shared)]
-        pairs = sorted({pair for writes, reads in plans for pair in writes.keys() | reads})
+        found = {pair for writes, reads in plans for pair in writes.keys() | reads}
+        pairs = sorted(found | {(0, 0)})
         opened: list[Pair] = []
         try:
             for own, other in pairs:
-                pieces = [writes.get((own, other), Piece(0, 0, 0)) for writes, _ in plans]
+                pieces = [writes.get((own, other), ()) for writes, _ in plans]
                 self._parts[own].open(parts[other], pieces)
                 opened.append((own, other))
         except TransportError:
@@ -150,9 +154,11 @@ class GroupTransport:
         self, agent_name: str, source: PageIds, target: PageIds, payload: bytes, group: int = 0
     ) -> int:
         """See `KvTransport`."""
-        # The first part is rank 0's, which looks at the page ids before anything is started.
         check_payload(payload, MAX_NOTIFICATION_BYTES)
         peer = self._open_peer(agent_name)
+        if peer.writes[group][0][0]:  # Rank 0, which looks at them itself, writes nothing.
+            own, theirs = (one.groups[group].num_pages for one in (self._endpoint, peer.endpoint))
+            check_pages(source, own, target, theirs)
         handle, self._next = self._next, self._next + 1
         pages = source, target
         writes = peer.writes[group]
@@ -201,19 +207,26 @@ class GroupTransport:
         for part in self._parts:
             part.shutdown()
 
-    def _plans(self, peer: Endpoint, group: int) -> tuple[dict[Pair, Piece], set[Pair]]:
+    def _plans(self, peer: Endpoint, group: int) -> tuple[dict[Pair, Pieces], set[Pair]]:
         """What this side writes of a group, and the pairs (own rank, the peer's) by which the peer
         does."""
-        own, other = len(self._parts), 1 + len(peer.ranks)
-        pages = self._endpoint.groups[group]
-        if own == other == 1:
-            return {(0, 0): Piece(0, 0, pages.page_bytes)}, {(0, 0)}
-        units, theirs = pages.units, peer.groups[group].units
-        if units != theirs:
-            raise TransportError("ranks_mismatch", f"{units} and {theirs} KV heads or other units")
-        unit_bytes = pages.page_bytes // units
-        written = plan(other, own, units, unit_bytes)
-        return plan(own, other, units, unit_bytes), {(target, writer) for writer, target in written}
+        pages, theirs = self._endpoint.groups[group], peer.groups[group]
+        if len(self._parts) == 1 and not peer.ranks:
+            return {(0, 0): (Piece(0, 0, pages.page_bytes),)}, {(0, 0)}
+        units, planes = pages.units, pages.planes
+        if units != theirs.units:
+            both = f"{units} and {theirs.units} KV heads or other units"
+            raise TransportError("ranks_mismatch", both)
+        sides = side_of(self._endpoint, group), side_of(peer, group)
+        if planes != theirs.planes:
+            if len(sides[0].layers) > 1 or len(sides[1].layers) > 1:
+                raise TransportError("ranks_mismatch", "layers are not told by both, or differ")
+            sides = Side(sides[0].tp), Side(sides[1].tp)
+            planes = ()
+        own, other = sides
+        planes = planes or (pages.page_bytes // units,)
+        written = plan(other, own, units, planes)
+        return plan(own, other, units, planes), {(target, writer) for writer, target in written}
 
     def _look(self) -> None:
         """Asks all ranks at once, and reads all answers."""
@@ -276,17 +289,24 @@ class GroupTransport:
             self._parts[own].close(peer[other].agent_name)
 
 
-def joined(parts: Sequence[Endpoint], units: Sequence[int]) -> Endpoint:
+def joined(parts: Sequence[Endpoint], units: Sequence[int], stages: int = 1) -> Endpoint:
     """The endpoint of a worker, from those of its ranks; `units` are those of a whole page of each
-    group."""
-    first, groups = parts[0], list[PageGroup]()
-    for group, count in zip(first.groups, units, strict=True):
+    group.
+
+    Raises:
+        TransportError: `ranks_mismatch`, where the ranks of a stage cannot divide the units.
+    """
+    first, tp, groups = parts[0], len(parts) // stages, list[PageGroup]()
+    for at, (group, count) in enumerate(zip(first.groups, units, strict=True)):
         size = group.page_bytes
-        if len(parts) > 1:
-            plan(len(parts), 1, count, 1)
-            size *= min(len(parts), count)
+        if tp > 1:
+            units_of(0, tp, count)
+            size *= min(tp, count)
+        if stages > 1 and group.planes:
+            layers = sum(part.groups[at].num_layers for part in parts[::tp])
+            size = count * layers * sum(group.planes)
         groups.append(group._replace(page_bytes=size, units=count))
-    return replace(first, groups=tuple(groups), ranks=tuple(parts[1:]))
+    return replace(first, groups=tuple(groups), ranks=tuple(parts[1:]), stages=stages)
 
 
 def _parts_of(payload: bytes, handle: int, parts: int) -> list[bytes]:

@@ -11,7 +11,7 @@ from kv_transfer.types import (
     KvTransport,
     Notification,
     PageIds,
-    Piece,
+    Pieces,
     PieceTransport,
     PushState,
     TransportError,
@@ -38,8 +38,8 @@ class Part(Protocol):
         """Where peers can write this rank's pool."""
         ...
 
-    def open(self, peer: Endpoint, pieces: Sequence[Piece]) -> None:
-        """Wires up to a rank of a peer, with a piece for each group. Errors are those of
+    def open(self, peer: Endpoint, pieces: Sequence[Pieces]) -> None:
+        """Wires up to a rank of a peer, with pieces for each group. Errors are those of
         `KvTransport.open`."""
         ...
 
@@ -56,7 +56,7 @@ class Part(Protocol):
         payload: bytes,
         group: int,
     ) -> None:
-        """Starts writing its piece of these pages. How that ended is told.
+        """Starts writing its pieces of these pages. How that ended is told.
 
         Raises:
             TransportError: nothing was started, and nothing will be told.
@@ -96,7 +96,7 @@ class LocalPart:
         """See `Part`."""
         return self.transport.endpoint
 
-    def open(self, peer: Endpoint, pieces: Sequence[Piece]) -> None:
+    def open(self, peer: Endpoint, pieces: Sequence[Pieces]) -> None:
         """See `Part`."""
         if tuple(pieces) == whole_pages(self.endpoint) == whole_pages(peer):
             self.transport.open(peer)

@@ -4,7 +4,7 @@ Both ends have one PAIR socket of pyzmq, in a private folder of the host. Frames
 then its arguments. No pickle.
 
     BUILD     transport, agent name            answered: the endpoint
-    OPEN      endpoint, 3 x u64 a piece        answered: nothing, or an error
+    OPEN      endpoint, pieces by group        answered: nothing, or an error
     PUSH      handle u64 and group u8, agent, source pages i32, target pages i32, payload
     CLOSE     agent
     ASK                                        answered: [handle u64, state u8] each, then agent
@@ -37,6 +37,7 @@ from kv_transfer.types import (
     PageGroup,
     PageIds,
     Piece,
+    Pieces,
     PushState,
     TransportError,
 )
@@ -53,7 +54,6 @@ SHUTDOWN: Final = b"shutdown"
 OK: Final = b"ok"
 ERROR: Final = b"error"
 
-_PIECE: Final = struct.Struct("<QQQ")
 _HANDLE: Final = struct.Struct("<QB")
 _ENDED: Final = struct.Struct("<QB")
 LOOK_MS: Final = 200
@@ -95,10 +95,9 @@ class RemotePart:
         assert self._endpoint is not None, "it is built"
         return self._endpoint
 
-    def open(self, peer: Endpoint, pieces: Sequence[Piece]) -> None:
+    def open(self, peer: Endpoint, pieces: Sequence[Pieces]) -> None:
         """See `Part`."""
-        packed = b"".join(_PIECE.pack(*piece) for piece in pieces)
-        self._send(OPEN, endpoint_frame(peer), packed)
+        self._send(OPEN, endpoint_frame(peer), json.dumps(pieces).encode())
         self._answer()
 
     def path(self, agent_name: str) -> str:
@@ -202,7 +201,8 @@ class RankAgent:
                 self._part = LocalPart(self._make(transport, agent_name))
                 return [endpoint_frame(self._part.endpoint)]
             case b"open":
-                pieces = [Piece(*piece) for piece in _PIECE.iter_unpack(arguments[1])]
+                groups = json.loads(arguments[1])
+                pieces = [tuple(Piece(*run) for run in runs) for runs in groups]
                 self._built.open(endpoint_of(arguments[0]), pieces)
                 return []
             case b"ask":
@@ -244,5 +244,7 @@ def endpoint_of(frame: bytes) -> Endpoint:
     """The endpoint of these bytes. It has no ranks: it is that of one."""
     content = json.loads(frame)
     metadata = bytes.fromhex(content["metadata"])
-    groups = tuple(PageGroup(*group) for group in content["groups"])
+    groups = tuple(
+        PageGroup(*group)._replace(planes=tuple(group[-1])) for group in content["groups"]
+    )
     return Endpoint(**content | {"metadata": metadata, "groups": groups, "ranks": ()})

@@ -26,7 +26,7 @@ from kv_transfer.types import (
     Endpoint,
     Notification,
     PageIds,
-    Piece,
+    Pieces,
     PushState,
     TransportError,
 )
@@ -39,7 +39,7 @@ _registry_lock = threading.Lock()
 class _Push:
     peer: LoopbackTransport
     group: int
-    piece: Piece
+    pieces: Pieces
     source: PageIds
     target: PageIds
     payload: bytes
@@ -57,7 +57,7 @@ class LoopbackTransport:
         self._agent_name = agent_name
         self._pool = pool
         self._endpoint = pool.endpoint(agent_name, self.name, b"")
-        self._peers: dict[str, tuple[LoopbackTransport, Sequence[Piece]]] = {}
+        self._peers: dict[str, tuple[LoopbackTransport, Sequence[Pieces]]] = {}
         self._pushes: dict[int, _Push] = {}
         self._ended: list[tuple[int, PushState]] = []
         self._inbox: deque[Notification] = deque()
@@ -79,7 +79,7 @@ class LoopbackTransport:
         """Handles in progress, oldest first."""
         return list(self._pushes)
 
-    def open(self, peer: Endpoint, pieces: Sequence[Piece] | None = None) -> None:
+    def open(self, peer: Endpoint, pieces: Sequence[Pieces] | None = None) -> None:
         """See `PieceTransport`."""
         pieces = pieces_between(self._endpoint, peer, pieces)
         with _registry_lock:
@@ -154,14 +154,13 @@ class LoopbackTransport:
         push.peer._inbox.append(Notification(self._agent_name, push.payload))
 
     def _move(self, push: _Push) -> None:
-        own, other, size = push.piece
-        rows = torch.from_numpy(push.source).long()
-        pages = self._pool.pages(push.group)[rows, own : own + size]
-        theirs = push.peer._pool.pages(push.group)
-        target = torch.from_numpy(push.target).long()
-        theirs[target, other : other + size] = pages.to(theirs.device)
+        rows, target = (torch.from_numpy(pages).long() for pages in (push.source, push.target))
+        mine, theirs = (one._pool.pages(push.group) for one in (self, push.peer))
+        for own, other, size in push.pieces:
+            pages = mine[rows, own : own + size]
+            theirs[target, other : other + size] = pages.to(theirs.device)
 
-    def _peer(self, agent_name: str) -> tuple[LoopbackTransport, Sequence[Piece]]:
+    def _peer(self, agent_name: str) -> tuple[LoopbackTransport, Sequence[Pieces]]:
         peer = self._peers.get(agent_name)
         if peer is None:
             raise TransportError("disconnected", "the peer is not open")

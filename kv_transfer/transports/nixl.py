@@ -3,7 +3,8 @@
 Facts that shape this file, measured on NIXL 1.5.1:
 
 - Each group of the pool is one descriptor list of pages at a constant stride, prepared once for
-  each side; a push names pages by index. A piece of each page is such a list, too. Posting costs
+  each side; a push names pages by index. Pieces of each page are such a list, too, one piece of all
+  pages behind the other. Posting costs
   2-70 us that way, and NIXL merges adjacent pages itself; merging here and preparing a list per
   push cost ten times as much and moved no more bytes.
 - A notification that rides on a push is sent when the pushing side sees the push complete, so
@@ -35,13 +36,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from kv_transfer.transports.pool import PoolMemory, check_payload, pieces_between
+from kv_transfer.transports.pool import PoolMemory, check_pages, check_payload, pieces_between
 from kv_transfer.types import (
     MAX_PART_BYTES,
     Endpoint,
     Notification,
     PageIds,
-    Piece,
+    Pieces,
     PushState,
     TransportError,
 )
@@ -58,6 +59,10 @@ _GPU_TO_GPU = {"cuda", "cuda_ipc"}
 _SHARED_MEMORY = {"sm", "shm", "mm", "posix", "sysv", "cma", "knem", "xpmem"}
 
 
+_Runs = tuple[tuple[int, int], ...]
+"""Offset and bytes of pieces of a page."""
+
+
 @dataclass(slots=True, eq=False)
 class _Peer:
     endpoint: Endpoint
@@ -67,6 +72,8 @@ class _Peer:
     there."""
     own: Sequence[int | None]
     """Handles of this process's own pools."""
+    pieces: Sequence[int]
+    """How many pieces of each page a push writes, by group."""
     pushes: int = 0
     """In progress."""
     is_closing: bool = False
@@ -93,10 +100,10 @@ class NixlTransport:
         try:
             self._agent = self._new_agent(agent_name)
             self._region = self._register()
-            self._own_lists: dict[tuple[int, int, int], int] = {}
-            """Prepared lists of this process, by group, and offset and bytes of the piece."""
+            self._own_lists: dict[tuple[int, _Runs], int] = {}
+            """Prepared lists of this process, by group, and offset and bytes of each piece."""
             for group, pages in enumerate(pool.groups):
-                self._own_list(group, 0, pages.page_bytes)
+                self._own_list(group, ((0, pages.page_bytes),))
             metadata = _host_header() + self._agent.getLocalMD()
         except Exception as error:
             raise TransportError("nixl_failed", type(error).__name__) from error
@@ -107,7 +114,7 @@ class NixlTransport:
         """See `KvTransport`."""
         return self._endpoint
 
-    def open(self, peer: Endpoint, pieces: Sequence[Piece] | None = None) -> None:
+    def open(self, peer: Endpoint, pieces: Sequence[Pieces] | None = None) -> None:
         """See `PieceTransport`."""
         known = self._peers.get(peer.agent_name)
         if known is not None:
@@ -122,18 +129,16 @@ class NixlTransport:
             self._agent.makeConnection(peer.agent_name, [])
             name = peer.agent_name
             theirs = [
-                self._prepare(name, peer, group, piece.peer_offset, piece.size)
-                if piece.size
-                else None
-                for group, piece in enumerate(pieces)
+                self._prepare(name, peer, group, _runs_of(runs, 1)) if runs else None
+                for group, runs in enumerate(pieces)
             ]
             own = [
-                self._own_list(group, piece.own_offset, piece.size) if piece.size else None
-                for group, piece in enumerate(pieces)
+                self._own_list(group, _runs_of(runs, 0)) if runs else None
+                for group, runs in enumerate(pieces)
             ]
         except Exception as error:
             raise TransportError("unreachable", type(error).__name__) from error
-        self._peers[peer.agent_name] = _Peer(peer, path, theirs, own)
+        self._peers[peer.agent_name] = _Peer(peer, path, theirs, own, list(map(len, pieces)))
 
     def path(self, agent_name: str) -> str:
         """See `KvTransport`. Inferred from what both sides can do: NIXL does not tell."""
@@ -146,6 +151,13 @@ class NixlTransport:
         check_payload(payload, MAX_PART_BYTES)
         peer = self._open_peer(agent_name)
         lists = peer.own[group], peer.pages[group]
+        if (count := peer.pieces[group]) > 1:
+            sizes = self._pool.groups[group].num_pages, peer.endpoint.groups[group].num_pages
+            check_pages(source, sizes[0], target, sizes[1])  # Beyond one piece lies the next.
+            source, target = (
+                _in_all_pieces(pages, count, size)
+                for pages, size in zip((source, target), sizes, strict=True)
+            )
         handle = self._make_push(lists, source, target, payload)
         self._pushes[handle] = peer
         peer.pushes += 1
@@ -229,20 +241,20 @@ class NixlTransport:
         self._agent.registerMem(region, [])
         return region
 
-    def _own_list(self, group: int, offset: int, size: int) -> int:
-        """Prepares a piece of each page of a group of this process, once."""
-        if (known := self._own_lists.get((group, offset, size))) is not None:
+    def _own_list(self, group: int, runs: _Runs) -> int:
+        """Prepares pieces of each page of a group of this process, once."""
+        if (known := self._own_lists.get((group, runs))) is not None:
             return known
-        pages = self._prepare(self._nixl.NIXL_INIT_AGENT, self._pool, group, offset, size)
-        self._own_lists[group, offset, size] = pages
+        pages = self._prepare(self._nixl.NIXL_INIT_AGENT, self._pool, group, runs)
+        self._own_lists[group, runs] = pages
         return pages
 
     def _prepare(
-        self, agent_name: str, pool: PoolMemory | Endpoint, group: int, offset: int, size: int
+        self, agent_name: str, pool: PoolMemory | Endpoint, group: int, runs: _Runs
     ) -> int:
         pages = pool.groups[group]
-        address = pool.base_address + pages.offset + offset
-        strided = [[address, size, pool.device_id, pages.page_bytes, pages.num_pages]]
+        address, every = pool.base_address + pages.offset, (pages.page_bytes, pages.num_pages)
+        strided = [[address + offset, size, pool.device_id, *every] for offset, size in runs]
         descriptors = np.array(strided, dtype=np.uint64)
         segment = self._segment(pool.memory)
         prepared: int = self._agent.prepXferDlist(agent_name, segment, descriptors, [])
@@ -321,6 +333,18 @@ class NixlTransport:
             raise TransportError("unreachable", "not the metadata of this transport")
         on_gpus = peer.memory == "VRAM" and self._pool.memory == "VRAM"
         return path_name(os.environ.get("UCX_TLS", "all"), header == _host_header(), on_gpus)
+
+
+def _runs_of(pieces: Pieces, side: int) -> _Runs:
+    """Offset and bytes of each piece, in the writer's page (0) or in the target's (1)."""
+    return tuple((piece[side], piece.size) for piece in pieces)
+
+
+def _in_all_pieces(pages: PageIds, count: int, num_pages: int) -> PageIds:
+    """The places of pages in a list of so many pieces of `num_pages` pages each."""
+    firsts = np.arange(count, dtype=np.int32)[:, None] * np.int32(num_pages)
+    places: PageIds = (firsts + pages).reshape(-1)
+    return places
 
 
 _abandoned: list[NixlTransport] = []

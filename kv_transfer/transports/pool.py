@@ -16,6 +16,7 @@ from kv_transfer.types import (
     PageGroup,
     PageIds,
     Piece,
+    Pieces,
     TransportError,
     shared_groups,
 )
@@ -65,9 +66,8 @@ class PoolMemory:
 
     def pages(self, group: int) -> torch.Tensor:
         """uint8, (num_pages, page_bytes): the pages of a group."""
-        page_bytes, num_pages, _, offset, _ = self.groups[group]
-        run = self.data[offset : offset + num_pages * page_bytes]
-        return run.view(num_pages, page_bytes)
+        own = self.groups[group]
+        return self.data[own.offset : own.end].view(own.num_pages, own.page_bytes)
 
     @property
     def memory(self) -> str:
@@ -140,8 +140,8 @@ def _shared(own: Endpoint, peer: Endpoint) -> int:
 
 
 def pieces_between(
-    own: Endpoint, peer: Endpoint, pieces: Sequence[Piece] | None
-) -> tuple[Piece, ...]:
+    own: Endpoint, peer: Endpoint, pieces: Sequence[Pieces] | None
+) -> tuple[Pieces, ...]:
     """What of each page is written to a peer, by group: `pieces`, or all of it.
 
     Raises:
@@ -153,17 +153,18 @@ def pieces_between(
         return whole_pages(own)[: _shared(own, peer)]
     if len(pieces) != _shared(own, peer):
         raise TransportError("groups_mismatch", f"{len(pieces)} pieces")
-    for piece, one, other in zip(pieces, own.groups, peer.groups, strict=False):
-        ends = piece.own_offset + piece.size, piece.peer_offset + piece.size
-        if min(piece) < 0 or ends[0] > one.page_bytes or ends[1] > other.page_bytes:
-            sizes = f"{one.page_bytes} and {other.page_bytes}"
-            raise TransportError("bad_piece", f"{piece} of {sizes}")
+    for runs, one, other in zip(pieces, own.groups, peer.groups, strict=False):
+        for piece in runs:
+            ends = piece.own_offset + piece.size, piece.peer_offset + piece.size
+            if min(piece) < 0 or ends[0] > one.page_bytes or ends[1] > other.page_bytes:
+                sizes = f"{one.page_bytes} and {other.page_bytes}"
+                raise TransportError("bad_piece", f"{piece} of {sizes}")
     return tuple(pieces)
 
 
-def whole_pages(endpoint: Endpoint) -> tuple[Piece, ...]:
+def whole_pages(endpoint: Endpoint) -> tuple[Pieces, ...]:
     """The pieces that are all of each page."""
-    return tuple(Piece(0, 0, group.page_bytes) for group in endpoint.groups)
+    return tuple((Piece(0, 0, group.page_bytes),) for group in endpoint.groups)
 
 
 def check_pages(source: PageIds, own_pages: int, target: PageIds, peer_pages: int) -> None:

@@ -18,6 +18,7 @@ from tiny_families import EVERY, HYBRIDS
 from tiny_models import write_tiny_model
 from waiting import wait_until
 
+from baton import LLM
 from telemetry.names import Attr, Metric
 from worker.watchdog import EXIT_DEVICE_LOST
 
@@ -35,6 +36,17 @@ STATES = {**HYBRIDS["qwen3_5"], **EIGHT_HEADS, "linear_num_key_heads": 4}
 """With pages of states beside those of tokens."""
 LATENT = {**EVERY["deepseek_v3"], "heads": 8, "kv_heads": 8}
 """Every rank of P has every page: ranks write in turns."""
+STAGED: Mapping[str, Any] = {**EIGHT_HEADS, "layers": 4}
+FP8 = {"kv_cache_dtype": "fp8"}
+"""Two planes of a page."""
+GRIDS = [
+    (WINDOWS, (2, 1), (1, 2), {}),
+    *((STAGED, p, d, {}) for p, d in (((4, 1), (2, 2)), ((1, 1), (2, 1)), ((2, 2), (4, 2)))),
+    *((STAGED, p, d, FP8) for p, d in (((2, 1), (1, 1)), ((2, 1), (4, 2)))),
+    (LATENT, (2, 1), (1, 2), {}),
+    (WINDOWS, (1, 1), (4, 1), {}),
+]
+"""A model, stages and ranks of each stage of prefill and decode, and settings of both."""
 CASES = [
     pytest.param(
         model, shape, marks=() if shape == QUICK and model is WINDOWS else pytest.mark.matrix
@@ -86,6 +98,47 @@ def test_pages_go_from_any_ranks_to_any_others(
         cluster.check_baseline()
     finally:
         cluster.stop()
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("shapes", "prefill", "decode", "options"),
+    [pytest.param(*grid, marks=pytest.mark.matrix if at else ()) for at, grid in enumerate(GRIDS)],
+)
+def test_pages_go_from_any_stages_to_any_others(
+    shapes: Mapping[str, Any],
+    prefill: tuple[int, int],
+    decode: tuple[int, int],
+    options: Mapping[str, Any],
+    tmp_path: Path,
+) -> None:
+    """The answers are those of workers of one rank; nothing is computed again on decode."""
+    model = write_tiny_model(tmp_path / "model", **shapes)
+    grids = {"prefill-0": prefill, "decode-0": decode}
+    own = {name: {"pp": pp, "tp": tp, **options} for name, (pp, tp) in grids.items()}
+    cluster = make_cluster(model, tmp_path / "logs", own=own)
+    try:
+        cluster.start_all()
+        for name, (pp, tp) in grids.items():
+            assert len(ranks_of(cluster, name)) == pp * tp - 1
+        if options:
+            check_beside(cluster, model, options)
+        else:
+            check(cluster, model)
+            check(cluster, model)  # with pages that decode holds already
+        assert cluster.metric(PREFILL_TOKENS, "decode-0", source="computed") == 0
+        cluster.check_baseline()
+    finally:
+        cluster.stop()
+
+
+def check_beside(cluster: Cluster, model: Path, options: Mapping[str, Any]) -> None:
+    """Answers are those of one process with such settings."""
+    with LLM(model, device="cpu", **options) as one, cluster.client() as client:
+        for length in (40, 200, 200):
+            prompt = np.random.default_rng(length).integers(1, 384, length).tolist()
+            answers = (each.generate(token_ids=prompt, **OPTIONS) for each in (one, client))
+            assert len({tuple(answer.token_ids) for answer in answers}) == 1
 
 
 @pytest.mark.slow

@@ -28,7 +28,8 @@ from kv_transfer.transports.pool import PoolMemory
 from kv_transfer.types import KvTransport, PageGroup, PageIds
 
 RANKED = ("loopback 2-8", "nixl 1-2")
-"""Ranks of the prefill and the decode side, each a transport of its own."""
+"""Ranks of the prefill and the decode side, each a transport of its own. `2@1 3`: two ranks of each
+of two stages, whose layers end there."""
 KINDS = sorted({*TRANSPORTS, *RANKED} - {"null"})
 """Every transport that moves pages: the protocol's tests run on each, whatever the factory knows.
 One that needs what this machine lacks says so with TransportError `nixl_missing` or the like."""
@@ -70,21 +71,43 @@ THREE = laid_out(ONE[0], PageGroup(1536, 48, 2), PageGroup(8192, 40, 1))
 WINDOW_PAGES = 3
 
 
+def held_bytes(group: PageGroup, units: range, layers: range) -> torch.Tensor:
+    """Which bytes of a whole page a rank has, in the order in which it has them."""
+    size = group.page_bytes // group.units
+    planes = group.planes or (size,)
+    starts = [sum(planes[:at]) * (group.num_layers or 1) for at in range(len(planes))]
+    runs = [
+        torch.arange(unit * size + start + one.start, unit * size + start + one.stop)
+        for unit in units
+        for start, plane in zip(starts, planes, strict=True)
+        for one in [range(layers.start * plane, layers.stop * plane)]
+    ]
+    return torch.cat(runs)
+
+
 class RankedPool:
     """The pages of one or several ranks, read and written as whole pages."""
 
-    def __init__(self, count: int = 1, groups: Sequence[PageGroup] = ONE) -> None:
+    def __init__(
+        self, count: int = 1, groups: Sequence[PageGroup] = ONE, ends: Sequence[int] = ()
+    ) -> None:
+        """`ends`: where the layers of each stage end, the first one first; empty: one stage. Each
+        has `count` ranks."""
         self.groups = groups
         self.units = [group.units for group in groups]
-        self._places: list[list[slice]] = [[] for _ in groups]
+        self.stages = max(1, len(ends))
+        layers = [range(*span) for span in itertools.pairwise([0, *ends])][::-1]
+        self._places: list[list[torch.Tensor]] = [[] for _ in groups]
         self.parts: list[tuple[PageGroup, ...]] = []
         """By rank, of its tensor in `ranks`."""
-        for rank in range(count):
+        for rank in range(count * self.stages):
             part = []
             for places, group in zip(self._places, groups, strict=True):
-                units, size = units_of(rank, count, group.units), group.page_bytes // group.units
-                places.append(slice(units.start * size, units.stop * size))
-                part.append(group._replace(page_bytes=len(units) * size))
+                own = layers[rank // count] if layers else range(group.num_layers or 1)
+                units = units_of(rank % count, count, group.units)
+                places.append(held_bytes(group, units, own))
+                told = {"first_layer": own.start, "num_layers": len(own)} if group.planes else {}
+                part.append(group._replace(page_bytes=len(places[-1]), **told))
             self.parts.append(laid_out(*part))
         self.ranks = [torch.zeros(part[-1].end, dtype=torch.uint8) for part in self.parts]
 
@@ -140,7 +163,7 @@ def ranked_transport(kind: str, name: str, pool: RankedPool) -> GroupTransport:
             parts.append(LocalPart(own))
         else:
             parts.append(Served(kind, agent, pool, rank).part)
-    return GroupTransport(parts, pool.units)
+    return GroupTransport(parts, pool.units, pool.stages)
 
 
 class Side:
@@ -159,8 +182,9 @@ class Side:
         self.name = f"{role}-{os.getpid()}-{next(_serial)}"
         kind, _, ranks = kind.partition(" ")
         if ranks:
-            counts = dict(zip(("prefill", "decode"), map(int, ranks.split("-")), strict=True))
-            self.pool = RankedPool(counts[role], groups)
+            own = dict(zip(("prefill", "decode"), ranks.split("-"), strict=True))[role]
+            count, _, ends = own.partition("@")
+            self.pool = RankedPool(int(count), groups, [int(end) for end in ends.split()])
             self.transport = ranked_transport(kind, self.name, self.pool)
         else:
             self.pool = RankedPool(1, groups)

@@ -21,7 +21,7 @@ from kv_world import (
 )
 
 from kv_transfer.events import Delivered, PeerFailed, SendFailed, Sent
-from kv_transfer.ranks.plan import plan
+from kv_transfer.ranks.plan import Side, plan
 from kv_transfer.receiving import ReceiveState
 from kv_transfer.specs import Source, Target
 from kv_transfer.transports.pool import PoolMemory
@@ -170,7 +170,8 @@ def test_groups_of_other_sizes_or_units_do_not_meet() -> None:
 
 def test_a_pair_of_ranks_may_share_units_of_one_group_alone() -> None:
     """4 ranks to 2: of a single unit, only some write."""
-    assert plan(4, 2, 4, 1).keys() - plan(4, 2, 1, 1).keys()
+    sides = Side(4), Side(2)
+    assert plan(*sides, 4, (1,)).keys() - plan(*sides, 1, (1,)).keys()
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kv_world import NUM_PAGES, PAGE_TOKENS, RankedPool, World, a_world
@@ -16,7 +17,7 @@ from engine.model.shard import Shard
 from kv_transfer.events import Delivered, Sent
 from kv_transfer.ranks.group import GroupTransport, rank_agent
 from kv_transfer.ranks.part import LocalPart
-from kv_transfer.ranks.plan import plan, units_of
+from kv_transfer.ranks.plan import Side, plan, units_of
 from kv_transfer.transports.factory import make_transport
 from kv_transfer.transports.loopback import LoopbackTransport
 from kv_transfer.transports.processes import ProcessWatch, own_process
@@ -25,6 +26,7 @@ from kv_transfer.types import PageGroup, PushState, TransportError
 COUNTS = (1, 2, 3, 4, 8)
 HEADS = (24, 8, 1)
 HEAD_BYTES = 64
+STAGED = PageGroup(4 * 2 * 64, 64, 4, num_layers=2, planes=(64,))
 
 
 def fits(count: int, kv_heads: int) -> bool:
@@ -43,11 +45,11 @@ MATRIX = [
 @pytest.mark.parametrize(("writers", "targets", "kv_heads"), MATRIX)
 def test_each_byte_has_one_writer(writers: int, targets: int, kv_heads: int) -> None:
     """And every pair of ranks moves the right bytes."""
-    pieces = plan(writers, targets, kv_heads, HEAD_BYTES)
+    pieces = plan(Side(writers), Side(targets), kv_heads, (HEAD_BYTES,))
     for target in range(targets):
         size = len(units_of(target, targets, kv_heads)) * HEAD_BYTES
         written = np.zeros(size, np.int32)
-        for (_, to), piece in pieces.items():
+        for (_, to), (piece,) in pieces.items():
             if to == target:
                 written[piece.peer_offset : piece.peer_offset + piece.size] += 1
         assert (written == 1).all()
@@ -101,12 +103,68 @@ def pushed_back(world: World) -> None:
     assert torch.equal(target.pool[torch.from_numpy(pages[::-1].copy()).long()], content)
 
 
+@st.composite
+def grids(draw: st.DrawFn, layers: int, units: int) -> tuple[int, list[int]]:
+    """Ranks of each stage, and where its layers end."""
+    tp = draw(st.sampled_from([count for count in (1, 2, 4, 8) if fits(count, units)]))
+    ends = draw(st.sets(st.integers(1, layers - 1), max_size=3)) if layers > 1 else set()
+    return tp, [*sorted(ends), layers]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), layers=st.integers(1, 6), units=st.sampled_from([1, 2, 4, 6]))
+def test_pages_go_between_any_grids(data: st.DataObject, layers: int, units: int) -> None:
+    """One writer a byte, both sides have one plan, and a push makes pages equal, there and back;
+    with planes as FP8 has them."""
+    planes = data.draw(st.sampled_from([(32,), (32, 4)]))
+    (own, own_ends), (other, ends) = (data.draw(grids(layers, units)) for _ in "ab")
+    sides = [
+        Side(tp, tuple(range(*span) for span in pairwise([0, *stages]))[::-1])
+        for tp, stages in ((own, own_ends), (other, ends))
+    ]
+    pieces = plan(sides[0], sides[1], units, planes)
+    for target in sides[1].ranks:
+        box = len(units_of(target % other, other, units)) * len(sides[1].layers_of(target))
+        written = np.zeros(box * sum(planes), np.int32)
+        for (_, to), runs in pieces.items():
+            for run in runs if to == target else ():
+                written[run.peer_offset : run.peer_offset + run.size] += 1
+        assert (written == 1).all()
+    if own_ends == ends:
+        assert {len(runs) for runs in pieces.values()} == {1}, "equal stages share one run"
+    group = PageGroup(
+        units * layers * sum(planes), NUM_PAGES, units, num_layers=layers, planes=planes
+    )
+    kinds = [f"{tp}@{' '.join(map(str, at))}" for tp, at in ((own, own_ends), (other, ends))]
+    with a_world(f"loopback {'-'.join(kinds)}", groups=[group]) as world:
+        hand_over(world)
+
+
+@pytest.mark.parametrize("stages", ["1@1 3-2@3", "2@2 3-1@1 3"])
+def test_stages_are_processes_over_nixl(stages: str) -> None:
+    group = PageGroup(4 * 3 * 72, NUM_PAGES, 4, num_layers=3, planes=(64, 8))
+    with a_world(f"nixl {stages}", groups=[group]) as world:
+        hand_over(world)
+
+
+def test_stages_meet_nobody_who_tells_no_layers() -> None:
+    with (
+        a_world("loopback 1@1 2-1@2", met=False, groups=[STAGED]) as staged,
+        a_world(
+            "loopback 1-1", met=False, groups=[STAGED._replace(num_layers=0, planes=())]
+        ) as plain,
+    ):
+        endpoint = plain.decode.transport.endpoint
+        with pytest.raises(TransportError, match="ranks_mismatch"):
+            staged.prefill.transport.open(endpoint)
+
+
 def test_the_plan_is_that_of_the_model() -> None:
     for kv_heads in HEADS:
         for count in COUNTS:
             if not fits(count, kv_heads):
                 with pytest.raises(TransportError, match="ranks_mismatch"):
-                    plan(count, 1, kv_heads, HEAD_BYTES)
+                    plan(Side(count), Side(1), kv_heads, (HEAD_BYTES,))
                 continue
             for rank in range(count):
                 heads = units_of(rank, count, kv_heads)

@@ -569,6 +569,7 @@ class KvEndpoint(_message.Message):
     RANKS_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     DRAFTS_FIELD_NUMBER: _builtins.int
+    STAGES_FIELD_NUMBER: _builtins.int
     agent_name: _builtins.str
     """Name of the transfer agent, new at every start."""
     transport: _builtins.str
@@ -593,6 +594,10 @@ class KvEndpoint(_message.Message):
     """
     kv_heads: _builtins.int
     """KV heads of a whole page, which the ranks of a worker divide."""
+    stages: _builtins.int
+    """Stages of the ranks, equally many ranks each, the last stage first. Each has some of the layers.
+    0 and 1: one.
+    """
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvEndpoint]:
         """The parts of ranks 1, 2, ...; empty for a worker of one rank. Where there are several, page_bytes
@@ -629,10 +634,11 @@ class KvEndpoint(_message.Message):
         ranks: _abc.Iterable[Global___KvEndpoint] | None = ...,
         groups: _abc.Iterable[Global___KvGroup] | None = ...,
         drafts: Global___KvGroup | None = ...,
+        stages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drafts", b"drafts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_name", b"agent_name", "base_address", b"base_address", "device_id", b"device_id", "drafts", b"drafts", "groups", b"groups", "kv_heads", b"kv_heads", "memory", b"memory", "metadata", b"metadata", "num_pages", b"num_pages", "page_bytes", b"page_bytes", "process", b"process", "ranks", b"ranks", "scratch_page", b"scratch_page", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_name", b"agent_name", "base_address", b"base_address", "device_id", b"device_id", "drafts", b"drafts", "groups", b"groups", "kv_heads", b"kv_heads", "memory", b"memory", "metadata", b"metadata", "num_pages", b"num_pages", "page_bytes", b"page_bytes", "process", b"process", "ranks", b"ranks", "scratch_page", b"scratch_page", "stages", b"stages", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -649,6 +655,9 @@ class KvGroup(_message.Message):
     UNITS_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    FIRST_LAYER_FIELD_NUMBER: _builtins.int
+    NUM_LAYERS_FIELD_NUMBER: _builtins.int
+    PLANES_FIELD_NUMBER: _builtins.int
     page_bytes: _builtins.int
     """Bytes from one page to the next; of a whole page, where there are ranks."""
     num_pages: _builtins.int
@@ -661,6 +670,15 @@ class KvGroup(_message.Message):
     """Bytes from the pool's base address to the group's page 0."""
     digest: _builtins.str
     """Digest of the draft head, its weights and the layout of what it keeps; empty for cache groups."""
+    first_layer: _builtins.int
+    """Of the group's layers, the first one that the owner keeps, and how many it keeps."""
+    num_layers: _builtins.int
+    @_builtins.property
+    def planes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Bytes of a layer in each plane of a unit, such as values, and exponents behind those of all
+        layers. Empty: every rank has all layers.
+        """
+
     def __init__(
         self,
         *,
@@ -669,10 +687,13 @@ class KvGroup(_message.Message):
         units: _builtins.int = ...,
         offset: _builtins.int = ...,
         digest: _builtins.str = ...,
+        first_layer: _builtins.int = ...,
+        num_layers: _builtins.int = ...,
+        planes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "num_pages", b"num_pages", "offset", b"offset", "page_bytes", b"page_bytes", "units", b"units"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "first_layer", b"first_layer", "num_layers", b"num_layers", "num_pages", b"num_pages", "offset", b"offset", "page_bytes", b"page_bytes", "planes", b"planes", "units", b"units"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
