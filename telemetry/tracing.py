@@ -23,14 +23,15 @@ from typing import Final
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import SpanLimits, TracerProvider, sampling
 from opentelemetry.sdk.trace.export import SpanExporter
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, Span, SpanContext, SpanKind, TraceFlags
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
 from telemetry.export import ExportCounts, QueueingProcessor, otlp_exporter
 from telemetry.names import SCHEMA_URL, SCOPE, Attr
+from telemetry.recording import Recorder
 
 Attributes = Mapping[str, AttributeValue]
 Parent = Context | Span | str | None
@@ -38,15 +39,14 @@ Parent = Context | Span | str | None
 
 SHUTDOWN_TIMEOUT_S: Final = 3.0
 """For the last spans. A process that ends must not wait for a receiver that is away."""
-_LIMITS: Final = SpanLimits(max_events=0, max_links=8, max_attributes=48, max_attribute_length=256)
 _propagator: Final = TraceContextTextMapPropagator()
 
 
 class Tracing:
     """A process's tracing, from `setup_tracing` to `shutdown`."""
 
-    def __init__(self, provider: TracerProvider, processor: QueueingProcessor) -> None:
-        self._provider = provider
+    def __init__(self, recorder: Recorder, processor: QueueingProcessor) -> None:
+        self._recorder = recorder
         self._processor = processor
 
     @property
@@ -56,15 +56,15 @@ class Tracing:
 
     def flush(self) -> None:
         """Sends the waiting spans. Blocks until the exporter took them or gave up."""
-        self._provider.force_flush()
+        self._processor.force_flush()
 
     def shutdown(self, timeout_s: float = SHUTDOWN_TIMEOUT_S) -> None:
         """Sends the waiting spans and ends the exporter. Blocks no longer than the timeout.
 
         Spans that are unsent by then are lost.
         """
-        _switch.leave(self._provider)
-        flusher = threading.Thread(target=self._provider.shutdown, name="spans-last", daemon=True)
+        _switch.leave(self._recorder)
+        flusher = threading.Thread(target=self._processor.shutdown, name="spans-last", daemon=True)
         flusher.start()
         flusher.join(timeout_s)
         self._processor.give_up()
@@ -104,15 +104,10 @@ def setup_tracing(
         schedule_delay_ms,
         otlp_endpoint,
     )
-    provider = TracerProvider(
-        sampler=sampling.ParentBased(sampling.TraceIdRatioBased(sample_ratio)),
-        resource=_resource(service_name, instance_id),
-        shutdown_on_exit=False,
-        span_limits=_LIMITS,
-    )
-    provider.add_span_processor(processor)
-    _switch.enter(provider)
-    return Tracing(provider, processor)
+    scope = InstrumentationScope(SCOPE, schema_url=SCHEMA_URL)
+    recorder = Recorder(processor, _resource(service_name, instance_id), scope, sample_ratio)
+    _switch.enter(recorder)
+    return Tracing(recorder, processor)
 
 
 def start_span(
@@ -125,16 +120,11 @@ def start_span(
     links: Sequence[Link] = (),
 ) -> Span:
     """Starts a span. Use it where the id is needed before the end; end it with `end_span`."""
-    return _switch.tracer.start_span(
-        name,
-        context_of(parent),
-        kind,
-        attributes,
-        links,
-        start_ns,
-        record_exception=False,
-        set_status_on_exception=False,
-    )
+    above = _span_of(parent)
+    if (recorder := _switch.recorder) is None:
+        is_empty = isinstance(above, trace.NonRecordingSpan)
+        return above if is_empty else trace.NonRecordingSpan(above.get_span_context())
+    return recorder.start(name, above.get_span_context(), kind, attributes, links, start_ns)
 
 
 def end_span(
@@ -169,7 +159,7 @@ def write_span(
     error: str = "",
 ) -> Span:
     """Writes a span afterwards, from stored Unix nanoseconds. For `error` see `end_span`."""
-    if not _switch.active:
+    if _switch.recorder is None:
         return trace.INVALID_SPAN
     span = start_span(name, parent, attributes, kind=kind, start_ns=start_ns, links=links)
     end_span(span, end_ns, error=error)
@@ -226,7 +216,11 @@ def link_from(parent: Parent, span_id: bytes) -> tuple[Link, ...]:
 
 
 def _span_context(parent: Parent) -> SpanContext:
-    return trace.get_current_span(context_of(parent)).get_span_context()
+    return _span_of(parent).get_span_context()
+
+
+def _span_of(parent: Parent) -> Span:
+    return parent if isinstance(parent, Span) else trace.get_current_span(context_of(parent))
 
 
 def _resource(service_name: str, instance_id: str) -> Resource:
@@ -237,7 +231,7 @@ def _resource(service_name: str, instance_id: str) -> Resource:
 
 
 class _SwitchedTracer(trace.Tracer):
-    """Starts spans at the present provider. It never records the text of an exception."""
+    """Starts spans for libraries. It never records the text of an exception."""
 
     def start_span(
         self,
@@ -250,8 +244,9 @@ class _SwitchedTracer(trace.Tracer):
         record_exception: bool = False,
         set_status_on_exception: bool = False,
     ) -> Span:
-        return _switch.tracer.start_span(
-            name, context, kind, attributes, links, start_time, False, False
+        parent = trace.get_current_span(context)
+        return start_span(
+            name, parent, attributes, kind=kind, start_ns=start_time, links=links or ()
         )
 
     @contextmanager
@@ -281,35 +276,27 @@ class _SwitchedTracer(trace.Tracer):
 
 
 class _Switch(trace.TracerProvider):
-    """The global provider. The API lets it be set once; it is in use only while tracing is on."""
+    """The global provider. The API lets it be set once; it records only while tracing is on."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._off: trace.Tracer = trace.NoOpTracer()
-        self._provider: TracerProvider | None = None
-        self.tracer: trace.Tracer = self._off
+        self.recorder: Recorder | None = None
+        """What spans are recorded with; None: none are."""
 
-    @property
-    def active(self) -> bool:
-        """Whether spans are exported."""
-        return self._provider is not None
-
-    def enter(self, provider: TracerProvider) -> None:
-        """Sends spans to `provider` from now on."""
+    def enter(self, recorder: Recorder) -> None:
+        """Records spans with `recorder` from now on."""
         with self._lock:
-            if self._provider is not None:
+            if self.recorder is not None:
                 raise RuntimeError("tracing is set up already")
             if trace.get_tracer_provider() is not self:
                 trace.set_tracer_provider(self)
-            self._provider = provider
-            self.tracer = provider.get_tracer(SCOPE, schema_url=SCHEMA_URL)
+            self.recorder = recorder
 
-    def leave(self, provider: TracerProvider) -> None:
-        """Stops sending spans to `provider`, if it is still the present one."""
+    def leave(self, recorder: Recorder) -> None:
+        """Stops recording with `recorder`, if it is still the present one."""
         with self._lock:
-            if self._provider is provider:
-                self._provider = None
-                self.tracer = self._off
+            if self.recorder is recorder:
+                self.recorder = None
 
     def get_tracer(self, *args: object, **kwargs: object) -> trace.Tracer:
         """Returns a tracer. All code of a process shares one scope."""
