@@ -119,7 +119,7 @@ class Leg:
             prompt_logprobs=scores_wanted and not decodes,
             tenant=job.tenant,
             takeover_tokens=self._route.takeover_tokens if decodes else 0,
-            extensions=job.extensions,
+            extensions=job.extensions or None,
             no_speculation=not job.speculates,
             beams=job.beams,
             pooling=job.pooling,

@@ -103,9 +103,11 @@ def first_tokens(
 def step_tokens(message: worker_pb2.Tokens) -> Iterable[tuple[bytes, JobTokens]]:
     """The tokens of a step, with the attempt of each. Neighbours that continue each other are one
     run: several tokens of one step cost a client's stream one message."""
-    scored = dict(zip(unpack_ids(message.scored_rows), _logprobs(message.records), strict=True))
-    packed = message.choice_indices, message.indices, message.token_ids
-    choices, indices, ids = map(unpack_ids, packed)
+    scored: dict[int, TokenScore] = {}
+    if scored_rows := message.scored_rows:
+        scored = dict(zip(unpack_ids(scored_rows), _logprobs(message.records), strict=True))
+    choices = unpack_ids(message.choice_indices)
+    indices, ids = unpack_ids(message.indices), unpack_ids(message.token_ids)
     attempts = list(message.attempt_ids)
     start, rows = 0, len(ids)
     for end in range(1, rows + 1):

@@ -108,7 +108,8 @@ def check_request(
     )
     generation = request.input
     _check_prompt(found, generation, "input")
-    _check_sampling(found, generation.sampling)
+    if generation.HasField("sampling"):
+        _check_sampling(found, generation.sampling)
     _check_stop(found, generation.stop, limits)
     _check_output(found, generation.output)
     found.found += check_answer(generation)

@@ -295,12 +295,12 @@ class WorkerLink:
             return
         if not self._answered:
             self._answer(message.attached.worker)
-        elif message.WhichOneof("message") == "load":
+        elif (kind := message.WhichOneof("message")) == "load":
             self._report(message.load)
         elif message.WhichOneof("message") == "adapters":
             self._take_adapters(message.adapters)
         elif self.state is LinkState.ATTACHED:
-            failpoints.hit("router.received", message.WhichOneof("message"))
+            failpoints.hit("router.received", kind)
             self._owner.received(self, message)
 
     def _answer(self, answered: worker_pb2.WorkerIdentity) -> None:

@@ -18,7 +18,7 @@ from waiting import until
 from baton.inference.v1 import inference_pb2 as api
 from baton.worker.v1 import worker_pb2
 from prefixes.index import HOST, POOL, Held
-from prefixes.keys import prompt_short_keys
+from prefixes.keys import page_keys, prompt_short_keys
 from router.jobs import Demand
 from router.requests import tokenization
 from router.requests.tokenization import Tokenizers
@@ -126,28 +126,44 @@ async def test_a_worker_that_keeps_no_pages_is_not_asked() -> None:
     assert link.told.tell is None, "the engine was made to tell"
 
 
-@pytest.mark.parametrize("prompt_tokens", [300, 20_000])
-async def test_keys_of_a_job_are_those_of_its_worker_and_are_made_off_the_loop(
-    prompt_tokens: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("prompt_tokens", "callbacks"),
+    [(300, 1), (4096, 1), (4098, 2), (8193, 2), (8194, 3), (20_000, None)],
+)
+async def test_keys_of_a_job_are_those_of_its_worker_and_hold_the_loop_up_for_a_moment(
+    prompt_tokens: int, callbacks: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-
+    """None: a thread makes them. A callback makes those of 4,096 tokens at most."""
     made_on: list[str] = []
+    made_in = 0
+
+    def counted(*shape: Any) -> Any:
+        nonlocal made_in
+        made_in += 1
+        return page_keys(*shape)
 
     def watched(*shape: Any) -> Any:
         made_on.append(threading.current_thread().name)
         return prompt_short_keys(*shape)
 
     monkeypatch.setattr(tokenization, "prompt_short_keys", watched)
+    monkeypatch.setattr(tokenization, "page_keys", counted)
     one = job(prompt_tokens=prompt_tokens, cache_salt=b"acme")
     one = replace(one, model=replace(one.model, prefix_cache=True, kv_precision="fp8"))
     tokenizers = Tokenizers()
     try:
+        seen: list[int] = []
+        asyncio.get_running_loop().call_soon(lambda: seen.append(made_in))
         keys = await tokenizers.page_keys(one)
         assert len(keys) == (prompt_tokens - 1) // one.model.page_size_tokens
         want = prompt_short_keys(one.prompt_ids.astype(np.int32), 16, "fp8", b"acme")
         assert (keys == want).all()
-        long = prompt_tokens > 512
-        assert ("baton-tokenize" in made_on[0]) == long
+        if callbacks is None:
+            assert "baton-tokenize" in made_on[0]
+        else:
+            assert not made_on
+            assert made_in == callbacks
+            assert seen == ([1] if callbacks > 1 else []), "nothing else ran in between"
         for no_use in (replace(one, prompt_logprobs=True), job(prompt_tokens=prompt_tokens)):
             assert len(await tokenizers.page_keys(no_use)) == 0
     finally:
@@ -162,9 +178,9 @@ async def test_only_prompts_that_fit_the_context_are_hashed(
 
     def watched(ids: Any, *shape: Any) -> Any:
         hashed.append(len(ids))
-        return prompt_short_keys(ids, *shape)
+        return page_keys(ids, *shape)
 
-    monkeypatch.setattr(tokenization, "prompt_short_keys", watched)
+    monkeypatch.setattr(tokenization, "page_keys", watched)
     model = replace(served_model(tmp_path), prefix_cache=True)
     dispatcher = ScriptedDispatcher([model], plays([70]))
     async with open_door(dispatcher) as door:
@@ -177,6 +193,6 @@ async def test_only_prompts_that_fit_the_context_are_hashed(
                     await asked
             else:
                 await asked
-    assert hashed == [40]
+    assert hashed == [39], "the last one is computed"
     assert len(dispatcher.jobs[0].keys) == 39 // model.page_size_tokens
     assert (Demand.of(dispatcher.jobs[0]).keys == dispatcher.jobs[0].keys).all()
