@@ -16,7 +16,7 @@ import os
 import ssl
 import sys
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -30,7 +30,7 @@ from baton.inference.v1 import inference_pb2 as api
 from baton.inference.v1 import inference_pb2_grpc
 from baton.tls import NO_FILES, TlsFiles, holders_files
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
-from bench.parts import Parts
+from bench.parts import Parts, Stopwatch
 from router.server import RouterServer
 from router.settings import RouterDebug, RouterSettings
 from serving.event_loop import loop_factory, prepare_to_serve
@@ -70,6 +70,8 @@ class Crowd(NamedTuple):
     """Whether requests are conversations, and not ids."""
     parts: bool = False
     """Whether a router notes where its time goes."""
+    callbacks: bool = False
+    """Whether a router measures each callback of its loop."""
 
     @property
     def files(self) -> TlsFiles:
@@ -315,9 +317,11 @@ class Reading(NamedTuple):
     requests: float
     parts: dict[str, float]
     """Shares of the loop's busy time, where they are noted."""
+    callbacks: Sequence[Any]
+    """`Callbacks` since the reading before, where they are measured."""
 
     @classmethod
-    def of(cls, server: RouterServer, parts: Parts | None) -> Self:
+    def of(cls, server: RouterServer, parts: Parts | None, watch: Stopwatch | None) -> Self:
         """Now. The loop's thread calls it."""
         value, labels = server.metrics.registry.get_sample_value, {"model": "bench"}
         ended = {"model": "bench", "outcome": "OK"}
@@ -329,6 +333,7 @@ class Reading(NamedTuple):
             value(Metric.INTER_TOKEN + "_count", labels) or 0.0,
             value(Metric.REQUESTS + "_total", ended) or 0.0,
             parts.shares() if parts else {},
+            watch.look() if watch else (),
         )
 
 
@@ -349,8 +354,9 @@ async def be_router(crowd: Crowd, _: list[str]) -> None:
     door = server.http_address if crowd.door == "http" else server.address
     print(json.dumps([door, server.internal_address, server.admin.address]), flush=True)
     parts = Parts() if crowd.parts else None
+    watch = Stopwatch() if crowd.callbacks else None
     while await asyncio.to_thread(sys.stdin.readline):
-        print(json.dumps(Reading.of(server, parts)), flush=True)
+        print(json.dumps(Reading.of(server, parts, watch)), flush=True)
     os._exit(0)  # Streams are under way, and their ends would take a while.
 
 
@@ -362,8 +368,9 @@ def be(role: str, crowd: str, addresses: str, cores: str) -> None:
     if cores:
         os.sched_setaffinity(0, _cores(cores))
     prepare_to_serve()
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        runner.run(ROLES[role](Crowd(*json.loads(crowd)), json.loads(addresses)))
+    given = Crowd(*json.loads(crowd))
+    with asyncio.Runner(loop_factory=None if given.callbacks else loop_factory()) as runner:
+        runner.run(ROLES[role](given, json.loads(addresses)))
 
 
 def _cores(text: str) -> set[int]:

@@ -1,4 +1,4 @@
-"""Where the time of an event loop's thread goes, by looks at its stack.
+"""Where the time of an event loop's thread goes, by looks at its stack, and its longest callbacks.
 
 The kernel's timer of CPU time interrupts the process 500 times a second of it, and Python looks at
 the stack at its next instruction. A look belongs to the innermost function that is in the table. A
@@ -7,10 +7,17 @@ look at a loop that waits for events is another thread's time and counts for not
 
 from __future__ import annotations
 
+import asyncio
 import signal
+import time
 from collections import Counter
 from types import FrameType
+from typing import Any, NamedTuple
 
+LONG_S = 5e-4
+"""No callback shall take longer."""
+READER = "be_router"
+"""The task that reads these figures (`bench.crowd`)."""
 LOOK_S = 1 / 500
 IDLE = "idle"
 OTHER = "other"
@@ -68,3 +75,49 @@ class Parts:
                 return part
             frame = frame.f_back
         return OTHER
+
+
+class Callbacks(NamedTuple):
+    """The callbacks of a loop since the last look."""
+
+    ended: int
+    long: int
+    """Of these, such as took longer than `LONG_S`."""
+    longest_s: float
+    longest: str
+    """Name of the function, or of the task's."""
+
+
+class Stopwatch:
+    """Measures each callback of asyncio's own loop by its thread's CPU time, from now on. uvloop's
+    callbacks cannot be seen, so such a router is slower than one that serves."""
+
+    def __init__(self) -> None:
+        self._seen = Callbacks(0, 0, 0.0, "")
+        inner = asyncio.events.Handle._run
+
+        def timed(handle: asyncio.Handle) -> None:
+            named, began_s = _name_of(handle), time.thread_time()
+            inner(handle)
+            self._note(named, time.thread_time() - began_s)
+
+        asyncio.events.Handle._run = timed  # type: ignore[assignment, method-assign]
+
+    def look(self) -> Callbacks:
+        """What was seen since the last look."""
+        seen, self._seen = self._seen, Callbacks(0, 0, 0.0, "")
+        return seen
+
+    def _note(self, name: str, took_s: float) -> None:
+        if name == READER:
+            return
+        seen = self._seen
+        longest = max((seen.longest_s, seen.longest), (took_s, name))
+        self._seen = Callbacks(seen.ended + 1, seen.long + (took_s > LONG_S), *longest)
+
+
+def _name_of(handle: asyncio.Handle) -> str:
+    callback: Any = handle._callback  # type: ignore[attr-defined]
+    owner = getattr(callback, "__self__", None)
+    named = owner.get_coro() if isinstance(owner, asyncio.Task) else callback
+    return getattr(named, "__qualname__", type(named).__qualname__)

@@ -6,7 +6,8 @@
 
 The crowd: whole routers, as their process composes them (`bench.crowd`). Tokens that come faster
 than a router can write them share a message: the line says how many did, and steps further apart
-give the cost of a token by itself. `--parts` says where the time of the loop's thread goes.
+give the cost of a token by itself. `--parts` says where the time of the loop's thread goes;
+`--callbacks` measures each callback of the loop, which is asyncio's own then, and slower.
 
 Requests: prompts of `--prompt` ids, or conversations of about that length, that get 8 tokens, each
 in a message of its own, by a hand-off from a prefill to a decode worker. As many as `--streams` run
@@ -32,6 +33,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from bench.crowd import Crowd, Reading, a_process, be, write_tokenizer
+from bench.parts import LONG_S, Callbacks
 from serving.net.certificates import write_set
 
 RUNS = 3
@@ -122,6 +124,13 @@ def print_crowd(crowd: Crowd, readings: Sequence[tuple[Reading, Reading]]) -> No
     for part, share in readings[0][1].parts.items():
         if share >= SMALLEST_SHARE:
             print(f"    {part:20} {share:4.0%} {share * loop_s / count * 1e6:7.1f} us", flush=True)
+    for _, after in readings if crowd.callbacks else ():
+        seen = Callbacks(*after.callbacks)
+        print(
+            f"    {seen.ended} callbacks, {seen.ended / count:.0f} each, {seen.long} longer than "
+            f"{LONG_S * 1e3:g} ms, the longest {seen.longest_s * 1e3:.2f}: {seen.longest}",
+            flush=True,
+        )
 
 
 def _load() -> str:
@@ -144,6 +153,7 @@ def measure(args: argparse.Namespace) -> None:
             args.output,
             args.chat,
             args.parts,
+            args.callbacks,
         )
         for run in range(args.runs):
             for routers in sorted({1, args.routers}, reverse=bool(run % 2)):
@@ -164,6 +174,7 @@ def main() -> None:
     parser.add_argument("--output", type=int, default=8, help="tokens of a request's answer")
     parser.add_argument("--chat", action="store_true", help="requests are conversations")
     parser.add_argument("--parts", action="store_true", help="where the loop's time goes")
+    parser.add_argument("--callbacks", action="store_true", help="how long the loop's take")
     parser.add_argument("--door", choices=("grpc", "http"), default="grpc")
     parser.add_argument("--streams", type=int, default=0, help="of each router, at once")
     parser.add_argument("--step-ms", type=float, default=8)

@@ -14,8 +14,9 @@ import pytest
     [
         (("--crowd", "--door", "http", "--parts"), "us of CPU a token"),
         (("--requests", "--chat", "--prompt", "64"), "ms of CPU a request"),
+        (("--requests", "--callbacks"), "longer than 0.5 ms"),
     ],
-    ids=["crowd", "requests"],
+    ids=["crowd", "requests", "callbacks"],
 )
 def test_it_says_what_it_measured(what: tuple[str, ...], says: str) -> None:
     few = ("--streams", "4", "--seconds", "1", "--runs", "1", "--step-ms", "20")
