@@ -26,14 +26,7 @@ from numpy.typing import NDArray
 
 from baton.inference.v1 import inference_pb2 as api
 from baton.worker.v1 import worker_pb2
-from prefixes.keys import (
-    NO_KEYS,
-    ShortKeys,
-    page_keys,
-    prompt_short_keys,
-    salt_of,
-    short_keys,
-)
+from prefixes.keys import NO_KEYS, ShortKeys, page_keys, prompt_short_keys, salt_of, short_keys
 from router import errors
 from router.answers.families import form_of
 from router.answers.forms import ResponseForm
