@@ -82,7 +82,7 @@ class Callbacks(NamedTuple):
 
     ended: int
     long: int
-    """Of these, such as took longer than `LONG_S`."""
+    """Callbacks that took longer than `LONG_S`."""
     longest_s: float
     longest: str
     """Name of the function, or of the task's."""
