@@ -327,10 +327,13 @@ class StepLoop:
         flight = _Flight(plan, time.monotonic())
         self._flights.append(flight)
         self._progress += 1
-        self._publish_load()
+        if not plan.only_decodes:  # It may be long, and be launched for long.
+            self._publish_load()
         self.profiler.launching()
         flight.launched = self._executor.launch(plan)
         flight.launched_s = time.monotonic()
+        if plan.only_decodes:  # The device does not wait for that.
+            self._publish_load()
         flight.launched.add_done_callback(lambda _: self._end(flight))
 
     def _end(self, flight: _Flight) -> None:
