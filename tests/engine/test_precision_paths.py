@@ -48,8 +48,11 @@ PAST_END = {"ignore_eos": True}
 """So answers are long enough to be resumed, and to fill a pool."""
 ONLINE = 'quantization="fp8"'
 DEMO = "SmolLM2"
-TINY_FLIP, DEMO_FLIP = 0.1, 1.0
-"""By how much flips move the distance of two logits."""
+TINY_FLIP, DEMO_FLIP = 0.4, 1.0
+"""By how much flips move the distance of two logits. Which inputs flip depends on the order of
+float32 sums, and so on the processor: tiny models stay below 0.1 on one, and seed_oss with FP8 by
+channel came to 0.30, exaone4 in blocks to 0.15 on another. The test that follows the flips has no
+such slack, so that a fault cannot hide in this one."""
 FOLLOWED = 0.01
 """What float32 sums of SmolLM2 leave of it once flips are followed."""
 DEMO_TIE = 5e-5
