@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from nursery import fork
 from prometheus_client.parser import text_string_to_metric_families
@@ -101,6 +101,29 @@ class Cluster:
             self.stop()
             raise
         self.baselines = {name: self.available_pages(name) for name in self.workers}
+
+    @contextmanager
+    def started(self, *, ends_well: bool = False, killed: bool = False) -> Iterator[Self]:
+        """Started, and stopped at the end. `ends_well`: every process then exits with 0, or with
+        `killed` those that SIGKILL did not end."""
+        try:
+            self.start_all()
+            yield self
+        finally:
+            codes = set(self.stop().values()) - ({-signal.SIGKILL} if killed else set())
+        assert not ends_well or codes == {0}, self.tail()
+
+    def strike(self, worker: str, moment: str, act: Callable[[int], object], most: int = 6) -> None:
+        """Arms a kill, acts until the worker is gone, and starts it again."""
+        self.arm(worker, moment)
+        for turn in range(most):
+            act(turn)
+            if self.processes[worker].poll() is not None:
+                break
+        assert self.wait_gone(worker) < 0, "it was not killed"
+        self.start(worker)
+        self.wait_ready()
+        self.wait_attached(worker)
 
     def wait_ready(self) -> None:
         """Until every worker serves and the routers can run a model."""
@@ -330,13 +353,8 @@ def running(
 ) -> Iterator[Cluster]:
     """A cluster that is started, and stopped at the end; `ends_well`: every process then exits
     with 0."""
-    cluster = make_cluster(model, logs, **options)
-    try:
-        cluster.start_all()
+    with make_cluster(model, logs, **options).started(ends_well=ends_well) as cluster:
         yield cluster
-    finally:
-        codes = cluster.stop()
-    assert not ends_well or set(codes.values()) == {0}, cluster.tail()
 
 
 def add_model(cluster: Cluster, model: Path, **counts: int) -> None:

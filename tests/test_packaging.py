@@ -21,7 +21,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, make_cluster
+from cluster import Cluster, running
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from test_bars import ROOMS
@@ -326,10 +326,9 @@ def test_the_client_alone_has_the_files_that_it_needs_and_no_others(client_wheel
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A router, and one worker that does both legs."""
     folder = tmp_path_factory.mktemp("cluster")
-    cluster = make_cluster(write_tiny_model(folder), folder / "logs", prefill=0, decode=0, both=1)
-    cluster.start_all()
-    yield cluster
-    cluster.stop()
+    model = write_tiny_model(folder)
+    with running(model, folder / "logs", prefill=0, decode=0, both=1) as cluster:
+        yield cluster
 
 
 @pytest.mark.timeout(300)

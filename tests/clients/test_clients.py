@@ -47,8 +47,7 @@ def served(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         num_pages=600,
         max_step_tokens=512,
     )
-    try:
-        cluster.start_all()
+    with cluster.started():
         with cluster.client() as client:
             chat = client.generate(
                 messages=[{"role": "user", "content": QUESTION}], max_tokens=16, temperature=0.0
@@ -56,8 +55,6 @@ def served(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             text = client.generate(TEXT, max_tokens=8, temperature=0.0)
         yield Served(f"http://{cluster.plan.http_address}", chat.text, text.text)
         cluster.check_baseline()
-    finally:
-        cluster.stop()
 
 
 def run(*command: str | Path, **variables: str) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +19,12 @@ from baton.errors import BatonError
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(5, 384, length).tolist()
+
+
+def at_once(ask: Callable[[int], list[int]], numbers: Sequence[int]) -> list[list[int]]:
+    """What each number is answered, all asked at once."""
+    with ThreadPoolExecutor(len(numbers)) as pool:
+        return list(pool.map(ask, numbers, timeout=120))
 
 
 @dataclass

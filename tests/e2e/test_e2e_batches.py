@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
-from cluster import Cluster, make_cluster
+from cluster import Cluster, running
 from openai import APIConnectionError, OpenAI
 from openai.types import Batch
 from tiny_models import write_tiny_model
@@ -26,19 +26,15 @@ STEP_S = 0.02
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("batches")
     own = {"batches_folder": folder / "kept", "batch_requests": 2}
-    cluster = make_cluster(
+    with running(
         write_tiny_model(folder / "model"),
         folder / "logs",
         routers=2,
         own={"router-0": own, "router-1": own},
         failpoints="live",
-    )
-    try:
-        cluster.start_all()
+    ) as cluster:
         yield cluster
         cluster.check_baseline()
-    finally:
-        cluster.stop()
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])

@@ -41,12 +41,9 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
         poison_freed_pages=True,
     )
     cluster.own = {**cluster.own, "router": {FETCHING: ",".join(WORKERS)}}
-    try:
-        cluster.start_all()
+    with cluster.started():
         cluster.wait_measured(*WORKERS)
         yield cluster
-    finally:
-        cluster.stop()
 
 
 def fetched(cluster: Cluster) -> int:

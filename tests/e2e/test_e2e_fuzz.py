@@ -19,7 +19,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from cluster import Cluster, make_cluster, spawn
+from cluster import Cluster, running, spawn
 from tiny_models import write_tiny_model
 from tool_templates import HERMES
 
@@ -119,7 +119,7 @@ class Nonsense:
 def test_nonsense_is_refused_or_answered(tmp_path: Path) -> None:
     print(f"BATON_FUZZ_SEED={SEED}")
     (template := tmp_path / "tools.jinja").write_text(HERMES)
-    cluster = make_cluster(
+    with running(
         write_tiny_model(tmp_path / "tiny", max_positions=4096),
         tmp_path / "logs",
         prefill=0,
@@ -127,9 +127,7 @@ def test_nonsense_is_refused_or_answered(tmp_path: Path) -> None:
         both=1,
         launch=spawn,
         own={"router": {"chat_template": template}},
-    )
-    try:
-        cluster.start_all()
+    ) as cluster:
         quiet = [p99_of_health(cluster)]
         with watched(cluster) as waits_s:
             seen = asyncio.run(ask_nonsense(cluster))
@@ -140,8 +138,6 @@ def test_nonsense_is_refused_or_answered(tmp_path: Path) -> None:
         assert min(seen.get(200, 0), seen.get(400, 0)) > 0
         assert p99(waits_s) <= max(quiet) + WAIT_S, figures
         cluster.check_baseline()
-    finally:
-        cluster.stop()
 
 
 async def ask_nonsense(cluster: Cluster) -> dict[int, int]:

@@ -119,9 +119,7 @@ def test_kill_9_with_transfers_in_flight(cluster, victim, gpu):
 def test_several_to_one_with_pools_of_different_sizes(tmp_path, roles, gib):
     """Where there are fewer GPUs than workers, they share."""
     own = {name: {"kv_memory_gib": memory} for name, memory in gib.items()}
-    cluster = on_gpus(tmp_path / "logs", own=own, **roles)
-    try:
-        cluster.start_all()
+    with on_gpus(tmp_path / "logs", own=own, **roles).started() as cluster:
         assert sorted(gib, key=gib.__getitem__) == sorted(gib, key=cluster.baselines.__getitem__)
         with cluster.client() as client:
             check_whole(crowd(cluster, client, seed=4))
@@ -130,5 +128,3 @@ def test_several_to_one_with_pools_of_different_sizes(tmp_path, roles, gib):
             outcome = "sent" if name.startswith("prefill") else "received"
             assert cluster.metric("baton_kv_transfers_total", name, outcome=outcome) > 0, name
             assert cluster.metric("baton_kv_stale_notifications_total", name) == 0
-    finally:
-        cluster.stop()

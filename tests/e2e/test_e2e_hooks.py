@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-from cluster import make_cluster
+from cluster import running
 from nursery import Nursery
 from references import references
 from streams import prompt_of
@@ -54,16 +55,13 @@ def test_an_extension_reaches_its_hook(model):
 
 @pytest.mark.slow
 def test_a_hand_off_to_a_worker_with_a_hook(model, tmp_path):
-    nursery = Nursery()  # One of its own, which knows where the hook is installed.
-    cluster = make_cluster(
-        model, tmp_path / "logs", launch=nursery.start, hook=SPARSE, local_prefill="never"
-    )
-    try:
-        cluster.start_all()
+    options = {"hook": SPARSE, "local_prefill": "never"}
+    # A nursery of its own, which knows where the hook is installed.
+    with (
+        closing(Nursery()) as nursery,
+        running(model, tmp_path / "logs", launch=nursery.start, **options) as cluster,
+    ):
         with cluster.client() as client:
             answers(client.generate, model)
         assert cluster.metric("baton_kv_transfers_total", "decode-0") >= 4
         cluster.check_baseline()
-    finally:
-        cluster.stop()
-        nursery.close()

@@ -9,7 +9,7 @@ import os
 import urllib.parse
 
 import pytest
-from cluster import make_cluster
+from cluster import running
 from tiny_models import write_tiny_model
 
 from console.tracing.traces import JAEGER_URL, fetch, missing_spans
@@ -27,17 +27,13 @@ def otlp_endpoint() -> str:
 
 
 def test_jaeger_has_the_whole_trace(tmp_path):
-    cluster = make_cluster(
+    with running(
         write_tiny_model(tmp_path / "model"), tmp_path / "logs", otlp_endpoint=otlp_endpoint()
-    )
-    try:
-        cluster.start_all()
+    ) as cluster:
         with cluster.client() as client:
             result = client.generate("Hello", max_tokens=12, temperature=0.0, ignore_eos=True)
         trace = fetch("", result.trace_id, patience_s=ARRIVED_S)
         latest = fetch("", None, patience_s=ARRIVED_S)
-    finally:
-        cluster.stop()
     assert missing_spans(trace) == []
     assert latest.id == trace.id == result.trace_id
     assert {span.instance for span in trace.spans} == {"router", "prefill-0", "decode-0"}

@@ -8,7 +8,6 @@ The policy knows nothing of what workers hold. So a decode worker alone decides 
 
 from __future__ import annotations
 
-import signal
 import threading
 from contextlib import contextmanager
 
@@ -49,14 +48,9 @@ def reference(tiny):
 def running(tiny, folder, **options):
     settings = {"max_step_tokens": STEP_TOKENS, "trace": True, "policy": "least_work", **options}
     cluster = make_cluster(tiny, folder / "logs", **settings)
-    try:
-        cluster.start_all()
+    with cluster.started(ends_well=True, killed=True):
         yield cluster
         cluster.check_baseline()
-    finally:
-        codes = cluster.stop()
-    killed = {name for name, code in codes.items() if code == -signal.SIGKILL}
-    assert {codes[name] for name in codes.keys() - killed} == {0}, cluster.tail()
 
 
 @pytest.fixture(scope="module")

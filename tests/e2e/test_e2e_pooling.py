@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import base64
 import json
-import signal
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ from urllib.error import HTTPError
 import numpy as np
 import pytest
 import torch
-from cluster import Cluster, make_cluster
+from cluster import Cluster, make_cluster, running
 from tiny_models import write_pooling_model, write_scoring_model
 
 from baton.errors import DeadlineError, InvalidRequestError, OverloadedError
@@ -38,10 +37,8 @@ def embeds(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cl
     """Two prefill workers of a model that only embeds."""
     folder = tmp_path_factory.mktemp("embeds")
     cluster = make_cluster(model, folder, prefill=2, decode=0, trace=True, failpoints="live")
-    cluster.start_all()
-    yield cluster
-    codes = cluster.stop()
-    assert {code for code in codes.values() if code != -signal.SIGKILL} == {0}, cluster.tail()
+    with cluster.started(ends_well=True, killed=True):
+        yield cluster
 
 
 def post(cluster: Cluster, path: str, body: Any) -> Any:
@@ -156,9 +153,7 @@ def test_heads_score_pairs_on_a_worker_of_both_roles(tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 
     model = write_scoring_model(tmp_path / "tiny", family="qwen3", head_dim=32)
-    cluster = make_cluster(model, tmp_path / "logs", prefill=0, decode=0, both=1)
-    try:
-        cluster.start_all()
+    with running(model, tmp_path / "logs", prefill=0, decode=0, both=1, ends_well=True) as cluster:
         with cluster.client() as client:
             raw = client.score(TEXTS[0], TEXTS[1:3], raw=True)
             found = client.score(TEXTS[0], TEXTS[1:3]).scores
@@ -171,6 +166,3 @@ def test_heads_score_pairs_on_a_worker_of_both_roles(tmp_path: Path) -> None:
         assert np.abs(np.array(raw.scores) - logits).max() < NOISE
         assert np.abs(np.array(found) - 1 / (1 + np.exp(-np.array(logits)))).max() < NOISE
         cluster.check_baseline()
-    finally:
-        codes = cluster.stop()
-    assert set(codes.values()) == {0}, cluster.tail()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cluster import Cluster, make_cluster, spawn
+from cluster import Cluster, running, spawn
 from quantised_folders import fp8_reference
 from references import Reference as Answer
 from references import References, first_difference
@@ -39,20 +39,12 @@ def equal_past_ties(found: list[int], want: Answer, noise: float) -> None:
         assert want.margins[at] < noise
 
 
-def run(cluster: Cluster, answers: References, prompts: list[list[int]]) -> None:
-    try:
-        cluster.start_all()
-        check(cluster, answers, prompts)
-    finally:
-        codes = cluster.stop()
-    assert set(codes.values()) == {0}, cluster.tail()
-
-
 def test_a_tiny_model_in_fp8(tmp_path):
     path = write_tiny_model(tmp_path / "model")
     answers = References(path, ONLINE, lambda: fp8_reference(path).model, TINY_FLIP)
-    cluster = make_cluster(path, tmp_path / "logs", local_prefill="never", quantization="fp8")
-    run(cluster, answers, [prompt_of(length) for length in LENGTHS])
+    options = {"local_prefill": "never", "quantization": "fp8"}
+    with running(path, tmp_path / "logs", ends_well=True, **options) as cluster:
+        check(cluster, answers, [prompt_of(length) for length in LENGTHS])
 
 
 @pytest.mark.matrix
@@ -62,5 +54,6 @@ def test_a_tiny_model_in_fp8(tmp_path):
 def test_the_demo_model(form, demo_model, tmp_path):
     case = make(demo_model, tmp_path / "model", form, demo_prompts(demo_model), is_demo=True)
     settings = {"local_prefill": "never", **case.options}
-    cluster = make_cluster(case.folder, tmp_path / "logs", launch=spawn, **settings)
-    run(cluster, case.answers, case.prompts)
+    logs = tmp_path / "logs"
+    with running(case.folder, logs, ends_well=True, launch=spawn, **settings) as cluster:
+        check(cluster, case.answers, case.prompts)

@@ -86,9 +86,7 @@ def test_pages_go_from_any_ranks_to_any_others(
     shapes: Mapping[str, Any], shape: tuple[int, int], tmp_path: Path
 ) -> None:
     model = write_tiny_model(tmp_path / "model", **shapes)
-    cluster = ranked(model, tmp_path / "logs", shape)
-    try:
-        cluster.start_all()
+    with ranked(model, tmp_path / "logs", shape).started() as cluster:
         for name, count in zip(("prefill-0", "decode-0"), shape, strict=True):
             assert len(ranks_of(cluster, name)) == count - 1
         check(cluster, model, whole=shapes is STATES)
@@ -96,8 +94,6 @@ def test_pages_go_from_any_ranks_to_any_others(
         assert cluster.metric(PREFILL_TOKENS, "decode-0", source="computed") == 0
         check(cluster, model, whole=shapes is STATES)  # with pages that decode holds already
         cluster.check_baseline()
-    finally:
-        cluster.stop()
 
 
 @pytest.mark.timeout(400)
@@ -151,15 +147,11 @@ def test_the_demo_model_between_three_ranks_and_others(
     """9 query heads and 3 KV heads: a rank of three has one KV head."""
     with otlp_receiver() as (receiver, address):
         options = {"local_prefill": "never", "otlp_endpoint": f"http://{address}"}
-        cluster = ranked(demo_model, tmp_path / "logs", shape, **options)
-        try:
-            cluster.start_all()
+        with ranked(demo_model, tmp_path / "logs", shape, **options).started() as cluster:
             check_answers(cluster, demo_model)
             assert cluster.metric(PREFILL_TOKENS, "decode-0", source="computed") == 0
             cluster.check_baseline()
             check_waits(receiver, shape)
-        finally:
-            cluster.stop()
 
 
 def check_answers(cluster: Cluster, demo_model: Path) -> None:
@@ -189,9 +181,7 @@ def check_waits(receiver: OtlpReceiver, shape: tuple[int, int]) -> None:
 @pytest.mark.timeout(400)
 def test_a_rank_that_is_killed_ends_its_worker_and_requests_go_on(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model", **EIGHT_HEADS)
-    cluster = ranked(model, tmp_path / "logs", (2, 2), prefill=1, decode=2)
-    try:
-        cluster.start_all()
+    with ranked(model, tmp_path / "logs", (2, 2), prefill=1, decode=2).started() as cluster:
         check(cluster, model)
         for name in ("decode-0", "prefill-0"):
             (rank,) = ranks_of(cluster, name)
@@ -209,5 +199,3 @@ def test_a_rank_that_is_killed_ends_its_worker_and_requests_go_on(tmp_path: Path
             cluster.start(name)
             cluster.wait_attached(name)
         cluster.check_baseline()
-    finally:
-        cluster.stop()

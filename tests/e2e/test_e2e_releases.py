@@ -131,17 +131,13 @@ def wait_for_answers(cluster: Cluster, answered: list[int], count: int = 12) -> 
 
 @pytest.mark.parametrize("old", [["router"], ["prefill-0", "decode-0"]], ids=["router", "workers"])
 def test_a_released_half_serves_beside_this_tree_s(old: list[str], released: Path, tmp_path: Path):
-    cluster = a_cluster(tmp_path, released, old)
-    try:
-        cluster.start_all()
+    with a_cluster(tmp_path, released, old).started() as cluster:
         for name in ("router", "prefill-0", "decode-0"):
             assert release_of(cluster, name).endswith(STORED) == (name in old)
         with load_on(cluster) as answered:
             wait_for_answers(cluster, answered, 60)
         assert cluster.metric("baton_kv_transfers_total", "decode-0") > 0
         cluster.check_baseline()
-    finally:
-        cluster.stop()
 
 
 @pytest.mark.parametrize("shape", [{}, WINDOWS], ids=["one group", "windows"])
@@ -154,8 +150,7 @@ def test_an_upgrade_of_one_process_after_another_loses_no_request(
     cluster = a_cluster(tmp_path, released, (), shape, **pools)
     order += cluster.routers
     cluster.own = {name: {"PYTHONPATH": str(released)} for name in order}
-    try:
-        cluster.start_all()
+    with cluster.started():
         before = cluster.identity("decode-0").model.fingerprint
         with load_on(cluster) as answered:
             for name in order:
@@ -171,5 +166,3 @@ def test_an_upgrade_of_one_process_after_another_loses_no_request(
         assert (cluster.identity("decode-0").model.fingerprint != before) or not shape
         assert cluster.metric("baton_kv_transfers_total", "decode-1") > 0
         cluster.check_baseline()
-    finally:
-        cluster.stop()

@@ -4,7 +4,6 @@ side, equal those of workers without drafts; searches equal those of transformer
 from __future__ import annotations
 
 import json
-import threading
 import urllib.error
 import urllib.request
 
@@ -12,7 +11,7 @@ import pytest
 from beams_kit import Searches
 from cluster import running
 from references import references
-from streams import prompt_of
+from streams import at_once, prompt_of
 from tiny_models import write_tiny_model
 from typer.testing import CliRunner
 
@@ -21,6 +20,7 @@ from console.commands.ask import turns
 from engine.beams.params import BeamParams, EarlyStopping
 
 TOKENS = 60
+LENGTHS = (17, 40, 64, 100)
 FOUND = 14
 """Tokens of a search."""
 DRAWN = {"temperature": 1.0, "seed": 5, "top_k": 20}
@@ -33,16 +33,9 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cluster(model, tmp_path_factory):
-    with running(
-        model,
-        tmp_path_factory.mktemp("logs"),
-        prefill=2,
-        decode=2,
-        failpoints="live",
-        local_prefill="never",
-        prefix_cache=False,
-        speculation="suffix",
-    ) as cluster:
+    options = {"local_prefill": "never", "prefix_cache": False, "speculation": "suffix"}
+    logs = tmp_path_factory.mktemp("logs")
+    with running(model, logs, prefill=2, decode=2, failpoints="live", **options) as cluster:
         yield cluster
 
 
@@ -53,40 +46,22 @@ def repeated(length: int) -> list[int]:
 
 def requests(client, **options) -> list[list[int]]:
     """Answers to some prompts, asked at once."""
-    found: dict[int, list[int]] = {}
-
-    def ask(length: int) -> None:
-        result = client.generate(
-            token_ids=repeated(length), max_tokens=TOKENS, ignore_eos=True, **options
-        )
-        found[length] = list(result.token_ids)
-
-    threads = [threading.Thread(target=ask, args=(length,)) for length in (17, 40, 64, 100)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    return [found[length] for length in sorted(found)]
+    options |= {"max_tokens": TOKENS, "ignore_eos": True}
+    ask = lambda length: list(client.generate(token_ids=repeated(length), **options).token_ids)  # noqa: E731
+    return at_once(ask, LENGTHS)
 
 
 def test_a_hand_off_with_drafts_gives_what_transformers_gives(cluster, model) -> None:
     answer = references(model)
-    wanted = [answer(repeated(n), TOKENS, past_end=True).tokens for n in (17, 40, 64, 100)]
+    wanted = [answer(repeated(n), TOKENS, past_end=True).tokens for n in LENGTHS]
     with cluster.client() as client:
         assert requests(client, temperature=0.0) == wanted
-        told = client.generate(
-            token_ids=repeated(100), max_tokens=TOKENS, ignore_eos=True, temperature=0.0
-        ).usage
-        silent = client.generate(
-            token_ids=repeated(100),
-            max_tokens=TOKENS,
-            ignore_eos=True,
-            temperature=0.0,
-            speculation=False,
-        )
+        again = {"token_ids": repeated(100), "max_tokens": TOKENS, "ignore_eos": True}
+        drafting = client.generate(**again, temperature=0.0).usage
+        silent = client.generate(**again, temperature=0.0, speculation=False)
     assert list(silent.token_ids) == wanted[-1]
     assert (silent.usage.accepted_draft_tokens, silent.usage.rejected_draft_tokens) == (0, 0)
-    assert told.accepted_draft_tokens + told.rejected_draft_tokens > 0
+    assert drafting.accepted_draft_tokens + drafting.rejected_draft_tokens > 0
     drafted = "baton_speculation_drafted_tokens_total"
     assert sum(cluster.metric(drafted, f"decode-{i}", position="0") for i in range(2)) > 0
     cluster.check_baseline()
@@ -122,17 +97,14 @@ def test_a_hand_off_finds_what_transformers_finds(cluster, searches):
     prompts = [prompt_of(n) for n in (17, 40, 64)]
     found, sent = {}, total(cluster, "baton_kv_transfers_total", "prefill", outcome="sent")
     with cluster.client() as client:
-        beside = threading.Thread(
-            target=lambda: client.generate(token_ids=prompt_of(50), max_tokens=60, choices=2)
-        )
-        threads = [
-            threading.Thread(target=lambda n=n, p=p: found.update({n: search(client, p)}))
-            for n, p in enumerate(prompts)
-        ]
-        for thread in (beside, *threads):
-            thread.start()
-        for thread in (beside, *threads):
-            thread.join(120)
+
+        def ask(number: int) -> None:
+            if number < len(prompts):
+                found[number] = search(client, prompts[number])
+            else:
+                client.generate(token_ids=prompt_of(50), max_tokens=60, choices=2)
+
+        at_once(ask, range(len(prompts) + 1))
         options = {"length_penalty": 2.0, "early_stopping": "at_once", "stop_token_ids": [9, 30]}
         tuned = search(client, prompts[1], **options)
         short = client.generate(token_ids=prompts[0], max_tokens=1, beams=4, choices=2)
@@ -218,16 +190,8 @@ def test_a_search_is_started_again_whole(cluster, searches, worker, moment):
     """A worker dies in the middle of it, and the client sees one answer."""
     prompt = prompt_of(33)
     want = searches.find(prompt, BeamParams(4), FOUND, (0,))
-    cluster.arm(worker, moment)
     with cluster.client(retries=True) as client:
-        for _ in range(6):
-            check(search(client, prompt), want)
-            if cluster.processes[worker].poll() is not None:
-                break
-    assert cluster.wait_gone(worker) < 0, "it was not killed"
-    cluster.start(worker)
-    cluster.wait_ready()
-    cluster.wait_attached(worker)
+        cluster.strike(worker, moment, lambda _: check(search(client, prompt), want))
     cluster.check_baseline()
 
 
@@ -244,13 +208,9 @@ def test_a_search_is_started_again_whole(cluster, searches, worker, moment):
 def test_streams_go_on_equally_after_a_kill(cluster, worker: str, moment: str) -> None:
     with cluster.client(retries=True) as client:
         wanted = requests(client, **DRAWN, speculation=False)
-        cluster.arm(worker, moment)
-        for _ in range(6):
+
+        def ask(_turn: int) -> None:
             assert requests(client, **DRAWN) == wanted
-            if cluster.processes[worker].poll() is not None:
-                break
-        assert cluster.wait_gone(worker) < 0, "it was not killed"
-    cluster.start(worker)
-    cluster.wait_ready()
-    cluster.wait_attached(worker)
+
+        cluster.strike(worker, moment, ask)
     cluster.check_baseline()

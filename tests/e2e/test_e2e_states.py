@@ -4,15 +4,14 @@ around the push of a state. Greedy answers are what one whole forward of transfo
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import Cluster, make_cluster, running
+from cluster import Cluster, running
 from fetching_policy import FETCHING
 from references import NOISE, references
-from streams import prompt_of
+from streams import at_once, prompt_of
 from tiny_families import HYBRIDS
 from tiny_models import reference_model, write_tiny_model
 
@@ -43,17 +42,8 @@ def ask(client, prompt: list[int], **options: Any) -> list[int]:
 
 def ask_all(client, seed: int) -> list[list[int]]:
     """Answers to some prompts, asked at once."""
-    found: dict[int, list[int]] = {}
-
-    def one(length: int) -> None:
-        found[length] = ask(client, prompt_of(length + seed), max_tokens=TOKENS)
-
-    threads = [threading.Thread(target=one, args=(length,)) for length in LENGTHS]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    return [found.get(length, []) for length in LENGTHS]
+    one = lambda length: ask(client, prompt_of(length + seed), max_tokens=TOKENS)  # noqa: E731
+    return at_once(one, LENGTHS)
 
 
 def check_greedy(model: Path, prompt: list[int], answer: list[int]) -> None:
@@ -94,9 +84,7 @@ def test_a_turn_goes_on_with_the_state_that_another_worker_has(model, tmp_path) 
     """Turns of a conversation alternate between prefill workers, which fetch from decode workers
     that hold KV and states, also of their answers."""
     own = {"router": {FETCHING: "decode-0"}}
-    cluster = make_cluster(model, tmp_path, prefill=2, decode=1, local_prefill="never", own=own)
-    try:
-        cluster.start_all()
+    with running(model, tmp_path, prefill=2, decode=1, local_prefill="never", own=own) as cluster:
         for fetcher in ("prefill-0", "prefill-1"):
             cluster.wait_measured(fetcher, "decode-0")
         prompt = prompt_of(230)
@@ -112,8 +100,6 @@ def test_a_turn_goes_on_with_the_state_that_another_worker_has(model, tmp_path) 
         )
         assert found > 0
         cluster.check_baseline()
-    finally:
-        cluster.stop()
 
 
 @pytest.mark.slow
@@ -131,13 +117,9 @@ def test_a_turn_goes_on_with_the_state_that_another_worker_has(model, tmp_path) 
 )
 def test_streams_go_on_equally_after_a_kill(cluster: Cluster, model, worker, moment) -> None:
     with cluster.client(retries=True) as client:
-        cluster.arm(worker, moment)
-        for turn in range(12):
+
+        def ask(turn: int) -> None:
             assert ask_all(client, turn % 2) == wanted(model, turn % 2)
-            if cluster.processes[worker].poll() is not None:
-                break
-        assert cluster.wait_gone(worker) < 0, "it was not killed"
-    cluster.start(worker)
-    cluster.wait_ready()
-    cluster.wait_attached(worker)
+
+        cluster.strike(worker, moment, ask, most=12)
     cluster.check_baseline()

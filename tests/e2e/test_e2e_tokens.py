@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster import Cluster, make_cluster
+from cluster import Cluster, running
 from references import generate_reference
 from streams import prompt_of
 from tiny_models import write_tiny_model
@@ -88,13 +88,8 @@ def tiny(tmp_path_factory):
     ],
 )
 def test_tiny_model(tiny, tmp_path, options):
-    cluster = make_cluster(tiny, tmp_path / "logs", **options)
-    try:
-        cluster.start_all()
+    with running(tiny, tmp_path / "logs", **options, ends_well=True) as cluster:
         check(cluster, tiny, 24)
-    finally:
-        codes = cluster.stop()
-    assert set(codes.values()) == {0}, cluster.tail()
 
 
 def has_moved_pages(cluster: Cluster, name: str) -> bool:
@@ -113,9 +108,7 @@ def check_crowd(cluster: Cluster, path: Path, seed: int) -> None:
 def test_two_to_two_with_pools_of_different_sizes(tiny, tmp_path):
     pages = {"prefill-0": 60, "prefill-1": 400, "decode-0": 50, "decode-1": 300}
     own = {name: {"num_pages": count} for name, count in pages.items()}
-    cluster = make_cluster(tiny, tmp_path / "logs", own=own, prefill=2, decode=2)
-    try:
-        cluster.start_all()
+    with running(tiny, tmp_path / "logs", own=own, prefill=2, decode=2) as cluster:
         for name, count in pages.items():
             assert cluster.load(name).total_pages == count - 1, "all but the scratch page"
         check(cluster, tiny, 24)
@@ -126,21 +119,15 @@ def test_two_to_two_with_pools_of_different_sizes(tiny, tmp_path):
         for name in pages:
             assert has_moved_pages(cluster, name), f"{name} took no part"
             assert cluster.metric("baton_kv_stale_notifications_total", name) == 0
-    finally:
-        cluster.stop()
 
 
 @pytest.mark.model
 @pytest.mark.timeout(400)
 def test_demo_model(demo_model, tmp_path):
-    cluster = make_cluster(demo_model, tmp_path / "logs")
-    try:
-        cluster.start_all()
+    with running(demo_model, tmp_path / "logs") as cluster:
         check(cluster, demo_model, 8, every=4)
         with cluster.client() as client:
             turn = {"role": "user", "content": "What is the capital of France?"}
             answer = client.generate(messages=[turn], max_tokens=32, temperature=0.0)
         assert answer.text == "The capital of France is Paris."
         assert answer.finish_reason is FinishReason.END_OF_SEQUENCE
-    finally:
-        cluster.stop()

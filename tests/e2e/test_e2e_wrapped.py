@@ -4,7 +4,7 @@ answers on another, with a file of ours and without."""
 from __future__ import annotations
 
 import pytest
-from cluster import make_cluster
+from cluster import running
 from references import references
 from streams import prompt_of
 from tiny_models import write_tiny_model
@@ -20,11 +20,14 @@ def test_disaggregated(name, tmp_path):
     path = write_tiny_model(tmp_path / "model", **WRAPPED[name])
     answers = references(path, whole=True)
     ranks = {"decode-0": {"tp": 2}} if name == "starcoder2" else {}
-    cluster = make_cluster(
-        path, tmp_path / "logs", own=ranks, local_prefill="never", model_impl="transformers"
-    )
-    try:
-        cluster.start_all()
+    with running(
+        path,
+        tmp_path / "logs",
+        own=ranks,
+        local_prefill="never",
+        model_impl="transformers",
+        ends_well=True,
+    ) as cluster:
         with cluster.client() as client:
             for length in LENGTHS:
                 prompt = prompt_of(length)
@@ -32,6 +35,3 @@ def test_disaggregated(name, tmp_path):
                 assert list(result.token_ids) == answers(prompt, MAX_TOKENS).tokens
         assert cluster.metric("baton_kv_transfers_total", "decode-0") >= len(LENGTHS)
         cluster.check_baseline()
-    finally:
-        codes = cluster.stop()
-    assert set(codes.values()) == {0}, cluster.tail()
