@@ -5,17 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from engine_kit import check_baseline, hand_off, specs_of, submit
+from engine_kit import check_baseline, hand_off, submit
 from test_cuda_engine import build_on_gpu, prompt_of, run_all
 from test_cuda_executor import Device, assert_same, loaded, random_rows
-from test_cuda_kernels import CUDA, PAGE_SIZE, draw, pool_of, relative_error
+from test_cuda_kernels import CUDA, PAGE_SIZE, check_fa3, check_parts, draw, of_rows, pool_of
 
-from engine.attention import choose_backend
 from engine.attention.parts import LARGE, MIDDLE, OF_FEW, SMALL, Division
-from engine.cuda.attention_kernels import CudaKernels
 from engine.pool.fp8_pool import Fp8Pool
 from engine.pool.kv_pool import KvPool, PlainPool
-from engine.step.attention import AttentionBatch, AttentionSpec
 
 pytestmark = pytest.mark.gpu
 __all__ = ["loaded"]
@@ -71,27 +68,10 @@ def test_the_store_is_bit_for_bit_that_of_the_pool(heads, kv_heads, dim, norms):
 @pytest.mark.parametrize("page_size", [16, 32, 128])
 @pytest.mark.parametrize("window", [None, 100])
 def test_parts_of_a_context_make_a_whole(parts, tiles, page_size, window):
-    from engine.cuda.kv.fp8_decode import decode_attention_fp8
-
-    contexts = torch.tensor([1, 63, 64, 65, 700, 2000], dtype=torch.int32, device=CUDA)
-    pool = Fp8Pool(
-        num_pages=6 * 2048 // page_size, num_layers=2, num_kv_heads=2, head_dim=128,
-        page_size=page_size, dtype=torch.bfloat16, device=CUDA,
-    )  # fmt: skip
+    pool = of_rows(Fp8Pool, page_size)
     fill(pool)
-    table = torch.randperm(pool.num_pages, device=CUDA).int().view(6, -1)
     q = draw(6, 12, 128) * torch.tensor([1, 900, 1e-6, 1, 3, 1], device=CUDA)[:, None, None]
-    q = q.bfloat16()[:, :8]
-    got = decode_attention_fp8(
-        q, pool, 1, contexts, table, AttentionSpec(128**-0.5, window), Division(*parts, tiles)
-    )
-    for row, length in enumerate(contexts.tolist()):
-        first = 0 if window is None else max(0, length - window)
-        places = pool.places(table[row].long())
-        keys, values = (x[:, first:length].double() for x in pool.gather(1, places))
-        grouped = q[row].double().view(2, 4, 128)
-        weights = (grouped @ keys.transpose(1, 2) * 128**-0.5).softmax(-1)
-        assert relative_error(got[row], (weights @ values).view(8, 128)) < 1e-2
+    check_parts(pool, q.bfloat16()[:, :8], Division(*parts, tiles), window)
 
 
 @pytest.mark.parametrize("window", [None, 40])
@@ -109,36 +89,10 @@ def test_parts_of_a_context_make_a_whole(parts, tiles, page_size, window):
     ids=["decode", "fresh", "continued", "mixed", "piece", "many"],
 )
 def test_fa3_equals_sdpa(rows, heads, kv_heads, dim, window):
-    """Rows of (new tokens, context), decode rows first."""
-    rng = np.random.default_rng(len(rows))
-    queries, contexts = (np.array(column, np.int32) for column in zip(*rows, strict=True))
     pool = pool_of(600, kv_heads, dim, kind=Fp8Pool)
     fill(pool, 0)
     fill(pool, 1)
-    need = -(-contexts // PAGE_SIZE)
-    free = rng.permutation(np.arange(1, 600))[: need.sum()]
-    table = np.zeros((len(rows), need.max()), np.int64)
-    for row, pages in enumerate(np.split(free, need.cumsum()[:-1])):
-        table[row, : len(pages)] = pages
-    positions = np.concatenate([np.arange(c - q, c) for q, c in rows])
-    row_of = np.repeat(np.arange(len(rows)), queries)
-    batch = AttentionBatch(
-        query_lens=queries,
-        context_lens=contexts,
-        num_decodes=int((queries == 1).sum()) if queries[0] == 1 else 0,
-        page_table=torch.from_numpy(table).to(CUDA),
-        token_pages=torch.from_numpy(table[row_of, positions // PAGE_SIZE]).to(CUDA),
-        token_offsets=torch.from_numpy(positions % PAGE_SIZE).to(CUDA),
-    )
-    total = int(queries.sum())
-    q, k, v = (draw(total, n, dim, seed=i) for i, n in enumerate((heads, kv_heads, kv_heads)))
-    got = []
-    for name in ("fa3", "sdpa"):
-        backend = choose_backend(name, pool, specs_of((None, window), dim), CudaKernels())
-        backend.begin(batch)
-        got.append([backend(layer, q, k, v) for layer in (0, 1)])
-    for ours, theirs in zip(*got, strict=True):
-        assert relative_error(ours, theirs) < 1e-2
+    check_fa3(pool, rows, heads, window)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 9, 36])

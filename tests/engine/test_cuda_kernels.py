@@ -12,6 +12,7 @@ from engine.attention import choose_backend
 from engine.attention.parts import LARGE, MIDDLE, OF_FEW, SMALL, Division, division
 from engine.cuda.attention_kernels import CudaKernels
 from engine.model.mixers.rope import rotate
+from engine.pool.fp8_pool import Fp8Pool
 from engine.pool.kv_pool import KvPool, PlainPool
 from engine.step.attention import AttentionBatch, AttentionSpec
 
@@ -117,24 +118,35 @@ def test_products_of_a_single_row(outputs, inputs):
 @pytest.mark.parametrize("page_size", [16, 32, 128])
 @pytest.mark.parametrize("window", [None, 100])
 def test_parts_of_a_context_make_a_whole(parts, tiles, page_size, window):
-    from engine.cuda.decode_attention import decode_attention
+    pool = of_rows(PlainPool, page_size)
+    pool.elements.normal_()
+    check_parts(pool, draw(6, 12, 128)[:, :8], Division(*parts, tiles), window)
 
-    contexts = torch.tensor([1, 63, 64, 65, 700, 2000], dtype=torch.int32, device=CUDA)
-    pool = PlainPool(
+
+ROWS = (1, 63, 64, 65, 700, 2000)
+
+
+def of_rows(kind, page_size):
+    """A pool for six rows of up to 2,048 tokens."""
+    return kind(
         num_pages=6 * 2048 // page_size, num_layers=2, num_kv_heads=2, head_dim=128,
         page_size=page_size, dtype=torch.bfloat16, device=CUDA,
     )  # fmt: skip
-    pool.elements.normal_()
+
+
+def check_parts(pool, q, division, window):
+    """Decode attention over `ROWS` by a division, against float64."""
+    from engine.cuda.decode_attention import decode_attention
+    from engine.cuda.kv.fp8_decode import decode_attention_fp8
+
+    contexts = torch.tensor(ROWS, dtype=torch.int32, device=CUDA)
     table = torch.randperm(pool.num_pages, device=CUDA).int().view(6, -1)
-    q = draw(6, 12, 128)[:, :8]
-    got = decode_attention(
-        q, pool, 1, contexts, table, AttentionSpec(128**-0.5, window), Division(*parts, tiles)
-    )
-    for row, length in enumerate(contexts.tolist()):
-        kv = torch.stack([x[table[row].long()] for x in pool.layer(1)]).transpose(1, 2)
-        kv = kv.reshape(2, 2, -1, 128)
+    attend = decode_attention_fp8 if isinstance(pool, Fp8Pool) else decode_attention
+    got = attend(q, pool, 1, contexts, table, AttentionSpec(128**-0.5, window), division)
+    for row, length in enumerate(ROWS):
         first = 0 if window is None else max(0, length - window)
-        keys, values = kv[:, :, first:length].double()
+        places = pool.places(table[row].long())
+        keys, values = (x[:, first:length].double() for x in pool.gather(1, places))
         grouped = q[row].double().view(2, 4, 128)
         weights = (grouped @ keys.transpose(1, 2) * 128**-0.5).softmax(-1)
         assert relative_error(got[row], (weights @ values).view(8, 128)) < 1e-2
@@ -193,11 +205,15 @@ def test_greedy_takes_the_lowest_of_equals_and_tells_bad_rows():
     ids=["decode", "fresh", "continued", "mixed", "many"],
 )
 def test_fa3_equals_sdpa(rows, heads, kv_heads, dim, window):
-    """Rows of (new tokens, context), decode rows first."""
-    rng = np.random.default_rng(len(rows))
-    queries, contexts = (np.array(column, np.int32) for column in zip(*rows, strict=True))
     pool = pool_of(600, kv_heads, dim)
     pool.elements.normal_()
+    check_fa3(pool, rows, heads, window)
+
+
+def check_fa3(pool, rows, heads, window):
+    """Rows of (new tokens, context), decode rows first, over a pool of 600 pages and two layers."""
+    rng, kv_heads, dim = np.random.default_rng(len(rows)), pool.num_kv_heads, pool.head_dim
+    queries, contexts = (np.array(column, np.int32) for column in zip(*rows, strict=True))
     need = -(-contexts // PAGE_SIZE)
     free = rng.permutation(np.arange(1, 600))[: need.sum()]
     table = np.zeros((len(rows), need.max()), np.int64)
@@ -214,11 +230,7 @@ def test_fa3_equals_sdpa(rows, heads, kv_heads, dim, window):
         token_offsets=torch.from_numpy(positions % PAGE_SIZE).to(CUDA),
     )
     total = int(queries.sum())
-    q, k, v = (
-        draw(total, heads, dim),
-        draw(total, kv_heads, dim),
-        draw(total, kv_heads, dim, seed=5),
-    )
+    q, k, v = (draw(total, n, dim, seed=i) for i, n in enumerate((heads, kv_heads, kv_heads)))
     got = []
     for name in ("fa3", "sdpa"):
         backend = choose_backend(name, pool, specs_of((None, window), dim), CudaKernels())
