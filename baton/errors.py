@@ -1,7 +1,7 @@
 """Errors that a client of Baton can meet.
 
 Every failure of a call is one `BatonError`, made from the `google.rpc` details in the server's
-trailers. The subclass tells the caller what to do: correct the request, wait, or report a bug.
+trailers. The subclass says what the caller can do: correct the request, wait, or report a bug.
 """
 
 from __future__ import annotations

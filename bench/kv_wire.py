@@ -186,7 +186,7 @@ def _flat(side: Side, pipe: Pipe) -> float:
 
 
 def serve(side: Side, pipe: Pipe) -> None:
-    """The receiving side, until it is told to end."""
+    """The receiving side, until it is asked to end."""
     way = ""
     while True:
         if not pipe.poll(POLL_S):

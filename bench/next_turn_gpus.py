@@ -16,7 +16,7 @@ All arrangements of a run get the same requests; each run has a seed of its own.
 it is not, one more run is made with another time, and that is the first. With --think nothing is
 searched. Processes start anew where the arrangement changes. So every second run begins with the
 one that ended the run before. No run begins that would, by the longest so far, last beyond
---limit-s seconds. One that fails is told of, and the others go on.
+--limit-s seconds. One that fails is printed, and the others go on.
 
 `busy` is the time of P's steps, by that of the run. `fetch` and `hand-off` are the bytes of all
 transfers of 32 MiB and more by their time: a fetch's from the wish for the pages to their arrival,

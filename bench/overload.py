@@ -289,7 +289,7 @@ class Router:
             id=call,
             model=MODEL,
             prompt_ids=np.zeros(prompt, np.uint32),
-            # The worker is told the length of the output where no other worker reads it.
+            # The worker gets the length of the output where no other worker reads it.
             sampling=worker_pb2.Sampling(seed=output),
             stopping=worker_pb2.Stopping(max_tokens=output if self._sends_length else 1024),
             choices=1,

@@ -38,7 +38,7 @@ LATE = "0.025"
 COUNTED = {"routers": "R", "prefill": "P", "decode": "D", "both": "B"}
 """Variables that count processes, and the letter of each."""
 SHOWN = ("BATON_DEBUG_PAGE_SIZE_TOKENS", "BATON_DEBUG_TRANSPORT", "BATON_LOCAL_PREFILL", "UCX_TLS")
-"""Variables that a row is told apart by, beside every other BATON_* that is set."""
+"""Variables that distinguish a row, beside every other BATON_* that is set."""
 USUAL = {"BATON_DEBUG_LOAD_FORMAT": "dummy", "BATON_MAX_SEQUENCES": "128"}
 LATENCIES = (
     ("TTFT", "ttft_ms"), ("queue", "simulated_ttft_ms"), ("2nd gap", "second_gap_ms"),

@@ -6,7 +6,7 @@ A fetch is divided at its holder's span `kv.give`:
     held     until the pages were held in the holder's pool: its step loop, and its loads
     posted   until the first push was posted: the holder's transfer thread, behind hand-offs
     push     until the last push was done
-    seen     until the worker that fetches had told its engine
+    seen     until the worker that fetches had reported it to its engine
 
 A gap has with it all that overlaps it: where it is the second token's, the parts of its hand-off.
 """

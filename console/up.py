@@ -79,7 +79,7 @@ class UpOptions:
     http_host: str = ""
     """HTTP address for clients; "": that of `host`."""
     api_key: str = ""
-    """What clients must show; "": nothing, or what `has_tokens` tells."""
+    """What clients must show; "": nothing, or what `has_tokens` says."""
     has_tokens: bool = False
     """Whether the routers' own settings let in callers with a token alone."""
     grpc_port: int | None = None

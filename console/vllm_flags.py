@@ -74,7 +74,7 @@ FLAGS: Final[Mapping[str, str]] = {
 
 
 def answer(flag: str) -> str | None:
-    """What to tell somebody who used a flag of vLLM; None if it is none."""
+    """What to answer somebody who used a flag of vLLM; None if it is none."""
     flag = flag.partition("=")[0].replace("_", "-")
     flag = "-tp" if flag == "-t" else flag  # as a command line without it reads it
     if (ours := FLAGS.get(flag)) is None:

@@ -162,7 +162,7 @@ class DecodeLeg(WorkerLeg):
             self.longest_gap_ms, self.longest_gap_end_ns = gap_ms, at_ns
 
     def send_granted(self, event: Reserved, epoch: int, agent_name: str) -> None:
-        """Tells the router which pages of this worker's pool the prefill worker may write."""
+        """Reports to the router which pages of this worker's pool the prefill worker may write."""
         others = [
             worker_pb2.GroupGrant(
                 first_page=other.first_page,
@@ -193,13 +193,13 @@ class DecodeLeg(WorkerLeg):
             answer_abort(self.stream, self.id, already_ready=already_ready)
 
     def send_end(self, event: SequenceEnded) -> None:
-        """Tells the router that a choice ended."""
+        """Reports to the router that a choice ended."""
         timings = self._timings(event) if event.last else None
         drafts = event.drafted_tokens, event.accepted_tokens
         self.drafted_tokens += drafts[0]
         self.accepted_tokens += drafts[1]
-        told = event.choice, event.reason, event.output_tokens, timings, drafts, event.score
-        self.send_finished(*told)
+        values = event.choice, event.reason, event.output_tokens, timings, drafts, event.score
+        self.send_finished(*values)
 
     def _timings(self, event: SequenceEnded) -> worker_pb2.WorkTimings:
         return worker_pb2.WorkTimings(

@@ -6,7 +6,7 @@ The states of a leg:
    the engine, which reserves slots and pages when there is room.
 2. GRANTED: the transfer thread expects the pages, and the prefill worker may write them. It may
    have written some already (the transfer thread calls that FILLING).
-3. READY: all are written. The transfer thread tells the engine the first token of every choice.
+3. READY: all are written. The transfer thread sends the engine the first token of every choice.
 4. RUNNING: in the batch.
 5. ENDED: the last choice ended, or the leg failed or was cancelled in 1, 3 or 4.
 6. QUARANTINED: the router, its stream or a timeout ended it in 2. A write may still land.
@@ -22,7 +22,7 @@ pages are freed.
 
 The outcome is known in 5 or in 6. That is when the spans of the leg are written, all at once.
 
-Invariants: the transfer thread expects a transfer before anyone is told of it. The pages of a
+Invariants: the transfer thread expects a transfer before anyone hears of it. The pages of a
 granted leg are released once, after `ReceiveFreed` or if it was READY. The router hears of a leg's
 end once, and nothing after it but the answer to an Abort. The tokens of RUNNING legs leave by
 `decode_service.token_stream`.
@@ -204,7 +204,7 @@ class DecodeService(LegService[DecodeLeg]):
                 leg.state = DecodeState.RUNNING
                 leg.joined_ns = event.at_ns
                 if leg.is_whole and leg.request.beams is not None and not leg.computed_ns:
-                    leg.compute(event.at_ns)  # No token will tell: they come with the end.
+                    leg.compute(event.at_ns)  # No token will show it: they come with the end.
                     leg.send_first_tokens(())
             case SequenceEnded():
                 self._token_stream.choice_ended(leg, event)
@@ -239,9 +239,9 @@ class DecodeService(LegService[DecodeLeg]):
         failpoints.hit("decode.after_grant")
 
     def _ready(self, leg_id: bytes, choices: int, drafts: bool, payload: bytes) -> None:
-        """All pages have landed. On the transfer thread: it tells the engine at once, since a step
+        """All pages have landed. On the transfer thread: it calls the engine at once, since a step
         is about to leave, and this loop may be busy. `_delivered` finds what is malformed. The
-        engine ignores requests that were cancelled or have been told of before."""
+        engine ignores requests that were cancelled or were delivered before."""
         failpoints.hit("decode.ready")
         with contextlib.suppress(MalformedMessage):
             records = decode_first_tokens(payload, choices).records

@@ -36,7 +36,7 @@ class TokenStream:
         for row, (leg_id, choice) in enumerate(rows):
             leg = self._legs.get(leg_id)
             if leg is None or leg.state is DecodeState.QUARANTINED:
-                continue  # It was given up when its pages landed, and the engine was told of both.
+                continue  # It was given up when its pages landed, and the engine knows of both.
             try:
                 failpoints.hit("decode.tokens", len(leg.request.prompt_ids))
                 if leg.is_whole and not leg.computed_ns:
@@ -54,7 +54,7 @@ class TokenStream:
         return broken
 
     def choice_ended(self, leg: DecodeLeg, event: SequenceEnded) -> None:
-        """Tells the router that a choice ended. The last one ends the counting, too."""
+        """Reports to the router that a choice ended. The last one ends the counting, too."""
         leg.preemptions += event.preemptions
         if event.last:
             failpoints.hit("decode.ended")
@@ -67,8 +67,8 @@ class TokenStream:
 def _prompt_computed(leg: DecodeLeg, tokens: NewTokens, row: int) -> None:
     """This worker computed the leg's prompt: `row` is the first token.
 
-    All choices begin in the same step and are told together. If the leg was resumed or preempted,
-    its first tokens are told like all others.
+    All choices begin in the same step and are sent together. If the leg was resumed or preempted,
+    its first tokens are sent like all others.
     """
     rows = range(row, min(row + leg.request.choices, len(tokens.request_ids)))
     firsts = [i for i in rows if tokens.request_ids[i] == leg.id and tokens.indices[i] == 0]

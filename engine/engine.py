@@ -152,7 +152,7 @@ class Engine:
         try:
             own = build_executor(config, loaded, pools, sampler, hooks, pass_on)
         except EngineError:
-            ranks.check()  # What a rank that is gone has told has no meaning.
+            ranks.check()  # What a rank that is gone has sent has no meaning.
             raise
         executor = ranks.executor(own)
         ranks.wait_until_ready()
@@ -263,7 +263,7 @@ class Engine:
         self._loop.post(lambda scheduler: scheduler.blocks.subscribe(deliver_events))
 
     def report_pages(self, report: ReportPages) -> None:
-        """Tells of all pages that can be found by their keys, and then of each change."""
+        """Reports all pages that can be found by their keys, and then each change."""
 
         def begin(scheduler: Scheduler) -> None:
             report_pages(scheduler.blocks, POOL, report)

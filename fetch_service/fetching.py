@@ -14,7 +14,7 @@ The states of a fetch:
 Time is up after twice the estimate. Expiry is no fence: the pages that did not land stay where they
 are until the holder has quiesced, or is proven dead.
 
-Invariants: the transfer thread expects a transfer before anyone is told of it. The engine hears
+Invariants: the transfer thread expects a transfer before anyone hears of it. The engine hears
 `fetched` once for each fetch, and `freed` once after it.
 """
 
@@ -102,7 +102,7 @@ class OpenFetch:
     cause: str = TIMED_OUT
     """Why it is given up, if it is."""
     over_s: float = 0.0
-    """When the engine was told; 0 before."""
+    """When the engine was notified; 0 before."""
 
     @property
     def ranges(self) -> tuple[Range, ...]:

@@ -5,12 +5,12 @@ The states of a hold:
 1. RECEIVED: a fetch came. The engine looks for its leading keys, and loads those that are in host
    slots into the pool.
 2. HELD: it holds those that are in the pool now. The transfer thread pushes them, behind the
-   pages of hand-offs. Its last notification tells the other side how many they were.
+   pages of hand-offs. Its last notification says how many they were.
 3. LET GO: every push has ended, and the pages go their ways.
-4. REFUSED: there is nothing to give. The router is told once no write can follow, which is when the
-   transfer thread has set its tombstone.
+4. REFUSED: there is nothing to give. The router is notified once no write can follow, which is
+   when the transfer thread has set its tombstone.
 
-A push that could not be posted ends the hold. The router is told once the pushes before it have
+A push that could not be posted ends the hold. The router is notified once the pushes before it have
 ended. A push that ended in an error keeps its pages held until the other side is proven dead, as in
 a hand-off.
 

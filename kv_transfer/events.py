@@ -1,4 +1,4 @@
-"""What the transfer thread tells its owner, as plain records.
+"""What the transfer thread reports to its owner, as plain records.
 
 Times are Unix nanoseconds of this process's clock.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PeerOpened:
-    """A peer is wired up, warmed up and measured on the scratch page. Told again when a figure
+    """A peer is wired up, warmed up and measured on the scratch page. Reported again when a figure
     came late."""
 
     agent_name: str
@@ -121,7 +121,7 @@ class ReceiveFreed:
 @dataclass(frozen=True, slots=True)
 class QuiesceUnanswered:
     """A transfer is in quarantine and its peer does not answer: to be asked by another path, too.
-    Told again for as long as that is so."""
+    Reported again for as long as that is so."""
 
     transfer_id: bytes
     peer: str
@@ -130,7 +130,7 @@ class QuiesceUnanswered:
 
 @dataclass(frozen=True, slots=True)
 class QuiesceAnswered:
-    """Answer to `TransferThread.quiesce`: nothing of the transfer can land any more. Not told while
+    """Answer to `TransferThread.quiesce`: nothing of the transfer can land any more. Not sent while
     something still can: the decode side asks again."""
 
     transfer_id: bytes

@@ -106,7 +106,7 @@ class Exchange:
 
     def quiesced(self, prefill_agent: str, message: Quiesced) -> None:
         """See `TransferThread.quiesced`."""
-        # The direct path tells of what has landed, and this message may have overtaken it.
+        # The direct path reports what has landed, and this message may have overtaken it.
         self._read_all_of(prefill_agent)
         self.receiver.on_quiesced(prefill_agent, message)
 

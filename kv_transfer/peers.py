@@ -89,9 +89,9 @@ class Peers:
         self._dead: BoundedMemory[str, bool] = BoundedMemory(MAX_DEAD_PEERS, DEAD_PEER_AGE_S, clock)
         """Dead peers, and whether nothing of theirs is under way any more."""
         self.on_open: Callable[[str], None] = lambda agent_name: None
-        """Set by the owner: told the name of a peer to which sends may start."""
+        """Set by the owner: called with the name of a peer to which sends may start."""
         self.on_lost: Callable[[str], None] = lambda agent_name: None
-        """Set by the owner: told the name of a peer whose path broke."""
+        """Set by the owner: called with the name of a peer whose path broke."""
 
     def is_open(self, agent_name: str) -> bool:
         """Whether pages can be pushed to this peer."""
@@ -215,7 +215,7 @@ class Peers:
     def tick(self, is_used: Callable[[str], bool]) -> None:
         """Reports late self-tests, tries lost peers again, forgets those that left long ago.
 
-        `is_used` tells whether a transfer needs a peer.
+        `is_used` says whether a transfer needs a peer.
         """
         now_s = self._clock()
         for name, peer in list(self._peers.items()):

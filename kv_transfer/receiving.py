@@ -6,7 +6,7 @@
                 here: Delivered.
 4. QUARANTINED  from 1 or 2, by `abort` or by the timeout. A write may still land. The peer is
                 asked to quiesce, again and again with back-off, for as long as it takes; once the
-                back-off has reached its end, the owner is told each time: QuiesceUnanswered.
+                back-off has reached its end, the owner is notified each time: QuiesceUnanswered.
 5. FREE         nothing can land any more: the peer quiesced, or everything it could ever write
                 has landed (coverage completed late), or its process is proven dead.
 
@@ -170,7 +170,7 @@ class Receiver:
         """Compare-and-set: GRANTED or FILLING -> QUARANTINED, answered by `ReceiveAborted`.
 
         READY answers `already_ready`. A transfer never expected is free at once: no grant of it
-        was ever told to anybody.
+        was ever sent to anybody.
         """
         receive = self._receives.get(transfer_id)
         if receive is None:
@@ -292,7 +292,7 @@ class Receiver:
             try:
                 receive.spec.on_ready(last.payload)
             except Exception as error:  # The owner heard of it above.
-                logger.error("nobody was told sooner: %s", describe(error))
+                logger.error("nobody was notified sooner: %s", describe(error))
 
     def _quarantine(self, receive: _Receive) -> None:
         receive.state = ReceiveState.QUARANTINED

@@ -8,7 +8,7 @@
 5. QUIESCED   no push is in progress: SendQuiesced. The id stays behind as a tombstone that
               refuses a later grant of the same transfer.
 6. FAILED     a push ended in ERROR: unknown how much of it landed or still will. Pinned until
-              the peer is proven dead; until then nobody is told QUIESCED.
+              the peer is proven dead; until then QUIESCED is sent to nobody.
 
 Invariants, per transfer, in each group of which [begin, end) is to be sent:
 - [begin, next) is posted, each page once; [next, end) is not;
@@ -162,7 +162,7 @@ class Sender:
     def give_up(self, decode_agent: str, message: Quiesce) -> bool:
         """Nothing more is posted of what that peer granted; a grant under way will be refused.
 
-        Returns whether nothing can land any more. Whoever granted a send is told so as well, as
+        Returns whether nothing can land any more. Whoever granted a send hears that as well, as
         soon as it is true.
         """
         transfer_id = message.transfer_id

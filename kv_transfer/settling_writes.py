@@ -43,7 +43,7 @@ class SettlingWrites:
             self._looked_s = self._clock()
 
     def over(self) -> list[str]:
-        """Peers of which nothing can land any more, each told once."""
+        """Peers of which nothing can land any more, each reported once."""
         now_s = self._clock()
         awake_s = min(now_s - self._looked_s, LONGEST_TURN_S)
         self._looked_s = now_s

@@ -71,7 +71,7 @@ class _Commands:
 class TransferThread:
     """Posts pushes, polls, and keeps the states of every transfer of this process.
 
-    Every method may be called from any thread and returns at once; what comes of it is told to
+    Every method may be called from any thread and returns at once; what comes of it is reported to
     `on_event`, on the transfer thread, which must not block.
     """
 
@@ -127,7 +127,7 @@ class TransferThread:
         self._commands.put(lambda exchange: exchange.part(agent_name, proven_dead))
 
     def begin_send(self, spec: SendSpec) -> None:
-        """Prefill side: a grant arrived. Chunks told before or after it are pushed."""
+        """Prefill side: a grant arrived. Chunks reported before or after it are pushed."""
         self._commands.put(lambda exchange: exchange.sender.begin(spec))
 
     def chunk_computed(
@@ -152,7 +152,7 @@ class TransferThread:
         self._commands.put(lambda exchange: exchange.sender.abort(transfer_id))
 
     def expect(self, spec: ReceiveSpec) -> None:
-        """Decode side: a grant was made; must be called before the grant is told to anyone."""
+        """Decode side: a grant was made; must be called before the grant is sent to anyone."""
         self._commands.put(lambda exchange: exchange.receiver.expect(spec))
 
     def abort_receive(self, transfer_id: bytes) -> None:

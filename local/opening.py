@@ -47,7 +47,7 @@ async def open_doors(
     stack.callback(engine.stop)
     if settings.debug.profile:
         engine.profile(settings.debug.profile, settings.debug.profile_dir)
-    with suppress(Exception):  # It is told to the requests that need it.
+    with suppress(Exception):  # The requests that need it report it.
         await tokenizers.get(engine.model.path)
     limits = Limits(
         max_choices=min(Limits().max_choices, settings.max_sequences),

@@ -41,7 +41,7 @@ class PrefillLeg(WorkerLeg):
     """Counts and times of the whole send, once all of it is delivered."""
 
     def send_ends(self, event: Prefilled) -> None:
-        """Tells the router which choices ended with their first new token."""
+        """Reports to the router which choices ended with their first new token."""
         for choice, reason in enumerate(event.ends):
             if reason is None:
                 continue
@@ -51,7 +51,7 @@ class PrefillLeg(WorkerLeg):
             self.send_finished(choice, reason, tokens, timings)
 
     def send_done(self) -> None:
-        """Tells the router that nothing more comes of the leg."""
+        """Reports to the router that nothing more comes of the leg."""
         done = worker_pb2.PrefillDone(
             attempt_id=self.id,
             received_unix_ns=self.received_ns,

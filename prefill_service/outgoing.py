@@ -159,7 +159,7 @@ class OutgoingPrompt:
                 self._send(destination, self._latest)
 
     def close(self) -> Destination | None:
-        """Tells nothing more. Returns the grant: its transfer may still have to be aborted."""
+        """Sends nothing more. Returns the grant: its transfer may still have to be aborted."""
         with self._lock:
             self._closed = True
             return self._destination

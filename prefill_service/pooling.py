@@ -1,7 +1,7 @@
 """What a worker adds to the engine to pool prompts: there is no hand-off, and one answer.
 
 Life of a leg: submitted to the engine -> started -> pooled, failed or ended early. The router hears
-of its end once, and the engine has freed its pages by then or is told to.
+of its end once, and the engine has freed its pages by then or is asked to.
 """
 
 from __future__ import annotations

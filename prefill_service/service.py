@@ -151,14 +151,14 @@ class PrefillService(LegService[PrefillLeg]):
         """The sink, on the step thread.
 
         The event loop gets a chunk's event before all events that follow from it, up to `Sent`. It
-        is woken only after the transfer thread was told: it would compete for the interpreter.
+        is woken only after the transfer thread was called: it would compete for the interpreter.
         """
         self._inbox.put(partial(self._take_events, events))
         self._report_chunks(events)
         self._inbox.wake()
 
     def _report_chunks(self, events: Sequence[Event]) -> None:
-        """Tells the transfer thread of every chunk. A chunk that breaks ends only its own leg."""
+        """Passes every chunk to the transfer thread. A chunk that breaks ends only its own leg."""
         ends = {event.request_id: event for event in events if isinstance(event, Prefilled)}
         for event in events:
             if not isinstance(event, ChunkComputed):
@@ -166,7 +166,7 @@ class PrefillService(LegService[PrefillLeg]):
             try:
                 self._report_chunk(event, ends.get(event.request_id))
             except Exception:
-                logger.exception("a chunk could not be told")
+                logger.exception("a chunk could not be passed on")
                 self._inbox.put(partial(self._chunk_lost, event.request_id))
 
     def _report_chunk(self, event: ChunkComputed, prefilled: Prefilled | None) -> None:

@@ -1,4 +1,4 @@
-"""What workers and routers tell each other of pages, as plain bytes.
+"""What workers and routers send each other about pages, as plain bytes.
 
 Two columns: short keys, 8 bytes each, little-endian; and a byte for each key. In events the byte is
 a tier, with GONE added if the page left it. In a part of a snapshot it is the tiers of the page. To

@@ -63,7 +63,7 @@ class Follower:
     ) -> None:
         self.holder = holder
         self.behind = 0
-        """Events that the worker has told of and this router has not heard, by the last load
+        """Events that the worker has announced and this router has not received, by the last load
         report."""
         self._index = index
         self._ask = ask

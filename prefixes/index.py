@@ -1,4 +1,4 @@
-"""The index of a router: which worker holds which page, as far as the workers have told.
+"""The index of a router: which worker holds which page, as far as the workers have reported.
 
 A key has one integer, with two bits for each holder: it has the page in its pool, or in its host
 tier. If the model has several groups of layers, a holder has two such bits for each group. Group 0
@@ -11,7 +11,7 @@ would hold the event loop for 33 ms. Nothing here takes longer than one shard do
 Life of a holder:
 
 1. Joined: it gets a place, which is its lowest bit, and holds nothing.
-2. Told of: `apply` and `clear`, both of which may be repeated.
+2. Reported: `apply` and `clear`, both of which may be repeated.
 3. Left: it is found no more. Its bits are swept later, a shard at a time. Its place is given to
    another only after that.
 
@@ -114,7 +114,7 @@ class PrefixIndex:
         """Where the holder has the page: POOL, HOST, BOTH or 0."""
         return self._shards[key & _SHARD].get(key, 0) >> self._places[holder] & BOTH
 
-    # -- what holders tell ------------------------------------------------------------------------
+    # -- what holders report ----------------------------------------------------------------------
 
     def join(self, holder: str) -> None:
         """Takes a new holder in. One of that name leaves first."""

@@ -1,4 +1,4 @@
-"""What a worker tells one router of its pages: events, and a snapshot where they are not enough."""
+"""What a worker reports to one router about its pages: events, or a snapshot first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class PageReporter:
     """Goes on behind what the router knows. Belongs to one thread.
 
     A router that knows nothing, or for which the ring has too little, gets a snapshot from its
-    first shard on. A part is told only when all events so far are, since it contains them.
+    first shard on. A part is reported only when all events so far are, since it contains them.
 
     Args:
         log: the worker's.
@@ -31,7 +31,7 @@ class PageReporter:
 
     @property
     def is_done(self) -> bool:
-        """Whether the router was told everything."""
+        """Whether everything was sent to the router."""
         return self._next == (self._log.end, SHARDS)
 
     def turn(self) -> list[Events | ShardSnapshot]:

@@ -20,7 +20,7 @@ class RouterEvents(Protocol):
         return
 
     def role_asked(self, role: str, cause: str) -> None:
-        """A worker was told to take a role; `cause` is a short stable word."""
+        """A worker was asked to take a role; `cause` is a short stable word."""
         return
 
     def rejected(self, reason: str) -> None:

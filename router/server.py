@@ -265,7 +265,7 @@ class RouterServer:
         return f"{address.rpartition(':')[0]}:{port}"
 
     def _leave_doors(self) -> None:
-        """Stops listening and tells clients to reconnect. Their requests go on."""
+        """Stops listening and asks clients to reconnect. Their requests go on."""
         if self._members_task is not None:
             self._members_task.cancel()  # else it would open them again
         grace_s = self.settings.debug.drain_grace_s + self.settings.drain_s

@@ -32,7 +32,7 @@ VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 CHOOSING_S: Final = 10.0
 """So long does a worker wait until others have chosen, which takes milliseconds."""
 _POLL_S: Final = 0.01
-"""A slot whose owner ends is free at once, and nobody is told."""
+"""A slot whose owner ends is free at once, and nobody is notified."""
 
 
 class NoSlotError(Exception):

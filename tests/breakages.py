@@ -480,8 +480,8 @@ BREAKAGES = (
         "tenants-share-pages",
         "a tenant's pages are found by another",
         "prefixes/keys.py",
-        'return kv_precision.encode() + b"\\0" + cache_salt',
-        'return kv_precision.encode() + b"\\0"',
+        'own = kv_precision.encode() + b"\\0" + cache_salt',
+        'own = kv_precision.encode() + b"\\0"',
         ("engine/test_scheduler_property.py",),
     ),
     Breakage(

@@ -50,7 +50,7 @@ CLEAR: Final = ClearNet()
 def announced_as_loading(
     routers: RouterAddresses, worker: worker_pb2.WorkerIdentity, net: InternalNet = CLEAR
 ) -> Iterator[None]:
-    """Tells routers that a worker's model is being loaded, on a thread of its own."""
+    """Reports to routers that a worker's model is being loaded, on a thread of its own."""
     over = threading.Event()
     thread = threading.Thread(
         target=_say_loading, args=(routers, worker, net, over), name="loading", daemon=True

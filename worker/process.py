@@ -2,8 +2,8 @@
 
 Life of the process:
 
-1. Loading: the model is read and the pool is allocated. The worker tells routers so and answers
-   nothing yet. A signal ends the process at once.
+1. Loading: the model is read and the pool is allocated. The worker reports that to routers and
+   answers nothing yet. A signal ends the process at once.
 2. Serving: the Work stream, health and metrics answer. The worker announces itself all the time.
 3. Draining, after SIGTERM or SIGINT: health says NOT_SERVING, and the worker announces itself no
    more. It refuses new attempts. Legs under way and their transfers get `drain_s` seconds, which a

@@ -97,12 +97,12 @@ class WorkerLeg:
         return self.request.id
 
     def send(self, **message: Any) -> None:
-        """Sends the router a message: `tell(delivered=Delivered(...))`."""
+        """Sends the router a message: `send(delivered=Delivered(...))`."""
         if not self.silent:
             self.stream.send(worker_pb2.WorkResponse(**message))
 
     def send_first_tokens(self, records: Sequence[TokenRecord]) -> None:
-        """Tells the router the first new token of every choice."""
+        """Sends the router the first new token of every choice."""
         first_token = worker_pb2.FirstToken(
             attempt_id=self.id,
             records=[record_message(record) for record in records],
@@ -120,7 +120,7 @@ class WorkerLeg:
         drafts: tuple[int, int] = (0, 0),
         score: float | None = None,
     ) -> None:
-        """Tells the router that a choice ended; the last choice's message carries the timings.
+        """Reports to the router that a choice ended; the last choice's message carries the timings.
         `drafts`: how many were verified, and accepted. `score`: of what a search found."""
         finished = worker_pb2.Finished(
             attempt_id=self.id,
@@ -137,8 +137,8 @@ class WorkerLeg:
     def fail(
         self, reason: worker_pb2.FailureReason.ValueType | FailureReason, hook: str = ""
     ) -> None:
-        """Tells the router that the leg failed, and by which hook, if it was one. The router hears
-        nothing of the leg after that."""
+        """Reports to the router that the leg failed, and by which hook, if it was one. The router
+        hears nothing of the leg after that."""
         if not self.silent:
             self.stream.send(failed_message(self.id, reason, hook))
         self.silent = True

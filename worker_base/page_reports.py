@@ -1,7 +1,7 @@
-"""What a worker tells its routers of its pages.
+"""What a worker reports to its routers about its pages.
 
 The step loop only appends to a queue. The event loop writes the queue to a log every 50 ms, and
-tells each router what it does not know yet. Nothing of this happens before a router has asked.
+sends each router what it does not know yet. Nothing of this happens before a router has asked.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PageReports:
     """See the module. Belongs to the event loop, but for the queue.
 
     Args:
-        begin: makes the engine tell of its pages.
+        begin: makes the engine report its pages.
     """
 
     def __init__(self, begin: Callable[[ReportPages], None]) -> None:
@@ -66,7 +66,7 @@ class PageReports:
         self._reporters.pop(outbox, None)
 
     async def report_forever(self) -> None:
-        """Takes a turn every 50 ms; more often while there is more to tell."""
+        """Takes a turn every 50 ms; more often while there is more to send."""
         while True:
             try:
                 self.turn()
@@ -77,7 +77,7 @@ class PageReports:
             await asyncio.sleep(BUSY_S if busy else INTERVAL_S)
 
     def turn(self) -> None:
-        """Writes what is queued, and tells what is new."""
+        """Writes what is queued, and sends what is new."""
         if self._queue:
             self._log.write(*self._take())
         for outbox, reporter in self._reporters.items():

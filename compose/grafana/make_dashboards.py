@@ -64,7 +64,7 @@ OVERVIEW: Final = [
         "Time to empty the queue",
         [("max by (model) (baton_queue_drain_seconds)", "{{model}}")],
         "s",
-        "At the measured rate. Refused callers are told to wait this long.",
+        "At the measured rate. Refused callers are asked to wait this long.",
     ),
     Panel(
         "Refused before any work",
@@ -171,7 +171,7 @@ BALANCE: Final = [
     Panel(
         "Events of pages behind",
         [("max by (worker) (baton_page_events_behind)", "{{worker}}")],
-        help="What a worker has told of and a router has not heard: it may send prompts elsewhere.",
+        help="Announced by a worker and not received by a router: it may send prompts elsewhere.",
     ),
     Panel(
         "Pages that routers know",

@@ -173,7 +173,7 @@ class Result:
 
 
 class Watcher:
-    """Is told about the progress of a benchmark; this one does nothing."""
+    """Hears of the progress of a benchmark; this one does nothing."""
 
     def run_begins(self, plan: LoadPlan) -> None:
         """Requests are being written and connections warmed up."""

@@ -47,7 +47,7 @@ class Reading(NamedTuple):
     whole: bool = True
     """Whether the answer reached its end with nothing missing."""
     token_ids: tuple[int, ...] = ()
-    """The answer's tokens, if the server told them."""
+    """The answer's tokens, if the server sent them."""
     cached_tokens: int = 0
     """Prompt tokens that the server found cached."""
     loaded_tokens: Mapping[str, int] = MappingProxyType({})

@@ -29,7 +29,7 @@ SPAWN_S: Final = 60.0
 WRITING_S_PER_MILLION_TOKENS: Final = 20.0
 """For writing prompts before the run; many times what it takes, since it bounds a hang."""
 END_S: Final = 5.0
-"""A sender that was told to end has nothing left to do."""
+"""A sender that was asked to end has nothing left to do."""
 _POLL_S: Final = 0.1
 """So often the fleet looks whether a sender has died."""
 _CORES_PER_SENDER: Final = 4

@@ -15,7 +15,7 @@ SHORT: Final = "SHORT"
 PROTOCOL: Final = "PROTOCOL"
 """The answer is malformed, or tokens in it are missing or doubled."""
 NO_TOKEN_IDS: Final = "NO_TOKEN_IDS"
-"""A conversation cannot go on: the server does not tell the tokens of its answers."""
+"""A conversation cannot go on: the server does not send the tokens of its answers."""
 TIMEOUT: Final = "TIMEOUT"
 UNREACHABLE: Final = "UNREACHABLE"
 

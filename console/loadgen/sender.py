@@ -67,7 +67,7 @@ class NotReady(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Tells a sender to begin."""
+    """Makes a sender begin."""
 
     at_s: float
     """When to begin, by `time.perf_counter`, which all processes of a machine share."""

@@ -54,7 +54,7 @@ class Adapter:
 
 
 class AdapterInfo(NamedTuple):
-    """What is told of a loaded adapter."""
+    """What is reported of a loaded adapter."""
 
     name: str
     digest: bytes

@@ -25,8 +25,8 @@ from engine.types import Request, SamplingParams, StopRules, TokenRecord
 
 
 def with_candidates(request: Request, eos_ids: frozenset[int]) -> Request:
-    """A request for a search, whose rows tell the log probabilities that the search reads. Nothing
-    is drawn, and no drafts are verified: which token follows is chosen after the step."""
+    """A request for a search, whose rows return the log probabilities that the search reads.
+    Nothing is drawn, and no drafts are verified: which token follows is chosen after the step."""
     if request.beams is None:
         return request
     wanted = request.sampling.top_logprobs

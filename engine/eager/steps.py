@@ -139,7 +139,7 @@ class TorchSteps:
         return self.model.logits(hidden[self._upload(plan.sample_tokens)])
 
     def reads_logits(self, plan: StepPlan) -> bool:
-        """Whether rank 0 samples from whole logits. Otherwise several ranks tell their `best`."""
+        """Whether rank 0 samples from whole logits. Otherwise several ranks send their `best`."""
         return plan.whole_logits or self.model.collective.size == 1
 
     def best(self, hidden: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor]:

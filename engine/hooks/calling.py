@@ -23,7 +23,7 @@ def _nothing(_result: object) -> None:
 
 
 Failures = Callable[[], tuple[HookFailure, ...]]
-"""Tells the failures of a step, once the device is done with it."""
+"""Returns the failures of a step, once the device is done with it."""
 
 
 class Caller:

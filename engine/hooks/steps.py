@@ -11,7 +11,7 @@ A hook that has failed is not called again before the next step. At the end all 
 hooks have failed on any of them, so that rank 0 can do what these declare. Where the device runs
 steps by itself they do so in steps with rows of some hook, since no request has to do with others.
 
-Whatever a hook does on one rank, all ranks pad a step to the shape that rank 0 tells (`keep_to`).
+Whatever a hook does on one rank, all ranks pad a step to the shape that rank 0 sends (`keep_to`).
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class StepHooks:
         self.failures = self._anywhere(collective.all_reduce(own)[0].bool().tolist())
 
     def end_queued(self, gather: Gather | None = None) -> Failures:
-        """The forward pass is queued. Returns what tells the failures when the device is done.
+        """The forward pass is queued. The result returns the failures when the device is done.
 
         Args:
             gather: of several ranks. All of them queue it, or none.
@@ -206,7 +206,7 @@ class StepHooks:
     def _failures_of(
         self, failed: tuple[HookFailure, ...], beyond: Tensor | None, flags: Tensor | None
     ) -> Failures:
-        """Tells what the host knows, and what the device will have told it by then."""
+        """Returns what the host knows, and what the device will have reported by then."""
         beyond = None if beyond is None else _to_host(beyond)
         flags = None if flags is None else _to_host(flags)
 

@@ -1,4 +1,4 @@
-"""What the owner of an engine tells it of fetches (`engine.tiers.peers`). Any thread may call."""
+"""Fetches, as the owner of an engine asks for them (`engine.tiers.peers`). Any thread may call."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class FetchPort:
         self._loop.post(lambda scheduler: scheduler.fetches.freed(fetch_id))
 
     def hold(self, hold_id: bytes, keys: Sequence[Sequence[bytes]], report: ReportHeld) -> None:
-        """Holds the leading keys of each group that are here, once they are in the pool, and tells
-        their pages. See `Fetches.hold`."""
+        """Holds the leading keys of each group that are here, once they are in the pool, and
+        reports their pages. See `Fetches.hold`."""
 
         def hold(scheduler: Scheduler) -> None:
             rooms = scheduler.admission.rooms_for_peers(len(keys[0]))

@@ -33,7 +33,7 @@ long, and an arriving request waits longer (`bench/README.md`)."""
 
 
 class Pacer(Protocol):
-    """Says when the next step is launched. It is told of every settled step, in order."""
+    """Says when the next step is launched. It sees every settled step, in order."""
 
     def wait_s(self, in_flight: StepPlan, began: float, prompts_s: float) -> float:
         """Seconds until the step behind `in_flight` should be prepared; 0: now.

@@ -101,7 +101,7 @@ class _ChunkDelay:
 
 
 class StepRates:
-    """Durations and rates of steps. It is told of each settled step."""
+    """Durations and rates of steps. It sees each settled step."""
 
     def __init__(self) -> None:
         self.step_s = 0.0

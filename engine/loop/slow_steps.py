@@ -1,4 +1,4 @@
-"""Tells when streams waited long for a token, and what the loop did in that time.
+"""Logs when streams waited long for a token, and what the loop did in that time.
 
 The time from one step's end to the next is divided among the loop's verbs. Two verbs lie within
 others: `commands` within `receive` or `settle`, which else wait for the device; `tokens`, the work

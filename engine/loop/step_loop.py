@@ -158,7 +158,7 @@ class StepLoop:
             )
 
     def lose(self) -> None:
-        """No step will run any more: the owner is told, on the loop's thread."""
+        """No step will run any more: the owner is notified, on the loop's thread."""
         self.post(lambda _: self._on_lost())
 
     def post(self, command: Command) -> None:

@@ -1,6 +1,6 @@
 """The best token of each row, where ranks have parts of the vocabulary.
 
-Each rank tells rank 0 three numbers a row: the logit of the best token of its part, that token's
+Each rank sends rank 0 three numbers a row: the logit of the best token of its part, that token's
 id, and whether the part is finite. Whole logits would be as many numbers as the vocabulary has
 tokens.
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.step.collective import Collective
 
 BEST_NUMBERS = 3
-"""Numbers a row that a rank tells."""
+"""Numbers a row that a rank sends."""
 
 
 def best_of_parts(logits: Tensor, first_id: int, collective: Collective) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ must return at once."""
 
 
 def report_pages(blocks: BlockManager, tier: int, report: ReportPages, group: int = 0) -> None:
-    """Tells of all pages of a group that have keys, and then of each change."""
+    """Reports all pages of a group that have keys, and then each change."""
     here = tier + GROUP * group
     gone = here | GONE
 

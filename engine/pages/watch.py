@@ -1,4 +1,4 @@
-"""What is told of pages: those that become free or are allocated, and those of the cache."""
+"""Who hears of pages: of those that become free or are allocated, and of those of the cache."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class CacheEvents(NamedTuple):
 
 
 class PageWatch(Protocol):
-    """Is told of pages that become free and of free pages that are allocated."""
+    """Hears of pages that become free and of free pages that are allocated."""
 
     damaged: int
     """Pages found written while they were free. Must stay 0."""

@@ -23,7 +23,7 @@ and stores move no empty pages. As many as the smallest piece that is aligned ev
 
 
 class KvPool(PagePool, ABC):
-    """Pages of K and V. Their layout tells precisions apart that have the same `dtype`."""
+    """Pages of K and V. Their layout distinguishes precisions that have the same `dtype`."""
 
     gathers: ClassVar[bool] = False
     """Whether libraries cannot read the pages in place: prompts that were computed in part are

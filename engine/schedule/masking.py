@@ -7,7 +7,7 @@ matcher of a sequence has always taken the tokens that the host knows, and no ot
 
 A step with such rows is launched in two parts. Its forward pass is queued at once. Its draw is
 queued when the step before it has settled, because only then the masks can be filled: behind
-tokens, and behind drafts, which the device tells with the tokens.
+tokens, and behind drafts, which the device returns with the tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from engine.types import FailureReason
 
 
 class Masking:
-    """Fills the masks of steps, and tells matchers the tokens that were drawn. A step that verifies
+    """Fills the masks of steps, and gives matchers the tokens that were drawn. A step that verifies
     drafts needs a mask for each column."""
 
     def __init__(self, batch: Batch, requests: Requests) -> None:
@@ -43,7 +43,7 @@ class Masking:
                 owner.drafts = result.next_drafts[draw, : result.next_ready[draw]].tolist()
 
     def consume(self, slots: NDArray[np.intp], token_ids: NDArray[np.int32]) -> None:
-        """Tells the matchers of sequences that go on their newest tokens, one a slot."""
+        """Gives the matchers of sequences that go on their newest tokens, one a slot."""
         for i in np.flatnonzero(self._batch.slots.is_masked[slots]).tolist():
             owner = self._batch.owners[int(slots[i])]
             if owner is None or owner.matcher is None:

@@ -139,7 +139,7 @@ class Planner:
         if self._batch.others.has_states:
             return 1  # A wrong draft cannot be taken back from one.
         if self._batch.hook_tags(rows.astype(np.int32)).any():
-            return 1  # Hooks are told of lengths.
+            return 1  # Hooks are given lengths.
         room = (self._budget.tokens - self._config.page_size) // rows.size
         return self._widths.choose(rows.size, room)
 

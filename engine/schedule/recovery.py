@@ -11,7 +11,7 @@
 - A hook failed, and the step did not: the requests that it has to do with are given up, or go on
   without it, as the hook declares.
 - The device is lost if its error says so (an accelerator's error stays in its context), or if many
-  steps in a row failed. Nothing can succeed here any more, and the owner is told.
+  steps in a row failed. Nothing can succeed here any more, and the owner is notified.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Recovery:
 
     def lose_states(self, plan: StepPlan, spoilt: NDArray[np.bool_]) -> None:
         """Deals with rows of the oldest step in flight that have found a wrong state, [R], before
-        anything of them is told or keyed."""
+        anything of them is sent or keyed."""
         alive = self._batch.alive(plan)
         chunks = self._batch.chunks.get(plan.number, ())
         for row in np.flatnonzero(spoilt).tolist():

@@ -66,7 +66,7 @@ from engine.types import (
 
 
 class Requests:
-    """Owns the requests that the engine holds, and the events that they have not been told yet."""
+    """Owns the requests that the engine holds, and the events that were not sent to them yet."""
 
     def __init__(
         self,
@@ -264,7 +264,7 @@ class Requests:
             self._hooks.ended(active.hooked, self._batch.next_step - 1)
 
     def fail(self, active: ActiveRequest, reason: FailureReason, hook: str = "") -> None:
-        """Gives a request up and tells its sink. Pages that a transfer may read wait for
+        """Gives a request up and reports that to its sink. Pages that a transfer may read wait for
         `release`."""
         if active.request.mode is Mode.PREFILL and active.state is RequestState.ACTIVE:
             self.hold(active)
@@ -273,7 +273,7 @@ class Requests:
         self.emit(active.sink, RequestFailed(active.request.id, reason, hook))
 
     def abandon(self) -> None:
-        """Tells all requests that they failed, and forgets them. No step will run any more, and
+        """Ends all requests as failed, and forgets them. No step will run any more, and
         what one left behind may not be right: no page is given back."""
         for active in self.by_id.values():
             self.emit(active.sink, RequestFailed(active.request.id, FailureReason.INTERNAL))
@@ -283,7 +283,7 @@ class Requests:
     # -- joining and ending ---------------------------------------------------------------------
 
     def join(self, active: ActiveRequest) -> None:
-        """Tells the sink once that the request's sequences are in the batch."""
+        """Reports to the sink once that the request's sequences are in the batch."""
         if not active.joined and active.request.mode.decodes:
             active.joined = True
             self.emit(active.sink, Joined(active.request.id, time.time_ns()))
@@ -319,8 +319,8 @@ class Requests:
     # -- chosen sequences -----------------------------------------------------------------------
 
     def hear(self, sequence: Sequence | None, candidates: Candidates) -> None:
-        """Tells the chooser of a sequence, if it is still in its slot, what it may draw. The end of
-        a search is told with all that it found."""
+        """Gives the chooser of a sequence, if it is still in its slot, what it may draw. The end of
+        a search is reported with all that it found."""
         if sequence is not None:
             self._searched(sequence.active, self.choosing.hear(sequence, candidates))
 
@@ -366,7 +366,7 @@ class Requests:
     # -- preemption -----------------------------------------------------------------------------
 
     def preempt(self, sequence: Sequence) -> None:
-        """Takes a sequence out of the batch, now or when the steps in flight have told its
+        """Takes a sequence out of the batch, now or when the steps in flight have returned its
         tokens."""
         slots = self._batch.slots
         if sequence.active.request.beams is not None:
@@ -413,7 +413,7 @@ class Requests:
         self.preempted.append(sequence)
 
     def compute_again(self, task: PrefillTask) -> None:
-        """Nothing that was computed of a prompt counts, and nothing of it was told. It waits for
+        """Nothing that was computed of a prompt counts, and nothing of it was sent. It waits for
         nothing: what was wrong may still be in a tier, which would bring it again."""
         self._release_spares(task.leader.active)
         for sequence in task.sequences:

@@ -1,6 +1,6 @@
 """The scheduler: its parts, and what they share.
 
-    Requests    states of requests, from submission to release; the events that are to be told
+    Requests    states of requests, from submission to release; the events that are to be reported
     Batch       columns by slot, prompts in computation, transfers for the next step
     Admission   slots and pages for waiting requests
     Planner     the plan of the next step; it runs one step ahead of the settler

@@ -86,7 +86,7 @@ class Settler:
             result: the result of the step.
             hand_out: called as soon as the chunks' events are queued, and again when all others
                 are. So neither the sending of KV nor tokens wait for the rest of the work.
-            step_ns: when the step was launched and when it began, to be told with its tokens.
+            step_ns: when the step was launched and when it began, to be reported with its tokens.
         """
         now_ns, self._step_ns = time.time_ns(), step_ns
         self._budget.succeeded()

@@ -22,7 +22,7 @@ MEMORY: Final = 1000
 FITTED: Final = 256
 """Steps after which what a fit knows is mostly new: some of them are probes."""
 PROBE_STEPS: Final = 64
-"""Every so many steps one has the next width: at width 1 nothing else tells when drafts are worth
+"""Every so many steps one has the next width: at width 1 nothing else shows when drafts are worth
 it again (`bench/README.md`: some 5 % of the tokens of full batches)."""
 
 
@@ -44,8 +44,8 @@ class MeasuredWidths:
         self._shares = np.ones(self.most)
         """Shares of rows whose column j counts, j from 0."""
         self._seen = np.ones(self.most)
-        """Rows that have told the share, and one whose drafts were all accepted: what the first row
-        tells is chance."""
+        """Rows that the share was learnt from, and one whose drafts were all accepted: what the
+        first row shows is chance."""
         self._turn = 0
 
     def choose(self, rows: int, room: int) -> int:

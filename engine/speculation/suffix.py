@@ -4,7 +4,7 @@ It needs no weights. Answers that copy from their prompts (edits of text or code
 answers that repeat themselves, are full of runs that the sequence has had before. Prompt lookup
 (Saxena 2023) matches n-grams of one size; SuffixDecoding (Oliaro et al. 2024) takes the longest
 match, and drafts the more the longer it is. Here the history is the sequence's own: one over
-several tenants would tell, by its speed, what others have asked.
+several tenants would show, by its speed, what others have asked.
 """
 
 from __future__ import annotations

@@ -219,7 +219,7 @@ class StepResult:
     """[R]. Rows that have found a wrong state, so that nothing of them counts; None: there are no
     states."""
     next_drafts: Int32s | None = None
-    """[S, K]. Drafts of the row's next step, if the plan wants them told."""
+    """[S, K]. Drafts of the row's next step, if the plan wants them returned."""
     next_ready: Int32s | None = None
     """[S]. How many of them there are."""
     pooled: NDArray[np.float32] | None = None

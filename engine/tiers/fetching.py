@@ -168,7 +168,7 @@ class StoreTiers:
         return bool(seek.lookups)
 
     def turn(self, seeker: Seeker) -> None:
-        """Reads what has ended, tells `seeker`, and stores what may be evicted next."""
+        """Reads what has ended, passes it to `seeker`, and stores what may be evicted next."""
         while not self._done.empty():
             process, job = self._done.get()
             self.version += 1

@@ -12,7 +12,7 @@ At the worker that holds them:
 
     `hold` -> BROUGHT: those of the keys that are in host slots are loaded into the pool.
     Nothing is loaded where there is no room, or while loads are late
-    BROUGHT -> HELD: the owner is told of the leading keys that are in the pool now, and keeps them
+    BROUGHT -> HELD: the owner hears of the leading keys that are in the pool now, and keeps them
     HELD -> `let_go`, once nothing reads them any more: gone
 
 A page is given from the pool alone: between GPUs that is many times faster than from host memory,
@@ -99,7 +99,7 @@ class _Fetch:
 
 
 ReportHeld = Callable[[Sequence[PageIds], int], None]
-"""Told which pages of each group are held, and how many of them had to come into the pool for that.
+"""Takes the pages of each group that are held, and how many of them had to come into the pool.
 Called on the step loop's thread; must return at once."""
 
 
@@ -272,7 +272,7 @@ class Fetches:
         self.turn()
 
     def turn(self) -> None:
-        """Tells of the holds whose pages have come."""
+        """Reports the holds whose pages have come."""
         for hold_id in [one for one, brought in self._brought.items() if brought.wait.is_over]:
             brought = self._brought.pop(hold_id)
             pages = [_leading(*one) for one in zip(self._books, brought.keys, strict=True)]

@@ -84,7 +84,7 @@ class PageTiers(Protocol):
         ...
 
     def report_pages(self, report: ReportPages) -> None:
-        """Tells of the pages in host memory from now on; see `engine.pages.prefix.report_pages`."""
+        """Reports the pages in host memory from now on; see `engine.pages.prefix.report_pages`."""
         ...
 
     def note_rate(self, tokens_per_s: float) -> None:
@@ -168,7 +168,7 @@ class NoTiers:
         """Nothing to drop."""
 
     def report_pages(self, report: ReportPages) -> None:
-        """Nothing to tell."""
+        """Nothing to report."""
 
     def note_rate(self, tokens_per_s: float) -> None:
         """Does nothing."""

@@ -2,8 +2,8 @@
 
     python -m engine.tiers.touching BYTES SOCKET
 
-It makes a memory file, asks for its pages step by step, and tells after each step how many bytes it
-has. When all are there it sends the file. If memory runs out, the kernel ends this process, not
+It makes a memory file, asks for its pages step by step, and after each step reports how many bytes
+it has. When all are there it sends the file. If memory runs out, the kernel ends this process, not
 the worker, and the pages are free again with it. So a container's limit counts, too, which no
 figure of the machine shows.
 """

@@ -206,7 +206,7 @@ class ReceiveChannel(Channel):
         self._landing: deque[tuple[Push | None, torch.cuda.Event | None]] = deque()
         """Segments that are scattered: the push that ends with it, and when it is in the pool."""
         self._landed: deque[bytes] = deque()
-        """Payloads of pushes that are there, not told to the process yet."""
+        """Payloads of pushes that are there, not reported to the process yet."""
         super().__init__(name, pool, options)
 
     def landed(self) -> list[bytes]:
@@ -268,8 +268,8 @@ class ReceiveChannel(Channel):
         self._send_landed(waits=False)
 
     def _send_landed(self, waits: bool) -> None:
-        """Tells of pushes that are in the pool; of all that are scattered, if it waits for them.
-        This process is told before the sender is, which lets go of the pages."""
+        """Reports pushes that are in the pool; all that are scattered, if it waits for them.
+        This process hears of it before the sender does, which lets go of the pages."""
         while self._landing and (waits or _is_done(self._landing[0][1])):
             push, done = self._landing.popleft()
             if done is not None:

@@ -5,8 +5,8 @@ The wire runs at its full rate whatever the size of a page. The price is staging
 metadata and where to meet go over NIXL. Pools without a GPU use Gloo, so that the same protocol is
 tested without one.
 
-Life of a push: QUEUED in the channel to its peer, which the first push forms -> told, and its pages
-sent in order -> LANDED: the receiver has scattered the last one and says so -> DONE.
+Life of a push: QUEUED in the channel to its peer, which the first push forms -> announced, and its
+pages sent in order -> LANDED: the receiver has scattered the last one and says so -> DONE.
 
 NCCL has no notion of a peer that is gone. A send or receive whose other end died waits on the
 device for ever, and holds some of its processors, until the communicator is torn down. Two things
@@ -133,7 +133,7 @@ class NcclTransport:
 
     def poll_notifications(self) -> list[Notification]:
         """See `KvTransport`."""
-        # A sender that was told what landed may speak of that, or form another channel: whatever it
+        # A sender that heard what landed may speak of that, or form another channel: whatever it
         # said so far is behind what the channels show only now.
         said = self._control.poll_notifications()
         found = []

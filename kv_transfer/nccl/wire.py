@@ -1,8 +1,8 @@
-"""What the two ends of a channel tell each other, over a socket of their own.
+"""What the two ends of a channel send each other, over a socket of their own.
 
-The sender tells of each push before its pages leave, the receiver of its end. Notifications of a
-transport would carry that, too, but are seen at the next poll, half a millisecond later: as much as
-the wire takes for 150 MiB.
+The sender announces each push before its pages leave, the receiver reports its end. Notifications
+of a transport would carry that, too, but are seen at the next poll, half a millisecond later: as
+much as the wire takes for 150 MiB.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Push(NamedTuple):
     """Group of the pages."""
 
     def packed(self) -> bytes:
-        """As it is told."""
+        """As it is sent."""
         header = _PUSH.pack(self.handle, self.group, len(self.target), len(self.payload))
         return header + self.target.astype(_ID, copy=False).tobytes() + self.payload
 
@@ -101,10 +101,10 @@ class Wire:
         self._socket.sendall(_HANDLE.pack(handle))
 
     def landed(self) -> list[int]:
-        """Sender: pushes that the receiver told of since the last call; returns at once.
+        """Sender: pushes that the receiver reported since the last call; returns at once.
 
         Raises:
-            EOFError: the other end is closed; nothing that it told of is lost.
+            EOFError: the other end is closed; nothing that it reported is lost.
         """
         try:
             read = self._socket.recv(1 << 16, socket.MSG_DONTWAIT)
@@ -118,7 +118,7 @@ class Wire:
         return [handle for (handle,) in _HANDLE.iter_unpack(whole_handles)]
 
     def is_over(self) -> bool:
-        """Receiver: the sender tells of no further push, whatever is still to be read."""
+        """Receiver: the sender announces no further push, whatever is still to be read."""
         return self._has(select.POLLRDHUP)
 
     def stop_reading(self) -> None:
@@ -126,7 +126,7 @@ class Wire:
         self._shut(socket.SHUT_RD)
 
     def end_sending(self) -> None:
-        """The other end meets the end behind all that it was told."""
+        """The other end meets the end behind all that it was sent."""
         self._shut(socket.SHUT_WR)
 
     def close(self) -> None:
@@ -139,7 +139,7 @@ class Wire:
             self._socket.shutdown(how)
 
     def _has(self, what: int) -> bool:
-        """Whether `select.poll` would tell of it now. True of a socket that is closed here."""
+        """Whether `select.poll` would report it now. True of a socket that is closed here."""
         watch = select.poll()
         try:
             watch.register(self._socket, what)

@@ -141,7 +141,7 @@ class NixlTransport:
         self._peers[peer.agent_name] = _Peer(peer, path, theirs, own, list(map(len, pieces)))
 
     def path(self, agent_name: str) -> str:
-        """See `KvTransport`. Inferred from what both sides can do: NIXL does not tell."""
+        """See `KvTransport`. Inferred from what both sides can do: NIXL does not say."""
         return self._peers[agent_name].path
 
     def push(
@@ -297,7 +297,7 @@ class NixlTransport:
         return PushState.IN_PROGRESS if status == self._nixl.NIXL_IN_PROG else PushState.ERROR
 
     def _let_go(self, handle: int, state: PushState, peer: _Peer) -> None:
-        """A push has ended, which is told whatever becomes of what it held."""
+        """A push has ended, which is reported whatever becomes of what it held."""
         peer.pushes -= 1
         if state is PushState.DONE:
             self._release(self._agent.releaseXferReq, handle)

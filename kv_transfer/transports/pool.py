@@ -131,7 +131,7 @@ def _shared(own: Endpoint, peer: Endpoint) -> int:
     """How many groups move between two pools."""
     if own.transport != peer.transport:
         raise TransportError("transport_mismatch", f"{own.transport} and {peer.transport}")
-    # A worker of the release before tells of none.
+    # A worker of the release before reports none.
     shared = shared_groups(own.groups, peer.groups)
     if shared is None:
         counts = f"{len(own.groups)} and {len(peer.groups)} groups"

@@ -5,7 +5,7 @@ Life of a name:
 1. A worker announces that it loads the model.
 2. Its first worker attaches.
 3. Workers for both legs are attached, and jobs can run.
-4. Its last worker leaves. For `REMEMBERED_S` clients are told to wait for a worker. After that the
+4. Its last worker leaves. For `REMEMBERED_S` clients are asked to wait for a worker. After that the
    name is unknown.
 
 An adapter has a name of its own beside its model's, which chooses its content once, when a request

@@ -92,7 +92,7 @@ class Policy(Protocol):
 
     def failed(self, demand: Demand, workers: Iterable[WorkerLink]) -> None:
         """The attempt at these workers failed or was left, or another worker took the prompt over:
-        they may never have its pages. `demand` is the one that `routed` was told, not an equal."""
+        they may never have its pages. `demand` is the one that `routed` got, not an equal."""
         ...
 
     def held_elsewhere(self, demand: Demand, others: Sequence[WorkerLink], granted: int) -> int:

@@ -81,7 +81,7 @@ def render(templates: Templates, special: Mapping[str, str], chat: api.ChatPromp
         raise ChatTemplateError(f"the model has {none}")
     if chat.tools and "tools" not in templates.names:
         raise ChatTemplateError("the model's chat template takes none", "tools")
-    # The space tells whether the template trims what it gets, as in transformers.
+    # The space shows whether the template trims what it gets, as in transformers.
     end = f"{secrets.token_hex(16)} " if chat.continue_last else ""
     refused = "the chat template refused the turns"
     try:

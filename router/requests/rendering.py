@@ -149,6 +149,6 @@ def _read(folder: bytes) -> bytes:
         read_tokenizer(Path(folder.decode()))
     except MemoryError:
         raise
-    except Exception:  # Whoever reads it again tells of it.
+    except Exception:  # Whoever reads it again gets the error.
         return b"refused"
     return b"read"

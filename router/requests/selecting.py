@@ -1,7 +1,8 @@
 """Returns some of a job's choices: those that are best.
 
-A search runs as many choices as it has beams and tells them best first, at its end. `best_of` draws
-more choices than are returned. Either way nobody sees a token before the last choice has ended.
+A search runs as many choices as it has beams and returns them best first, at its end. `best_of`
+draws more choices than are returned. Either way nobody sees a token before the last choice has
+ended.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Who holds which pages of a prompt, as the workers have told.
+"""Who holds which pages of a prompt, as the workers have reported.
 
 There is an index for each fingerprint, since equal keys mean equal pages only within it. A worker
-is followed (`prefixes.follower`) for as long as its stream lives. All that it told is forgotten
+is followed (`prefixes.follower`) for as long as its stream lives. All that it reported is forgotten
 with the stream.
 """
 
@@ -48,7 +48,7 @@ class PagesLoad(NamedTuple):
     """The present state of what is known."""
 
     behind: Mapping[str, int]
-    """Events that a worker told of and that have not come, by worker."""
+    """Events that a worker announced and that have not come, by worker."""
     keys: Mapping[tuple[str, str], int]
     """Pages that are known, by worker and tier ("pool", "host")."""
     dropped: Mapping[str, int]
@@ -105,7 +105,7 @@ class WorkerPages:
             follower.announced(link.estimate.load.page_sequence, _now_s())
 
     def received(self, link: WorkerLink, message: worker_pb2.WorkResponse) -> None:
-        """A worker told of pages."""
+        """A worker reported pages."""
         if (follower := self._followers.get(link)) is None:
             return
         if message.HasField("page_events"):

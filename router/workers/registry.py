@@ -4,7 +4,7 @@ Life of a member:
 
 1. Announced. The router opens a stream to it.
 2. Attached. It is introduced to every worker with which it may exchange pages.
-3. Lost. Its peers are told.
+3. Lost. Its peers are notified.
 
 The stream is the lease. A further announcement changes nothing while the stream lives, and
 announcements that fail to arrive end no link.
@@ -146,7 +146,7 @@ class Registry:
         self.pages.close()
 
     def attached(self, link: WorkerLink) -> None:
-        """Introduces the worker, and tells the owner."""
+        """Introduces the worker, and reports it to the owner."""
         for key in [key for key in self._stalled if key[0] == link.identity.worker_id]:
             del self._stalled[key]
         link.identity.model.path = self._folders.find(link.identity.model)
@@ -170,7 +170,7 @@ class Registry:
         self._owner.loaded(link)
 
     def role_changed(self, link: WorkerLink) -> None:
-        """Tells the owner. Its peers know it already: a flexible worker meets all of them."""
+        """Reports that to the owner. Its peers know it: a flexible worker meets all of them."""
         details = {"to": name_of(link.next_role)} if link.next_role else {}
         logger.info("role changes" if details else "role changed", extra=_describe(link) | details)
         self._owner.role_changed(link)
@@ -180,7 +180,7 @@ class Registry:
         self._owner.adapters_changed(link)
 
     def received(self, link: WorkerLink, message: worker_pb2.WorkResponse) -> None:
-        """Passes a message on: to another worker if it is for that one, to the index if it tells of
+        """Passes a message on: to another worker if it is for that one, to the index if it is about
         pages, else to the owner."""
         if message.WhichOneof("message") in ("page_events", "page_snapshot"):
             self.pages.received(link, message)
@@ -188,7 +188,7 @@ class Registry:
             self._owner.received(link, message)
 
     def lost(self, link: WorkerLink, loss: Loss, was: LinkState) -> None:
-        """Forgets the link. If it was attached, tells the owner and the peers."""
+        """Forgets the link. If it was attached, reports that to the owner and the peers."""
         self._links.pop(_key(link.identity), None)
         if loss is Loss.FROZEN and link.progress >= 0:
             self._stalled.pop(_key(link.identity), None)

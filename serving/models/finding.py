@@ -24,7 +24,7 @@ def find(model: str, progress: Progress | None = None, *, weights: bool = True) 
     Args:
         model: a folder, a GGUF file, an id of the Hugging Face hub with or without `@REVISION`, or
             `demo`.
-        progress: is told how far the fetching is.
+        progress: is called with how far the fetching is.
         weights: whether the weights are wanted.
 
     Raises:

@@ -31,7 +31,7 @@ def fetch(model_id: str, progress: Progress, *, weights: bool = True) -> str:
 
     Args:
         model_id: such as `Qwen/Qwen3-8B` or `Qwen/Qwen3-8B@REVISION`.
-        progress: is told the share of the bytes that is there.
+        progress: is called with the share of the bytes that is there.
         weights: whether the weights are wanted.
 
     Raises:

@@ -1,6 +1,6 @@
 """Makes the certificates of a cluster: an authority, and what it signs.
 
-Needs the package `cryptography`. What the names in a certificate mean is told in
+Needs the package `cryptography`. What the names in a certificate mean is described in
 `serving.net.internal_net`.
 """
 

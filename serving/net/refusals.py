@@ -2,7 +2,7 @@
 
 A peer whose certificate is valid says who it is, and the caller of `refuse` knows why it may not do
 what it wants. A peer without a valid certificate gets no further than the TLS handshake, of which
-gRPC tells only the begin. So a connection counts as refused if no call has come on it for a while.
+gRPC reports only the begin. So a connection counts as refused if no call came on it for a while.
 gRPC's own log has the reason of each where GRPC_VERBOSITY is `info`.
 """
 
@@ -104,7 +104,7 @@ class Refusals:
                 self._silent.pop(where, None)
 
     async def watch(self) -> None:
-        """Tells of handshakes after which no call came. Ends when cancelled."""
+        """Reports handshakes after which no call came. Ends when cancelled."""
         while True:
             self.look()
             await asyncio.sleep(1.0)
@@ -124,7 +124,7 @@ class Refusals:
 
 
 class Callers(grpc.aio.ServerInterceptor):
-    """Tells refusals of the callers of a server: their handshakes succeeded."""
+    """Distinguishes refusals from the callers of a server: their handshakes succeeded."""
 
     def __init__(self, refusals: Refusals) -> None:
         self._refusals = refusals

@@ -34,7 +34,7 @@ LOOK_S: Final = 1.0
 """Shortest time between two looks at the files."""
 DAY_S: Final = 86_400.0
 WARNED_S: Final = 7 * DAY_S
-"""Time before its end at which a certificate that stays is told of."""
+"""Time before its end at which a certificate that stays is logged."""
 HTTP_ALPN: Final = ("http/1.1",)
 
 
@@ -210,7 +210,7 @@ class Rotating(Generic[Made]):
             return self._made
 
     async def watch(self) -> None:
-        """Looks again and again, so that a bad replacement, or none, is told at once. Ends when
+        """Looks again and again, so that a bad replacement, or none, is logged at once. Ends when
         cancelled."""
         warned = -1
         while True:

@@ -103,7 +103,7 @@ class RouterMetrics(ProcessMetrics):
         self._workers_lost.labels(role, cause).inc()
 
     def role_asked(self, role: str, cause: str) -> None:
-        """A worker was told to take a role; `cause` is "operator" or "balance"."""
+        """A worker was asked to take a role; `cause` is "operator" or "balance"."""
         self._role_changes.labels(role, cause).inc()
 
     def rejected(self, reason: str) -> None:

@@ -1527,7 +1527,7 @@ class Usage(_message.Message):
     """Of those, spent on thinking, where the answer is parsed."""
     accepted_draft_tokens: _builtins.int
     """Of the output, tokens that were drafts first (speculative decoding), as far as
-    workers told: of a choice that the router ended, they are not known.
+    workers reported: of a choice that the router ended, they are not known.
     """
     rejected_draft_tokens: _builtins.int
     """Drafts that were not the tokens drawn. They are in no other count."""

@@ -761,7 +761,7 @@ class WorkRequest(_message.Message):
     @_builtins.property
     def pages_wanted(self) -> Global___PagesWanted:
         """From where on the router wants to hear of pages. Before the first one a
-        worker tells nothing of them.
+        worker reports nothing of them.
         """
 
     @_builtins.property
@@ -776,7 +776,7 @@ class WorkRequest(_message.Message):
 
     @_builtins.property
     def set_role(self) -> Global___SetRole:
-        """What a flexible worker shall do from now on. Load reports tell when it does."""
+        """What a flexible worker shall do from now on. Load reports say when it does."""
 
     def __init__(
         self,
@@ -1227,7 +1227,7 @@ class Submit(_message.Message):
     @_builtins.property
     def beams(self) -> Global___BeamSearch:
         """Search for the output. There are as many choices as beams; for PREFILL one.
-        All their tokens and ends are told when the search is over, best first, and
+        All their tokens and ends are sent when the search is over, best first, and
         no first token before. PREFILL sends the candidates of the first token with
         the last notification. Unset: no search.
         """

@@ -2,7 +2,7 @@
 
 A page has the inputs of the convolution, a half of each block of channels as K and the other as V.
 The reference is for all devices, as `sdpa` is; on the fast path a kernel convolves
-(`engine.cuda.kv.short_conv`), which is told of the step here.
+(`engine.cuda.kv.short_conv`), which gets the step here.
 """
 
 from __future__ import annotations

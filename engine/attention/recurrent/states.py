@@ -9,7 +9,7 @@ The host hears of it and fails the request. The row computes with zeros meanwhil
 pages that others get.
 
 The reference for other devices, as `sdpa` is. Kernels (`engine.cuda.states`) do the same in rows
-that `prepare` tells them of.
+that `prepare` gives them.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def _route(
     left = score
     if has_bias:
         left += tl.load(bias + at, mask=inside, other=0.0)
-    # What is no number, or minus infinity, is chosen last, and once. Its weight tells of it.
+    # What is no number, or minus infinity, is chosen last, and once. Its weight shows it.
     left = tl.where(inside, tl.where(left >= -3e38, left, -3e38), float("-inf"))
     place = tl.arange(0, places)
     found = tl.zeros((places,), tl.int32)

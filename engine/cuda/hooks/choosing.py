@@ -106,7 +106,7 @@ class ChosenAttention:
         self._beyond = torch.zeros(1, dtype=torch.int32, device=site.pool.device)
 
     def note_beyond(self) -> None:
-        """The forward pass is queued. Its places beyond what rows have are told at its end."""
+        """The forward pass is queued. Its places beyond what rows have are reported at its end."""
         self._hooks.note_beyond(self._beyond)
 
     def begin(self, rows: DecodeRows, *, differ: bool) -> None:

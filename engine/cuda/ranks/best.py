@@ -1,6 +1,6 @@
 """The best token of each row, where ranks have parts of the vocabulary, as `engine.model.best`.
 
-Each rank tells all others three float32 a row: the best logit of its part, that token's id, which
+Each rank sends all others three float32 a row: the best logit of its part, that token's id, which
 float32 holds exactly, and whether the part is finite.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.cuda.kernels import best_of_blocks, launch
 
 BEST_NUMBERS: Final = 3
-"""Numbers a row that a rank tells."""
+"""Numbers a row that a rank sends."""
 
 
 @triton.jit(do_not_specialize=["first_id", "num_blocks"])
@@ -50,7 +50,7 @@ def _choose(bests, slots, token_table, drawn, rows, ranks: tl.constexpr, block: 
 
 
 def best_of_part(logits: Tensor, first_id: int) -> Tensor:
-    """What a rank tells of its part of the rows.
+    """What a rank sends of its part of the rows.
 
     Args:
         logits: [S, P], contiguous.

@@ -85,11 +85,11 @@ class CudaCollective(GroupCollective):
 
     def _most(self, own: int) -> int:
         """The largest of all ranks' numbers. Waits for the device."""
-        told = torch.full((1,), own, dtype=torch.int32, device=self._device)
+        common = torch.full((1,), own, dtype=torch.int32, device=self._device)
         options = at_once(_dist.AllreduceOptions())
         options.reduceOp = _dist.ReduceOp.MAX
-        wait(self._group.allreduce([told], options))
-        return int(told.item())
+        wait(self._group.allreduce([common], options))
+        return int(common.item())
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `Collective`."""

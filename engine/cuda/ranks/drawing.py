@@ -2,9 +2,9 @@
 
 One of several ranks has a part of each row of logits.
 
-- Greedy rows: each rank tells all others the best token of its part. So all know the same tokens,
-  and nobody has to tell them.
-- Other rows: rank 0 gathers whole rows, draws, and tells the tokens.
+- Greedy rows: each rank sends all others the best token of its part. So all know the same tokens,
+  and nobody has to send them.
+- Other rows: rank 0 gathers whole rows, draws, and sends the tokens.
 - A step that draws nothing ends in a barrier.
 
 So when a step has ended on one rank, all ranks have stored its KV: each of these waits for what
@@ -67,7 +67,7 @@ class Draw(NamedTuple):
     """Whether several ranks gather whole rows (`StepPlan.whole_logits`)."""
     scores: list[HostScores]
     failures: Failures | None = None
-    """Tells which hooks have failed, once the data is there."""
+    """Returns which hooks have failed, once the data is there."""
     verified: Verified | None = None
     """None: no step verifies drafts."""
     pooled: Tensor | None = None
@@ -209,7 +209,7 @@ class LeaderSampling(SingleRankSampling):
         self._part = part
 
     def draw(self, draw: Draw, masks: Masks | None = None) -> Read:
-        """See `Drawing`. It tells how long the ranks have waited for each other, too."""
+        """See `Drawing`. It reports how long the ranks have waited for each other, too."""
         read, ranks = super().draw(draw, masks), self._part.ranks
         if (waits := ranks.waits()) is None:
             return read

@@ -1,6 +1,6 @@
 """Kernels over memory that the GPUs of all ranks can read and write. No multicast.
 
-Each rank has a buffer of two halves, and a pad of signals. A table of addresses tells where those
+Each rank has a buffer of two halves, and a pad of signals. A table of addresses says where those
 of all ranks are. A call is a launch on each rank:
 
 1. A program copies its rows into the rank's own buffer.
@@ -66,8 +66,9 @@ def _now(program):
 
 @triton.jit
 def _meet(pads, program, rank, number, ranks: tl.constexpr):
-    """Tells program `program` of all ranks that this rank's has come, and waits for theirs. What a
-    rank wrote before it came can be read afterwards. Thread T tells rank T, and waits for it."""
+    """Signals to program `program` of all ranks that this rank's has come, and waits for theirs.
+    What a rank wrote before it came can be read afterwards. Thread T signals to rank T, and waits
+    for it."""
     pad = tl.load(pads + rank)
     waited = (pad + (tl.num_programs(0) * ranks).to(tl.int64) * 8).to(tl.pointer_type(tl.int64))
     waited_ns = tl.load(waited)  # Here, because it comes while the program waits.

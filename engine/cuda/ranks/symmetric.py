@@ -113,7 +113,7 @@ def _attempted(do: Callable[[], Any]) -> tuple[Any, str]:
 def _prepared(meetings: int, ranks: int, device: torch.device) -> Tensor:
     """This rank's memory: its pad, which is all 0, and the two halves of its buffer.
 
-    Torch names what ranks tell each other by the number of meetings that a process has had. Rank
+    Torch names what ranks send each other by the number of meetings that a process has had. Rank
     0's process may have had some with other ranks before. A rank that has had fewer makes up for
     them by itself.
     """

@@ -1,6 +1,6 @@
 """Where kernels find what a layer with a state reads and keeps.
 
-Both recurrences are told of in the words of attention. The gated delta rule has q, k and v; of
+Both recurrences are described in the words of attention. The gated delta rule has q, k and v; of
 Mamba-2, C is q, B is k, and x is v. A unit has one q, one k and R heads of values, which are
 channels of its convolution.
 

@@ -1,7 +1,7 @@
 """Where adapters add: the products of a model whose rows may have one.
 
 A product asks its `Addition` after it has multiplied. Which rows of a step have which adapter is
-told before the step, for all products at once. On a GPU nothing runs these yet.
+given before the step, for all products at once. On a GPU nothing runs these yet.
 
 Shapes: T tokens of a step, K inputs and N outputs of a product, R a rank.
 """

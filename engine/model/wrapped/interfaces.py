@@ -157,7 +157,7 @@ def _experts_recorded(_module: Any, hidden: Tensor, *_: Any) -> Tensor:
 
 
 def register() -> None:
-    """Tells transformers the names."""
+    """Registers the names with transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 

@@ -1,4 +1,4 @@
-"""What a worker and the child process of a store tell each other: JSON, a message at a time."""
+"""What a worker and the child process of a store send each other: JSON, a message at a time."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ is waited for; if it fails the worker does not start. Later ones happen beside t
 store misses meanwhile.
 
 Questions come from the step loop and never block it. When a child is gone, all its questions have
-failed. That is told only after its process has ended, by its pidfd, because until then it may
+failed. That is reported only after its process has ended, by its pidfd, because until then it may
 still write into host slots. A child that answers nothing for 10 s is killed.
 
 The kernel kills a child when the thread that started it ends (`engine.parent`). So when a worker
@@ -70,7 +70,7 @@ class StoreProcess:
     """One store. `ask` and `name` are for the step loop; everything else has its own threads.
 
     Args:
-        opening: what the child is told.
+        opening: what the child is sent.
         done: gets each job once it is answered or has failed. Then `wake` is called, on another
             thread.
         stuck_s: see the module.
@@ -280,7 +280,7 @@ class StoreProcess:
 
     def _send(self) -> None:
         while (item := self._to_send.get()) is not None:
-            with suppress(OSError, ValueError):  # The child is gone: `_bury` tells its jobs.
+            with suppress(OSError, ValueError):  # The child is gone: `_bury` ends its jobs.
                 send(*item)
 
 

@@ -245,7 +245,7 @@ class Connection(asyncio.Protocol):
         self._greet(encrypted)
 
     def _greet(self, opened: asyncio.Transport) -> None:
-        """Tells uvicorn of the connection."""
+        """Hands the connection to uvicorn."""
         self._greeted = True
         self.inner.connection_made(cast("asyncio.Transport", _Socket(opened, self)))
         if self._unread:  # The client's first words came right behind its handshake.

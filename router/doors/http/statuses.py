@@ -1,6 +1,6 @@
 """Errors in the form of this HTTP API.
 
-The statuses and reasons are those of the gRPC API, in another spelling. The headers tell clients
+The statuses and reasons are those of the gRPC API, in another spelling. The headers say to clients
 whether a retry can help, and when.
 """
 

@@ -41,7 +41,7 @@ class _Schemas(GenerateJsonSchema):
     """Marks fields that are known and refused."""
 
     def handle_invalid_for_json_schema(self, schema: CoreSchema, error_info: str) -> JSON:
-        """Called for a validator that tells no type, as `Unless` does."""
+        """Called for a validator that names no type, as `Unless` does."""
         return {_UNSUPPORTED: True}
 
 
