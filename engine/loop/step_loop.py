@@ -378,8 +378,12 @@ class StepLoop:
         return now_ns - int(1e9 * since_s[0]), now_ns - int(1e9 * since_s[1])
 
     def _idle_s(self, flight: _Flight) -> float:
-        """How long the device waited behind a step for the one that was launched next, seconds."""
-        return self._flights[0].launched_s - flight.ended_s if self._flights else 0.0
+        """How long the device waited behind a step for the one that was launched next, seconds. One
+        with prompts may have no graph: then the device computes while the host launches it, for
+        longer than a decode step takes, and nothing is learnt from that."""
+        if not self._flights or not self._flights[0].plan.only_decodes:
+            return 0.0
+        return self._flights[0].launched_s - flight.ended_s
 
     def _hand_over(self) -> None:
         """Sends the queued events. After the last chunk of a prompt this thread sleeps for a

@@ -211,6 +211,25 @@ def long_steps() -> int:
     return sum(step_s > 1.5 * STEP_S for step_s in steps_s)
 
 
+def test_a_launch_that_takes_long_is_no_reason_to_launch_early() -> None:
+    """The device begins a step with a prompt while the host still launches it. A busy machine may
+    be late at other launches, too."""
+    assert any(lead_beside_prompts() < 0.3 * STEP_S for _ in range(TRIES))
+
+
+def lead_beside_prompts() -> float:
+    """The lead of a loop in whose steps twelve prompts came."""
+    loop, executor = running_loop(SlowLaunch())
+    submit(loop, 0, output=200)
+    for number in range(1, 13):
+        steps = len(executor.plans) + 3
+        wait_until(lambda steps=steps: len(executor.plans) > steps)
+        submit(loop, number, output=1, prompt=100)
+    wait_until(lambda: len(executor.plans) > steps + 6)
+    loop.stop()
+    return loop._pacer.lead_s
+
+
 def test_who_arrives_during_a_step_is_in_the_next_one() -> None:
     """Launched at once instead, the next step would leave without them, and most would say 1. So
     they do where the machine is late at every launch, which it is not every time."""
