@@ -1,0 +1,99 @@
+{{- define "baton.labels" -}}
+app.kubernetes.io/name: baton
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "baton.image" -}}
+{{- $root := index . 0 -}}{{- $image := index . 1 -}}
+{{- if $root.Values.image.tag }}{{ $image }}:{{ $root.Values.image.tag }}{{ else }}{{ $image }}{{ end -}}
+{{- end }}
+
+{{/* What a pool is called in the cluster. Its pods, and so its workers, add a number. */}}
+{{- define "baton.pool" -}}
+{{ (index . 0).Release.Name }}-{{ (index . 1).name }}
+{{- end }}
+
+{{/* Seconds until a pod is killed: the pause of preStop, the drain, and what stopping takes. */}}
+{{- define "baton.grace" -}}
+{{ add 5 (int .) 20 }}
+{{- end }}
+
+{{- define "baton.security" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]{{ if . }}, add: [IPC_LOCK]{{ end }}}
+{{- end }}
+
+{{- define "baton.pod-security" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{- define "baton.env" -}}
+- name: BATON_NAME
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+- {name: BATON_ADMIN, value: "0.0.0.0:9090"}
+- {name: BATON_LOG_FORMAT, value: json}
+{{- with .Values.traces }}
+- {name: BATON_OTLP_ENDPOINT, value: {{ . | quote }}}
+{{- end }}
+{{- if .Values.tls.enabled }}
+- {name: BATON_TLS_DIR, value: /certs}
+{{- else }}
+- {name: BATON_INSECURE, value: "true"}
+{{- end }}
+{{- end }}
+
+{{/* A probe: the process, or a service of it. */}}
+{{- define "baton.probe" -}}
+{{- $root := index . 0 -}}{{- $port := index . 1 -}}{{- $service := index . 2 -}}{{- $shows := index . 3 -}}
+exec:
+  command:
+    - python
+    - -m
+    - console.health
+    - {{ if $root.Values.tls.enabled }}grpcs{{ else }}grpc{{ end }}://127.0.0.1:{{ $port }}
+    {{- if $root.Values.tls.enabled }}
+    - --tls-ca=/certs/ca.crt
+    - --tls-name=localhost
+    {{- if $shows }}
+    - --tls-cert=/certs/tls.crt
+    - --tls-key=/certs/tls.key
+    {{- end }}
+    {{- end }}
+    {{- with $service }}
+    - --service={{ . }}
+    {{- end }}
+timeoutSeconds: 5
+{{- end }}
+
+{{- define "baton.volumes" -}}
+{{- $root := index . 0 -}}{{- $holder := index . 1 -}}
+- name: tmp
+  emptyDir: {}
+- name: cache
+  persistentVolumeClaim: {claimName: {{ $root.Values.cache.claim | default (printf "%s-cache" $root.Release.Name) }}}
+{{- with $root.Values.models.claim }}
+- name: models
+  persistentVolumeClaim: {claimName: {{ . }}, readOnly: true}
+{{- end }}
+{{- if $root.Values.tls.enabled }}
+- name: certs
+  secret: {secretName: {{ $holder }}-tls, defaultMode: 0440}
+{{- end }}
+{{- end }}
+
+{{- define "baton.mounts" -}}
+- {name: tmp, mountPath: /tmp}
+- {name: cache, mountPath: /var/cache/baton}
+{{- if .Values.models.claim }}
+- {name: models, mountPath: /models, readOnly: true}
+{{- end }}
+{{- if .Values.tls.enabled }}
+- {name: certs, mountPath: /certs, readOnly: true}
+{{- end }}
+{{- end }}

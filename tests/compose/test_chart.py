@@ -1,0 +1,109 @@
+"""The chart: what helm and Kubernetes' schemas say of it, what it refuses, and its pods, as
+processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+from chart_kit import CHART, RELEASE, VALUES, Cluster, manifests, pods, run_helm
+from tiny_models import write_tiny_model
+
+from baton.client.clients import Client
+from router.settings import RouterSettings
+from serving.settings import resolve
+from worker.settings import WorkerSettings
+
+pytestmark = [pytest.mark.clients, pytest.mark.timeout(300)]
+KUBERNETES = "1.35"
+OTHERS = {"Certificate", "Issuer", "PodMonitor"}
+"""Kinds whose schemas are not at hand."""
+POOLS = "--set-json=pools="
+ONE = '[{"name": "all", "role": "both", "replicas": 1}]'
+
+
+@pytest.mark.parametrize("values", VALUES, ids=lambda path: path.stem)
+def test_helm_and_kubernetes_take_every_values_file(
+    values: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = run_helm("lint", "--strict", CHART, "--values", values)
+    assert done.returncode == 0, done.stdout
+    made = manifests(values)
+    for one in made:
+        if one["kind"] not in OTHERS:
+            kubernetes_validate.validate(one, KUBERNETES, strict=True)
+    names = [(one["kind"], one["metadata"]["name"]) for one in made]
+    assert len(names) == len(set(names))
+    for name, pod in pods(made):
+        with monkeypatch.context() as patch:
+            _check_pod(name, pod, patch)
+
+
+def _check_pod(name: str, pod: dict[str, Any], patch: pytest.MonkeyPatch) -> None:
+    """Its settings exist, and it is killed after its drain and not sooner."""
+    (container,) = pod["containers"]
+    given = {one["name"]: str(one.get("value", name)) for one in container["env"]}
+    for key, value in given.items():
+        patch.setenv(key, value.replace("$(POD_IP)", "10.0.0.1"))
+    if container["name"] == "router":
+        settings, sources, _ = resolve(RouterSettings, "router", {})
+    else:
+        settings, sources, _ = resolve(WorkerSettings, "worker", {})
+    assert set(given) - {"POD_IP"} <= set(sources.values())
+    pause = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert pod["terminationGracePeriodSeconds"] >= settings.drain_s + pause + 15
+    secure = container["securityContext"]
+    assert secure["readOnlyRootFilesystem"]
+    assert not secure["allowPrivilegeEscalation"]
+    assert pod["securityContext"]["runAsNonRoot"]
+
+
+@pytest.mark.parametrize(
+    ("set_", "message"),
+    [
+        (["--set=model="], "at '/model': minLength"),
+        ([POOLS + "[]"], "at '/pools': minItems"),
+        ([POOLS + '[{"name": "a", "role": "decode", "replicas": 1}]'], "nobody could answer"),
+        ([POOLS + '[{"name": "a", "role": "other", "replicas": 1}]'], "at '/pools/0/role'"),
+        (
+            [POOLS + '[{"name": "router", "role": "both", "replicas": 1}]'],
+            "cannot be called router",
+        ),
+        ([POOLS + ONE[:-1] + ", " + ONE[1:]], "two pools are called all"),
+        ([POOLS + '[{"name": "a", "role": "both", "replicas": 0}]'], "at '/pools/0/replicas'"),
+        (["--set=pools[0].env.BATON_LISTEN=x:1"], "invalid propertyName 'BATON_LISTEN'"),
+        (["--set=pools[0].grace=3"], "additional properties 'grace' not allowed"),
+        (["--set=router.drainSeconds=-1"], "at '/router/drainSeconds'"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(set_: list[str], message: str) -> None:
+    good = ["--set=model=demo", POOLS + ONE]
+    done = run_helm("template", RELEASE, CHART, *good)
+    assert done.returncode == 0, done.stderr
+    bad = run_helm("template", RELEASE, CHART, *good, *set_)
+    assert bad.returncode != 0
+    assert message in bad.stderr
+
+
+def test_pods_answer_over_a_hand_off_and_stop_within_their_grace(tmp_path: Path) -> None:
+    """On addresses of their own, with the certificates that cert-manager would make."""
+    values = next(path for path in VALUES if path.stem == "laptop-cpu")
+    cluster = Cluster(tmp_path / "cluster", manifests(values))
+    write_tiny_model(tmp_path / "cluster" / "models" / "tiny")
+    small = {"BATON_MODEL": "/models/tiny", "BATON_KV_MEMORY_GIB": "0.02", "BATON_DRAIN_S": "5"}
+    try:
+        router = cluster.up(f"{RELEASE}-router")
+        workers = [cluster.up(f"{RELEASE}-{role}", **small) for role in ("prefill", "decode")]
+        for pod in (*workers, router):
+            pod.wait_healthy()
+        address = f"grpcs://{cluster.addresses[f'{RELEASE}-router']}:50051"
+        ca = str(tmp_path / "cluster" / f"{RELEASE}-router-0" / "certs" / "ca.crt")
+        with Client(address, tls_ca=ca, tls_name=f"{RELEASE}-router") as client:
+            answer = client.generate("Hello", max_tokens=20, ignore_eos=True)
+        assert answer.usage.output_tokens == 20
+        for pod in (*workers, router):
+            assert pod.stop()[0] == 0, pod.log
+    finally:
+        cluster.down()
