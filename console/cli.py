@@ -24,6 +24,8 @@ from baton.errors import (
 )
 from baton.version import __version__
 from console import tls_hint, vllm_flags
+from console.adapters import command as adapters
+from console.adapters.command import AdapterCommandError
 from console.batching import command as batching
 from console.commands import (
     ask,
@@ -109,6 +111,7 @@ def explain(error: Exception) -> tuple[str, int] | None:
             | TraceError()
             | TopError()
             | RoleError()
+            | AdapterCommandError()
             | BenchError()
             | BatchError()
             | TlsError()
@@ -249,6 +252,7 @@ _PANELS: Final[Mapping[str, Mapping[str, Callable[..., None]]]] = {
         "doctor": doctor.doctor,
         "plan": planning.plan,
         "role": roles.role,
+        "adapters": adapters.adapters,
     },
 }
 for _panel, _commands in _PANELS.items():

@@ -155,6 +155,7 @@ class RouterServer:
     def _admin_server(self) -> AdminServer:
         roles = Roles(lambda: self.registry.members, self.metrics)
         routes = [discovery_route(lambda: self.registry.members), roles.route()]
+        routes += self.registry.adapters.routes()
         if self._traces is not None:
             routes += trace_routes(self._traces)
         return AdminServer(

@@ -93,6 +93,7 @@ FLOORS = (
     ("local",),
     (
         "console",
+        "console.adapters",
         "console.batching",
         "console.commands",
         "console.doctor",

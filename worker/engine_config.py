@@ -26,6 +26,7 @@ done in half the time."""
 def engine_config(settings: WorkerSettings) -> EngineConfig:
     """Makes the engine's configuration."""
     limits = prompt_limits(settings, settings.role)
+    wants = bool(settings.adapters or settings.adapters_dir)
     own = {
         "name": settings.served_name,
         "page_size": settings.debug.page_size_tokens,
@@ -33,7 +34,7 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
         "kv_host_bytes": settings.kv_host_bytes,
         "kv_stores": settings.kv_store,
         "hooks": settings.hook,
-        "max_adapters": settings.debug.max_adapters if settings.adapters else 0,
+        "max_adapters": settings.debug.max_adapters if wants else 0,
         "adapters_host_bytes": int(settings.debug.adapters_host_gib * (1 << 30)),
         "max_step_tokens": _step_tokens(settings),
         "decodes": settings.flexible or settings.role is not Role.PREFILL,

@@ -56,7 +56,7 @@ from worker.router_addresses import RouterAddresses
 from worker.settings import Role, WorkerSettings
 from worker.stream import Services, WorkerServicer
 from worker.watchdog import Watchdog, device_lost
-from worker_base.adapters import adapters_message
+from worker_base.adapters import AdapterService
 from worker_base.legs import WorkerLeg
 from worker_base.messages import endpoint_message, model_message
 from worker_base.outbox import LoopInbox
@@ -121,7 +121,11 @@ class Worker:
             self.report,
             self._net,
             self.role,
-            partial(adapters_message, engine.adapters),
+            AdapterService(
+                engine.adapters,
+                settings.adapters_dir,
+                lambda said: self.servicer.send_to_routers(said),
+            ),
         )
         self.admin = AdminServer(
             settings.admin,

@@ -256,6 +256,9 @@ class WorkerSettings(BaseModel):
     """Lists adapters (LoRA) that are loaded at the start, with commas between: NAME=FOLDER, each a
     folder in peft's format. Requests choose one by its name in place of the model's. Load them on
     prefill and decode workers alike. On CPUs for now."""
+    adapters_dir: str = ""
+    """Names a folder. Operators may load adapters from below it while the worker runs (`baton
+    adapters`). Empty: from nowhere."""
     speculation: str = _ENGINE.speculation
     """Chooses what guesses tokens, several of which one step then verifies: `suffix` looks for the
     newest tokens earlier in the same sequence, and needs no weights. A folder has an EAGLE-3 head

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from prefill_service.service import PrefillService
     from worker.peers import PeerPaths
     from worker.quiesce import QuiesceRelay
+    from worker_base.adapters import AdapterService
     from worker_base.page_reports import PageReports
     from worker_base.roles import CurrentRole
 
@@ -116,10 +117,6 @@ class Services:
             service.fail_all(reason)
 
 
-def _none() -> worker_pb2.WorkResponse | None:
-    return None
-
-
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """`WorkerService`. Belongs to the event loop."""
 
@@ -130,9 +127,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         make_report: Callable[[], Report],
         net: InternalNet | None = None,
         role: CurrentRole | None = None,
-        adapters: Callable[[], worker_pb2.WorkResponse | None] = _none,
+        adapters: AdapterService | None = None,
     ) -> None:
-        """`adapters` says what a router that attaches hears of them; None: nothing."""
         self.draining = False
         """Set by the owner: new work is refused."""
         self._identity = identity
@@ -161,7 +157,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         keeps_peers = protocol is not None and protocol >= KEEPS_PEERS
         outbox = Outbox(on_overflow=overflowed.set, keeps_peers=keeps_peers)
         self._outboxes.add(outbox)
-        if (adapters := self._adapters()) is not None:
+        if self._adapters is not None and (adapters := self._adapters.message()) is not None:
             outbox.send(adapters)
         outbox.report(self._make_report().load, lambda _: True)
         tasks: list[asyncio.Task[object]] = [
@@ -272,6 +268,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 services.fetching.refused(request.fetch_refused)
             case "pages_wanted":
                 services.pages.wanted(request.pages_wanted, outbox)
+            case "load_adapter" if self._adapters is not None:
+                self._adapters.load(request.load_adapter, outbox)
+            case "unload_adapter" if self._adapters is not None:
+                self._adapters.unload(request.unload_adapter, outbox)
             case "set_role" if self._role is not None:
                 self._role.set(request.set_role.role)
             case _:

@@ -108,6 +108,7 @@ class WorkerLink:
         """
         self.adapters: Mapping[str, bytes] = {}
         """Digests of its adapters by name."""
+        self.takes_adapters = False
         self.identity = identity
         self.worker_id = identity.worker_id
         """Its stable name. The registry changes it if another worker of that name is attached."""
@@ -347,6 +348,7 @@ class WorkerLink:
     def _take_adapters(self, told: worker_pb2.Adapters) -> None:
         """Takes the adapters that requests may name. The first word of them comes before the link
         is attached."""
+        self.takes_adapters = True
         self.adapters = {each.name: each.digest for each in told.adapters}
         self._take_role(self.identity.role, self.next_role)  # It makes the kind.
         if self.state is LinkState.ATTACHED:

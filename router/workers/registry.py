@@ -29,6 +29,7 @@ from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from router.workers.between import Between, can_fetch
 from router.workers.holdings import WorkerPages
 from router.workers.link import LinkOwner, LinkState, Loss, WorkerLink, name_of
+from router.workers.live_adapters import LiveAdapters
 from router.workers.model_folders import AnyFolder, ModelFolders
 from serving.net.internal_net import ClearNet, InternalNet, agent_name
 from serving.net.refusals import Cause
@@ -85,6 +86,7 @@ class Registry:
         self.net = net or ClearNet()
         self._folders = folders or AnyFolder()
         self.pages = WorkerPages()
+        self.adapters = LiveAdapters(lambda: self.members)
         self._links: dict[Key, WorkerLink] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._stalled: dict[Key, int] = {}
@@ -163,6 +165,7 @@ class Registry:
                 _introduce(link, other)
         self.pages.attached(link)
         self._owner.attached(link)
+        self.adapters.attached(link)
 
     def loaded(self, link: WorkerLink) -> None:
         """Passes a load report on to the owner."""
@@ -184,6 +187,8 @@ class Registry:
         pages, else to the owner."""
         if message.WhichOneof("message") in ("page_events", "page_snapshot"):
             self.pages.received(link, message)
+        elif message.WhichOneof("message") == "adapter_done":
+            self.adapters.answered(link, message.adapter_done)
         elif not self._between.passed_on(link, message):
             self._owner.received(link, message)
 

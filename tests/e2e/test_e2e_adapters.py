@@ -4,6 +4,7 @@ one, through kills of either side, over gRPC and HTTP."""
 from __future__ import annotations
 
 import json
+import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,6 +14,7 @@ from cluster import make_cluster
 from references import references
 from streams import prompt_of
 from tiny_models import write_tiny_model
+from waiting import wait_until
 
 from baton.errors import NotFoundError
 
@@ -117,6 +119,61 @@ def test_streams_go_on_equally_after_kills(model, folders, tmp_path) -> None:
                 cluster.start(worker)
                 cluster.wait_ready()
                 cluster.wait_attached(worker)
+        cluster.check_baseline()
+    finally:
+        cluster.stop()
+
+
+TOKEN = "secret"
+
+
+def command(cluster, path: str, body: dict, token: str = TOKEN) -> tuple[int, str]:
+    url = f"http://{cluster.admin_addresses[cluster.routers[0]]}{path}"
+    asked = urllib.request.Request(
+        url, json.dumps(body).encode(), {"authorization": f"Bearer {token}"}
+    )
+    try:
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def test_loaded_and_unloaded_while_they_run(model, folders, tmp_path) -> None:
+    """Also by a worker that is started again, and in place of another content."""
+    folder = folders["law"].parent
+    cluster = make_cluster(
+        model, tmp_path, local_prefill="never", adapters_dir=str(folder), operator_token=TOKEN
+    )
+    load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+    try:
+        cluster.start_all()
+        with cluster.client(retries=True) as client:
+            with pytest.raises(NotFoundError):
+                client.generate("x", model="new", max_tokens=1)
+            assert command(cluster, load, {"lora_name": "new"}, "wrong")[0] == 403
+            refused = command(cluster, load, {"lora_name": "new", "lora_path": "../x"})
+            assert refused[0] == 400
+            assert "lies outside of adapters_dir" in refused[1]
+            assert command(cluster, load, {"lora_name": "new"})[0] == 400
+            done = command(cluster, load, {"lora_name": "new", "lora_path": "law"})
+            assert done == (200, "Success: LoRA adapter 'new' added successfully.")
+            check(client, {"new": answers(model, folders["law"])}, 17, 60)
+            cluster.kill("decode-0")
+            cluster.start("decode-0")
+            cluster.wait_ready()
+            cluster.wait_attached("decode-0")
+            wait_until(lambda: "new" in [one.name for one in client.models()], 30)
+            check(client, {"new": answers(model, folders["law"])}, 17)
+            other = {"lora_name": "new", "lora_path": "poems"}
+            assert "taken by another adapter" in command(cluster, load, other)[1]
+            assert command(cluster, load, other | {"load_inplace": True})[0] == 200
+            check(client, {"new": answers(model, folders["poems"])}, 17)
+            assert command(cluster, unload, {"lora_name": "new"})[0] == 200
+            assert command(cluster, unload, {"lora_name": "new"})[0] == 404
+            with pytest.raises(NotFoundError):
+                client.generate("x", model="new", max_tokens=1)
         cluster.check_baseline()
     finally:
         cluster.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from scripted_worker import BOTH, DECODE, Cluster, ScriptedWorker, error_of, job
 from baton.worker.v1 import worker_pb2
 from prefixes.keys import prompt_short_keys
 from router.errors import RouterError
+from router.workers.live_adapters import AdapterRefusedError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -127,3 +129,70 @@ async def test_keys_name_the_adapter() -> None:
     ids = np.arange(64, dtype=np.uint32)
     keys = {bytes(prompt_short_keys(ids, 16, "float32", b"", each)) for each in (b"", ONE, TWO)}
     assert len(keys) == 3
+
+
+async def does(worker: ScriptedWorker, kind: str, digest: bytes = b"", error: str = "") -> str:
+    """The worker does what it is asked, or says why not. Returns the adapter's name."""
+    asked = await worker.heard(kind)
+    if not error:
+        named = [worker_pb2.Adapter(name=asked.name, digest=digest)] if digest else []
+        worker.say(adapters=worker_pb2.Adapters(adapters=named))
+    done = worker_pb2.AdapterDone(call_id=asked.call_id, digest=digest, error=error)
+    worker.say(adapter_done=done)
+    return str(asked.name)
+
+
+async def pair_with_adapters(cluster: Cluster) -> tuple[ScriptedWorker, ScriptedWorker]:
+    workers = await cluster.pair()
+    for worker in workers:
+        worker.say(adapters=worker_pb2.Adapters())
+        await until(lambda: cluster.link(worker).takes_adapters)
+    return workers
+
+
+async def test_a_load_is_done_when_all_have_it_and_later_workers_get_it(cluster: Cluster) -> None:
+    workers = await pair_with_adapters(cluster)
+    live = cluster.registry.adapters
+    load = asyncio.create_task(live.load("law", "v1"))
+    assert [await does(worker, "load_adapter", ONE) for worker in workers] == ["law", "law"]
+    assert await load == ONE
+    assert called(cluster) == ["tiny", "law"]
+    later = await cluster.add("d1", DECODE)
+    assert (await later.heard("load_adapter")).path == "v1"
+    unload = asyncio.create_task(live.unload("law"))
+    for worker in workers:
+        await does(worker, "unload_adapter")
+    await unload
+    assert called(cluster) == ["tiny"]
+    with pytest.raises(AdapterRefusedError, match="cannot be found"):
+        await live.unload("law")
+    last = await cluster.add("d2", DECODE)
+    await cluster.caught_up(last)
+    assert last.count("load_adapter") == 0
+
+
+@pytest.mark.parametrize(
+    ("digest", "error", "told"),
+    [(TWO, "", "different contents"), (b"", "r 128 is above", "d0: r 128 is above")],
+)
+async def test_a_load_that_one_cannot_do_is_undone(
+    digest: bytes, error: str, told: str, cluster: Cluster
+) -> None:
+    prefill, decode = await pair_with_adapters(cluster)
+    load = asyncio.create_task(cluster.registry.adapters.load("law", "v1"))
+    await does(prefill, "load_adapter", ONE)
+    await does(decode, "load_adapter", digest, error)
+    for worker in (prefill, decode) if digest else (prefill,):
+        assert await does(worker, "unload_adapter") == "law"
+    with pytest.raises(AdapterRefusedError, match=told):
+        await load
+    assert called(cluster) == ["tiny"]
+
+
+async def test_what_no_command_may_do(cluster: Cluster) -> None:
+    live = cluster.registry.adapters
+    with pytest.raises(AdapterRefusedError, match="takes adapters: none"):
+        await live.load("law", "v1")
+    await pair_with_adapters(cluster)
+    with pytest.raises(AdapterRefusedError, match="is the name of a model"):
+        await live.load("tiny", "v1")

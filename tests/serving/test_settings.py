@@ -23,7 +23,7 @@ from serving.settings import (
 from worker.engine_config import engine_config
 from worker.settings import Role, WorkerSettings
 
-MOST_SETTINGS = 35
+MOST_SETTINGS = 37
 """Of a process, outside of `debug`. More than one reads nobody reads."""
 
 

@@ -718,6 +718,8 @@ class WorkRequest(_message.Message):
     FETCH_FIELD_NUMBER: _builtins.int
     FETCH_REFUSED_FIELD_NUMBER: _builtins.int
     SET_ROLE_FIELD_NUMBER: _builtins.int
+    LOAD_ADAPTER_FIELD_NUMBER: _builtins.int
+    UNLOAD_ADAPTER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def attach(self) -> Global___Attach:
         """First message of the stream."""
@@ -778,6 +780,14 @@ class WorkRequest(_message.Message):
     def set_role(self) -> Global___SetRole:
         """What a flexible worker shall do from now on. Load reports say when it does."""
 
+    @_builtins.property
+    def load_adapter(self) -> Global___LoadAdapter:
+        """Loads an adapter; answered by adapter_done."""
+
+    @_builtins.property
+    def unload_adapter(self) -> Global___UnloadAdapter:
+        """Forgets the name of an adapter; answered by adapter_done."""
+
     def __init__(
         self,
         *,
@@ -794,16 +804,80 @@ class WorkRequest(_message.Message):
         fetch: Global___Fetch | None = ...,
         fetch_refused: Global___FetchRefused | None = ...,
         set_role: Global___SetRole | None = ...,
+        load_adapter: Global___LoadAdapter | None = ...,
+        unload_adapter: Global___UnloadAdapter | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "attach", b"attach", "cancel", b"cancel", "fetch", b"fetch", "fetch_refused", b"fetch_refused", "grant", b"grant", "meet", b"meet", "message", b"message", "pages_wanted", b"pages_wanted", "part", b"part", "quiesce", b"quiesce", "quiesced", b"quiesced", "set_role", b"set_role", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "attach", b"attach", "cancel", b"cancel", "fetch", b"fetch", "fetch_refused", b"fetch_refused", "grant", b"grant", "load_adapter", b"load_adapter", "meet", b"meet", "message", b"message", "pages_wanted", b"pages_wanted", "part", b"part", "quiesce", b"quiesce", "quiesced", b"quiesced", "set_role", b"set_role", "submit", b"submit", "unload_adapter", b"unload_adapter"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "attach", b"attach", "cancel", b"cancel", "fetch", b"fetch", "fetch_refused", b"fetch_refused", "grant", b"grant", "meet", b"meet", "message", b"message", "pages_wanted", b"pages_wanted", "part", b"part", "quiesce", b"quiesce", "quiesced", b"quiesced", "set_role", b"set_role", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "attach", b"attach", "cancel", b"cancel", "fetch", b"fetch", "fetch_refused", b"fetch_refused", "grant", b"grant", "load_adapter", b"load_adapter", "meet", b"meet", "message", b"message", "pages_wanted", b"pages_wanted", "part", b"part", "quiesce", b"quiesce", "quiesced", b"quiesced", "set_role", b"set_role", "submit", b"submit", "unload_adapter", b"unload_adapter"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attach", "meet", "submit", "grant", "cancel", "abort", "part", "quiesce", "quiesced", "pages_wanted", "fetch", "fetch_refused", "set_role"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attach", "meet", "submit", "grant", "cancel", "abort", "part", "quiesce", "quiesced", "pages_wanted", "fetch", "fetch_refused", "set_role", "load_adapter", "unload_adapter"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___WorkRequest: _TypeAlias = WorkRequest  # noqa: Y015
+
+@_typing.final
+class LoadAdapter(_message.Message):
+    """An adapter (LoRA) that an operator wants on all workers of a model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    AGAIN_FIELD_NUMBER: _builtins.int
+    call_id: _builtins.bytes
+    """Names the answer."""
+    name: _builtins.str
+    """By which requests choose it."""
+    path: _builtins.str
+    """Its folder, below that which the worker allows."""
+    again: _builtins.bool
+    """The name may have another content already, of which this takes the place."""
+    def __init__(
+        self,
+        *,
+        call_id: _builtins.bytes = ...,
+        name: _builtins.str = ...,
+        path: _builtins.str = ...,
+        again: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["again", b"again", "call_id", b"call_id", "name", b"name", "path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdapter: _TypeAlias = LoadAdapter  # noqa: Y015
+
+@_typing.final
+class UnloadAdapter(_message.Message):
+    """An adapter that an operator wants nowhere any more. Requests under way end
+    with it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    call_id: _builtins.bytes
+    """Names the answer."""
+    name: _builtins.str
+    """Its name."""
+    def __init__(
+        self,
+        *,
+        call_id: _builtins.bytes = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadAdapter: _TypeAlias = UnloadAdapter  # noqa: Y015
 
 @_typing.final
 class SetRole(_message.Message):
@@ -1717,6 +1791,7 @@ class WorkResponse(_message.Message):
     FETCH_REFUSED_FIELD_NUMBER: _builtins.int
     POOLED_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    ADAPTER_DONE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def attached(self) -> Global___Attached:
         """First message of the stream."""
@@ -1801,6 +1876,12 @@ class WorkResponse(_message.Message):
         takes some, and at each change.
         """
 
+    @_builtins.property
+    def adapter_done(self) -> Global___AdapterDone:
+        """Answer to load_adapter and unload_adapter, behind the adapters that are there
+        now.
+        """
+
     def __init__(
         self,
         *,
@@ -1824,12 +1905,13 @@ class WorkResponse(_message.Message):
         fetch_refused: Global___FetchRefused | None = ...,
         pooled: Global___Pooled | None = ...,
         adapters: Global___Adapters | None = ...,
+        adapter_done: Global___AdapterDone | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "adapters", b"adapters", "attached", b"attached", "delivered", b"delivered", "failed", b"failed", "fetch", b"fetch", "fetch_refused", b"fetch_refused", "finished", b"finished", "first_token", b"first_token", "granted", b"granted", "load", b"load", "message", b"message", "page_events", b"page_events", "page_snapshot", b"page_snapshot", "pooled", b"pooled", "prefill_done", b"prefill_done", "prompt_logprobs", b"prompt_logprobs", "quiesce_wanted", b"quiesce_wanted", "quiesced", b"quiesced", "taken_over", b"taken_over", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "adapter_done", b"adapter_done", "adapters", b"adapters", "attached", b"attached", "delivered", b"delivered", "failed", b"failed", "fetch", b"fetch", "fetch_refused", b"fetch_refused", "finished", b"finished", "first_token", b"first_token", "granted", b"granted", "load", b"load", "message", b"message", "page_events", b"page_events", "page_snapshot", b"page_snapshot", "pooled", b"pooled", "prefill_done", b"prefill_done", "prompt_logprobs", b"prompt_logprobs", "quiesce_wanted", b"quiesce_wanted", "quiesced", b"quiesced", "taken_over", b"taken_over", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "adapters", b"adapters", "attached", b"attached", "delivered", b"delivered", "failed", b"failed", "fetch", b"fetch", "fetch_refused", b"fetch_refused", "finished", b"finished", "first_token", b"first_token", "granted", b"granted", "load", b"load", "message", b"message", "page_events", b"page_events", "page_snapshot", b"page_snapshot", "pooled", b"pooled", "prefill_done", b"prefill_done", "prompt_logprobs", b"prompt_logprobs", "quiesce_wanted", b"quiesce_wanted", "quiesced", b"quiesced", "taken_over", b"taken_over", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "adapter_done", b"adapter_done", "adapters", b"adapters", "attached", b"attached", "delivered", b"delivered", "failed", b"failed", "fetch", b"fetch", "fetch_refused", b"fetch_refused", "finished", b"finished", "first_token", b"first_token", "granted", b"granted", "load", b"load", "message", b"message", "page_events", b"page_events", "page_snapshot", b"page_snapshot", "pooled", b"pooled", "prefill_done", b"prefill_done", "prompt_logprobs", b"prompt_logprobs", "quiesce_wanted", b"quiesce_wanted", "quiesced", b"quiesced", "taken_over", b"taken_over", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attached", "load", "granted", "first_token", "tokens", "prefill_done", "delivered", "finished", "failed", "aborted", "prompt_logprobs", "taken_over", "quiesce_wanted", "quiesced", "page_events", "page_snapshot", "fetch", "fetch_refused", "pooled", "adapters"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attached", "load", "granted", "first_token", "tokens", "prefill_done", "delivered", "finished", "failed", "aborted", "prompt_logprobs", "taken_over", "quiesce_wanted", "quiesced", "page_events", "page_snapshot", "fetch", "fetch_refused", "pooled", "adapters", "adapter_done"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -1858,6 +1940,36 @@ class Adapters(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Adapters: _TypeAlias = Adapters  # noqa: Y015
+
+@_typing.final
+class AdapterDone(_message.Message):
+    """What became of a command about an adapter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    call_id: _builtins.bytes
+    """That of the command."""
+    digest: _builtins.bytes
+    """Digest of the content that the name has now; empty if it has none."""
+    error: _builtins.str
+    """Why it could not be done, for operators; empty: it was."""
+    def __init__(
+        self,
+        *,
+        call_id: _builtins.bytes = ...,
+        digest: _builtins.bytes = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "digest", b"digest", "error", b"error"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterDone: _TypeAlias = AdapterDone  # noqa: Y015
 
 @_typing.final
 class Adapter(_message.Message):

@@ -20,8 +20,8 @@ _INSTEAD: Final = (
     ("/v1/vector_stores", "Baton has no search; give the texts to a model"),
     ("/v1/messages/batches", "there are no batches of messages; send them one by one"),
     ("/v1/uploads", "/v1/files takes a file whole"),
-    ("/v1/load_lora", "adapters are loaded at a worker's start: `--adapters NAME=FOLDER`"),
-    ("/v1/unload_lora", "adapters are loaded at a worker's start"),
+    ("/v1/load_lora", "operators load adapters at the router's admin port: `baton adapters load`"),
+    ("/v1/unload_lora", "operators unload adapters at the router's admin port"),
     ("/v1/complete", "the older API of texts is /v1/completions here, and messages /v1/messages"),
 )
 """Beginnings of paths."""

@@ -1,0 +1,1 @@
+"""`baton adapters`: the adapters of running workers."""

@@ -1,0 +1,255 @@
+"""Adapters that cannot be had are refused with field and value; and whatever order of commands and
+requests: no slot that is used gets another content, and nothing is held for ever."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from adapters_kit import write_adapter
+from engine_kit import build, check_baseline, finish, submit
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paths_kit import prompt_of
+from safetensors.torch import load_file, save_file
+from tiny_models import write_tiny_model
+
+from engine.adapters.registry import Adapters
+from engine.adapters.slots import AdapterSlots
+from engine.adapters.types import Adapter, AdapterError, LowRank
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.model import load_model
+from engine.model.adapters.reading import Limits, read_adapter
+from engine.model.adapters.sites import shapes_of
+from engine.parts.paging import EngineError
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+FIELDS = [
+    ({"peft_type": "IA3"}, 'peft_type "IA3"'),
+    ({"use_dora": True}, "use_dora true"),
+    ({"bias": "all"}, 'bias "all"'),
+    ({"lora_bias": True}, "lora_bias true"),
+    ({"modules_to_save": ["lm_head"]}, 'modules_to_save ["lm_head"]'),
+    ({"trainable_token_indices": [1]}, "trainable_token_indices [1]"),
+    ({"layer_replication": [[0, 2]]}, "layer_replication [[0, 2]]"),
+    ({"target_parameters": ["mlp.experts"]}, "target_parameters"),
+    ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens [1, 2]"),
+    ({"arrow_config": {"top_k": 3}}, "arrow_config"),
+    ({"a_field_of_tomorrow": 1}, "a_field_of_tomorrow 1"),
+    *(({"init_lora_weights": name}, f'"{name}"') for name in ("pissa", "olora", "loftq", "corda")),
+    ({"r": 0}, "r 0"),
+    ({"r": 65}, "r 65 is above the 64 of this worker"),
+    ({"lora_alpha": float("inf")}, "lora_alpha Infinity"),
+    ({"rank_pattern": {"q_proj": -1}}, "rank_pattern -1"),
+    ({"rank_pattern": {"q_proj": 4}}, "has shape [8, 64], the model and rank say [4, 64]"),
+    ({"rank_pattern": {"(": 4}}, "no regular expression"),
+    ({"rank_pattern": {"a" * 1001: 4}}, "more than 1000 characters"),
+    ({"target_modules": []}, "target_modules []"),
+    ({"target_modules": ["q_proj"]}, "do not name model.layers.0.mlp.down_proj"),
+    ({"layers_to_transform": ["a"]}, 'layers_to_transform ["a"]'),
+    ({"layers_to_transform": [0]}, "do not name model.layers.1"),
+]
+"""Changes of a config, and what is told."""
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model"), tokenizer=False)
+
+
+@pytest.fixture(scope="module")
+def shapes(path):
+    loaded = load_model(str(path), dtype=torch.float32, device=torch.device("cpu"))
+    return shapes_of(loaded.model)
+
+
+@pytest.fixture(scope="module")
+def whole(path, tmp_path_factory):
+    return write_adapter(path, tmp_path_factory.mktemp("adapter"))
+
+
+@pytest.fixture
+def folder(whole, tmp_path):
+    for file in whole.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+LIMITS = Limits(64, 1 << 24)
+
+
+def refused(folder: Path, shapes, limits: Limits = LIMITS) -> str:
+    with pytest.raises(AdapterError) as caught:
+        read_adapter(folder, shapes, limits, torch.float32)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("change", "told"), FIELDS)
+def test_fields(change, told, folder, shapes):
+    file = folder / "adapter_config.json"
+    config = json.loads(file.read_text()) | change
+    file.write_text(json.dumps(config))
+    if change.get("r") == 65:
+        resize(folder, 65)
+    assert told in refused(folder, shapes)
+
+
+def resize(folder: Path, rank: int) -> None:
+    file = folder / "adapter_model.safetensors"
+    tensors = {
+        name: torch.ones(rank, each.shape[1]) if "lora_A" in name else torch.ones(len(each), rank)
+        for name, each in load_file(file).items()
+    }
+    save_file(tensors, file)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "told"),
+    [
+        (Q.format("B"), None, "has no lora_B"),
+        (Q.format("A"), torch.ones(8, 32), "has shape [8, 32], the model and rank say [8, 64]"),
+        (Q.format("A"), torch.full((8, 64), torch.nan), "are not finite"),
+        (Q.format("A"), torch.ones(8, 64, dtype=torch.int32), "is I32"),
+        ("base_model.model.lm_head.lora_A.weight", torch.ones(8, 64), "lm_head can have no pair"),
+        (Q.format("A").replace("layers.0", "layers.7"), torch.ones(8, 64), "layers.7"),
+        (Q.format("A").replace("model.layers", "vision.layers"), torch.ones(8, 64), "no pair"),
+        ("base_model.model.model.embed_tokens.lora_embedding_A", torch.ones(8, 64), "neither"),
+        (Q.format("magnitude_vector"), torch.ones(64), "neither lora_A nor lora_B"),
+    ],
+)
+def test_tensors(name, tensor, told, folder, shapes):
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    tensors.pop(name, None)
+    save_file(tensors | ({} if tensor is None else {name: tensor}), file)
+    assert told in refused(folder, shapes)
+
+
+def test_files(folder, shapes):
+    assert "has 0 MiB" in refused(folder, shapes, Limits(64, 1000))
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    assert "is damaged" in refused(folder, shapes)
+    file.rename(folder / "adapter_model.bin")
+    assert "but adapter_model.bin: only safetensors are read" in refused(folder, shapes)
+    (folder / "adapter_config.json").write_text("[")
+    assert "no adapter_config.json that can be read" in refused(folder, shapes)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"device": "cuda", "max_adapters": 1}, "no kernels on GPUs yet|no GPU here|without CUDA"),
+        ({"tp": 2, "max_adapters": 1}, "adapters with tp 2"),
+        ({"adapters": ("x",), "max_adapters": 1}, "'x' is not name=folder"),
+        ({"adapters": ("x=/nowhere",), "max_adapters": 1}, "adapter 'x': /nowhere has no"),
+        ({"adapters": ("x=y",)}, "max_adapters above 0"),
+    ],
+)
+def test_options(options, told, path):
+    with pytest.raises(EngineError, match=told):
+        Engine.build(EngineConfig(model=str(path), num_pages=20, **options))
+
+
+@pytest.mark.parametrize("name", ["", "a" * 129, "a\nb"])
+def test_names(name):
+    adapters = Adapters(lambda _: adapter(1), 1 << 20)
+    with pytest.raises(AdapterError, match="an adapter's name has 1 to 128 bytes"):
+        adapters.load(name, Path())
+
+
+# -- any order ----------------------------------------------------------------------------------
+
+
+def adapter(number: int, rows: int = 4) -> Adapter:
+    pair = LowRank(torch.zeros(1, rows), torch.zeros(rows, 1), 1.0)
+    return Adapter(bytes([number]) * 32, {"q": pair}, 1)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_books_agree_in_any_order(data):
+    """Names, contents and slots, beside the same written out with sets."""
+    count = data.draw(st.integers(1, 3), "slots")
+    content = {"now": 0}
+    adapters = Adapters(lambda _: adapter(content["now"]), 3 * adapter(0).num_bytes)
+    slots, named, running = AdapterSlots(count), {}, []
+    for _ in range(data.draw(st.integers(1, 40), "steps")):
+        match data.draw(st.sampled_from(["load", "unload", "begin", "end"])):
+            case "load":
+                name = data.draw(st.sampled_from("abc"))
+                content["now"] = data.draw(st.integers(0, 5))
+                kept = {own.digest[0] for own, _ in running} | {*named.values(), content["now"]}
+                try:
+                    adapters.load(name, Path(), again=True)
+                    named[name] = content["now"]
+                except AdapterError:
+                    assert len(kept) > 3
+            case "unload":
+                name = data.draw(st.sampled_from("abc"))
+                assert adapters.unload(name) == (named.pop(name, None) is not None)
+            case "begin" if named:
+                digest = bytes([data.draw(st.sampled_from(sorted(named.values())))]) * 32
+                own = adapters.hold(digest)
+                assert own is not None
+                if slots.has_room(own):
+                    running.append((own, slots.take(own)))
+                else:
+                    used = {each.digest for each, _ in running}
+                    assert len(used) == count
+                    assert digest not in used
+                    adapters.release(digest)
+            case "end" if running:
+                own, _ = running.pop(data.draw(st.integers(0, len(running) - 1)))
+                slots.give_back(own)
+                adapters.release(own.digest)
+        by_slot: dict[int, bytes] = {}
+        for own, slot in running:
+            assert by_slot.setdefault(slot, own.digest) == own.digest, "another content"
+        assert len(by_slot) == len({own.digest for own, _ in running}) == slots.used
+        assert adapters.held == len(running)
+        assert {info.name: info.digest[0] for info in adapters.named()} == named
+    for own, _ in running:
+        adapters.release(own.digest)
+    for name in list(named):
+        adapters.unload(name)
+    assert not adapters._contents
+
+
+def test_an_engine_under_random_commands(path, tmp_path):
+    """Every request ends, with the content with which it began, and nothing is left."""
+    folders = [write_adapter(path, tmp_path / str(i), i, r=2 + i) for i in range(4)]
+    engine = build(path, max_adapters=2, num_pages=40, max_sequences=4)
+    draw = random.Random(3)
+    answers: dict[tuple[bytes, int], list[list[int]]] = {}
+    try:
+        runs, finished = [], 0
+        for turn in range(60):
+            name = draw.choice("ab")
+            if draw.random() < 0.3:
+                engine.adapters.load(name, draw.choice(folders), again=True)
+            elif draw.random() < 0.1:
+                engine.adapters.unload(name)
+            known = [info.digest for info in engine.adapters.named()] + [b""]
+            digest, length = draw.choice(known), draw.choice([20, 33])
+            run = submit(engine, prompt_of(length), 6, adapter=digest, ignore_eos=True)
+            if draw.random() < 0.15:
+                engine.cancel(run.request.id)
+            else:
+                runs.append((digest, length, run))
+            if turn % 12 == 11:
+                finish(*(run for _, _, run in runs[finished:]))
+                finished = len(runs)
+        finish(*(run for _, _, run in runs[finished:]))
+        for digest, length, run in runs:
+            assert run.failed is None
+            assert answers.setdefault((digest, length), run.tokens) == run.tokens
+        assert len({digest for digest, _ in answers}) > 2
+        check_baseline(engine)
+        assert engine.adapters.held == 0
+    finally:
+        engine.stop()
