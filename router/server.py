@@ -43,10 +43,11 @@ from router.requests.tokenization import Tokenizers
 from router.requests.validation import Limits
 from router.split_names import SplitNames
 from router.trace_store import TraceStore, add_trace_receiver, trace_routes
+from router.workers.balance import Balance
 from router.workers.discovery import discovery_route
 from router.workers.model_folders import AllowedFolders, AnyFolder, ModelFolders
 from router.workers.registry import Registry, RegistryServicer
-from router.workers.roles import Roles
+from router.workers.roles import Roles, balance_forever
 from serving import garbage
 from serving.admin import AdminServer, metrics_route
 from serving.event_loop import EndSignals, loop_factory, prepare_to_serve
@@ -141,6 +142,7 @@ class RouterServer:
         self._traces = (
             TraceStore(settings.debug.max_stored_traces) if settings.trace_store else None
         )
+        self._balance, self._roles = self._make_roles()
         self.admin = self._admin_server()
         self._tracing = setup_tracing(
             Service.ROUTER,
@@ -152,9 +154,16 @@ class RouterServer:
             self.metrics.watch_spans(lambda: tracing.counts)
         self._lag = EventLoopLag(self.metrics.loop_lagged)
 
+    def _make_roles(self) -> tuple[Balance | None, Roles]:
+        settings = self.settings
+        if settings.balance == "off":
+            return None, Roles(lambda: self.registry.members, self.metrics)
+        balance = Balance(settings.balance_thresholds, settings.name)
+        self.metrics.watch_balance(balance.ratios)
+        return balance, Roles(lambda: self.registry.members, self.metrics, balance.said)
+
     def _admin_server(self) -> AdminServer:
-        roles = Roles(lambda: self.registry.members, self.metrics)
-        routes = [discovery_route(lambda: self.registry.members), roles.route()]
+        routes = [discovery_route(lambda: self.registry.members), self._roles.route()]
         routes += self.registry.adapters.routes()
         if self._traces is not None:
             routes += trace_routes(self._traces)
@@ -192,8 +201,17 @@ class RouterServer:
         await self.admin.start()
         self._lag.start()
         self._members_task = asyncio.create_task(self._follow_members())
+        if self._balance is not None:
+            dispatcher, registry = self.dispatcher, self.registry
+            balancing = balance_forever(
+                self._balance,
+                self._roles,
+                lambda: registry.members,
+                lambda: dispatcher.queued_jobs,
+            )
+            self._watches.append(asyncio.create_task(balancing))
         watched = (self._net, self._door.certificate) if self._door else (self._net,)
-        self._watches = [asyncio.create_task(one.watch()) for one in watched]
+        self._watches += [asyncio.create_task(one.watch()) for one in watched]
 
     async def _open_doors(self) -> None:
         """Opens the ports for clients."""

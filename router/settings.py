@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 
@@ -22,6 +22,33 @@ def _split(stated: Words) -> Words:
 
 LocalPrefill = Literal["never", "cached", "auto"]
 """The cases in which decode workers compute prompts."""
+
+
+class Thresholds(NamedTuple):
+    """When to move a worker."""
+
+    high: float = 1.3
+    low: float = 0.8
+    hold_s: float = 60.0
+    apart_s: float = 300.0
+    prefill: float = 0.6
+    """Target: part of the time in which a prefill worker computes."""
+    decode: float = 0.75
+    """Target: part of the tokens a second that a decode worker could have."""
+
+    def contradiction(self) -> str:
+        """Why these cannot be; "" if they can."""
+        if not self.low < 1 < self.high:
+            return (
+                f"balance_low {self.low} must be below 1 and balance_high {self.high} above: 1 is "
+                "a pool at its target, so else one and the same load would move workers both ways"
+            )
+        if self.apart_s < self.hold_s:
+            return (
+                f"balance_apart_s {self.apart_s:g} must be at least balance_hold_s "
+                f"{self.hold_s:g}: what a change does must be seen before the next one"
+            )
+        return ""
 
 
 class RouterDebug(BaseModel):
@@ -76,6 +103,15 @@ class RouterDebug(BaseModel):
     resume_grace_s: float = Field(default=60, ge=0)
     """Sets how long a begun stream waits for a worker to come back if none is left, seconds. If all
     workers left in order, the stream ends at once."""
+    balance_high: float = Field(default=1.3, gt=0)
+    """Moves a worker to a pool whose use exceeds its target this many times, if the other pool is
+    below `balance_low`. Only with `balance`, as the next ones."""
+    balance_low: float = Field(default=0.8, ge=0)
+    """Takes a worker from a pool whose use is below this part of its target."""
+    balance_hold_s: float = Field(default=60, ge=0)
+    """Sets how long both must hold before a worker moves, seconds."""
+    balance_apart_s: float = Field(default=300, ge=0)
+    """Sets the least time between two changes of the roles of a model's workers, seconds."""
     drain_grace_s: float = Field(default=1, ge=0)
     """Sets how long the router accepts requests after SIGTERM, seconds. Its health check already
     fails, so that new clients go elsewhere."""
@@ -176,6 +212,9 @@ class RouterSettings(BaseModel):
     already and would finish the rest sooner than a prefill worker the whole, or if no prefill
     worker is left. `auto`: also if it would finish sooner than any prefill worker. `never`: in no
     case."""
+    balance: Literal["off", "auto"] = "off"
+    """Changes roles of workers with `flexible`. `auto`: where prefill or decode workers are short
+    and the others have time. Of several routers that do this the first by name does it."""
     max_queued_requests: int = Field(default=1024, ge=1)
     """Limits the requests of one model that wait in the router. Further ones are refused at
     once."""
@@ -226,6 +265,20 @@ class RouterSettings(BaseModel):
             raise ValueError(
                 "set tls_door_cert and tls_door_key together; tls_client_ca needs both"
             )
+        return self
+
+    @property
+    def balance_thresholds(self) -> Thresholds:
+        """When to move a worker to the other role."""
+        debug = self.debug
+        return Thresholds(
+            debug.balance_high, debug.balance_low, debug.balance_hold_s, debug.balance_apart_s
+        )
+
+    @model_validator(mode="after")
+    def _check_balance(self) -> RouterSettings:
+        if why := self.balance_thresholds.contradiction():
+            raise ValueError(why)
         return self
 
     @model_validator(mode="after")

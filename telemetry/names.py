@@ -233,6 +233,7 @@ class Metric:
     RETRIES: Final = "baton_retries"
     FAILOVERS: Final = "baton_failovers"
     ROLE_CHANGES: Final = "baton_role_changes"
+    BALANCE_RATIO: Final = "baton_balance_ratio"
     LOCAL_PREFILLS: Final = "baton_local_prefills"
     FORECAST_RATIO: Final = "baton_first_token_forecast_ratio"
     ROUTED_CACHED_TOKENS: Final = "baton_routed_cached_tokens"

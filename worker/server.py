@@ -169,6 +169,7 @@ class Worker:
             fetch_latency_s=self.services.fetching.latency_s,
         )
         self.role.fill(message)
+        message.balancer = self.servicer.balancer
         return Report(message, load.requests)
 
     async def start(self) -> None:

@@ -138,11 +138,18 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._services = services
         self._make_report = make_report
         self._outboxes: set[Outbox] = set()
+        self._balancing: dict[Outbox, str] = {}
+        """Names of the routers that balance."""
 
     @property
     def streams(self) -> int:
         """Routers attached."""
         return len(self._outboxes)
+
+    @property
+    def balancer(self) -> str:
+        """Name of the router that may change the role by itself; "" for none."""
+        return min(self._balancing.values(), default="")
 
     async def Work(  # type: ignore[override]  # noqa: N802 - gRPC's name, in a form it takes
         self, request_iterator: AsyncIterator[worker_pb2.WorkRequest], context: Context
@@ -159,6 +166,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._outboxes.add(outbox)
         if self._adapters is not None and (adapters := self._adapters.message()) is not None:
             outbox.send(adapters)
+        if attach.balances:
+            self._balancing[outbox] = router
         outbox.report(self._make_report().load, lambda _: True)
         tasks: list[asyncio.Task[object]] = [
             asyncio.create_task(self._read(request_iterator, outbox)),
@@ -311,6 +320,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def _end(self, outbox: Outbox) -> None:
         outbox.close()
         self._outboxes.discard(outbox)
+        self._balancing.pop(outbox, None)
         self._services.prefill.end_stream(outbox)
         self._services.decode.end_stream(outbox)
         self._services.pooling.end_stream(outbox)

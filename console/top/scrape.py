@@ -87,6 +87,8 @@ class Scrape:
     """Metrics by worker, without the workers that did not answer."""
     routers: int = 1
     """Number of routers that were read."""
+    balance: str = ""
+    """What the first router says of the balance of roles; "": there is none."""
 
     def routers_of(self, worker: str) -> int | None:
         """Number of routers that a worker is attached to; None if unknown."""
@@ -114,7 +116,7 @@ def scrape(admin: str) -> Scrape:
             for worker, answer in zip(known, answers, strict=True)
             if answer is not None
         }
-    return Scrape(time.monotonic(), router, known, samples, len(admins))
+    return Scrape(time.monotonic(), router, known, samples, len(admins), _balance(admins[0]))
 
 
 def _together(routers: Sequence[Scraped]) -> Scraped:
@@ -135,6 +137,14 @@ def _targets(admin: str) -> dict[str, str]:
         return {one["labels"]["worker"]: one["targets"][0] for one in listed}
     except (ValueError, KeyError, IndexError, TypeError):
         raise TopError(f"{base_url(admin)} is no router's admin port") from None
+
+
+def _balance(admin: str) -> str:
+    """What a router says of the balance; "" if it is of a release without."""
+    try:
+        return str(json.loads(_get(f"{base_url(admin)}/roles"))["balance"])
+    except (TopError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def _known(router: Scraped, where: Mapping[str, str]) -> list[Known]:

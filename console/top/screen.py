@@ -47,6 +47,7 @@ def draw(view: View, admin: str) -> RenderableType:
             "tokens a row and verified step",
             {worker.name: _tenths(worker.tokens_a_verify) for worker in view.workers},
         ),
+        *([Text("\nbalance  ", "dim").append(view.balance)] if view.balance else []),
         *_notes(view),
     )
 

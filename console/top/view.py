@@ -116,6 +116,8 @@ class View:
     """Number of routers whose requests are counted."""
     most_routers: int = 1
     """Largest number of routers that a worker is attached to. Requests of others are not seen."""
+    balance: str = ""
+    """How busy the pools are, in the words of the router that balances their roles."""
     silent_s: float = 0.0
     """Seconds since the router's last answer. All other figures are from then."""
 
@@ -165,6 +167,7 @@ def view(now: Scrape, earlier: Scrape | None = None, rates: Scrape | None = None
         workers=workers,
         method_rates=_method_rates(router, then),
         routers=now.routers,
+        balance=now.balance,
         most_routers=max((now.routers_of(name) or 0 for name in now.samples), default=0),
     )
 

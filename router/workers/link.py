@@ -93,6 +93,7 @@ class WorkerLink:
         known_progress: int = -1,
         net: InternalNet | None = None,
         server_name: str = "",
+        balances: bool = False,
     ) -> None:
         """A link to a worker that announced itself.
 
@@ -105,6 +106,7 @@ class WorkerLink:
             known_progress: the counter's last value, if an earlier link was lost as frozen.
             net: how to reach it; in clear by default.
             server_name: the name that its certificate must have.
+            balances: this router changes roles by itself.
         """
         self.adapters: Mapping[str, bytes] = {}
         """Digests of its adapters by name."""
@@ -139,7 +141,7 @@ class WorkerLink:
         self.was_slept_through = False
         """It was lost just after this router had been stopped. This says nothing about the worker,
         which may have hung up because the router did not answer."""
-        attach = stamp(worker_pb2.Attach(router_id=router_id))
+        attach = stamp(worker_pb2.Attach(router_id=router_id, balances=balances))
         self.send(worker_pb2.WorkRequest(attach=attach))
 
     def __repr__(self) -> str:

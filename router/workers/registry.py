@@ -124,6 +124,7 @@ class Registry:
                 known_progress=self._stalled.get(key, -1),
                 net=self.net,
                 server_name=server_name,
+                balances=self._settings.balance != "off",
             )
             self._spawn(link.run())
         return self._links[key].state is LinkState.ATTACHED

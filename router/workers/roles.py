@@ -7,7 +7,9 @@ passes it on over the worker's stream, and the worker's reports say when it has 
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -16,15 +18,20 @@ from starlette.routing import Route
 
 from baton.worker.v1 import worker_pb2
 from router.events import NO_EVENTS, RouterEvents
+from router.workers.balance import LOOK_S
 from router.workers.link import name_of
 
 if TYPE_CHECKING:
     from starlette.requests import Request
 
+    from router.workers.balance import Balance
     from router.workers.link import WorkerLink
+
+logger = logging.getLogger(__name__)
 
 OPERATOR: Final = "operator"
 """The cause of changes that are asked for at the admin port."""
+BALANCE: Final = "balance"
 _ROLES: Final = {name_of(role): role for role in worker_pb2.WorkerRole.values() if role}
 
 
@@ -96,6 +103,36 @@ class Roles:
         except RoleRefusedError as error:
             return JSONResponse({"error": str(error)}, error.status)
         return JSONResponse(_described(link))
+
+
+async def balance_forever(
+    balance: Balance,
+    roles: Roles,
+    members: Callable[[], Sequence[WorkerLink]],
+    queued: Callable[[], int],
+) -> None:
+    """Changes roles by how busy the workers are, until cancelled.
+
+    Args:
+        balance: decides.
+        roles: changes them.
+        members: the attached workers.
+        queued: requests that wait in this router.
+    """
+    clock = asyncio.get_running_loop().time
+    refused = ""
+    while True:
+        await asyncio.sleep(LOOK_S)
+        for worker_id, role, why in balance.look(clock(), members(), queued()):
+            try:
+                roles.change(worker_id, role, BALANCE)
+            except RoleRefusedError as error:
+                if str(error) != refused:
+                    refused = str(error)
+                    logger.info("the balance cannot change a role", extra={"cause": refused})
+            else:
+                details = {"worker": worker_id, "to": name_of(role), "cause": why}
+                logger.info("the balance changes a role", extra=details)
 
 
 def obstacle(

@@ -88,6 +88,10 @@ class RouterMetrics(ProcessMetrics):
         for metric, read in _PAGES_SAMPLES:
             self.registry.register(Samples(metric, partial(_of_pages, load, read)))
 
+    def watch_balance(self, ratios: Callable[[], Mapping[Labels, float]]) -> None:
+        """Shows how busy the pools are; see `router.workers.balance.Balance.ratios`."""
+        self.registry.register(Samples(Metric.BALANCE_RATIO, ratios))
+
     def worker_attached(self, role: str, model: str) -> None:
         """A worker joined. From now on the counters that alerts watch are shown, at 0.
 

@@ -127,6 +127,11 @@ DECLARED: Final[Mapping[str, Declared]] = {
         ("reason",),
     ),
     # Router, its present state.
+    Metric.BALANCE_RATIO: Declared(
+        "gauge",
+        "Use of a model's prefill and decode workers over its target. Only with `--balance`.",
+        ("model", "role"),
+    ),
     Metric.INFLIGHT: Declared("gauge", "Requests waiting or running."),
     Metric.BATCHES_RUNNING: Declared("gauge", "Batches that this router runs."),
     Metric.QUEUE_DEPTH: Declared("gauge", "Requests in the router's queue."),

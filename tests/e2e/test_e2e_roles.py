@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -108,3 +111,37 @@ def test_what_cannot_be_is_refused_with_its_reason(cluster: Cluster):
     code, said = role(cluster, "decode-0", "both", token="somebody")
     assert (code, "operator token" in said) == (1, True)
     assert "decode-0" in role(cluster)[1]
+
+
+@pytest.mark.slow
+def test_the_balance_moves_a_worker_to_where_the_work_is(tiny: Path, tmp_path: Path):
+    """Prompts of which nothing is decoded: a decode worker turns to them, and nobody notices."""
+    names = ("prefill-0", "decode-0", "decode-1")
+    own: dict[str, dict[str, object]] = {name: {"flexible": True} for name in names}
+    limits = {"balance_high": 1.01, "balance_hold_s": 2, "balance_apart_s": 3}
+    own["router"] = {"balance": "auto", **limits}
+    with running(tiny, tmp_path, decode=2, own=own, prefix_cache=False) as cluster:
+        prompts = [prompt_of(3000, seed=n) for n in range(4)]
+        with cluster.client() as client:
+            expected = [
+                client.generate(token_ids=each, max_tokens=1, **OPTIONS) for each in prompts
+            ]
+
+            def answer(number: int) -> bool:
+                one = client.generate(token_ids=prompts[number], max_tokens=1, **OPTIONS)
+                return one.token_ids == expected[number].token_ids
+
+            until_s = time.monotonic() + 100
+            with ThreadPoolExecutor(4) as pool:
+                while not cluster.metric("baton_role_changes_total", cause="balance", to="prefill"):
+                    assert all(pool.map(answer, [0, 1, 2, 3] * 5))
+                    assert time.monotonic() < until_s, "no role changed"
+                assert all(pool.map(answer, range(4)))
+        assert cluster.metric("baton_balance_ratio", role="prefill") > 0
+        assert cluster.metric("baton_worker_up", role="prefill") == 2
+        assert "of their targets for 2 s" in cluster.logged()
+        argv = [sys.executable, "-m", "baton", "top", "--once", "--admin"]
+        done = subprocess.run([*argv, cluster.plan.admin_address], capture_output=True, text=True)
+        assert re.search(r"balance  \w+: prefill at \d\.\d\d, decode at 0", done.stdout), (
+            done.stdout
+        )

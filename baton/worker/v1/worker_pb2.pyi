@@ -941,6 +941,7 @@ class Attach(_message.Message):
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
+    BALANCES_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """The router's name."""
     release: _builtins.str
@@ -949,16 +950,19 @@ class Attach(_message.Message):
     """Number of this protocol, such as "1.0": a worker refuses a router whose major
     number differs.
     """
+    balances: _builtins.bool
+    """The router changes roles by how busy the workers are."""
     def __init__(
         self,
         *,
         router_id: _builtins.str = ...,
         release: _builtins.str = ...,
         protocol: _builtins.str = ...,
+        balances: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol", "release", b"release", "router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["balances", b"balances", "protocol", b"protocol", "release", b"release", "router_id", b"router_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2178,6 +2182,7 @@ class Load(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     NEXT_ROLE_FIELD_NUMBER: _builtins.int
     COMPUTED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    BALANCER_FIELD_NUMBER: _builtins.int
     progress: _builtins.int
     """Counts steps and idle turns of the step loop; one that stands still for
     3 s means a frozen worker.
@@ -2254,6 +2259,10 @@ class Load(_message.Message):
     """
     computed_prompt_tokens: _builtins.int
     """Prompt tokens computed since it started."""
+    balancer: _builtins.str
+    """Of the attached routers that balance, the first by name: it alone changes
+    the worker's role. Empty if none does.
+    """
     @_builtins.property
     def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerHealth]:
         """The workers that this one was introduced to. Left out where `same_peers` is
@@ -2300,10 +2309,11 @@ class Load(_message.Message):
         role: Global___WorkerRole.ValueType = ...,
         next_role: Global___WorkerRole.ValueType = ...,
         computed_prompt_tokens: _builtins.int = ...,
+        balancer: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_prompt_tokens", b"computed_prompt_tokens", "draining", b"draining", "evictable_pages", b"evictable_pages", "fetch_latency_ms", b"fetch_latency_ms", "free_pages", b"free_pages", "granted_pages", b"granted_pages", "known_attempts", b"known_attempts", "load_gigabytes_per_s", b"load_gigabytes_per_s", "long_step_ms", b"long_step_ms", "max_sequences", b"max_sequences", "next_role", b"next_role", "page_sequence", b"page_sequence", "peers", b"peers", "piece_delay_ms", b"piece_delay_ms", "piece_tokens", b"piece_tokens", "prefill_context_s", b"prefill_context_s", "prefill_credit_tokens", b"prefill_credit_tokens", "prefill_rate_age_s", b"prefill_rate_age_s", "prefill_token_s", b"prefill_token_s", "prefill_tokens_per_s", b"prefill_tokens_per_s", "progress", b"progress", "quarantined_pages", b"quarantined_pages", "queued_prefill_tokens", b"queued_prefill_tokens", "role", b"role", "running_sequences", b"running_sequences", "same_peers", b"same_peers", "step_ms", b"step_ms", "total_pages", b"total_pages", "waiting_requests", b"waiting_requests", "wanted_pages", b"wanted_pages", "wanted_sequences", b"wanted_sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["balancer", b"balancer", "computed_prompt_tokens", b"computed_prompt_tokens", "draining", b"draining", "evictable_pages", b"evictable_pages", "fetch_latency_ms", b"fetch_latency_ms", "free_pages", b"free_pages", "granted_pages", b"granted_pages", "known_attempts", b"known_attempts", "load_gigabytes_per_s", b"load_gigabytes_per_s", "long_step_ms", b"long_step_ms", "max_sequences", b"max_sequences", "next_role", b"next_role", "page_sequence", b"page_sequence", "peers", b"peers", "piece_delay_ms", b"piece_delay_ms", "piece_tokens", b"piece_tokens", "prefill_context_s", b"prefill_context_s", "prefill_credit_tokens", b"prefill_credit_tokens", "prefill_rate_age_s", b"prefill_rate_age_s", "prefill_token_s", b"prefill_token_s", "prefill_tokens_per_s", b"prefill_tokens_per_s", "progress", b"progress", "quarantined_pages", b"quarantined_pages", "queued_prefill_tokens", b"queued_prefill_tokens", "role", b"role", "running_sequences", b"running_sequences", "same_peers", b"same_peers", "step_ms", b"step_ms", "total_pages", b"total_pages", "waiting_requests", b"waiting_requests", "wanted_pages", b"wanted_pages", "wanted_sequences", b"wanted_sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
