@@ -10,10 +10,7 @@ from collections.abc import Mapping
 from typing import Final
 
 SAME: Final = "the same"
-_NO_PIPELINE: Final = (
-    "not yet: `--tp` spreads a model over the GPUs of one host, and further GPUs take further "
-    "workers (`--prefill`, `--decode` or `--both` of `baton up`)"
-)
+_STAGES: Final = "`--pp` of `baton worker`, on CPUs for now"
 _RANKS: Final = "`--tp` of `baton worker`"
 _BY_TEMPLATE: Final = "nothing: the chat template shows how a model calls tools and thinks"
 
@@ -48,7 +45,7 @@ FLAGS: Final[Mapping[str, str]] = {
     "--no-enable-prefix-caching": "the variable `BATON_DEBUG_PREFIX_CACHE=false`",
     "--num-gpu-blocks-override": "the variable `BATON_DEBUG_NUM_PAGES`",
     "--otlp-traces-endpoint": "`--otlp-endpoint` of `baton router` and `baton worker`",
-    "--pipeline-parallel-size": _NO_PIPELINE,
+    "--pipeline-parallel-size": _STAGES,
     "--port": "`--http-port` of `baton up`; `--port` is gRPC's",
     "--quantization": "`--quantization fp8` of `baton worker` for float checkpoints; else nothing",
     "--reasoning-parser": _BY_TEMPLATE,

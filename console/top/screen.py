@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from rich.columns import Columns
@@ -42,6 +42,10 @@ def draw(view: View, admin: str) -> RenderableType:
         *_line(
             "wait for the slowest rank, a step",
             {worker.name: _ms(worker.rank_skew_ms) for worker in view.workers},
+        ),
+        *_line(
+            "time that stages compute, first to last",
+            {worker.name: _shares(worker.stage_shares) for worker in view.workers},
         ),
         *_line(
             "tokens a row and verified step",
@@ -189,6 +193,10 @@ def _line(title: str, values: Mapping[str, str]) -> list[Text]:
 
 def _ms(value: float | None) -> str:
     return "" if value is None else f"{milliseconds(value)} ms"
+
+
+def _shares(values: Sequence[float]) -> str:
+    return " / ".join(f"{value:.0%}" for value in values)
 
 
 def _tenths(value: float | None) -> str:

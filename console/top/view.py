@@ -7,6 +7,7 @@ start, and rates are unknown.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -82,6 +83,9 @@ class WorkerView:
     rank_skew_ms: float | None = None
     """How long a step's fastest rank waited for the slowest, on average since the earlier scrape;
     None with one rank, and without a step."""
+    stage_shares: tuple[float, ...] = ()
+    """Share of time in which the ranks of each stage computed, the first stage first; empty with
+    one stage, and where nobody knows."""
     tokens_a_verify: float | None = None
     """Tokens that a row yields in a step that verifies drafts of it, on average since the earlier
     scrape; None without drafts."""
@@ -218,6 +222,7 @@ def _worker(known: Known, now: Scrape, before: Scrape, since: Scrape) -> WorkerV
         },
         gpu_share=fmean(gpus) if gpus else None,
         rank_skew_ms=_rank_skew_ms(found, old),
+        stage_shares=_stage_shares(found, then),
         tokens_a_verify=_tokens_a_verify(found, old),
     )
 
@@ -245,6 +250,17 @@ def _rank_skew_ms(now: Scraped, earlier: Scraped) -> float | None:
     )
     has_ranks = now.has(f"{Metric.RANK_SKEW}_total")
     return 1e3 * skew / steps if has_ranks and steps > 0 else None
+
+
+def _stage_shares(now: Scraped, earlier: Scraped) -> tuple[float, ...]:
+    name, ranks = f"{Metric.RANK_BUSY}_total", Counter[str]()
+    for labels in now.values.get(name, {}):
+        ranks[dict(labels).get("stage", "")] += 1
+    if len(ranks) < 2:
+        return ()
+    rates = (_rate(now, earlier, name, stage=stage) for stage in sorted(ranks, key=int))
+    found = zip(rates, (ranks[stage] for stage in sorted(ranks, key=int)), strict=True)
+    return tuple((rate or 0.0) / count for rate, count in found)
 
 
 def _same_process(now: Scraped, earlier: Scraped) -> Scraped:

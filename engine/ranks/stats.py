@@ -75,8 +75,10 @@ class RankLoad(NamedTuple):
     busy_s: float | None
     """Seconds in which it computed; None: nobody knows."""
     waited_s: float | None
-    """Seconds in which it was in a collective; on GPUs, in which its device waited for others in
-    one. None: nobody knows."""
+    """Seconds in which it was in a collective, or waited for another stage; on GPUs, in which its
+    device waited for others in one. None: nobody knows."""
+    stage: int = 0
+    """0 has the first layers."""
 
 
 class RankStats:
@@ -140,9 +142,15 @@ class RankStats:
 
     def loads(self) -> list[RankLoad]:
         """Load of each rank."""
+        beside = len(self.slowest)
+        last = (len(self.rows) - 1) // beside
         return [
             RankLoad(
-                rank, int(row[STEPS]), row[BUSY_S].item() or None, row[WAITED_S].item() or None
+                rank,
+                int(row[STEPS]),
+                row[BUSY_S].item() or None,
+                row[WAITED_S].item() or None,
+                last - rank // beside,
             )
             for rank, row in enumerate(self.rows)
         ]

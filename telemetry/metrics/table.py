@@ -242,13 +242,13 @@ DECLARED: Final[Mapping[str, Declared]] = {
     ),
     # Worker: its ranks, if there are several.
     Metric.RANK_BUSY: Declared(
-        "counter", "Seconds in which a rank computed. Absent on GPUs.", ("rank",)
+        "counter", "Seconds in which a rank computed. Absent on GPUs.", ("rank", "stage")
     ),
     Metric.RANK_WAITED: Declared(
         "counter",
         "Seconds in which a rank added up or waited for others. On GPUs those in which its device "
         "waited; absent where their sums go by NCCL.",
-        ("rank",),
+        ("rank", "stage"),
     ),
     Metric.RANK_SKEW: Declared(
         "counter",

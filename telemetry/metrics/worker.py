@@ -170,7 +170,7 @@ def _of_drafts(
 
 
 def _of_ranks(ranks: Any, read: Callable[[Any], float | None]) -> dict[tuple[str, ...], float]:
-    found = {(str(one.rank),): read(one) for one in ranks.loads()}
+    found = {(str(one.rank), str(one.stage)): read(one) for one in ranks.loads()}
     return {labels: value for labels, value in found.items() if value is not None}
 
 

@@ -190,6 +190,28 @@ def test_the_wait_for_the_slowest_rank_is_shown_by_step(pages: Pages) -> None:
     assert "wait for the slowest rank, a step  decode-0 1.50 ms" in console.export_text()
 
 
+def test_the_time_of_each_stage_is_shown(pages: Pages) -> None:
+    up = Gauge(Metric.WORKER_UP, "", ("worker", "role"), registry=pages.registry)
+    up.labels("decode-0", "decode").set(1)
+    pages.discovery = f'[{{"targets": ["{pages.address}"], "labels": {{"worker": "decode-0"}}}}]'
+    busy = Counter(Metric.RANK_BUSY, "", ("rank", "stage"), registry=pages.registry)
+    busy.labels("3", "0").inc(1)
+    before = scrape(pages.address)
+    assert view(before).workers[0].stage_shares == ()
+    for rank, stage in enumerate("1100"):
+        busy.labels(str(rank), stage).inc(0.0)
+    before = scrape(pages.address)
+    for rank, stage in enumerate("1100"):
+        busy.labels(str(rank), stage).inc(0.1 if stage == "1" else 0.2)
+    found = view(now := scrape(pages.address), before)
+    (first, last) = found.workers[0].stage_shares
+    seconds = now.samples["decode-0"].at_s - before.samples["decode-0"].at_s
+    assert (first, last) == pytest.approx((0.2 / seconds, 0.1 / seconds))
+    console = Console(width=WIDTH, record=True, file=io.StringIO())
+    console.print(draw(found, pages.address))
+    assert f"first to last  decode-0 {first:.0%} / {last:.0%}" in console.export_text()
+
+
 def test_what_verified_drafts_yield_is_shown_by_row_and_step(pages: Pages) -> None:
     up = Gauge(Metric.WORKER_UP, "", ("worker", "role"), registry=pages.registry)
     up.labels("decode-0", "decode").set(1)

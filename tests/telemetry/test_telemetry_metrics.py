@@ -309,10 +309,10 @@ def test_what_nobody_knows_of_ranks_has_no_sample() -> None:
     page = generate_latest(metrics.registry).decode()
     names = Metric.RANK_BUSY, Metric.RANK_WAITED, Metric.RANK_SKEW
     assert not [line for line in page.splitlines() if line.startswith(names)]
-    ranks.skew_s, loads[1] = 0.25, RankLoad(1, 4, None, 0.5)
+    ranks.skew_s, loads[1] = 0.25, RankLoad(1, 4, None, 0.5, 2)
     page = generate_latest(metrics.registry).decode()
     assert [line for line in page.splitlines() if line.startswith(names)] == [
-        f'{Metric.RANK_WAITED}_total{{rank="1"}} 0.5',
+        f'{Metric.RANK_WAITED}_total{{rank="1",stage="2"}} 0.5',
         f"{Metric.RANK_SKEW}_total 0.25",
     ]
 

@@ -671,8 +671,9 @@ class KvGroup(_message.Message):
     digest: _builtins.str
     """Digest of the draft head, its weights and the layout of what it keeps; empty for cache groups."""
     first_layer: _builtins.int
-    """Of the group's layers, the first one that the owner keeps, and how many it keeps."""
+    """The first layer that the owner keeps, by its place among those of the group."""
     num_layers: _builtins.int
+    """How many of the group's layers it keeps."""
     @_builtins.property
     def planes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Bytes of a layer in each plane of a unit, such as values, and exponents behind those of all
