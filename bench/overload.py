@@ -38,11 +38,11 @@ import selectors
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 from unittest import mock
 
 import numpy as np
@@ -107,6 +107,7 @@ class Worker:
     """Standard deviation of the logarithm of an answer's pace."""
     draining = False
     kind, model = 0, ("m", "r")
+    adapters: Final[Mapping[str, bytes]] = {}
     prefills = decodes = True
     """See `WorkerLink`."""
     role = worker_pb2.WORKER_ROLE_BOTH
@@ -136,6 +137,10 @@ class Worker:
     def avoids(self, _other: object) -> bool:
         """See `WorkerLink`."""
         return False
+
+    def serves(self, _model: object) -> bool:
+        """See `WorkerLink`."""
+        return True
 
     complained_of = gave_up_on = extensions = frozenset[str]()
     fingerprint = "f"

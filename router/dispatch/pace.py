@@ -11,12 +11,13 @@ A request that comes now is done after
                               service_s = first_s + output tokens x token_s
 
 `first_s` and `token_s` are what requests took lately once they were dispatched, beside as many as
-run now (`Trend`). Those that were cut at their deadline count, too: else all that is remembered was
-in time. How long an output becomes is not known: the running mean of the model is taken, within the
-request's own limits. The estimates are means. So half of the requests that just fit would be late
-if they were taken as they are. `needed_s` takes the wait twice; a queue need not be long to keep
-workers busy. It lengthens the service by twice the part by which such estimates were off lately,
-which nineteen of twenty are within if errors are normal.
+run now (`Trend`); for `token_s` an answer counts by its tokens. Those that were cut at their
+deadline count, too: else all that is remembered was in time. How long an output becomes is not
+known: the running mean of the model is taken, within the request's own limits. The estimates are
+means. So half of the requests that just fit would be late if they were taken as they are.
+`needed_s` takes the wait twice; a queue need not be long to keep workers busy. It lengthens the
+service by twice the part by which such estimates were off lately, which nineteen of twenty are
+within if errors are normal.
 """
 
 from __future__ import annotations
@@ -52,22 +53,27 @@ class Mean:
 
 class Trend:
     """A time that grows with the number of requests that run: a line through the values, of which
-    mostly the last `REMEMBERED` count (least squares). Falling lines are noise, taken as level."""
+    mostly the last `REMEMBERED` count (weighted least squares). Falling lines are noise, taken as
+    level."""
 
     def __init__(self) -> None:
-        self._beside, self._value = Mean(), Mean()
+        self._weight, self._beside, self._value = Mean(), Mean(), Mean()
         self._square, self._product = Mean(), Mean()
 
-    def add(self, value: float, beside: float) -> None:
+    def add(self, value: float, beside: float, weight: float = 1.0) -> None:
         """Takes a value that was seen while `beside` requests ran."""
-        self._beside.add(beside)
-        self._value.add(value)
-        self._square.add(beside * beside)
-        self._product.add(beside * value)
+        self._weight.add(weight)
+        self._beside.add(weight * beside)
+        self._value.add(weight * value)
+        self._square.add(weight * beside * beside)
+        self._product.add(weight * beside * value)
+
+    def _mean(self, of: Mean) -> float:
+        return of.value / self._weight.value if self._weight.count else 0.0
 
     @property
     def _spread(self) -> float:
-        return self._square.value - self._beside.value**2
+        return self._mean(self._square) - self._mean(self._beside) ** 2
 
     @property
     def has_slope(self) -> bool:
@@ -76,9 +82,10 @@ class Trend:
 
     def at(self, beside: float) -> float:
         """The value that is likely while so many run; 0 while unknown."""
-        shared = self._product.value - self._beside.value * self._value.value
+        mean, usual = self._mean(self._value), self._mean(self._beside)
+        shared = self._mean(self._product) - usual * mean
         slope = max(0.0, shared / self._spread) if self.has_slope else 0.0
-        return max(0.0, self._value.value + slope * (beside - self._beside.value))
+        return max(0.0, mean + slope * (beside - usual))
 
 
 class Pace:
@@ -136,8 +143,8 @@ class Pace:
         self._first_s.add(first_s, beside)
         for tokens in output_tokens if whole else ():
             self._output_tokens.add(tokens)
-        if steps > 0:
-            self._token_s.add(decode_s / steps, beside)
+        if steps > 0:  # An answer of two tokens that stood still says little of a token.
+            self._token_s.add(decode_s / steps, beside, steps)
 
     def unserved(self, waited_s: float) -> None:
         """A request was left by its reader before the first token, which took longer than that."""
