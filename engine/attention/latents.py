@@ -30,16 +30,18 @@ from engine.step.attention import Latents, Specs
 
 HEAD_DIMS: Final = (64, 128, 192, 256)
 """Widths of heads for which the library of Hopper has kernels."""
-DEEP, LARGE = Tiles(32, 4, 5), Tiles(64, 8, 2)
+DEEP, LARGE, BUSY = Tiles(32, 4, 5), Tiles(64, 8, 2), Tiles(64, 4, 2)
 """Rounds of 32 latents, five under way, take 180 KiB of a processor's shared memory: one program at
 a time reads fastest. Large ones are faster where there are few items, and where a program has more
-than 16 queries, for which each round costs more than its bytes (`bench.latents --sweep` on an H200,
-2026-11-27: 64 rows of 1,152 tokens 49 -> 38 us, of 8,192 216 -> 192; one of 8,192 42 -> 18)."""
+than 16 queries, which keep it busy (`bench.latents --sweep` on an H200, 2026-11-27: 64 rows of
+1,152 tokens 49 -> 38 us, of 8,192 216 -> 192 and with two new tokens 354 -> 280; one of 8,192 42
+-> 12; 64 rows of 1,152 with 128 heads 181 -> 103)."""
 FEW_ITEMS, FEW_QUERIES = 16, 16
 PROGRAMS: Final = 2 * PROCESSORS
-"""Programs for few rows alike: two for each processor, one after the other."""
+"""Programs for few rows alike: two for each processor, one after the other; one, where it is busy
+(same sweep)."""
 MOST_PARTS_OF_FEW = 64
-"""Most parts of a row. The sweep went up to 32; long contexts want more programs."""
+"""Most parts of a row: for one of 8,192 tokens 12 us, and with 32 parts 18."""
 LEAST_TOKENS = 256
 """Least tokens of a part, where rows differ: its beginning costs something (same sweep)."""
 MOST_QUERIES: Final = 64
@@ -68,13 +70,15 @@ def divided(rows: int, heads: int, width: int, *, differ: bool) -> Division:
     """
     blocks = blocks_of(heads, width)
     items, queries = rows * blocks, heads // blocks * width
-    tiles = LARGE if items <= FEW_ITEMS or queries > FEW_QUERIES else DEEP
+    is_busy = queries > FEW_QUERIES
+    tiles = LARGE if items <= FEW_ITEMS else BUSY if is_busy else DEEP
     if items > PROCESSORS:
         many = division(rows, blocks, differ=differ)
         return many._replace(tiles=tiles)
     if differ and has_two(rows, blocks):
         return Division(MOST_PARTS, LEAST_TOKENS, tiles)
-    return Division(min(PROGRAMS // items, MOST_PARTS_OF_FEW), LEAST_TOKENS_OF_FEW, tiles)
+    most = (PROCESSORS if is_busy else PROGRAMS) // items
+    return Division(min(most, MOST_PARTS_OF_FEW), LEAST_TOKENS_OF_FEW, tiles)
 
 
 class LatentBackend(PagedAttention):
