@@ -1,11 +1,13 @@
-"""How the decode kernel divides the contexts of a batch.
+"""Split-KV for decode attention: into how many parts each context is cut.
 
-An *item* is one KV head of one row. It is whole, which one program reads, or cut into parts, which
-several programs read and a second kernel merges. Cutting costs the second kernel and the beginning
-of each part. It pays where the device would wait for few programs: with few items, or with some
-that are much longer than the others. So most batches have two divisions, one for rows alike and one
-for rows that differ, and the host takes one by their lengths. The measurements are in
-`bench/history/engine.md`.
+An *item* is one KV head of one row. Either one program reads its whole context, or the context is
+cut into *parts*, each read by a program of its own, and a second kernel merges their results.
+
+Cutting costs that second kernel and the start of each part. It pays off where programs would leave
+processors idle: when there are few items, or when some contexts are much longer than the others.
+So a batch size has up to two divisions, one for contexts of like lengths and one for unlike ones,
+and the host picks one before each step (`lengths_differ`). CUDA graphs are captured for both.
+Measurements: `bench/history/engine.md`.
 """
 
 from __future__ import annotations
@@ -16,15 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 PROCESSORS = 132
-"""Processors of a Hopper GPU. As many items or fewer are cut even if they are alike, to keep the
-device busy."""
+"""Streaming multiprocessors of an H100 or H200. With no more items than that, contexts are cut even
+if they have like lengths, so that no processor is idle."""
 PROGRAMS_OF_FEW = 512
-"""Programs for few items alike: about four for each processor."""
+"""Programs to aim at with few items of like lengths: about four for each processor."""
 MOST_PROGRAMS = 4096
-"""Most programs for rows that differ, unless `LEAST_PARTS` make more. A program without a part of
-its row returns at once."""
+"""Most programs for contexts of unlike lengths, unless `LEAST_PARTS` a context are more. A program
+whose context is too short for its part returns at once."""
 LEAST_PARTS, MOST_PARTS = 8, 16
-"""Parts of a context where rows differ in length."""
+"""Bounds of the number of parts of a context, for unlike lengths."""
 LEAST_TOKENS_OF_FEW = 64
 MOST_LEAST_TOKENS = 512
 """With 256 rows of uneven lengths, 64 take 3 to 6 % longer and 2,048 7 to 8 %; 1,024 differ by
@@ -34,13 +36,13 @@ LONGER = 1.4
 
 
 class Tiles(NamedTuple):
-    """How a program reads its tokens."""
+    """How a program reads its part of a context."""
 
     block: int
-    """Tokens of a round."""
+    """Tokens that are read in one iteration."""
     warps: int
     stages: int
-    """Rounds that are under way at once."""
+    """Iterations whose loads are in flight at once."""
 
 
 class Division(NamedTuple):

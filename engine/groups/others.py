@@ -1,4 +1,8 @@
-"""The groups beyond group 0, as one: what the scheduler asks all of them."""
+"""All groups of layers beyond group 0, behind one object.
+
+The scheduler plans by the pages of group 0. Before it admits or grows a sequence it asks this
+object, which asks each group with a window or with states and returns the strictest answer.
+"""
 
 from __future__ import annotations
 
@@ -49,27 +53,28 @@ class OtherGroups:
     # -- admission --------------------------------------------------------------------------------
 
     def can_ever_hold(self, sequences: int, final_pages: int) -> bool:
-        """Whether so many sequences, each with so many pages in group 0 in the end, fit into empty
-        groups."""
+        """Whether `sequences` sequences fit when nothing else is held. Each ends with `final_pages`
+        pages in group 0."""
         return all(group.can_ever_hold(sequences, final_pages) for group in self.groups)
 
     def has_room(self, sequences: int, final_pages: int, slots: Int32s) -> bool:
-        """Whether they fit beside the sequences in slots. `slots`: final pages by slot."""
+        """Whether they fit beside the running sequences. `slots`: final pages of those."""
         return all(group.has_room(sequences, final_pages, slots) for group in self.groups)
 
     def free_sequences(self, most: int, slots: Int32s) -> int:
-        """How many long sequences, up to `most`, have room beside those in slots."""
+        """How many more sequences of unbounded length fit, at most `most`."""
         return min([most, *(group.free_sequences(slots) for group in self.groups)])
 
     def room(self, slots: Int32s) -> list[int]:
-        """By group, pages that are promised to nobody. `slots`: final pages by slot."""
+        """By group, pages that are not promised to a sequence."""
         return [group.room(slots) for group in self.groups]
 
     def resumable(
         self, keys: Sequence[bytes], most: int, has: Sequence[Callable[[bytes], bool]] = ()
     ) -> int:
-        """The most leading pages, up to `most`, behind which every group can go on: it has what it
-        needs in the cache, or where `has` says, which has one entry a group."""
+        """The longest prefix of the prompt, at most `most` pages, at whose end every group can
+        resume. One group may shorten what another allows, so they are asked until none does.
+        `has`: by group, whether a page is found elsewhere, such as in host memory."""
         settled = -1
         while settled != most:
             settled = most
@@ -78,18 +83,18 @@ class OtherGroups:
         return most
 
     def begins(self, cached: int) -> list[int]:
-        """By group, index of the first page that a sequence needs which goes on behind so many."""
+        """By group, index of the first page that is needed to resume behind `cached` pages."""
         return [group.begins(cached) for group in self.groups]
 
     def count_lent(self, lent: Callable[[int], int]) -> None:
-        """From now on pages count as promised of which `lent` tells how many there are, given the
+        """Counts pages as promised that tiers or peers hold. `lent` returns their number, given the
         number of a group, from 1 on."""
         for number, group in enumerate(self.groups, 1):
             group.lenders.append(partial(lent, number))
 
     def begin(self, slot: int, keys: Sequence[bytes], cached: int, known: int) -> None:
-        """The prompt in `slot` is computed behind its first `cached` pages. Group 0 knew so many of
-        them."""
+        """The prompt in `slot` resumes behind its first `cached` pages. Group 0 alone would have
+        found `known` of them."""
         for group in self.groups:
             group.begin(slot, keys, cached, known)
 
@@ -109,7 +114,8 @@ class OtherGroups:
     # -- steps ------------------------------------------------------------------------------------
 
     def most_end(self, slot: int, end: int, final_pages: Int32s) -> int:
-        """The tokens, up to `end`, up to which the prompt in `slot` may have pages now."""
+        """The longest prefix, in tokens and at most `end`, of the prompt in `slot` that can get
+        pages of every group now."""
         return min([end, *(group.most_end(slot, final_pages) for group in self.groups)])
 
     def extend(self, slot: int, end_token: int) -> None:
@@ -118,8 +124,8 @@ class OtherGroups:
             group.extend(slot, end_token)
 
     def grow(self, rows: Slots, kv_len: Int32s, seniority: NDArray[np.int64]) -> Slots:
-        """Gives decode rows pages for the tokens that they store next. Returns the rows that have
-        them; the others wait for the step in flight. Arguments are by row."""
+        """Allocates the pages of the next token of decode rows. Returns the rows that got theirs;
+        the others wait for the step in flight. Arguments are by row."""
         waiting = [group.grow(rows, kv_len, seniority) for group in self.groups]
         if not any(one.size for one in waiting):  # The usual case.
             return rows

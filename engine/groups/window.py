@@ -1,23 +1,28 @@
-"""The pages of layers with a window: a sequence keeps those of the last tokens.
+"""Pages of layers with a sliding window. A sequence holds only the pages of its last tokens.
 
-The page of a token is at the same place in a sequence's table as in group 0. Places before `first`
-are empty. Pages come with the chunk, or the token, that is stored in them. They go when the step
-that read them last has settled: then no step in flight reads them, and none that follows.
+Each sequence has a page table in which a token's page has the same index as in group 0, the pages
+of layers that see all tokens. The sequence holds the indices from `first` to `end`; entries before
+`first` are empty. A page is allocated just before the step that stores its first token. It is freed
+after the last step that reads it has settled, because steps in flight may still read it.
 
-Pages that are let go stay in the prefix cache, and most of them go first: there are many, and few
-are found again. Two kinds are worth more: the last pages of a sequence that has ended, behind which
-the next turn goes on; and those before the place up to which group 0 knew the prompt, because
-prompts that begin alike go on there. If they were missing this time, they are there from now on.
+Freed pages stay in the prefix cache. Most of them are evicted before all other pages: there are
+many of them, and few are found again. Two kinds are evicted later:
 
-What a sequence keeps allows it to be continued at the last border between pages, too. So a prompt
-that is computed again, here or on another worker, finds the window before that border.
+- the last pages of a sequence that has ended, because the next turn of its conversation resumes
+  there;
+- the pages before the point up to which group 0 had the prompt in its cache, because prompts that
+  share a beginning resume there. Where they are missing, this prompt computes them, and the next
+  one finds them.
 
-A sequence needs a bounded number of pages, and they are promised to it when it gets a slot:
+A sequence can be resumed only at a border between two pages. It keeps one window before the last
+such border, so that a preempted or handed-off prompt can be resumed at that border.
+
+The number of pages that a sequence needs is bounded, and they are promised to it at admission:
 
     sum over slots of max(held, needed) + held for transfers + room for chunks <= all pages
 
-So a sequence never lacks a page for longer than until the step in flight has settled, and nobody is
-preempted for a window.
+So a sequence waits for a page until the step in flight has settled, and no longer, and no sequence
+is preempted for lack of window pages.
 """
 
 from __future__ import annotations
@@ -70,17 +75,23 @@ class WindowPages:
     # -- how many pages ---------------------------------------------------------------------------
 
     def needed(self, final_pages: int) -> int:
-        """Pages that a sequence holds at most, beside those of a chunk, if it ends with so many
-        pages in group 0."""
+        """The most pages that a sequence holds here, beside those of a prompt's chunk, if it ends
+        with `final_pages` pages in group 0."""
         return min(final_pages, self._most)
 
     def can_ever_hold(self, sequences: int, final_pages: int) -> bool:
-        """Whether so many sequences fit into an empty group."""
+        """Whether `sequences` sequences of that length fit when nothing else is held."""
         needed = sequences * self.needed(final_pages)
         return needed + min(self._chunks, sequences * final_pages - needed) <= self.blocks.total
 
     def has_room(self, sequences: int, final_pages: int, slots: Int32s) -> bool:
-        """Whether so many sequences fit beside those in slots. `slots`: final pages by slot."""
+        """Whether `sequences` more sequences fit beside the running ones.
+
+        Args:
+            sequences: number of new sequences.
+            final_pages: pages in group 0 of each of them at its end.
+            slots: pages in group 0 at the end, by slot, of running sequences.
+        """
         held, needed = self.end - self.first, np.minimum(slots, self._most)
         wanted = sequences * self.needed(final_pages)
         most = sequences * final_pages - wanted + int((slots - needed).sum())
@@ -88,12 +99,12 @@ class WindowPages:
         return wanted + self._promised(slots) + max(0, chunks) <= self.blocks.total
 
     def free_sequences(self, final_pages: Int32s) -> int:
-        """How many long sequences have room beside those in slots. `final_pages`: by slot."""
+        """How many more sequences of unbounded length fit. `final_pages`: of running ones."""
         free = self.blocks.total - self._chunks - self._promised(final_pages)
         return max(0, free) // self._most
 
     def room(self, slots: Int32s) -> int:
-        """Pages that are promised to nobody. `slots`: final pages by slot."""
+        """Pages that are not promised to a sequence. `slots`: final pages of running ones."""
         held, needed = self.end - self.first, np.minimum(slots, self._most)
         chunks = min(self._chunks, int((slots - needed).sum()))
         chunks -= int(np.maximum(held - needed, 0).sum())
@@ -108,7 +119,7 @@ class WindowPages:
         )
 
     def most_end(self, slot: int, final_pages: Int32s) -> int:
-        """The tokens up to which the prompt in `slot` may have pages now."""
+        """The longest prefix, in tokens, of the prompt in `slot` that can get pages now."""
         held = int(self.end[slot] - self.first[slot])
         own = max(0, self.needed(int(final_pages[slot])) - held)
         free = self.blocks.total - self._promised(final_pages) + own
@@ -123,8 +134,8 @@ class WindowPages:
     def resumable(
         self, keys: Sequence[bytes], most: int, has: Callable[[bytes], bool] | None = None
     ) -> int:
-        """The most leading pages, up to `most`, behind which a sequence can go on: the window
-        before their end is in the cache, or where `has` says."""
+        """The longest prefix of a prompt, at most `most` pages, at whose end it can be resumed: the
+        window before that end is cached, or `has` says of its pages that they are elsewhere."""
         has, run, end = has or self._is_cached, 0, most
         if not self._before:
             return most

@@ -1,29 +1,35 @@
-"""Pages that come from other workers, and pages that other workers get from here.
+"""Fetches of cached pages between two workers, from the step loop's side of each.
 
-A fetch, at the worker that lacks pages:
+The *fetcher* lacks pages of a prompt, and the request names a *holder* that has them. The owner of
+the engine (`fetch_service`) talks to the other worker; this module allocates, waits and caches.
 
-    a prompt's keys are missing, and its request names a holder -> pages are held, the owner is
-    asked -> COMING: the request waits as it does for a lower tier, others go on
-    COMING -> `fetched`: the pages that have landed are cached under their keys, and the request
-    computes the rest. No page is left: gone
-    `fetched` -> QUARANTINED: a write may still land in the rest -> `freed`: gone
+States of a fetch, at the fetcher:
 
-At the worker that holds them:
+    COMING        Free pages are allocated for the missing ones, and the owner is asked to fetch
+                  them. The request waits; other requests run.
+    (fetched)     The owner reports which pages have landed. They enter the cache, and the request
+                  computes the rest. If every page has landed, the fetch is over.
+    QUARANTINED   Otherwise the holder may still write into the others. They are not used until the
+                  owner calls `freed`.
 
-    `hold` -> BROUGHT: those of the keys that are in host slots are loaded into the pool.
-    Nothing is loaded where there is no room, or while loads are late
-    BROUGHT -> HELD: the owner hears of the leading keys that are in the pool now, and keeps them
-    HELD -> `let_go`, once nothing reads them any more: gone
+States of a hold, at the holder:
 
-A page is given from the pool alone: between GPUs that is many times faster than from host memory,
-and its own worker often wants it there next.
+    BROUGHT       The owner asks for pages by key. Those in host memory are loaded into the pool
+                  first, unless there is no room or recent loads were late.
+    HELD          The owner gets the leading pages that are in the pool now. They are not evicted.
+    (let go)      The owner calls `let_go` when no transfer reads them any more.
 
-Of a model with several groups of layers a fetch brings a whole resume point: what is missing of
-group 0 up to there, and of each other group the pages that a prompt needs which goes on there. The
-holder gives all of it or nothing. If the fetch breaks off, what has landed of group 0 is cached all
-the same, and the rule for hits says where the prompt goes on.
+Pages are sent from the pool only, never from host memory: between GPUs that is many times faster,
+and the holder often needs them in its pool soon as well.
 
-Fetches and holds may each have an eighth of the pool. What does not fit is computed, or not given.
+Models with several groups of layers can resume a prompt only at a *resume point*, where every group
+has the pages it needs. A fetch brings the whole resume point: the missing pages of group 0 up to
+it, and the pages that each other group needs there. The holder gives all of them or none. If the
+fetch breaks off, the landed pages of group 0 are cached; whether the prompt can resume behind them
+is decided as for any cache hit.
+
+All fetches together may hold an eighth of the pool, and so may all holds. A fetch that does not fit
+is not made, and its prompt is computed; a hold that does not fit is refused.
 """
 
 from __future__ import annotations

@@ -59,12 +59,12 @@ FETCHED_SHARE: Final = 8
 
 
 class Usual(NamedTuple):
-    """What is assumed of a worker instead of what it has measured itself."""
+    """Averages over workers, used where a worker's own measurement is missing or too noisy."""
 
     rate: float
-    """Tokens per second of one without a fresh rate."""
+    """Prompt tokens per second of a worker that has not reported a rate lately."""
     chunks: Mapping[int, MixedChunk]
-    """By role."""
+    """By role: length of a prompt's chunk, and by how much it slows a decode step."""
 
     def chunk(self, worker: WorkerLink) -> MixedChunk:
         """The chunk of a prompt at a worker."""
@@ -112,7 +112,8 @@ class Cost:
         self._just_routed.add(worker.worker_id, demand)
 
     def failed(self, demand: Demand, workers: Iterable[WorkerLink]) -> None:
-        """What they hold of the prompt is what they have reported, or compute for others."""
+        """The attempt failed, so they may never have its pages: only pages that they reported, or
+        compute for another request, count from now on."""
         for worker in workers:
             self._just_routed.forget(worker.worker_id, demand)
 
@@ -204,7 +205,9 @@ class Cost:
     def _fastest(
         self, demand: Demand, worker: WorkerLink, everyone: Sequence[WorkerLink], usual: Usual
     ) -> Way:
-        """The fastest way of a worker. Of equals it is the one that moves least."""
+        """The fastest of three ways to the prompt's first pages: the worker uses what is in its
+        pool; it loads more from its host memory; or it loads, and then fetches still more from a
+        peer. On a tie the way that moves fewer bytes wins, as it comes first in the list."""
         own = self._own(demand, worker)
         ways = [self._way(demand, worker, usual, own.pool_resume, 0.0)]
         load_s, capacity = 0.0, worker.capacity()
@@ -243,8 +246,8 @@ class Cost:
     def _source(
         self, worker: WorkerLink, own: Held, everyone: Sequence[WorkerLink]
     ) -> WorkerLink | None:
-        """The worker with the most pages, of those from which this one may fetch; None: nobody
-        has more than it."""
+        """The peer to fetch from: the one with the most pages of the prompt to which `worker` has a
+        measured path. None: no reachable peer has more than `worker` itself."""
         if self._holders is None:
             holders = [one for one in everyone if self._reported(one).host_resume and fetches(one)]
             holders.sort(key=lambda one: self._reported(one).host_resume, reverse=True)
@@ -279,8 +282,9 @@ class Cost:
         return Held(*(max(pages, own) for own in held))
 
     def _fetchable(self, worker: WorkerLink, peer: WorkerLink, own: Held) -> int:
-        """The leading pages that the worker would have after a fetch from a peer that has more. A
-        resume point of several groups comes whole or not at all."""
+        """How many leading pages the worker would have after a fetch from `peer`, at most an eighth
+        of its pool more than now. Models with several groups of layers fetch a whole resume point;
+        if that exceeds the eighth, nothing is fetched."""
         most = own.host_pages + worker.capacity().total_pages // FETCHED_SHARE
         wanted = self._reported(peer).host_resume
         if wanted > most and worker.identity.model.resume_pages:
@@ -290,7 +294,12 @@ class Cost:
     def _again(
         self, demand: Demand, worker: WorkerLink, way: Way, everyone: Sequence[WorkerLink]
     ) -> Mapping[str, int]:
-        """Pages that the worker computes although others hold them or will, by reason."""
+        """Counts pages that the worker computes although another worker holds them, by reason.
+
+        All in leading pages: `have` is what the chosen way uses, `within` what a fetch could bring
+        within its bound, `reachable` what the best reachable peer holds, `held` what any other
+        worker holds, `coming` what any other is about to hold. Each step up has its reason.
+        """
         if not len(demand.keys):
             return {}
         others = [one for one in everyone if one is not worker]
