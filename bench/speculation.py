@@ -1,8 +1,8 @@
 """What verifying drafts brings one engine on a GPU, in turns with an engine without.
 
-    python -m bench.speculation [--precisions bf16 fp8] [--cases NAME ...] [--repeats 5]
-                                [--copying] [--profile] [--json FILE] and the options of engines
-                                of bench.engine
+    python -m bench.speculation [--drafters suffix eagle3] [--precisions bf16 fp8]
+                                [--cases NAME ...] [--repeats 5] [--copying] [--profile]
+                                [--json FILE] and the options of engines of bench.engine
 
 Dummy weights of the 8B shape, greedy, lengths forced, three drafts a row. Random weights accept
 nothing, so `debug.synthetic_acceptance` accepts each draft with a probability: the device does all
@@ -12,6 +12,9 @@ engine with steps of one token a row: what it costs to have drafts configured.
 Columns: output tokens a second of the whole run, from the first submission; and the decode rate,
 from the first token of the last sequence to the end of the first sequence. `x` is the ratio to
 `off`, medians of the repeats. `tokens` are those of a row and step, `width` that of most steps.
+
+`eagle3` is a head of random weights with the sizes of those published for Llama 3.1 8B: one layer,
+32,000 tokens that may be drafted. `prompts` are prompts alone, of which it keeps K and V.
 
 `--copying`: one row, seven drafts of the suffix drafter whose matches all hold (a probability of
 0.97), as in an answer that copies its prompt. `--profile`: the kernels of a step of four tokens.
@@ -26,7 +29,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from bench.engine import PRECISIONS, Case, Watch, add_engine_options, free_memory, profile, run_case
+from bench.engine import (
+    PRECISIONS,
+    SHAPE,
+    Case,
+    Watch,
+    add_engine_options,
+    free_memory,
+    profile,
+    run_case,
+)
 from bench.engine import build as build_engine
 from bench.harness import write_json
 from engine.engine import Engine
@@ -37,7 +49,10 @@ CASES: Final = {
     "1": Case(1, 128, 256, 0, 0, 0),
     "64": Case(64, 1024, 256, 0, 0, 0),
     "256": Case(256, 128, 256, 0, 0, 0),
+    "prompts": Case(24, 4096, 1, 0, 0, 0),
 }
+PROMPTS: Final = "prompts"
+DRAFTERS: Final = {"suffix": "suffix", "eagle3": str(SHAPE.with_name("eagle3-llama-8b"))}
 ALPHAS: Final = (0.8, 0.6)
 DRAFTS: Final = 3
 COPIED: Final = 7
@@ -120,7 +135,13 @@ class One:
         """Learns nothing."""
 
 
-def build(arguments: argparse.Namespace, precision: str, drafts: int, few: bool = False) -> Engine:
+def build(
+    arguments: argparse.Namespace,
+    precision: str,
+    drafts: int,
+    few: bool = False,
+    drafter: str = "suffix",
+) -> Engine:
     """An engine, ready; 0 drafts: without. `few`: for one row."""
     options: dict[str, Any] = dict(PRECISIONS[precision])
     options |= {"num_pages": 600 if few else KV_TOKENS // 16, "max_context_tokens": 8192}
@@ -128,7 +149,8 @@ def build(arguments: argparse.Namespace, precision: str, drafts: int, few: bool 
         options["max_sequences"] = 4
     if drafts:
         options |= {
-            "speculation": "suffix", "draft_tokens": drafts, "synthetic_acceptance": ALPHAS[0]
+            "speculation": DRAFTERS[drafter], "draft_tokens": drafts,
+            "synthetic_acceptance": ALPHAS[0],
         }  # fmt: skip
     return build_engine(arguments, options=options)
 
@@ -153,16 +175,16 @@ def run(engine: Engine, case: Case, seed: int) -> tuple[float, float]:
 
 
 def compare(
-    precision: str, name: str, off: Engine, on: Engine, steps: Steps, repeats: int
+    kind: tuple[str, str], name: str, off: Engine, on: Engine, steps: Steps, repeats: int
 ) -> list[dict[str, Any]]:
-    """A case by both engines in turns."""
+    """A case by both engines in turns. `kind`: precision and drafter."""
     case, measured = CASES[name], on._loop._scheduler.planner._widths
     rates: dict[str, list[tuple[float, float]]] = {}
     heard: dict[str, tuple[float, int]] = {}
     for repeat in range(-1, repeats):  # The first one warms up.
-        for way in ("off", "one", *map(str, ALPHAS)):
+        for way in ("off", "one") if name == PROMPTS else ("off", "one", *map(str, ALPHAS)):
             engine = off if way == "off" else on
-            if way == "one" and repeat >= 0 and repeat % 2 == 0 and name != "1":
+            if way == "one" and repeat >= 0 and repeat % 2 == 0 and name not in ("1", PROMPTS):
                 continue
             if way != "off":
                 on._loop._scheduler.planner._widths = One() if way == "one" else measured
@@ -177,9 +199,9 @@ def compare(
         whole, decode = medians(found)
         tokens, width = heard[way]
         figures.append({
-            "precision": precision, "case": name, "way": way, "whole": whole, "decode": decode,
-            "whole_x": whole / base[0], "decode_x": decode / base[1], "tokens": tokens,
-            "width": width, "rates": found,
+            "precision": kind[0], "drafter": kind[1], "case": name, "way": way, "whole": whole,
+            "decode": decode, "whole_x": whole / base[0], "decode_x": decode / (base[1] or 1.0),
+            "tokens": tokens, "width": width, "rates": found,
         })  # fmt: skip
         print(line(figures[-1]), flush=True)
     return figures
@@ -194,8 +216,8 @@ def medians(rates: list[tuple[float, float]]) -> tuple[float, float]:
 def line(figure: dict[str, Any]) -> str:
     """A line of the table."""
     return (
-        f"{figure['precision']:>7} {figure['case']:>5} {figure['way']:>8}"
-        f" {figure['whole']:9.1f} {figure['whole_x']:5.2f} x {figure['decode']:9.1f}"
+        f"{figure['precision']:>7} {figure['drafter']:>7} {figure['case']:>7} {figure['way']:>8}"
+        f" {figure['whole']:9.1f} {figure['whole_x']:6.3f} x {figure['decode']:9.1f}"
         f" {figure['decode_x']:5.2f} x {figure['tokens']:6.2f} {figure['width']:5d}"
     )
 
@@ -213,9 +235,9 @@ def copying(arguments: argparse.Namespace, precision: str, off: Engine) -> dict[
     engine.stop()
     base, got = medians([pair[0] for pair in rates]), medians([pair[1] for pair in rates])
     figure = {
-        "precision": precision, "case": "1", "way": "copying", "whole": got[0], "decode": got[1],
-        "whole_x": got[0] / base[0], "decode_x": got[1] / base[1], "tokens": tokens,
-        "width": width, "rates": rates,
+        "precision": precision, "drafter": "suffix", "case": "1", "way": "copying",
+        "whole": got[0], "decode": got[1], "whole_x": got[0] / base[0],
+        "decode_x": got[1] / base[1], "tokens": tokens, "width": width, "rates": rates,
     }  # fmt: skip
     print(line(figure), flush=True)
     return figure
@@ -226,6 +248,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_engine_options(parser)
     parser.add_argument("--precisions", nargs="+", default=["bf16"], choices=list(PRECISIONS))
+    parser.add_argument("--drafters", nargs="+", default=["suffix"], choices=list(DRAFTERS))
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--copying", action="store_true")
@@ -234,27 +257,36 @@ def main() -> None:
     arguments = parser.parse_args()
     figures: list[dict[str, Any]] = []
     for precision in arguments.precisions:
-        off, on = build(arguments, precision, 0), build(arguments, precision, DRAFTS)
-        steps = Steps(on)
-        print_captured(on)
-        for name in arguments.cases:
-            figures += compare(precision, name, off, on, steps, arguments.repeats)
+        off = build(arguments, precision, 0)
+        for drafter in arguments.drafters:
+            figures += with_drafter(arguments, (precision, drafter), off)
             write_json(arguments.json, figures)
-            if arguments.profile and name != "256":
-                accept(on, ALPHAS[0])
-                print(profile(on, name, rows=22, cases=CASES), flush=True)
-        on.stop()
-        del on, steps
-        free_memory()
+            free_memory()
         if arguments.copying:
             figures.append(copying(arguments, precision, off))
         off.stop()
         del off
         free_memory()
-    print(f"{'':>7} {'case':>5} {'way':>8} {'whole':>9} {'':>7} {'decode':>9} {'':>7} tokens width")
+    print(f"{'case':>23} {'way':>8} {'whole':>9} {'':>8} {'decode':>9} {'':>7} tokens width")
     for figure in figures:
         print(line(figure))
     write_json(arguments.json, figures)
+
+
+def with_drafter(
+    arguments: argparse.Namespace, kind: tuple[str, str], off: Engine
+) -> list[dict[str, Any]]:
+    """All cases with a precision and a drafter."""
+    on = build(arguments, kind[0], DRAFTS, drafter=kind[1])
+    steps, figures = Steps(on), []
+    print_captured(on)
+    for name in arguments.cases:
+        figures += compare(kind, name, off, on, steps, arguments.repeats)
+        if arguments.profile and name not in ("256", PROMPTS):
+            accept(on, ALPHAS[0])
+            print(profile(on, name, rows=22, cases=CASES), flush=True)
+    on.stop()
+    return figures
 
 
 def print_captured(engine: Engine) -> None:

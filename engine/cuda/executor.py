@@ -23,7 +23,7 @@ runs once before, and there each waits for the others.
 # mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
@@ -48,16 +48,17 @@ from engine.cuda.ranks.drawing import (
     with_failures,
     with_rest,
 )
-from engine.cuda.speculation.drawing import Drafting, DraftSampling
+from engine.cuda.speculation.drawing import Drafting, DraftSampling, widths_of
+from engine.cuda.speculation.heads import FusedHead, HeadParts, HeadStep
+from engine.cuda.steps.graphs import StepGraph, captured, replay_s
 from engine.cuda.steps.inputs import Inputs, attention_of, ends_of, narrowed_of
 from engine.cuda.steps.packing import PackedStep, Width, pack, reads_of, width_of
-from engine.cuda.steps.shapes import MIXED_SPACING, PROMPT_ROWS, Shape, Shapes
+from engine.cuda.steps.shapes import PROMPT_ROWS, Shape, Shapes, most_integers
 from engine.cuda.steps.staging import StepStaging
-from engine.cuda.waiting import Read, StepWaiter, replay_s
+from engine.cuda.waiting import Read, StepWaiter
 from engine.cuda.wrapped import forward_of
 from engine.model import Decoder
 from engine.pool.pools import KvPools
-from engine.pool.state_pool import StatePool
 from engine.sampling import Sampler
 from engine.sampling.beams import BeamTables
 from engine.step.executor import Launched
@@ -68,8 +69,6 @@ from faults import failpoints
 
 Progress = Callable[[str, int, int], None]
 NO_HOOKS = Hooked()
-SPARE_INTEGERS = 1 << 16
-"""Room in the staging buffer for copies, samples of many choices and gaps between sections."""
 
 
 class _Computed(NamedTuple):
@@ -79,14 +78,6 @@ class _Computed(NamedTuple):
     """[R, vocab]"""
     spoilt: Tensor | None
     """[R] int32: see `PagedGroups.spoilt`."""
-
-
-class _Graph(NamedTuple):
-    graph: torch.cuda.CUDAGraph
-    hidden: Tensor | None
-    """None: it has no prompts. The next replay of any shape may overwrite it, and the others."""
-    logits: Tensor
-    spoilt: Tensor | None
 
 
 class CudaExecutor:
@@ -101,8 +92,10 @@ class CudaExecutor:
         bounds: Bounds,
         hooked: Hooked = NO_HOOKS,
         drafting: Drafting | None = None,
+        head: HeadParts | None = None,
     ) -> None:
-        """Other ranks than the first have no sampler. `drafting`: None: no drafts are verified."""
+        """Other ranks than the first have no sampler. `drafting`: None: no drafts are verified.
+        `head`: keeps KV of its own, and drafts if drafts are verified."""
         device = pools.first.device
         self._page_size = pools.first.page_size
         self._drafting = drafting
@@ -115,7 +108,8 @@ class CudaExecutor:
         self._hooked = hooked
         rows = max(bounds.max_sequences, PROMPT_ROWS + 1)
         attention.reserve(bounds.scratch_tokens + PROMPT_ROWS + 1, rows)  # Padding rows have one.
-        self._forward = forward_of(model, pools, attention, longest)
+        taps = () if head is None else head.module.taps
+        self._forward = forward_of(model, pools, attention, longest, taps)
         self.stream = torch.cuda.Stream(device)
         self._nobody = bounds.max_sequences
         """Slot of padding rows: the last entry of the token table."""
@@ -134,12 +128,16 @@ class CudaExecutor:
         shapes = self._shapes.all
         widths_of_groups = self._widths(max(bounds.max_step_tokens, shapes[0].tokens))
         widest = [max_pages, *(width.columns for width in widths_of_groups)]
-        self._staging = StepStaging(_most_integers(bounds, shapes[0], widest), device)
+        self._staging = StepStaging(most_integers(bounds, shapes[0], widest), device)
         most_rows = max(shape.rows for shape in shapes)
         tables = None if drafting is None else drafting.tables
         self._make_inputs = partial(Inputs, max_pages=widest, device=device, drafts=tables)
         self._inputs = self._make_inputs(shapes[0], most_rows)
-        self._graphs: dict[Shape, _Graph] = {}
+        self._head: FusedHead | None = None
+        if head is not None:
+            sizes = most_rows, max_pages, shapes[0].tokens
+            self._head = FusedHead(head, self._token_table, tables, *sizes)
+        self._graphs: dict[Shape, StepGraph] = {}
         self._waiter = StepWaiter()
         self._waiting: tuple[Draw, Launched] | None = None
         """The draw of the step launched last, if it waits for masks."""
@@ -166,8 +164,7 @@ class CudaExecutor:
         self._graphs.clear()
 
     @torch.inference_mode()
-    def _capture(self, shape: Shape, memory: Any) -> _Graph:
-        graph = torch.cuda.CUDAGraph()
+    def _capture(self, shape: Shape, memory: Any) -> StepGraph:
         self._hooked.capture()
         with torch.cuda.stream(self.stream):
             packed = self._pack(None, shape)
@@ -175,18 +172,21 @@ class CudaExecutor:
             if shape.decodes:
                 verified = self._verified(self._inputs, shape.decodes, shape.width)
                 self._drawing.warm(logits[: shape.decode_tokens], packed.slots, verified)
+            self._go_on(packed)
             self._ranks.barrier()
             self.stream.synchronize()
-            graph.capture_begin(memory, capture_error_mode="thread_local")
-            try:
+            with captured(memory) as graph:
                 done = self._kernels(packed)
-            finally:
-                graph.capture_end()
+            behind = None
+            if self._head is not None:
+                with captured(memory) as behind:
+                    self._go_on(packed)
             if self._drafting is not None and shape.decodes and not shape.prompt_rows:
-                self.step_times[shape] = replay_s(graph)
+                graphs = (graph,) if behind is None else (graph, behind)
+                self.step_times[shape] = sum(map(replay_s, graphs))
         self._hooked.check_captured()
         hidden = done.hidden if shape.prompt_rows else None
-        return _Graph(graph, hidden, done.logits, done.spoilt)
+        return StepGraph(graph, hidden, done.logits, done.spoilt, behind)
 
     def seconds_by_rows_and_width(self) -> dict[tuple[int, int], float]:
         """Seconds of a step of decode rows without context, whatever division of contexts it
@@ -243,6 +243,8 @@ class CudaExecutor:
             self._drafting.tables.begin(plan.begins)
         if any(source.size for source, _ in plan.copies) or plan.write_slots.size:
             self._transfer(plan)
+        if self._head is not None:
+            self._head.begin(plan, self._staging)
         shape, narrowed = self._hooked.begin(plan, self._shapes, self._page_size)
         if plan.num_tokens == 0:
             self._ranks.barrier()
@@ -284,17 +286,18 @@ class CudaExecutor:
 
     def _padded(self, plan: StepPlan, shape: Shape, narrowed: Narrowed | None) -> Draw:
         packed = self._pack(plan, shape, narrowed)
-        ready = self._graphs.get(shape)
-        hidden: Tensor | None
+        ready, hidden = self._graphs.get(shape), None
+        then: Callable[[], None] = partial(self._go_on, packed)
         if ready is None:
             hidden, logits, spoilt = self._kernels(packed)
         else:
             ready.graph.replay()
-            _, hidden, logits, spoilt = ready
+            _, hidden, logits, spoilt, _ = ready
+            then = ready.go_on
         pooled = pooled_of(plan, hidden, shape.decode_tokens)
         draw = self._draw(plan, packed, logits, self._inputs)
         spoilt = spoilt_of(plan, spoilt, shape.decodes, self._ranks)
-        return draw._replace(pooled=pooled, spoilt=spoilt)
+        return draw._replace(pooled=pooled, spoilt=spoilt, then=then)
 
     def _draw(self, plan: StepPlan, packed: PackedStep, logits: Tensor, inputs: Inputs) -> Draw:
         """The draw of a padded step."""
@@ -318,7 +321,10 @@ class CudaExecutor:
         """Packs the step and queues its copy to the device. No plan: padding only."""
         self._staging.begin()
         widths = self._widths(shape.prompt_tokens)
-        packed = pack(plan, shape, self._staging, self._nobody, self._page_size, narrowed, widths)
+        size, behind = self._page_size, self._head is not None
+        packed = pack(
+            plan, shape, self._staging, self._nobody, size, narrowed, widths, behind=behind
+        )
         self._staging.upload()
         if plan is not None:
             self._beams.follow(plan, packed.page_tables)
@@ -335,6 +341,7 @@ class CudaExecutor:
             [own.stores for own in inputs],
             ends_of(packed, inputs),
             self._hooked.attend(self._attention.first, narrowed, differ=packed.shape.differ),
+            self._tapped(packed.shape),
         )
         return _Computed(hidden, self._forward.logits(hidden), self._attention.spoilt())
 
@@ -370,7 +377,8 @@ class CudaExecutor:
         ends, scores = ends_of(packed, inputs), []
         given = inputs[0].token_ids, inputs[0].positions, [group.stores for group in inputs]
         all_states = plan.reads_all_states
-        hidden = self._forward.hidden(*given, None if all_states else ends, hooked)
+        tapped = self._tapped(shape)
+        hidden = self._forward.hidden(*given, None if all_states else ends, hooked, tapped)
         pooled = pooled_of(plan, hidden, None if all_states else shape.decode_tokens)
         if all_states:
             logits_of = self._forward.logits
@@ -380,19 +388,19 @@ class CudaExecutor:
         logits = hidden if plan.sample is None else self._forward.logits(hidden)
         spoilt = spoilt_of(plan, self._attention.spoilt(), decodes, self._ranks)
         draw = self._draw(plan, packed, logits, own)
-        return draw._replace(scores=scores, pooled=pooled, spoilt=spoilt)
+        then = partial(self._go_on, packed, own, tapped)
+        return draw._replace(scores=scores, pooled=pooled, spoilt=spoilt, then=then)
 
+    def _go_on(
+        self, packed: PackedStep, inputs: Inputs | None = None, tapped: Tensor | None = None
+    ) -> None:
+        """A draft head, once tokens are drawn. `inputs` and `tapped`: of a step without a shape."""
+        if self._head is None:
+            return
+        tokens = packed.shape.tokens
+        tapped = self._head.room(tokens) if tapped is None else tapped
+        self._head.run(HeadStep(packed, (inputs or self._inputs).columns(tokens), tapped))
 
-def widths_of(drafting: Drafting | None, pools: KvPools) -> tuple[int, ...]:
-    """Tokens of decode rows for which there are graphs. A draft cannot be taken back from a
-    state."""
-    if drafting is None or any(isinstance(pool, StatePool) for pool in pools):
-        return (1,)
-    return tuple(sorted({1, 2, drafting.tables.most + 1}))
-
-
-def _most_integers(bounds: Bounds, largest: Shape, max_pages: Sequence[int]) -> int:
-    per_row = sum(max_pages) + 8 * len(max_pages)
-    tokens = max(bounds.max_step_tokens, largest.tokens)
-    rows = bounds.max_sequences + PROMPT_ROWS + MIXED_SPACING
-    return rows * per_row + (2 + len(max_pages)) * tokens + SPARE_INTEGERS
+    def _tapped(self, shape: Shape) -> Tensor | None:
+        """[T, N * H], for the taps of a step; None: no head reads any."""
+        return None if self._head is None else self._head.room(shape.tokens)

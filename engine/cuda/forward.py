@@ -68,14 +68,20 @@ class FusedForward:
     """Runs a loaded model over a pool. It makes the model's weights ready for products."""
 
     def __init__(
-        self, model: Model, pools: KvPools, attention: PagedGroups, max_context_tokens: int
+        self,
+        model: Model,
+        pools: KvPools,
+        attention: PagedGroups,
+        max_context_tokens: int,
+        taps: Sequence[int] = (),
     ) -> None:
+        """`taps`: layers whose inputs are wanted; the number of layers: what the last one gives."""
         self._products = CudaProducts()
         model.finish(self._products)
         self._model = model
         self._attention = attention
         by_all = joiner(model.collective)
-        ropes = RopeTables(model, max_context_tokens)
+        ropes = RopeTables(model.ropes, model.embedding, max_context_tokens)
         layers = cast("list[Layer]", list(model.layers))
         fuse = partial(fused, pools=pools, attention=attention, ropes=ropes)
         parts = [part for layer in layers for part in _parts_of(layer, fuse)]
@@ -91,8 +97,15 @@ class FusedForward:
             )
             for part, (before, reader, *rest) in zip(parts, readers, strict=True)
         ]
-        mixers = [part.run for part in parts if not isinstance(part.run, Behind)]
-        self._last_keeper = [mixer for mixer in mixers if mixer.keeps][-1]
+        keepers = [part for part in parts if not isinstance(part.run, Behind) and part.run.keeps]
+        self._last_keeper = keepers[-1].run
+        self._taps = [
+            sum(part.layer < layer for part in parts) if layer < len(layers) else len(parts)
+            for layer in taps
+        ]
+        """The parts before which taps are read."""
+        self._taps_all = any(layer > keepers[-1].layer for layer in taps)
+        """Taps are read where otherwise only the last tokens of rows are left."""
 
     def hidden(
         self,
@@ -101,14 +114,16 @@ class FusedForward:
         stores: Sequence[Tensor],
         ends: RowEnds | None = None,
         hooked: Attend | None = None,
+        tapped: Tensor | None = None,
     ) -> Tensor:
         """[T] int32 ids at [T] positions, stored at [T] places of each group's pool -> [T, H].
 
         With `ends` the result is [S, H] of those tokens only. Of the last mixer that keeps anything
         of the other tokens only that is read later, so the rest of their work is left out.
         With `hooked`, hooks are around attention, and every layer computes all tokens. Else the
-        attention backend must have been prepared for this step.
+        attention backend must have been prepared for this step. `tapped` takes the taps.
         """
+        is_whole = hooked is not None or (tapped is not None and self._taps_all)
         residual = self._model.embed(token_ids)
         inputs = self._model.inputs
         step = StepTokens(
@@ -120,14 +135,15 @@ class FusedForward:
         )
         x = entered(residual, self._entry)
         out: Tensor | Parts
-        for part, join, add in self._parts:
+        for at, (part, join, add) in enumerate(self._parts):
             own = part.run
+            self._tap(at, residual, tapped)
             if isinstance(own, Input):
                 assert step.inputs is not None, "the model has them"
                 out = feed_forward.layer_input(own, x, step.inputs[:, part.layer])
             elif isinstance(own, Behind):
                 out = feed_forward.run(own, x)
-            elif ends is None or hooked is not None or (own.keeps and own is not self._last_keeper):
+            elif ends is None or is_whole or (own.keeps and own is not self._last_keeper):
                 out = own.run(x, step)
             elif len(ends.tokens) == 0:
                 own.store(x, step)
@@ -140,7 +156,17 @@ class FusedForward:
             after = add(residual, out, join)
             x = x if join.keeps else after
         assert isinstance(x, Tensor)
-        return x if ends is None or hooked is None else x.index_select(0, ends.tokens)
+        self._tap(len(self._parts), residual, tapped)
+        return x if ends is None or not is_whole else x.index_select(0, ends.tokens)
+
+    def _tap(self, at: int, residual: Tensor, tapped: Tensor | None) -> None:
+        """Keeps what enters the part there, if it is wanted."""
+        if tapped is None or at not in self._taps:
+            return
+        size = residual.shape[1]
+        for column, wanted in enumerate(self._taps):
+            if wanted == at:
+                tapped[:, column * size : (column + 1) * size].copy_(residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, H] -> [S, vocab], in the model's dtype."""

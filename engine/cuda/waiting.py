@@ -1,15 +1,11 @@
 """Waits for steps that a device runs by itself, and completes their futures."""
 
-# mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
 
 import queue
 import threading
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
-
-import numpy as np
-import torch
 
 from engine.step.executor import Launched
 from engine.step.plan import StepResult
@@ -64,16 +60,3 @@ class StepWaiter:
                 step.future.set_exception(error)
             else:
                 step.future.set_result(result)
-
-
-def replay_s(graph: torch.cuda.CUDAGraph) -> float:
-    """Seconds of a replay, on the current stream: the median of five."""
-    times = []
-    for _ in range(5):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return float(np.median(times))

@@ -87,8 +87,10 @@ class WrappedForward:
         stores: Sequence[Tensor],
         ends: RowEnds | None = None,
         hooked: Attend | None = None,
+        tapped: Tensor | None = None,
     ) -> Tensor:
         """See `FusedForward`. Every layer computes all tokens."""
+        assert tapped is None, "a head reads layers of our decoder"
         attend = hooked or self._attention.attend
         paged = _Paged(self._pools, attend, stores, self._tables)
         hidden: Tensor = self._model(token_ids.long(), positions.long(), paged)
@@ -128,9 +130,13 @@ def _unturned(dim: int, model: WrappedModel) -> Tensor:
 
 
 def forward_of(
-    model: Decoder, pools: KvPools, attention: PagedGroups, max_context_tokens: int
+    model: Decoder,
+    pools: KvPools,
+    attention: PagedGroups,
+    max_context_tokens: int,
+    taps: Sequence[int] = (),
 ) -> FusedForward | WrappedForward:
-    """The forward pass of a model on the fast path."""
+    """The forward pass of a model on the fast path. `taps`: see `FusedForward`."""
     if isinstance(model, WrappedModel):
         return WrappedForward(model, pools, attention)
-    return FusedForward(model, pools, attention, max_context_tokens)
+    return FusedForward(model, pools, attention, max_context_tokens, taps)

@@ -32,7 +32,7 @@ from engine.model.mixers.config import AttentionConfig
 from engine.model.precision.int4 import compile_all
 from engine.model.shard import Shard
 from engine.parts.adapters import sites_of
-from engine.parts.heads import head_drafter, head_folder
+from engine.parts.heads import bytes_of_taps, head_drafter, head_folder, head_parts
 from engine.parts.paging import EngineError as EngineError
 from engine.parts.paging import (
     bounds_of,
@@ -48,7 +48,7 @@ from engine.parts.paging import (
 from engine.pool.kv_pool import KvPool
 from engine.pool.pools import KvPools
 from engine.sampling import Sampler
-from engine.speculation.choosing import drafter_of, tables_of, verifier_of
+from engine.speculation.choosing import drafter_of, has_head, tables_of, verifier_of
 from engine.speculation.measured import MeasuredWidths
 from engine.speculation.widths import FixedWidth, Widths
 from engine.step.attention import AttentionBackend, StepAttention
@@ -157,7 +157,8 @@ def _memory_left(
     context = context_of(config, loaded, most_pages)
     bounds = replace(config, max_context_tokens=max(context, config.page_size))
     drafts = config.draft_tokens if config.speculates else 0
-    return bytes_left(loaded.model, scratch, attention, bounds, share, drafts)
+    left = bytes_left(loaded.model, scratch, attention, bounds, share, drafts)
+    return left - bytes_of_taps(config, loaded)
 
 
 def torch_steps(
@@ -334,8 +335,8 @@ def cuda_executor(
     from engine.cuda.executor import CudaExecutor
 
     hooked = _hooked(config, loaded, pools.first, attention.first, hooks)
-    drafting = _drafting(config, loaded, device)
-    executor = CudaExecutor(loaded.model, pools, attention, sampler, config, hooked, drafting)
+    drafting, head = _drafting(config, loaded, device), head_parts(loaded, pools, _backends(config))
+    executor = CudaExecutor(loaded.model, pools, attention, sampler, config, hooked, drafting, head)
     try:
         hooked.check_alike(device)
         if config.cuda_graphs:
@@ -360,14 +361,13 @@ def _capture(executor: CudaExecutor, loaded: LoadedModel, progress: Progress | N
 
 def _drafting(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> Drafting | None:
     """What verifies drafts on the fast path; None: there are none."""
-    drafter = drafter_of(config)
-    if drafter is None:
+    if not config.speculates:
         return None
     from engine.cuda.speculation.drawing import Drafting
 
     tables = tables_of(config, loaded.config.vocab_size, device)
     synthetic = config.synthetic_acceptance
-    return Drafting(tables, drafter, synthetic if synthetic >= 0 else None)
+    return Drafting(tables, drafter_of(config), synthetic if synthetic >= 0 else None)
 
 
 def widths_of(config: EngineConfig, executor: Executor) -> Widths | None:
@@ -379,5 +379,6 @@ def widths_of(config: EngineConfig, executor: Executor) -> Widths | None:
         from engine.cuda.executor import CudaExecutor
 
         if isinstance(executor, CudaExecutor) and executor.step_times:
-            return MeasuredWidths(executor.seconds_by_rows_and_width())
+            seconds = executor.seconds_by_rows_and_width()
+            return MeasuredWidths(seconds, drafts_by_width=has_head(config))
     return FixedWidth(1 + config.draft_tokens)

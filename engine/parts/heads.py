@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from engine.attention.paged import PagedAttention
 from engine.config import MTP, EngineConfig
 from engine.eager.heads import HeadDrafter
 from engine.hooks.attention import MakeBackend
 from engine.model import LoadedModel
+from engine.model.drafts.eagle3 import Eagle3
 from engine.model.drafts.loading import HeadFolder
 from engine.model.drafts.mtp import MtpLayers
+from engine.parts.paging import dtype_of
 from engine.pool.pools import KvPools
 from engine.speculation.choosing import has_head
+
+if TYPE_CHECKING:
+    from engine.cuda.speculation.heads import HeadParts
 
 
 def head_folder(config: EngineConfig) -> HeadFolder | MtpLayers | None:
@@ -28,5 +36,29 @@ def head_drafter(
     """What drafts with the head; None: there is none. `make`: makes its attention."""
     if loaded.head is None or pools.drafts is None:
         return None
-    attention = make(pools.drafts, loaded.head.module.specs)
-    return HeadDrafter(loaded.head.module, pools.drafts, attention, config.draft_tokens)
+    module = loaded.head.module
+    module.finish()
+    attention = make(pools.drafts, module.specs)
+    return HeadDrafter(module, pools.drafts, attention, config.draft_tokens)
+
+
+def bytes_of_taps(config: EngineConfig, loaded: LoadedModel) -> int:
+    """Bytes that the head needs on a GPU for the largest step: taps, once for graphs and once for
+    others, and what it makes of them. 0: there is no head."""
+    if loaded.head is None:
+        return 0
+    numbers = (2 * len(loaded.head.module.taps) + 8) * loaded.config.hidden_size
+    return numbers * config.max_step_tokens * dtype_of(config.dtype).itemsize
+
+
+def head_parts(loaded: LoadedModel, pools: KvPools, make: MakeBackend) -> HeadParts | None:
+    """What the head is made of on a GPU; None: there is none."""
+    from engine.cuda.speculation.heads import HeadParts
+
+    if loaded.head is None or pools.drafts is None:
+        return None
+    module = loaded.head.module
+    attention = make(pools.drafts, module.specs)
+    assert isinstance(module, Eagle3), "others are refused on GPUs"
+    assert isinstance(attention, PagedAttention), "the model's own is"
+    return HeadParts(module, pools.drafts, attention)

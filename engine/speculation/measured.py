@@ -29,8 +29,12 @@ it again (`bench/README.md`: some 5 % of the tokens of full batches)."""
 class MeasuredWidths:
     """`Widths` by times that were measured. It belongs to the step loop's thread."""
 
-    def __init__(self, times: Mapping[tuple[int, int], float]) -> None:
-        """`times`: seconds of a step of rows of no length, by rows and width. Width 1 is there."""
+    def __init__(
+        self, times: Mapping[tuple[int, int], float], *, drafts_by_width: bool = False
+    ) -> None:
+        """`times`: seconds of a step of rows of no length, by rows and width. Width 1 is there.
+        `drafts_by_width`: a step of W tokens a row makes W - 1 drafts; else all that there may be.
+        """
         self.widths = tuple(sorted({width for _, width in times}))
         self.most = self.widths[-1]
         self._rows = {
@@ -47,6 +51,9 @@ class MeasuredWidths:
         """Rows that the share was learnt from, and one whose drafts were all accepted: what the
         first row shows is chance."""
         self._turn = 0
+        self._drafts_by_width = drafts_by_width
+        self._drafted = self.most
+        """Tokens of a row for which the step before has made drafts."""
 
     def choose(self, rows: int, room: int) -> int:
         """See `Widths`."""
@@ -57,7 +64,9 @@ class MeasuredWidths:
             if width <= max(room, 1) and rows <= self._rows[width][-1]
         ]
         best = max(fitting, key=lambda width: self._rate(rows, width))
-        return best if self._turn % PROBE_STEPS else self._neighbour(fitting, best)
+        # Of a probe that has to make its own drafts only the second step tells something.
+        is_probe = self._turn % PROBE_STEPS < (2 if self._drafts_by_width else 1)
+        return self._neighbour(fitting, best) if is_probe else best
 
     def settled(self, plan: StepPlan, result: StepResult, step_s: float) -> None:
         """A step with decode rows has settled."""
@@ -65,7 +74,10 @@ class MeasuredWidths:
             return
         if plan.only_decodes:
             self._note_time(plan, step_s)
-        if plan.width == 1 or result.counts is None:
+        has_drafts = plan.width <= self._drafted
+        if self._drafts_by_width:
+            self._drafted = plan.width
+        if plan.width == 1 or result.counts is None or not has_drafts:
             return
         counts = result.counts[: plan.num_decodes]
         for column in range(1, min(plan.width, self.most)):

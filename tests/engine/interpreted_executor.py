@@ -36,6 +36,7 @@ from engine.cuda.speculation import drawing as verified
 from engine.engine import Engine
 from engine.model.precision.choice import Precision
 from engine.parts import building
+from engine.parts.heads import head_parts
 from engine.pool.state_pool import StatePool
 from engine.pooling.requests import Pooling, PoolKind
 from engine.types import Mode, SamplingParams
@@ -62,7 +63,10 @@ def on_a_device(config, loaded, pools, sampler, hooks, progress=None):
             own.append(TritonBackend(pool, of_layers, *kernels))
     groups = PagedGroups(own, pools.places)
     drafting = building._drafting(config, loaded, pools.first.device)
-    return executors.CudaExecutor(loaded.model, pools, groups, sampler, config, drafting=drafting)
+    head = head_parts(loaded, pools, lambda pool, specs: TritonBackend(pool, specs, *kernels))
+    return executors.CudaExecutor(
+        loaded.model, pools, groups, sampler, config, drafting=drafting, head=head
+    )
 
 
 def patches() -> ExitStack:

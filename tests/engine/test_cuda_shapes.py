@@ -66,6 +66,8 @@ def step(decodes: int, *prompts: tuple[int, int], last: bool = True, scored: boo
         sample_generations=slots[:drawn], sample_indices=slots[:drawn], sample=None,
         copy_source=NOTHING, copy_target=NOTHING, write_slots=NOTHING, write_tokens=NOTHING,
         scores=(ScorePlan(0, NOTHING, 0),) if scored else (),
+        successors=np.array([-1 if last or row < rows - 1 else 77 for row in range(decodes, rows)],
+                            np.int32),
     )  # fmt: skip
 
 
@@ -203,7 +205,7 @@ def test_long_many_and_scored_prompts_have_none():
 def packed(plan: StepPlan | None, shape: Shape) -> PackedStep:
     staging = StepStaging(1 << 14, torch.device("cpu"))
     staging.begin()
-    found = pack(plan, shape, staging, NOBODY, PAGE_SIZE)
+    found = pack(plan, shape, staging, NOBODY, PAGE_SIZE, behind=True)
     staging.upload()
     return found
 
@@ -227,6 +229,9 @@ def test_decode_rows_come_first_and_prompts_behind_their_padding():
         *range(8), 12, *[15] * (PROMPT_ROWS - 1), shape.tokens - 1,
     ]  # fmt: skip
     np.testing.assert_array_equal(found.page_table, pages)
+    behind = found.prompts.behind
+    assert behind is not None
+    assert behind[:8].tolist() == [503, 504, 505, 506, -1 - 22, 508, 509, 77]
     assert found.sampled.tolist() == [0, 1, 8], "the second prompt is not done"
     assert found.sample_slots.tolist() == [20, 21, 22]
 
@@ -266,7 +271,8 @@ def test_a_step_lies_where_the_graph_was_captured(shape):
     for plan in plans:
         staging.begin()
         own = plan if plan is None else windowed(plan)
-        found = pack(own, shape, staging, NOBODY, PAGE_SIZE, widths=[Width(width_of(shape))])
+        widths = [Width(width_of(shape))]
+        found = pack(own, shape, staging, NOBODY, PAGE_SIZE, widths=widths, behind=True)
         staging.upload()
         (group,) = found.others
         fixed = [

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_kit import GREEDY, Run, build, check_baseline, finish, submit
+import torch
+from engine_kit import GREEDY, Run, build, check_baseline, finish, hand_off, submit
+from heads_kit import PlainHead, write_head, write_oracle
 from speculation_kit import Oracle, Switching, speculating
 from tiny_models import write_tiny_model
 
 from engine.engine import Engine
 from engine.speculation.measured import MeasuredWidths
+from engine.speculation.widths import FixedWidth
 from engine.types import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -63,3 +66,67 @@ def test_tokens_are_those_without_drafts(path, sampling, precision):
         accepted, drafted = sum(told.accepted_by_position), sum(told.drafted_by_position)
         assert (accepted > 0.8 * drafted) == (name == "right"), told
         assert name != "wrong" or accepted < 0.2 * drafted, told
+
+
+@pytest.mark.parametrize("kv", ["auto", "fp8"])
+def test_a_head_that_knows_is_believed_behind_a_hand_off_too(tmp_path, kv: str) -> None:
+    """Graphs of the head, its KV of prompts in chunks, and that of a worker that decodes
+    nothing."""
+    model, head = tmp_path / "model", tmp_path / "head"
+    write_oracle(model, head)
+    options = OPTIONS | {"kv_cache_dtype": kv, "max_sequences": 16}
+    drafts = {"speculation": str(head), "draft_tokens": 3}
+    prompts = [[token % 96 for token in prompt] for prompt in PROMPTS]
+    plain = build(model, **options)
+    wanted = [submit(plain, prompt, TOKENS, ignore_eos=True) for prompt in prompts]
+    finish(*wanted)
+    plain.stop()
+    prefill, decode = (
+        build(model, decodes=False, **options, **drafts),
+        build(model, **options, **drafts),
+    )
+    decode._loop._scheduler.planner._widths = FixedWidth(4)
+    got = [submit(decode, prompt, TOKENS, ignore_eos=True) for prompt in prompts]
+    finish(*got)
+    got += [hand_off(prefill, decode, prompt, TOKENS, ignore_eos=True) for prompt in prompts]
+    told = decode.load().speculation
+    for engine in (prefill, decode):
+        check_baseline(engine)
+        engine.stop()
+    same = sum(ours.tokens == theirs.tokens for ours, theirs in zip(got, wanted * 2, strict=True))
+    assert same >= len(got) - 3, same
+    assert told.accepted_tokens > 0.8 * told.drafted_tokens > 400, told
+
+
+def test_drafts_are_those_of_the_head_in_eager_mode(tmp_path) -> None:
+    """Half of them at least: in 16 bits near-ties of a random head fall to either side."""
+    shape = {"hidden": 512, "heads": 32, "kv_heads": 8, "head_dim": 128, "layers": 5}
+    path = write_tiny_model(tmp_path / "model", tokenizer=False, **shape)
+    head = write_head(tmp_path / "head", path)
+    plain, equal, drafted = PlainHead(head, path), 0, 0
+    options = OPTIONS | {"speculation": str(head), "draft_tokens": 3}
+    engine = build(path, **options)
+    engine._loop._scheduler.planner._widths = FixedWidth(4)
+    executor = engine._loop._executor
+    told: dict[tuple[int, ...], list[int]] = {}
+    launch = executor.launch
+
+    def heard(plan):
+        launched = launch(plan)
+        tables = executor._drafting.tables
+        torch.cuda.synchronize()
+        for slot in plan.row_slots[: plan.num_decodes].tolist():
+            length, ready = int(tables.length[slot]), int(tables.ready[slot])
+            told[tuple(tables.history[slot, : length + 1].tolist())] = tables.drafts[
+                slot, :ready
+            ].tolist()
+        return launched
+
+    executor.launch = heard
+    finish(*(submit(engine, prompt, 12, ignore_eos=True) for prompt in PROMPTS[1:6]))
+    check_baseline(engine)
+    engine.stop()
+    for tokens, drafts in told.items():
+        wanted = plain.draft(tokens, len(drafts) or 1).tokens
+        equal, drafted = equal + (drafts[:1] == wanted[:1]), drafted + 1
+    assert equal > 0.5 * drafted > 10, (equal, drafted)

@@ -27,6 +27,7 @@ FAMILIES = ("mixes", "biases", "gelu", "odd", "mistral", "qwen3", *FUSED, *LATEN
 STATES = ("qwen3_next", "granite4", "granite4_experts")
 ENGINES = ("plain", "pools", "drafts", "suffix", "beams", "qwen3_5", "granite4", "rounded")
 """Whole engines on the executor of a GPU: hidden states, tokens, drafts, states."""
+HEADS = ("steps", "handoff")
 SLOW = pytest.mark.matrix
 
 
@@ -52,6 +53,7 @@ def equal(cases: tuple[str, ...]) -> str:
         ("interpreted_quest", (), "all equal"),
         ("speculation_checks", (), None),
         pytest.param("interpreted_executor", (FOLDER, *ENGINES), equal(ENGINES), marks=SLOW),
+        pytest.param("interpreted_heads", (FOLDER, *HEADS), equal(HEADS), marks=SLOW),
         pytest.param(
             "fp8_checks", (), "\n".join(check.__name__ for check in fp8_checks.CHECKS), marks=SLOW
         ),

@@ -13,10 +13,9 @@ from engine.cuda.kv.fp8_store import rope_store_fp8
 from engine.cuda.kv.gates import opened, ungated
 from engine.cuda.kv.rope_store import HeadNorms, RopeTable, rope_store
 from engine.cuda.mixers.base import RowEnds, StepTokens
-from engine.model import Model
 from engine.model.mixers.attention import Attention
 from engine.model.mixers.head_norms import HeadNorm, WholeNorm
-from engine.model.mixers.rope import Rope
+from engine.model.mixers.rope import Rope, Ropes
 from engine.model.precision.rounding import Rounded, Rounding
 from engine.pool.pools import KvPools
 
@@ -28,8 +27,9 @@ class RopeTables:
     """Cos and sin of the model's ropes, with its rounding. A row is small beside a token's part of
     the pool: it is as large as K of one head in one layer, in the model's dtype."""
 
-    def __init__(self, model: Model, max_context_tokens: int) -> None:
-        self._model = model
+    def __init__(self, ropes: Ropes, like: Tensor, max_context_tokens: int) -> None:
+        """`like`: has dtype and device of the tables."""
+        self._ropes, self._like = ropes, like
         self._tokens = max_context_tokens
         self._made: dict[tuple[Rope | None, int], RopeTable] = {}
 
@@ -43,19 +43,17 @@ class RopeTables:
         """[positions]: the factors on queries, where they are not all 1."""
         if rope is None or rope.growth is None or self._tokens <= rope.growth.positions:
             return None
-        embedding = self._model.embedding
-        positions = torch.arange(self._tokens, device=embedding.device)
-        return rope.growth.at(positions).to(embedding.dtype)
+        positions = torch.arange(self._tokens, device=self._like.device)
+        return rope.growth.at(positions).to(self._like.dtype)
 
     def _make(self, rope: Rope | None, head_dim: int) -> RopeTable:
-        embedding = self._model.embedding
         shape = self._tokens, 2, head_dim // 2
-        angles = torch.zeros(shape, dtype=embedding.dtype, device=embedding.device)
+        angles = torch.zeros(shape, dtype=self._like.dtype, device=self._like.device)
         angles[:, 0] = 1.0
         if rope is None:
             return RopeTable(angles.flatten(1), 0)
         turned = len(rope.frequencies)
-        self._model.ropes.fill(rope, angles[:, :, :turned])
+        self._ropes.fill(rope, angles[:, :, :turned])
         return RopeTable(angles.flatten(1), turned, rope.neighbours)
 
 

@@ -24,6 +24,8 @@ from engine.cuda.speculation.accepting import accept, read_result
 from engine.cuda.speculation.noise import uniform
 from engine.cuda.speculation.suffix import draft_suffix
 from engine.cuda.waiting import Read
+from engine.pool.pools import KvPools
+from engine.pool.state_pool import StatePool
 from engine.sampling import Sampler, SampleResult
 from engine.sampling.beams import BeamTables
 from engine.speculation.drafter import Drafter
@@ -38,7 +40,8 @@ class Drafting(NamedTuple):
     """What verifies and makes drafts on a GPU."""
 
     tables: SlotTables
-    drafter: Drafter
+    drafter: Drafter | None
+    """None: a draft head, which goes on by itself (`engine.cuda.speculation.heads`)."""
     synthetic: float | None = None
     """Accepts drafts with this probability, whatever was drawn: `debug.synthetic_acceptance`."""
 
@@ -47,7 +50,9 @@ class Drafting(NamedTuple):
         if isinstance(self.drafter, SuffixDrafter):
             draft_suffix(slots, self.tables, always=self.synthetic is not None)
             return
-        self.tables.set_drafts(slots.long(), *self.drafter.draft(self.tables, slots.long()))
+        if self.drafter is not None:
+            found = self.drafter.draft(self.tables, slots.long())
+            self.tables.set_drafts(slots.long(), *found)
 
 
 class _Host(NamedTuple):
@@ -112,6 +117,7 @@ class DraftSampling(SingleRankSampling):
     def _drawn(self, draw: Draw, masks: Masks | None) -> Read:
         plan, verified, scores = draw.plan, draw.verified, draw.scores
         if plan is None:
+            draw.go_on()
             return lambda: nothing_drawn(scores)
         assert verified is not None, "the executor verifies every step"
         sampled = None
@@ -129,10 +135,12 @@ class DraftSampling(SingleRankSampling):
             kept = {name: getattr(sampled, name) for name in names}
             pinned = {name: None if t is None else to_pinned(t) for name, t in kept.items()}
             sampled = SampleResult(result, result, **pinned)
+        pinned_result = to_pinned(result)
+        draw.go_on()
         tables, slots = self._drafting.tables, draw.slots.long()
         drafts = to_pinned(tables.drafts[slots]) if verified.returns_drafts else None
         ready = to_pinned(tables.ready[slots]) if verified.returns_drafts else None
-        return _Host(to_pinned(result), sampled, drafts, ready, scores).read
+        return _Host(pinned_result, sampled, drafts, ready, scores).read
 
     def _end(
         self, drawn: Tensor, slots: Tensor, verified: Verified, counts: Tensor | None
@@ -182,3 +190,11 @@ def _columns(tokens: Tensor, finite: Tensor, verified: Verified) -> Tensor:
     every = torch.cat((tokens[:decodes].reshape(-1), tokens[decodes:, 0]))
     usable = torch.cat((finite[:decodes].repeat_interleave(width), finite[decodes:]))
     return torch.stack((every.int(), usable.int()))
+
+
+def widths_of(drafting: Drafting | None, pools: KvPools) -> tuple[int, ...]:
+    """Tokens of decode rows for which there are graphs. A draft cannot be taken back from a
+    state."""
+    if drafting is None or any(isinstance(pool, StatePool) for pool in pools):
+        return (1,)
+    return tuple(sorted({1, 2, drafting.tables.most + 1}))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,14 @@ from engine.cuda.steps.packing import PackedGroup, PackedStep
 from engine.cuda.steps.shapes import Shape
 from engine.speculation.tables import SlotTables
 from engine.step.hooks import DecodeRows
+
+
+class StepColumns(NamedTuple):
+    """The T tokens of a step, [T] int32 each."""
+
+    token_ids: Tensor
+    positions: Tensor
+    stores: Tensor
 
 
 class Inputs:
@@ -46,6 +55,10 @@ class Inputs:
     def ids(self) -> Tensor:
         """int32: of each decode row its tokens, then those of prompts."""
         return self._columns[0][0]
+
+    def columns(self, tokens: int) -> StepColumns:
+        """Of so many tokens, in group 0."""
+        return StepColumns(*self._columns[0][:, :tokens])
 
     def spread(self, packed: PackedStep, token_table: Tensor, page_size: int) -> list[StepInputs]:
         """Queues the kernels that fill in the inputs of a step; returns the parts that the step

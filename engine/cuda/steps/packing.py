@@ -75,6 +75,8 @@ class PackedPrompts(NamedTuple):
     """[R - B + 1], the start of each prompt row among the C tokens."""
     ends: Tensor
     """All tokens of decode rows, then the last token of each prompt row, among all tokens."""
+    behind: Tensor | None = None
+    """[C], the token behind each; -1 - slot: the next one of a slot. None: nobody asks."""
 
 
 class PackedStep(NamedTuple):
@@ -117,6 +119,8 @@ def pack(
     page_size: int,
     narrowed: Narrowed | None = None,
     widths: Sequence[Width] = (),
+    *,
+    behind: bool = False,
 ) -> PackedStep:
     """Adds a step's sections to the staging buffer. `plan` None: a step of padding only.
 
@@ -128,6 +132,7 @@ def pack(
         page_size: tokens in a page.
         narrowed: the rows that a hook has narrowed, if `shape` is for such.
         widths: of the table of each group beyond group 0.
+        behind: whether a draft head asks what is behind each token of a prompt.
     """
     real = 0 if plan is None else plan.num_decodes
     prompt_rows = 0 if plan is None else len(plan.row_slots) - real
@@ -146,6 +151,8 @@ def pack(
     prompts = None
     if shape.prompt_rows:
         prompts = _pack_prompts(plan, shape, staging, page_size)
+        if behind:
+            prompts = prompts._replace(behind=add(_behind(plan, shape)))
     counts = add(counts_of(narrowed, shape.decodes)) if shape.narrowed else None
     others = tuple(
         _pack_group(plan, index, shape, staging, page_size, width)
@@ -208,6 +215,21 @@ def _pack_prompts(
     last = np.maximum(first + starts[1:] - 1, first)
     ends = np.concatenate([np.arange(first), last]).astype(np.int32)
     return PackedPrompts(tokens, staging.add(starts), staging.add(ends))
+
+
+def _behind(plan: StepPlan | None, shape: Shape) -> Int32s:
+    """[C], see `PackedPrompts`."""
+    found = np.zeros(shape.prompt_tokens, np.int32)
+    if plan is None:
+        return found
+    first, rows = plan.decode_tokens, plan.num_decodes
+    own = plan.token_ids[first:]
+    found[: len(own) - 1] = own[1:]
+    found[np.cumsum(plan.query_lens[rows:]) - 1] = np.maximum(plan.successors, 0)
+    drawn = plan.sample_tokens >= first
+    # Of several draws of a row, the first one.
+    found[plan.sample_tokens[drawn][::-1] - first] = -1 - plan.sample_slots[drawn][::-1]
+    return found
 
 
 def _sampled(plan: StepPlan | None, shape: Shape) -> tuple[Int32s, Int32s]:

@@ -20,6 +20,7 @@ whole prompts, or hold many short prompts.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from engine.attention.parts import has_two, lengths_differ
@@ -44,6 +45,9 @@ LONGEST_GRAPH = 2048
 """Tokens of the longest graph."""
 PROMPT_ROWS = 8
 """Rows of prompts in a graph; a step of more prompts launches its kernels one by one."""
+
+SPARE_INTEGERS = 1 << 16
+"""Room in the staging buffer for copies, samples of many choices and gaps between sections."""
 
 
 class Shape(NamedTuple):
@@ -179,3 +183,11 @@ def bucket_of(count: int, sizes: tuple[int, ...]) -> int | None:
     """The smallest of `sizes` that holds `count`, or None."""
     index = bisect_left(sizes, count)
     return sizes[index] if index < len(sizes) else None
+
+
+def most_integers(bounds: Bounds, largest: Shape, max_pages: Sequence[int]) -> int:
+    """Room in the staging buffer. `max_pages`: of the longest row, by group."""
+    per_row = sum(max_pages) + 8 * len(max_pages)
+    tokens = max(bounds.max_step_tokens, largest.tokens)
+    rows = bounds.max_sequences + PROMPT_ROWS + MIXED_SPACING
+    return rows * per_row + (3 + len(max_pages)) * tokens + SPARE_INTEGERS

@@ -27,7 +27,7 @@ from engine.model.mixers.base import Step
 from engine.model.mixers.config import AttentionConfig
 from engine.model.mixers.rope import Ropes
 from engine.model.places import Place, of_linear, of_norm, plain
-from engine.model.precision.base import WeightSlice, parameter
+from engine.model.precision.base import Kernels, WeightSlice, parameter
 from engine.model.precision.packing import pack, product
 from engine.model.region import Region
 from engine.step.attention import Specs, StepAttention
@@ -81,20 +81,25 @@ class Eagle3(SharingHead):
         layer = self.config.layer
         if self.embedding is not None:
             yield plain(f"{BODY}.embed_tokens.weight", self.embedding)
-        yield of_norm(f"{BODY}.norm", self._norm("norm"))
+        yield of_norm(f"{BODY}.norm", self.norm_of("norm"))
         if self.head is not None:
             yield plain(f"{BODY}.lm_head.weight", self.head)
         yield from of_linear(self.fc, None, self._shard)
         for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
-            yield of_norm(layer.layer_name(0, name), self._norm(name))
+            yield of_norm(layer.layer_name(0, name), self.norm_of(name))
         yield from self.attention.places(None, self._shard)
         yield from self.feed_forward.places(None, self._shard)
 
-    def finish(self) -> None:
-        """Makes the filled weights ready for products."""
-        finish_products(self)
-        if self.head is not None:
+    def finish(self, kernels: Kernels | None = None) -> None:
+        """See `DraftHead`."""
+        finish_products(self, kernels)
+        if self.head is not None and kernels is None:
             self.head = pack(self.head)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, H], of the tokens that may be drafted."""
+        return self._target.head if self.head is None else self.head
 
     def features(self, tapped: Tensor) -> Tensor:
         """Taps [T, N * H] -> [T, H]. What is no number becomes one, since K and V are kept."""
@@ -106,18 +111,18 @@ class Eagle3(SharingHead):
     ) -> Tensor:
         """What is made of `features` [T, H] at [T] positions and the [T] ids behind them: [T, H],
         features of the positions behind. `attention.begin` must have been called."""
-        embedded = self._norm("input_layernorm")(self._embed(token_ids))
-        normed = self._norm("hidden_norm")(features)
+        embedded = self.norm_of("input_layernorm")(self.embed(token_ids))
+        normed = self.norm_of("hidden_norm")(features)
         residual = normed if self.config.norm_before_residual else features
         step = Step(self.ropes(positions, features.dtype), attention, {})
         x = residual + self.attention(torch.cat((embedded, normed), dim=-1), step)
-        x = x + self.feed_forward(self._norm("post_attention_layernorm")(x))
+        x = x + self.feed_forward(self.norm_of("post_attention_layernorm")(x))
         found: Tensor = x.nan_to_num()
         return found
 
     def best(self, hidden: Tensor) -> Tensor:
         """[R, H], as `forward` gives it -> [R] int64, the likeliest tokens, equal on all ranks."""
-        normed = self._norm("norm")(hidden)
+        normed = self.norm_of("norm")(hidden)
         if self.head is None:
             ids = self._target.best(normed)[0]
         else:
@@ -126,7 +131,8 @@ class Eagle3(SharingHead):
         self._collective.broadcast(ids)
         return ids
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[T] -> [T, H]."""
         if self.embedding is None:
             return self._target.embed(token_ids)
         return F.embedding(token_ids, self.embedding)

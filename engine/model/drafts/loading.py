@@ -18,6 +18,7 @@ from engine.model.drafts.formats import BODY, HeadConfig, HeadError, read_head, 
 from engine.model.linear import Build
 from engine.model.mixers.config import Kept
 from engine.model.places import Place, fill
+from engine.model.precision.base import Kernels
 from engine.model.precision.choice import Precision
 from engine.model.ranks import check_ranks
 from engine.model.region import Range
@@ -45,6 +46,10 @@ class DraftHead(Protocol):
     @property
     def specs(self) -> Specs:
         """Attention of its layers."""
+        ...
+
+    def finish(self, kernels: Kernels | None = None) -> None:
+        """Makes the filled weights ready for products: those of a GPU, or PyTorch's."""
         ...
 
     def features(self, tapped: Tensor) -> Tensor:
@@ -129,7 +134,6 @@ class HeadFolder:
             revision = hashlib.sha256(
                 revision.encode() + self._drafted.numpy().tobytes()
             ).hexdigest()[:16]
-        head.finish()
         return LoadedHead(head, config.kept, revision)
 
     def _shares(self) -> set[str]:

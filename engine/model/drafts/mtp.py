@@ -26,7 +26,7 @@ from engine.model.linear import Build, Linear, RmsNorm
 from engine.model.mixers.base import Step
 from engine.model.mixers.rope import Ropes
 from engine.model.places import Place, fill, of_linear, of_norm
-from engine.model.precision.base import Format, WeightSlice
+from engine.model.precision.base import Format, Kernels, WeightSlice
 from engine.model.precision.choice import Precision
 from engine.model.precision.formats import read_format
 from engine.model.region import Region
@@ -87,9 +87,13 @@ class Mtp(SharingHead):
         """The parts of its weights, in a fixed order."""
         names = {"enorm": "enorm", "hnorm": "hnorm", "norm": "shared_head.norm"}
         for own, name in names.items():
-            yield of_norm(self._config.layer_name(self.index, name), self._norm(own))
+            yield of_norm(self._config.layer_name(self.index, name), self.norm_of(own))
         yield from of_linear(self.joined, form, self._shard)
         yield from self.layer.places(form, self._shard)
+
+    def finish(self, kernels: Kernels | None = None) -> None:
+        """See `DraftHead`."""
+        finish_products(self, kernels)
 
     def features(self, tapped: Tensor) -> Tensor:
         """See `DraftHead`."""
@@ -100,15 +104,15 @@ class Mtp(SharingHead):
         self, token_ids: Tensor, features: Tensor, positions: Tensor, attention: StepAttention
     ) -> Tensor:
         """See `DraftHead`."""
-        embedded = self._norm("enorm")(self._target.embed(token_ids))
-        x = self.joined(torch.cat((embedded, self._norm("hnorm")(features)), dim=-1))
+        embedded = self.norm_of("enorm")(self._target.embed(token_ids))
+        x = self.joined(torch.cat((embedded, self.norm_of("hnorm")(features)), dim=-1))
         step = Step(self.ropes(positions, x.dtype), _First(attention), {})
         found: Tensor = self.layer(x, step).nan_to_num()
         return found
 
     def best(self, hidden: Tensor) -> Tensor:
         """See `DraftHead`."""
-        ids = self._target.best(self._norm("norm")(hidden))[0]
+        ids = self._target.best(self.norm_of("norm")(hidden))[0]
         self._collective.broadcast(ids)
         return ids
 
@@ -165,7 +169,6 @@ class MtpLayers:
             shapes = {name: spec.shape for place in places for name, spec in place.specs.items()}
             source = Dummy(shapes, seed, dtype, device)
         revision = fill(places, source, asdict(self._config), None)
-        finish_products(head)
         kept = self._config.layers[-1].mixer
         assert kept is not None
         assert kept.kept is not None, "the layer attends"

@@ -24,7 +24,8 @@ class SharingHead(nn.Module):
         assert model is not None
         return model
 
-    def _norm(self, name: str) -> RmsNorm:
+    def norm_of(self, name: str) -> RmsNorm:
+        """One of its own."""
         norm = self.norms[name]
         assert isinstance(norm, RmsNorm)
         return norm
