@@ -244,8 +244,8 @@ class DecodeService(LegService[DecodeLeg]):
         engine ignores requests that were cancelled or were delivered before."""
         failpoints.hit("decode.ready")
         with contextlib.suppress(MalformedMessage):
-            records = decode_first_tokens(payload, choices).records
-            self._engine.deliver(leg_id, records, drafts=drafts)
+            first = decode_first_tokens(payload, choices)
+            self._engine.deliver(leg_id, first.records, first.drafted_from if drafts else None)
 
     def _grant_lasts_s(self, leg: DecodeLeg) -> float:
         """How long a grant lasts: no longer than its leg."""
@@ -297,7 +297,9 @@ class DecodeService(LegService[DecodeLeg]):
             return
         leg.first_token_ns = first.sampled_ns
         # Again: `_ready` may have failed.
-        self._engine.deliver(leg.id, first.records, drafts=leg.drafts)
+        self._engine.deliver(leg.id, first.records, first.drafted_from if leg.drafts else None)
+        if leg.drafts and first.drafted_from > leg.ranges[0].first:
+            self._metrics.drafts_degraded("pages_without")
         self._give_share_back(leg)
         delivered = worker_pb2.Delivered(attempt_id=leg.id, delivered_unix_ns=event.delivered_ns)
         leg.send(delivered=delivered)

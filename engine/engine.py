@@ -230,17 +230,18 @@ class Engine:
         return self.ranks.skew_between(start_ns, end_ns)
 
     def deliver(
-        self, request_id: bytes, records: Sequence[TokenRecord], *, drafts: bool = False
+        self, request_id: bytes, records: Sequence[TokenRecord], drafted_from: int | None = None
     ) -> None:
         """RECEIVE: the KV of the whole prompt is in the reserved pages.
 
         Args:
             request_id: a request that got Reserved; others are ignored.
             records: the next token of every choice.
-            drafts: what a draft head keeps of the prompt is there, too.
+            drafted_from: the page from which on what a draft head keeps is there, too; None: it
+                did not come.
         """
         self._loop.post(
-            lambda scheduler: scheduler.requests.deliver(request_id, records, drafts=drafts)
+            lambda scheduler: scheduler.requests.deliver(request_id, records, drafted_from)
         )
 
     def cancel(self, request_id: bytes) -> None:

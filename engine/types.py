@@ -246,6 +246,8 @@ class Prefilled:
     ends: tuple[EndReason | None, ...]
     """For each choice the reason for its end, if it ended with this token."""
     at_ns: int
+    drafted_from: int = 0
+    """The first page from which on a draft head has kept something of all tokens."""
 
 
 @dataclass(frozen=True, slots=True)

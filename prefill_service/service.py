@@ -178,7 +178,8 @@ class PrefillService(LegService[PrefillLeg]):
         if prefilled is None or event.end_token < outgoing.num_tokens:
             outgoing.chunk(event.pages, event.end_token, None, event.others)
         elif not all(prefilled.ends):
-            payload = encode_first_tokens(prefilled.records, prefilled.at_ns)
+            told = prefilled.records, prefilled.at_ns, prefilled.drafted_from
+            payload = encode_first_tokens(*told)
             outgoing.chunk(event.pages, event.end_token, payload, event.others)
 
     def _chunk_lost(self, leg_id: bytes) -> None:

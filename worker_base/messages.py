@@ -202,22 +202,22 @@ def record_of(message: worker_pb2.TokenRecord) -> TokenRecord:
 
 
 class FirstTokens(NamedTuple):
-    """The first token of every choice."""
+    """The first token of every choice; see `engine.types.Prefilled`."""
 
     records: tuple[TokenRecord, ...]
     sampled_ns: int
     """Unix nanoseconds of the prefill worker's clock; 0 if it did not say."""
+    drafted_from: int = 0
 
 
-def encode_first_tokens(records: Sequence[TokenRecord], sampled_ns: int) -> bytes:
+def encode_first_tokens(records: Sequence[TokenRecord], at_ns: int, drafted_from: int = 0) -> bytes:
     """Makes the payload of a transfer's last notification: the first token of every choice.
 
     If they do not fit, alternatives are left out, and then log probabilities. The router has them
     from the prefill worker's own stream.
     """
-    message = worker_pb2.FirstToken(
-        records=[record_message(record) for record in records], sampled_unix_ns=sampled_ns
-    )
+    message = worker_pb2.FirstToken(sampled_unix_ns=at_ns, drafted_from_page=drafted_from)
+    message.records.extend(map(record_message, records))
     for fields in (("top_ids", "top_logprobs"), ("logprob",)):
         if message.ByteSize() <= MAX_PAYLOAD_BYTES:
             break
@@ -239,8 +239,8 @@ def decode_first_tokens(payload: bytes, choices: int) -> FirstTokens:
         raise MalformedMessage("payload") from None
     if len(message.records) != choices:
         raise MalformedMessage("payload")
-    records = tuple(record_of(record) for record in message.records)
-    return FirstTokens(records, message.sampled_unix_ns)
+    records = map(record_of, message.records)
+    return FirstTokens(tuple(records), message.sampled_unix_ns, message.drafted_from_page)
 
 
 def first_tokens(request: Request, records: Sequence[TokenRecord], at_ns: int) -> NewTokens:

@@ -153,6 +153,8 @@ _DRAFTS: Final[Mapping[str, str]] = {
     " right",
     "peer_differs": "the prefill worker has another revision of the head, or keeps it in another"
     " way: start both with the same --speculation",
+    "pages_without": "the prefill worker had pages of them from host memory, a store or a fetch,"
+    " which carry none: fewer drafts are right",
 }
 _OVERDUE: Final = (
     (

@@ -321,9 +321,9 @@ class CudaExecutor:
         """Packs the step and queues its copy to the device. No plan: padding only."""
         self._staging.begin()
         widths = self._widths(shape.prompt_tokens)
-        size, behind = self._page_size, self._head is not None
+        size, has_head = self._page_size, self._head is not None
         packed = pack(
-            plan, shape, self._staging, self._nobody, size, narrowed, widths, behind=behind
+            plan, shape, self._staging, self._nobody, size, narrowed, widths, has_head=has_head
         )
         self._staging.upload()
         if plan is not None:

@@ -68,19 +68,14 @@ class HeadDrafter:
         self._head = head
         self._pool = pool
         self._attention = attention
-        self._lacks = np.zeros(pool.num_pages, np.bool_)
-        """Pages without the head's KV."""
         self._learnt: _Learnt | None = None
 
     def begin(self, plan: StepPlan) -> None:
         """A step begins."""
-        self._lacks[plan.arrived] = False
         if plan.undrafted.size:
-            self._lacks[plan.undrafted] = True
             # Nothing of another sequence is read there.
             self._pool.data[self._upload(plan.undrafted)] = 0
         if plan.copy_source.size:
-            self._lacks[plan.copy_target] = self._lacks[plan.copy_source]
             self._pool.copy_pages(self._upload(plan.copy_source), self._upload(plan.copy_target))
 
     def learn(self, step: Computed, tokens: Tensor | None, counts: Tensor | None = None) -> None:
@@ -95,11 +90,7 @@ class HeadDrafter:
         draws, first = self._draws(step, ends)
         behind = self._behind(step, ends, tokens, draws, first)
         positions = self._upload(plan.positions)
-        pages = step.batch.token_pages.cpu().numpy()
-        self._lacks[pages[plan.positions % self._pool.page_size == 0]] = False
-        self._lacks[SCRATCH_PAGE] = False
-        starts = plan.context_lens - plan.query_lens
-        self._attention.begin(self._seen(step.batch, plan.page_table, starts))
+        self._attention.begin(self._seen(step.batch, plan.page_table, plan.drafted_from))
         features = self._head.features(step.tapped)
         hidden = self._head(behind, features, positions, self._attention)
         self._learnt = None
@@ -182,7 +173,9 @@ class HeadDrafter:
     ) -> tuple[AttentionBatch, NDArray[np.bool_]]:
         """Rows of one token at [S] positions, and which of them have a page for it."""
         size = self._pool.page_size
-        table = learnt.plan.page_table[learnt.rows]
+        table, from_page = (
+            each[learnt.rows] for each in (learnt.plan.page_table, learnt.plan.drafted_from)
+        )
         index = positions // size
         inside = index < table.shape[1]
         pages = table[np.arange(len(table)), np.where(inside, index, 0)]
@@ -197,19 +190,17 @@ class HeadDrafter:
             token_pages=self._upload(pages),
             token_offsets=self._upload(positions % size),
         )
-        return self._seen(batch, table, contexts - 1), has_page
+        return self._seen(batch, table, np.where(has_page, from_page, 0)), has_page
 
     def _seen(
-        self, batch: AttentionBatch, table: NDArray[np.int32], starts: NDArray[np.int32]
+        self, batch: AttentionBatch, table: NDArray[np.int32], skipped: NDArray[np.int32]
     ) -> AttentionBatch:
-        """The batch without the pages up to the last one that lacks the head's KV. The page of a
-        row's first token, [R] `starts`, is always seen: it holds zeros where something is
+        """The batch without the first pages of rows, [R] `skipped`, of which the last one lacks the
+        head's KV. The page of a row's first token is always seen: it holds zeros where something is
         missing."""
-        if not self._lacks.any():
+        if not skipped.any():
             return batch
         size, at = self._pool.page_size, np.arange(table.shape[1])
-        lacking = self._lacks[table] & (at < (starts // size)[:, None])
-        skipped = np.where(lacking.any(1), lacking.shape[1] - lacking[:, ::-1].argmax(1), 0)
         seen = np.minimum(at + skipped[:, None], table.shape[1] - 1)
         return AttentionBatch(
             query_lens=batch.query_lens,

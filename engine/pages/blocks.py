@@ -62,7 +62,7 @@ class BlockManager:
             kind: [] for kind in CacheEventKind
         }
         self._event_sequence = 0
-        self.arrivals = Arrivals()
+        self.arrivals = Arrivals(num_pages)
         self._watch: PageWatch = watch or Unwatched()
 
     @property
@@ -151,6 +151,7 @@ class BlockManager:
         self._is_free[pages] = False
         self._refcount[pages] = 1
         self._free -= len(pages)
+        self.arrivals.given(pages)
         return pages
 
     def _evict(self, count: int) -> None:

@@ -35,6 +35,7 @@ COLUMNS: Final = (
     "write_tokens",
     "arrived",
     "undrafted",
+    "drafted_from",
     "hook_tags",
     "pools",
     "successors",

@@ -329,7 +329,7 @@ class Admission:
         slot = active.sequences[0].slot
         held = self._allocate_prompt(slot, len(tokens), active.keys)
         others = self._batch.others.reserve(slot, len(tokens), active.keys)
-        active.state = RequestState.RESERVED
+        active.state, active.reserved_from = RequestState.RESERVED, held
         pages = self._batch.slots.pages(slot)
         self._requests.emit(active.sink, Reserved(active.request.id, pages, held, others))
 

@@ -207,6 +207,7 @@ class Batch:
         if partial:
             own[-1] = spare_pages[at]
             self._copies[int(own[-1])] = int(pages[-1])
+            self._blocks.arrivals.copied(int(pages[-1]), int(own[-1]))
             # The source page counts as well: its sequence may end before that step has run, and no
             # other sequence may get the page until then.
             copied = np.array([own[-1], pages[-1]], np.int32)

@@ -307,6 +307,7 @@ class Planner:
             write_tokens=np.fromiter(writes.values(), np.int32, len(writes)),
             arrived=arrived,
             undrafted=undrafted,
+            drafted_from=self._blocks.arrivals.undrafted(table, stored_from // slots.page_size),
             hook_tags=self._batch.hook_tags(row_slots),
             masked=masked,
             whole_logits=masked.size > 0 or (sample is not None and not sample.is_greedy),

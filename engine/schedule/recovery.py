@@ -85,7 +85,7 @@ class Recovery:
     def recover(self, plan: StepPlan, error: Exception) -> None:
         """Undoes the plan of the oldest step in flight, which failed."""
         self.step_is_over(plan)
-        self._blocks.arrivals.note(plan.arrived)  # Hooks have not seen these yet.
+        self._blocks.arrivals.again(plan.arrived)  # Hooks have not seen these yet.
         late = self._batch.begin_again(plan.begins) if plan.begins is not None else set()
         touched = self._touched(plan, late)
         self._batch.chunks.pop(plan.number, None)

@@ -145,16 +145,18 @@ class Requests:
         ) and self._batch.others.can_ever_hold(sequences, pages)
 
     def deliver(
-        self, request_id: bytes, records: Seq[TokenRecord], *, drafts: bool = False
+        self, request_id: bytes, records: Seq[TokenRecord], drafted_from: int | None = None
     ) -> None:
-        """RECEIVE: the KV of the prompt is in its pages, and with `drafts` what a draft head keeps;
-        `records` are the choices' next tokens."""
+        """RECEIVE: the KV of the prompt is in its pages. From page `drafted_from` on it has what
+        a draft head keeps; None: nowhere. `records` are the choices' next tokens."""
         active = self.by_id.get(request_id)
         if active is None or active.state is not RequestState.RESERVED:
             return
         active.state = RequestState.ACTIVE
         leader = active.sequences[0]
-        self._blocks.arrivals.note(self._batch.slots.pages(leader.slot), drafts=drafts)
+        came = self._batch.slots.pages(leader.slot)[(held := active.reserved_from) :]
+        lacking = came if drafted_from is None else came[: max(0, drafted_from - held)]
+        self._blocks.arrivals.note(came, undrafted=lacking)
         self._batch.slots.set_kv(leader.slot, len(leader.tokens))
         if self._config.prefix_cache:
             generation = int(self._batch.slots.generation[leader.slot])

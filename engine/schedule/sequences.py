@@ -60,6 +60,8 @@ class ActiveRequest:
     """State HELD: pages that must not be reused yet."""
     other_held: AllKept = ()
     """Such pages of the other groups."""
+    reserved_from: int = 0
+    """State RESERVED: pages of its prompt that were there already."""
     wait: Wait | None = None
     """What it waited or waits for in state LOADING; None: the tiers were not asked yet."""
     started: bool = False

@@ -314,9 +314,10 @@ class Settler:
             records.append(record)
             searched = active.request.beams is not None  # Its first token is not chosen yet.
             ends.append(None if searched else self._end_reason(leader, record.token_id, index))
-        self._requests.emit(
-            active.sink, Prefilled(active.request.id, tuple(records), tuple(ends), now_ns)
-        )
+        pages = self._batch.slots.pages(leader.slot)[None]
+        lacking = self._blocks.arrivals.undrafted(pages, np.array([pages.shape[1]]))
+        told = active.request.id, tuple(records), tuple(ends), now_ns, int(lacking[0])
+        self._requests.emit(active.sink, Prefilled(*told))
 
 
 class _Drawn(NamedTuple):

@@ -116,6 +116,9 @@ class StepPlan:
     """[A]. Pages whose KV came from another worker or a lower tier since the last step."""
     undrafted: Int32s = field(default_factory=lambda: np.zeros(0, np.int32))
     """Pages among them without what a draft head keeps."""
+    drafted_from: Int32s = field(default_factory=lambda: np.zeros(0, np.int32))
+    """[R]. The page of each row from which on a draft head reads. The one before lacks what it
+    keeps."""
     hook_tags: Int32s = field(default_factory=lambda: np.zeros((0, 0), np.int32))
     """[H, R]. What each of H hooks has to do with each row (`engine.step.hooks.HookTag`)."""
     masked: Int32s = field(default_factory=lambda: np.zeros(0, np.int32))

@@ -237,7 +237,8 @@ DECLARED: Final[Mapping[str, Declared]] = {
     ),
     Metric.SPECULATION_DEGRADED: Declared(
         "counter",
-        "Prompts that came without what the draft head keeps: `peer_without`, `peer_differs`.",
+        "Prompts that came without what the draft head keeps: `peer_without`, `peer_differs`,"
+        " or of their first pages: `pages_without`.",
         ("cause",),
     ),
     # Worker: its ranks, if there are several.

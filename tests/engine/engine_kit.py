@@ -207,7 +207,8 @@ def hand_off(
     if second.request.beams is None:
         for choice, record in enumerate(first.prefilled.records):
             second.records[choice].append(record)
-    decode.deliver(second.request.id, first.prefilled.records, drafts=drafts)
+    drafted_from = first.prefilled.drafted_from if drafts else None
+    decode.deliver(second.request.id, first.prefilled.records, drafted_from)
     finish(second)
     prefill.release(first.request.id)
     return second

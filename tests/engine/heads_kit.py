@@ -136,15 +136,16 @@ class PlainHead:
         self._taps, self._model = taps, reference_of(model)
 
     @torch.inference_mode()
-    def draft(self, tokens: Sequence[int], count: int) -> Drafted:
-        """What follows these tokens, of which the last is not in the model's KV yet."""
+    def draft(self, tokens: Sequence[int], count: int, first: int = 0) -> Drafted:
+        """What follows these tokens, of which the last is not in the model's KV yet. The head sees
+        none before the `first`."""
         ids = torch.tensor(tokens)
         found = self._model(ids[None, :-1], output_hidden_states=True).hidden_states
         features = torch.cat([found[tap][0] for tap in self._taps], 1) @ self._w["fc.weight"].T
         behind, drafts = ids[1:].tolist(), []
         kept = None
         for _ in range(count):
-            hidden, k, v = self._layer(features, torch.tensor(behind))
+            hidden, k, v = self._layer(features, torch.tensor(behind), first)
             kept = kept or (k, v)
             logits = self._normed(hidden[-1:], "norm") @ self._w["lm_head.weight"].T
             best = int(logits.argmax())
@@ -156,7 +157,7 @@ class PlainHead:
     def _normed(self, x: Tensor, name: str) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], self._w[f"{name}.weight"], self._eps)
 
-    def _layer(self, features: Tensor, behind: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _layer(self, features: Tensor, behind: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
         embedding = self._w.get("embed_tokens.weight", self._model.get_input_embeddings().weight)
         normed = self._normed(features, "layer.hidden_norm")
         residual = normed if self._before else features
@@ -168,9 +169,9 @@ class PlainHead:
         q, k = self._turned(q), self._turned(k)
         group = self._heads // self._kv
         seen = (k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
-        read = F.scaled_dot_product_attention(
-            q.transpose(0, 1), seen[0].transpose(0, 1), seen[1].transpose(0, 1), is_causal=True
-        )
+        mask = torch.ones(len(x), len(x), dtype=torch.bool).tril()
+        mask[first:, :first] = False
+        read = F.scaled_dot_product_attention(*(each.transpose(0, 1) for each in (q, *seen)), mask)
         x = residual + read.transpose(0, 1).flatten(1) @ self._w["layer.self_attn.o_proj.weight"].T
         normed = self._normed(x, "layer.post_attention_layernorm")
         gate, up = (normed @ self._w[f"layer.mlp.{name}_proj.weight"].T for name in ("gate", "up"))

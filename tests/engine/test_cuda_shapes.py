@@ -67,7 +67,7 @@ def step(decodes: int, *prompts: tuple[int, int], last: bool = True, scored: boo
         copy_source=NOTHING, copy_target=NOTHING, write_slots=NOTHING, write_tokens=NOTHING,
         scores=(ScorePlan(0, NOTHING, 0),) if scored else (),
         successors=np.array([-1 if last or row < rows - 1 else 77 for row in range(decodes, rows)],
-                            np.int32),
+                            np.int32), drafted_from=np.zeros(rows, np.int32),
     )  # fmt: skip
 
 
@@ -205,7 +205,7 @@ def test_long_many_and_scored_prompts_have_none():
 def packed(plan: StepPlan | None, shape: Shape) -> PackedStep:
     staging = StepStaging(1 << 14, torch.device("cpu"))
     staging.begin()
-    found = pack(plan, shape, staging, NOBODY, PAGE_SIZE, behind=True)
+    found = pack(plan, shape, staging, NOBODY, PAGE_SIZE, has_head=True)
     staging.upload()
     return found
 
@@ -272,7 +272,7 @@ def test_a_step_lies_where_the_graph_was_captured(shape):
         staging.begin()
         own = plan if plan is None else windowed(plan)
         widths = [Width(width_of(shape))]
-        found = pack(own, shape, staging, NOBODY, PAGE_SIZE, widths=widths, behind=True)
+        found = pack(own, shape, staging, NOBODY, PAGE_SIZE, widths=widths, has_head=True)
         staging.upload()
         (group,) = found.others
         fixed = [
@@ -281,6 +281,7 @@ def test_a_step_lies_where_the_graph_was_captured(shape):
             found.slots,
             found.contexts,
             *(found.prompts or ()),
+            found.drafted_from,
             found.page_table,
         ]
         addresses.append([section.data_ptr() for section in fixed])

@@ -7,15 +7,18 @@ import json
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from engine_kit import build, check_baseline, finish, hand_off, submit
 from heads_kit import PlainHead, config_of, write_head, write_oracle
 from references import references
-from test_heads import ALL_TAPS, SHORT, drafter_of, drafting, prompts_of
+from test_heads import ALL_TAPS, SHORT, drafting, prompts_of
 from test_tiers_engine import SMALL, conversations, talk
 from tiny_families import EVERY, HYBRIDS
 from tiny_models import write_tiny_model
+
+from engine.types import Mode
 
 
 @contextmanager
@@ -107,9 +110,41 @@ def test_pages_from_host_memory_do_without(model, tmp_path) -> None:
     with drafting(model, head, **SMALL) as (engine, _):
         assert talk(engine, prompts, 2) == wanted
         assert engine.load().tiers.loaded_tokens["host"] > 0
-        lacking = drafter_of(engine)._lacks
+        lacking = engine._loop._scheduler.blocks.arrivals._lacks
         assert lacking.any()
         assert not lacking.all()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_pages_that_lack_it_are_told_and_not_read(model, tmp_path, whole: bool) -> None:
+    """A prefill worker has the first pages of a prompt from host memory. What a head keeps of the
+    others is read, and no more. `whole`: the decode worker has had the prompt before."""
+    head = write_head(tmp_path / "head", model)
+    plain, answers = PlainHead(head, model), references(model)
+    prompt, others = prompts_of()[6], conversations(12)
+    tiers = {**SMALL, "num_pages": 21}
+    with (
+        prefilling(model, speculation=str(head), **tiers) as prefill,
+        drafting(model, head) as (decode, told),
+    ):
+        for each in (prompt[:80], *others):  # It is driven out.
+            held = submit(prefill, each, 1, mode=Mode.PREFILL)
+            finish(held)
+            prefill.release(held.request.id)
+        if whole:
+            finish(submit(decode, prompt[:32], 4, ignore_eos=True))
+            told.clear()
+        run = hand_off(prefill, decode, prompt, SHORT, ignore_eos=True)
+        assert run.tokens == [answers(prompt, SHORT, past_end=True).tokens]
+        assert prefill.load().tiers.loaded_tokens["host"] == 80
+        lacking = np.flatnonzero(decode._loop._scheduler.blocks.arrivals._lacks)
+        assert len(lacking) == (3 if whole else 5)
+    for tokens, drafted in told.items():
+        wanted = plain.draft(tokens, max(1, len(drafted.tokens)), first=80)
+        assert drafted.tokens == wanted.tokens
+        torch.testing.assert_close(drafted.k[80:], wanted.k[80:], rtol=1e-3, atol=1e-3)
+        assert not drafted.k[32:80].any()
+    assert len(told) > SHORT // 2
 
 
 def share(prefill, oracle, **options) -> tuple[float, int]:

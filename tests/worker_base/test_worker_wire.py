@@ -119,7 +119,7 @@ def test_token_records_survive() -> None:
 def test_the_payload_fits_a_notification_whatever_was_asked_for() -> None:
     assert MAX_PAYLOAD_BYTES <= ROOM_BYTES
     few = [record(20)] * 2
-    assert decode_first_tokens(encode_first_tokens(few, 5), 2) == (tuple(few), 5)
+    assert decode_first_tokens(encode_first_tokens(few, 5, 3), 2) == (tuple(few), 5, 3)
     for choices in (64, 128, 256):
         payload = encode_first_tokens([record(20)] * choices, 1 << 60)
         assert len(payload) <= MAX_PAYLOAD_BYTES

@@ -2391,12 +2391,17 @@ class FirstToken(_message.Message):
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLED_UNIX_NS_FIELD_NUMBER: _builtins.int
     LOADED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFTED_FROM_PAGE_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.bytes
     """The attempt."""
     cached_prompt_tokens: _builtins.int
     """Prompt tokens found in the prefix cache."""
     sampled_unix_ns: _builtins.int
     """When they were sampled; set where they ride with a transfer's last notification."""
+    drafted_from_page: _builtins.int
+    """The prompt's first page from which on a draft head has kept something of all tokens; set where
+    they ride with a transfer's last notification.
+    """
     @_builtins.property
     def records(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenRecord]:
         """One per choice, by index."""
@@ -2413,10 +2418,11 @@ class FirstToken(_message.Message):
         cached_prompt_tokens: _builtins.int = ...,
         sampled_unix_ns: _builtins.int = ...,
         loaded_prompt_tokens: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        drafted_from_page: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "cached_prompt_tokens", b"cached_prompt_tokens", "loaded_prompt_tokens", b"loaded_prompt_tokens", "records", b"records", "sampled_unix_ns", b"sampled_unix_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "cached_prompt_tokens", b"cached_prompt_tokens", "drafted_from_page", b"drafted_from_page", "loaded_prompt_tokens", b"loaded_prompt_tokens", "records", b"records", "sampled_unix_ns", b"sampled_unix_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -72,17 +72,12 @@ class Draw(NamedTuple):
     """None: no step verifies drafts."""
     pooled: Tensor | None = None
     """[P, H]. Pooled states on their way to pinned memory; None: the step pools nothing."""
-    then: Callable[[], None] | None = None
-    """Called once the tokens are in the tables."""
+    then: Callable[[], None] = lambda: None
+    """Called once the tokens are in the tables, or there are none."""
     spoilt: Tensor | None = None
     """[R] int32 on its way to pinned memory: 1 for rows that have found a wrong state. None: there
     are no states."""
     searches: tuple[SearchPlan, ...] = ()
-
-    def go_on(self) -> None:
-        """The tokens are in the tables, or there are none."""
-        if self.then is not None:
-            self.then()
 
 
 class Drawing(Protocol):
@@ -144,16 +139,16 @@ class SingleRankSampling:
         plan, scores = draw.plan, draw.scores
         if plan is None:
             self._end_without()
-            draw.go_on()
+            draw.then()
             return lambda: nothing_drawn(scores)
         if self._is_best(draw, masks):
             drawn = to_pinned(self.best(draw.logits, draw.slots))
-            draw.go_on()
+            draw.then()
             return lambda: _read_greedy(drawn, scores)
         result = self._sampler.sample(self._whole(draw.logits).float(), plan, masks)
         self._token_table[draw.slots.long()] = self._shared(result.tokens.int())
         self._choose(draw.searches, result.top_ids, result.top_logprobs)
-        draw.go_on()
+        draw.then()
         host = result._replace(
             **{name: to_pinned(t) for name, t in result._asdict().items() if t is not None}
         )

@@ -117,7 +117,7 @@ class DraftSampling(SingleRankSampling):
     def _drawn(self, draw: Draw, masks: Masks | None) -> Read:
         plan, verified, scores = draw.plan, draw.verified, draw.scores
         if plan is None:
-            draw.go_on()
+            draw.then()
             return lambda: nothing_drawn(scores)
         assert verified is not None, "the executor verifies every step"
         sampled = None
@@ -136,7 +136,7 @@ class DraftSampling(SingleRankSampling):
             pinned = {name: None if t is None else to_pinned(t) for name, t in kept.items()}
             sampled = SampleResult(result, result, **pinned)
         pinned_result = to_pinned(result)
-        draw.go_on()
+        draw.then()
         tables, slots = self._drafting.tables, draw.slots.long()
         drafts = to_pinned(tables.drafts[slots]) if verified.returns_drafts else None
         ready = to_pinned(tables.ready[slots]) if verified.returns_drafts else None

@@ -47,11 +47,10 @@ def _begin_rows(
     packed_table,
     ids,
     starts,
-    stores_of_step,
     lengths,
     newest,
     ready,
-    lacks,
+    drafted_from,
     behind,
     last,
     positions,
@@ -72,23 +71,14 @@ def _begin_rows(
     old, length = tl.load(starts + row * width), tl.load(lengths + slot)
     count = length - old
     source = packed_table + row * packed_width
-    # The tokens behind those of the step, and the pages that begin in it.
+    # The tokens behind those of the step.
     column = tl.arange(0, columns)
     here = column < width
     drafted = tl.load(ids + row * width + column + 1, mask=column < width - 1, other=0)
     token = tl.where(column == count - 1, tl.load(newest + slot), drafted)
     tl.store(behind + row * width + column, token, mask=here)
-    place = tl.load(stores_of_step + row * width + column, mask=here, other=0)
-    tl.store(lacks + place // page_size, 0, mask=here & (place % page_size == 0))
     tl.store(last + row, row * width + tl.maximum(count - 1, 0))
-    # Pages before the first one that the row reads.
-    skipped, before = 0, tl.minimum(old // page_size, packed_width)
-    before = tl.where(real, before, 0)
-    for start in tl.range(0, before, block):
-        entry = start + tl.arange(0, block)
-        known = tl.load(source + entry, mask=entry < before, other=0)
-        lacking = tl.load(lacks + known, mask=entry < before, other=0) > 0
-        skipped = tl.maximum(skipped, tl.max(tl.where(lacking, entry + 1, 0), axis=0))
+    skipped = tl.load(drafted_from + row)
     # A place for each of its newest token and its drafts but the last.
     depth = tl.arange(0, columns)
     position = length - 1 + depth
@@ -122,7 +112,6 @@ def begin_rows(
     packed: PackedStep,
     inputs: StepColumns,
     tables: SlotTables,
-    lacks: Tensor,
     longest: int,
     page_size: int,
     into: DraftRows,
@@ -134,7 +123,6 @@ def begin_rows(
         packed: the step, B decode rows of W > 1 tokens.
         inputs: its tokens.
         tables: by slot.
-        lacks: [pages] int32: 1 for pages without the head's KV. Those that begin here have it.
         longest: positions that the head knows.
         page_size: tokens in a page.
         into: becomes what it says, for decode rows.
@@ -148,11 +136,10 @@ def begin_rows(
         packed.page_table,
         inputs.token_ids,
         inputs.positions,
-        inputs.stores,
         tables.length,
         tables.next,
         tables.ready,
-        lacks,
+        packed.drafted_from,
         into.behind,
         into.last,
         into.positions,
@@ -171,34 +158,24 @@ def begin_rows(
 
 
 @triton.jit(do_not_specialize=["count"])
-def _follow(
-    known, stores, newest, lacks, behind, count, page_size: tl.constexpr, block: tl.constexpr
-):
+def _follow(known, newest, behind, count, block: tl.constexpr):
     at = tl.program_id(0) * block + tl.arange(0, block)
     here = at < count
     token = tl.load(known + at, mask=here, other=0)
     drawn = tl.load(newest - 1 - token, mask=here & (token < 0), other=0)
     tl.store(behind + at, tl.where(token < 0, drawn, token), mask=here)
-    place = tl.load(stores + at, mask=here, other=0)
-    tl.store(lacks + place // page_size, 0, mask=here & (place % page_size == 0))
 
 
-def follow(
-    known: Tensor, stores: Tensor, newest: Tensor, lacks: Tensor, page_size: int, behind: Tensor
-) -> None:
+def follow(known: Tensor, newest: Tensor, behind: Tensor) -> None:
     """Fills in the token behind each of L tokens that are drawn or known by now.
 
     Args:
         known: [L] int32: the token; or -1 - slot, where it is the newest one of a slot.
-        stores: [L] int32, places of the L tokens in the pool.
         newest: int32, by slot.
-        lacks: as in `begin_rows`.
-        page_size: tokens in a page.
         behind: [L] int32, is filled in.
     """
-    count = len(known)
-    grid = (triton.cdiv(count, _TOKENS),)
-    launch(_follow, grid, known, stores, newest, lacks, behind, count, page_size, _TOKENS)
+    grid = (triton.cdiv(len(known), _TOKENS),)
+    launch(_follow, grid, known, newest, behind, len(known), _TOKENS)
 
 
 @triton.jit

@@ -41,7 +41,7 @@ class HeadParts(NamedTuple):
 
     module: Eagle3
     pool: KvPool
-    """Of its K and V."""
+    """The pool of its K and V."""
     attention: PagedAttention
     """Over it."""
 
@@ -84,7 +84,6 @@ class FusedHead:
         self._width = len(self._head.taps) * hidden
         dtype = self._head.head_weight.dtype
         self._tapped = torch.empty(tokens, self._width, dtype=dtype, device=device)
-        self._lacks = torch.zeros(self._pool.num_pages, dtype=torch.int32, device=device)
         own, dim = self._head.attention.own, self._pool.head_dim
         ropes = RopeTables(self._head.ropes, self._tapped, max_pages * self._page_size)
         self._rope = ropes.of(own.rope, dim)
@@ -107,18 +106,15 @@ class FusedHead:
 
     def begin(self, plan: StepPlan, staging: StepStaging) -> None:
         """Hears which pages came, and copies pages. It is rare, and no graph has it."""
-        changed = plan.arrived, plan.undrafted, plan.copy_source, plan.copy_target
+        changed = plan.undrafted, plan.copy_source, plan.copy_target
         if not any(pages.size for pages in changed):
             return
         staging.begin()
-        arrived, undrafted, source, target = (staging.add(pages) for pages in changed)
+        undrafted, source, target = (staging.add(pages) for pages in changed)
         staging.upload()
-        self._lacks[arrived.long()] = 0
         if len(undrafted):
-            self._lacks[undrafted.long()] = 1
             self._pool.data[undrafted.long()] = 0  # Nothing of another sequence is read there.
         if len(source):
-            self._lacks[target.long()] = self._lacks[source.long()]
             self._pool.copy_pages(source.long(), target.long())
 
     def run(self, step: HeadStep) -> None:
@@ -187,16 +183,13 @@ class FusedHead:
             assert self._tables is not None
             places = self._of_step(shape.decodes, shape.width)
             into = DraftRows(behind, self._last, *places, self._table)
-            size = self._page_size
-            given = packed, inputs, self._tables, self._lacks, self._head.longest, size
-            begin_rows(*given, into)
+            known = packed, inputs, self._tables, self._head.longest, self._page_size
+            begin_rows(*known, into)
         elif first:
-            rest = self._newest, self._lacks, self._page_size, behind[:first]
-            follow(-1 - packed.slots, inputs.stores[:first], *rest)
+            follow(-1 - packed.slots, self._newest, behind[:first])
         if packed.prompts is not None:
             assert packed.prompts.behind is not None, "the head is known"
-            rest = self._newest, self._lacks, self._page_size, behind[first:]
-            follow(packed.prompts.behind, inputs.stores[first:], *rest)
+            follow(packed.prompts.behind, self._newest, behind[first:])
         return behind
 
     def _of_step(self, rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -57,7 +57,7 @@ class Inputs:
         return self._columns[0][0]
 
     def columns(self, tokens: int) -> StepColumns:
-        """Of so many tokens, in group 0."""
+        """Columns of so many tokens, in group 0."""
         return StepColumns(*self._columns[0][:, :tokens])
 
     def spread(self, packed: PackedStep, token_table: Tensor, page_size: int) -> list[StepInputs]:

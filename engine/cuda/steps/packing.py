@@ -104,6 +104,8 @@ class PackedStep(NamedTuple):
     prompts."""
     sample_slots: Tensor
     """[S]"""
+    drafted_from: Tensor | None = None
+    """[B], the page of each row from which on a draft head reads; None: there is no head."""
 
     @property
     def page_tables(self) -> list[Tensor]:
@@ -120,7 +122,7 @@ def pack(
     narrowed: Narrowed | None = None,
     widths: Sequence[Width] = (),
     *,
-    behind: bool = False,
+    has_head: bool = False,
 ) -> PackedStep:
     """Adds a step's sections to the staging buffer. `plan` None: a step of padding only.
 
@@ -132,7 +134,7 @@ def pack(
         page_size: tokens in a page.
         narrowed: the rows that a hook has narrowed, if `shape` is for such.
         widths: of the table of each group beyond group 0.
-        behind: whether a draft head asks what is behind each token of a prompt.
+        has_head: whether a draft head runs behind the step.
     """
     real = 0 if plan is None else plan.num_decodes
     prompt_rows = 0 if plan is None else len(plan.row_slots) - real
@@ -151,14 +153,20 @@ def pack(
     prompts = None
     if shape.prompt_rows:
         prompts = _pack_prompts(plan, shape, staging, page_size)
-        if behind:
+        if has_head:
             prompts = prompts._replace(behind=add(_behind(plan, shape)))
+    drafted_from = None
+    if has_head:
+        froms = np.zeros(shape.decodes, np.int32)
+        froms[:real] = 0 if plan is None else plan.drafted_from[:real]
+        drafted_from = add(froms)
     counts = add(counts_of(narrowed, shape.decodes)) if shape.narrowed else None
     others = tuple(
         _pack_group(plan, index, shape, staging, page_size, width)
         for index, width in enumerate(widths)
     )
-    return PackedStep(shape, *fixed, prompts, counts, others, add(table), *map(add, sampled))
+    packed = PackedStep(shape, *fixed, prompts, counts, others, add(table), *map(add, sampled))
+    return packed._replace(drafted_from=drafted_from)
 
 
 def _pack_group(
