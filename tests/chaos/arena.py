@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import json
 import os
 import re
 import signal
@@ -31,6 +32,9 @@ from chaos.plan import Topology
 
 TEND_S: Final = 0.05
 ADMIN_TIMEOUT_S: Final = 5.0
+OPERATOR: Final = "operator"
+ROLE_TRIES: Final = 100
+"""Ten seconds: a worker that was killed meanwhile is back by then."""
 READY_S: Final = 60.0
 HOST_GIB: Final = 0.001
 """Fewer slots than a tight pool has pages."""
@@ -85,7 +89,8 @@ class Arena:
     def start(cls, topology: Topology, model: Path, logs: Path, certs: str = "") -> Arena:
         """Returns when the cluster serves, over TLS if there are certificates."""
         own: dict[str, dict[str, object]] = {
-            name: {"tp": topology.ranks_of(name)} for name in topology.workers
+            name: {"tp": topology.ranks_of(name), "flexible": topology.flexible}
+            for name in topology.workers
         }
         tiers: dict[str, dict[str, object]] = {
             name: own[name]
@@ -106,6 +111,7 @@ class Arena:
             log_format="json",
             drain_s=2,
             local_prefill=local,
+            operator_token=OPERATOR,
             certs=certs,
         )
         if topology.fetching:
@@ -137,6 +143,31 @@ class Arena:
         """SIGKILL."""
         self._note(name, "killed")
         self.cluster.kill(name)
+
+    async def restart(self, name: str) -> None:
+        """SIGTERM: it drains and ends, and `tend` starts it again."""
+        self._note(name, "killed")
+        self.cluster.processes[name].terminate()
+        await asyncio.to_thread(self.cluster.wait_gone, name)
+
+    async def set_role(self, name: str, role: str) -> None:
+        """As an operator does, until the worker has the role. A refusal is one: the worker is away,
+        or the only one of its kind."""
+        for _ in range(ROLE_TRIES):
+            with contextlib.suppress(OSError):
+                await asyncio.to_thread(self._ask_role, name, role)
+                said = json.loads(await asyncio.to_thread(self._fetch, "router", "/roles", None))
+                has = {one["worker"]: (one["role"], one["next_role"]) for one in said["workers"]}
+                if has.get(name) == (role, None):
+                    return
+            await asyncio.sleep(0.1)
+
+    def _ask_role(self, name: str, role: str) -> None:
+        url = f"http://{self.cluster.admin_addresses['router']}/roles"
+        body = json.dumps({"worker": name, "role": role}).encode()
+        headers = {"authorization": f"Bearer {OPERATOR}"}
+        request = urllib.request.Request(url, body, headers)
+        urllib.request.urlopen(request, timeout=ADMIN_TIMEOUT_S).close()
 
     def start_armed(self, name: str, specification: str) -> None:
         """Starts a worker anew, with failpoints in the processes that it starts itself: only their

@@ -87,6 +87,13 @@ async def _strike(arena: Arena, fault: Fault) -> None:
     match fault.kind:
         case "kill" | "kill_writer" | "kill_router" if arena.is_alive(fault.target):
             arena.kill(fault.target)
+        case "restart" if arena.is_alive(fault.target):
+            await arena.restart(fault.target)
+        case "change_role":
+            own = fault.target.partition("-")[0]
+            await arena.set_role(fault.target, "decode" if own == "prefill" else "prefill")
+            await asyncio.sleep(fault.lasts_s)
+            await arena.set_role(fault.target, own)
         case "kill_rank" if ranks := arena.other_ranks(fault.target):
             ranks[-1].kill()  # Its worker ends by itself.
         case "freeze_rank" if ranks := arena.other_ranks(fault.target):

@@ -50,6 +50,8 @@ FaultKind = Literal[
     "freeze_store",
     "below",
     "kill_aside",
+    "restart",
+    "change_role",
 ]
 OF_RANKS: Final[dict[FaultKind, FaultKind]] = {"kill": "kill_rank", "freeze": "freeze_rank"}
 """What befalls a worker of several ranks befalls one of them, mostly: not rank 0."""
@@ -79,6 +81,8 @@ WEIGHTS: Final[dict[FaultKind, int]] = {
 }
 OF_HAND_OFFS: Final = ("short_grants", "cut_path", "kill_writer")
 """Between a prefill and a decode worker."""
+PLANNED: Final[tuple[FaultKind, ...]] = ("restart", "change_role")
+"""What an operator does: no fault, and no request may fail of it while another one is there."""
 OF_STORES: Final = ("kill_store", "freeze_store")
 """Of the processes that read and write a worker's stores. No request needs them."""
 FORMS: Final = {
@@ -171,6 +175,8 @@ class Topology:
     """The router says that this worker holds all prompts, or `any`."""
     model: str = ""
     """One of `MODELS`; the empty one keeps K and V of all tokens."""
+    flexible: bool = False
+    """Roles of workers may change."""
     ranks: tuple[int, int] = (1, 1)
     """Of each prefill worker and of each decode worker. A worker of both roles has the larger."""
 
@@ -272,6 +278,7 @@ class RunPlan:
         workers = f"{shape.prefill}P {shape.decode}D {shape.both}B x {shape.num_pages} pages"
         workers += f" with {shape.ranks} ranks" * (max(shape.ranks) > 1)
         workers += " over TCP" * shape.tcp + " over tiers" * shape.tiers
+        workers += " with flexible roles" * shape.flexible
         workers += " fetching" * bool(shape.fetching) + f" of {shape.model}" * bool(shape.model)
         return f"run {self.number} of seed {self.seed}: {workers}, {len(self.asks)} asks, {faults}"
 
@@ -283,7 +290,7 @@ def topology_of(seed: int, number: int) -> Topology:
     first, tight, over_tcp = rng.randrange(len(TOPOLOGIES)), rng.randrange(2), rng.randrange(3)
     topology = TOPOLOGIES[(first + block) % len(TOPOLOGIES)]
     topology = replace(topology, tcp=block % 3 == over_tcp, fetching="any" * (block % 4 < 3))
-    topology = replace(topology, model=MODELS[block % len(MODELS)])
+    topology = replace(topology, model=MODELS[block % len(MODELS)], flexible=block % 2 == 0)
     if block % 4 == 3:
         fewer = {"prefill": min(2, topology.prefill), "decode": min(2, topology.decode)}
         topology = replace(topology, ranks=RANKS[(first + block // 4) % len(RANKS)], **fewer)
@@ -304,6 +311,7 @@ def plan_run(seed: int, number: int, topology: Topology | None = None) -> RunPla
     kinds = rng.choices(list(WEIGHTS), list(WEIGHTS.values()), k=count)
     faults = [fault for kind in kinds for fault in _faults(rng, kind, topology)]
     faults = [_at_a_rank(rng, fault, topology) for fault in faults]
+    faults += _planned(random.Random(f"{seed}/{number}/planned"), topology)
     if "poison" in kinds:
         asks = (*asks, _poison(rng, len(asks)))
     forms = random.Random(f"{seed}/{number}/forms")
@@ -338,6 +346,21 @@ def plan_moment(seed: int, number: int, target: str, failpoint: str) -> RunPlan:
     )
     fault = Fault("failpoint", 0, target, failpoint, lasts_s=4.0, restart_after_s=0.2)
     return replace(plan, topology=Topology(2, 2), asks=asks, faults=(fault,))
+
+
+def plan_rolling(seed: int, number: int) -> RunPlan:
+    """The requests of a run, while each worker in turn is started anew or has another role for a
+    moment. Each time there is another one like it."""
+    plan = plan_moment(seed, number, "", "")
+    topology = Topology(2, 2, flexible=True)
+    asks = tuple(replace(ask, start_s=8 * ask.start_s) for ask in plan.asks)
+    faults = tuple(
+        Fault(kind, 2.5 * turn, name, lasts_s=0.5, restart_after_s=0.2)
+        for turn, (kind, name) in enumerate(
+            (kind, name) for name in topology.workers for kind in PLANNED
+        )
+    )
+    return replace(plan, topology=topology, asks=asks, faults=faults)
 
 
 def of_model(plan: RunPlan, model: str) -> RunPlan:
@@ -473,6 +496,16 @@ def _faults(rng: random.Random, kind: FaultKind, topology: Topology) -> list[Fau
                 Fault("freeze", at_s, decode, lasts_s=lasts_s),
                 Fault("kill_writer", at_s + lasts_s - 0.1, prefill, restart_after_s=0.2),
             ]
+
+
+def _planned(rng: random.Random, topology: Topology) -> Iterator[Fault]:
+    """In a third of the runs with flexible roles."""
+    if topology.flexible and rng.random() < 0.35:
+        names = [name for name in topology.workers if topology.peers(name) > 1]
+        names = [name for name in names if not name.startswith("both")] or [topology.workers[0]]
+        kind, at_s = rng.choice(PLANNED), rng.uniform(0.05, SPAN_S)
+        lasts_s = rng.choice((0.3, 1.5))
+        yield Fault(kind, at_s, rng.choice(names), lasts_s=lasts_s, restart_after_s=0.2)
 
 
 def _fault(rng: random.Random, kind: FaultKind, topology: Topology) -> Fault:

@@ -25,6 +25,7 @@ from chaos.plan import (
     plan_fetch_moment,
     plan_moment,
     plan_of_rank,
+    plan_rolling,
     plan_run,
 )
 from faults.failpoints import POINTS
@@ -117,6 +118,19 @@ def test_an_accident_at_a_named_moment_costs_nobody_an_answer(
             break
     assert [blow.name for blow in outcome.blows] == [target]
     assert all(history.ended_ok for history in outcome.histories)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [1000, 1001, 1002])
+def test_what_an_operator_does_costs_nobody_an_answer(made: Harness, number: int) -> None:
+    """Each worker in turn is drained and started again, and has the other role for a moment."""
+    outcome = made.run(plan_rolling(SEED, number))
+    assert outcome.is_good, outcome.report()
+    assert all(history.ended_ok for history in outcome.histories)
+    assert {blow.name for blow in outcome.blows} == set(outcome.plan.topology.workers)
+    assert made._arena is not None
+    changes = made._arena.cluster.metric("baton_role_changes_total", cause="operator")
+    assert changes >= 2 * len(outcome.plan.topology.workers)
 
 
 STATE_MOMENTS = {

@@ -9,31 +9,24 @@ import io
 import json
 import subprocess
 import tarfile
-import threading
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
-from cluster import GENERATED_S, Cluster, Process, make_cluster, spawn
+from cluster import Cluster, Process, make_cluster, spawn
 from nursery import fork
-from streams import Asking, prompt_of
+from rolling import GROWING, go_through, load_on, start, wait_for_answers
 from tiny_families import DENSE
 from tiny_models import write_tiny_model
-from waiting import wait_until
 
-from baton.client.clients import Client
 from baton.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
-OPTIONS = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
 STORED = "-stored"
 WINDOWS = DENSE["gemma3"] | {"sliding_window": 24}
 """The release keeps all pages of such a model, in one group: no pages go between the two."""
-PROMPTS = [prompt_of(20 + 37 * n, seed=n) for n in range(6)]
 
 pytestmark = pytest.mark.slow
 
@@ -84,51 +77,6 @@ def release_of(cluster: Cluster, name: str) -> str:
         return json.load(answer)["version"]
 
 
-@contextmanager
-def load_on(cluster: Cluster) -> Iterator[list[int]]:
-    """Clients over gRPC and HTTP that ask on and on; each answer must be the first one's."""
-    over = threading.Event()
-    answered: list[int] = []
-    with cluster.client(retries=True) as client:
-        expected = [client.generate(token_ids=prompt, **OPTIONS) for prompt in PROMPTS]
-
-    def ask_grpc() -> None:
-        with cluster.client(retries=True) as client:
-            ask_over(client)
-
-    def ask_over(client: Client) -> None:
-        while not over.is_set():
-            number = len(answered) % len(PROMPTS)
-            answer = client.generate(token_ids=PROMPTS[number], **OPTIONS)
-            assert answer.token_ids == expected[number].token_ids
-            answered.append(number)
-
-    def ask_http() -> None:
-        url = f"http://{cluster.plan.http_address}/v1"
-        with openai.OpenAI(base_url=url, api_key="-", timeout=GENERATED_S) as client:
-            while not over.is_set():
-                number = len(answered) % len(PROMPTS)
-                answer = client.completions.create(
-                    model="", prompt=PROMPTS[number], max_tokens=12, temperature=0,
-                    extra_body={"ignore_eos": True},
-                )  # fmt: skip
-                assert answer.choices[0].text == expected[number].text
-                answered.append(number)
-
-    threads = [Asking(ask) for ask in (ask_grpc,) * 2 + (ask_http,) * 2]
-    for thread in threads:
-        thread.start()
-    yield answered
-    over.set()
-    for thread in threads:
-        thread.end()
-
-
-def wait_for_answers(cluster: Cluster, answered: list[int], count: int = 12) -> None:
-    enough = len(answered) + count
-    wait_until(lambda: len(answered) >= enough, GENERATED_S, show=cluster.tail)
-
-
 @pytest.mark.parametrize("old", [["router"], ["prefill-0", "decode-0"]], ids=["router", "workers"])
 def test_a_released_half_serves_beside_this_tree_s(old: list[str], released: Path, tmp_path: Path):
     with a_cluster(tmp_path, released, old).started() as cluster:
@@ -166,3 +114,21 @@ def test_an_upgrade_of_one_process_after_another_loses_no_request(
         assert (cluster.identity("decode-0").model.fingerprint != before) or not shape
         assert cluster.metric("baton_kv_transfers_total", "decode-1") > 0
         cluster.check_baseline()
+
+
+def test_a_cluster_of_the_release_grows_and_shrinks_into_this_tree_s(
+    released: Path, tmp_path: Path
+):
+    """Each process that is started anew, or added, is this tree's. At 0.6 of the load that keeps
+    it busy all the time."""
+    pools = {"prefill": 2, "decode": 2, "routers": 2}
+    first = ["router-0", "router-1", "prefill-0", "decode-0"]
+    cluster = a_cluster(tmp_path, released, first, **pools)
+    try:
+        start(cluster, *first)
+        with load_on(cluster, busy=0.6) as answered:
+            go_through(cluster, answered, GROWING)
+        for name in ("router-0", "router-1", "prefill-1", "decode-1"):
+            assert not release_of(cluster, name).endswith(STORED)
+    finally:
+        cluster.stop()
