@@ -23,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.attention.parts import LEAST_TOKENS_OF_FEW, Division
 from engine.cuda.early import early
-from engine.cuda.kernels import launch
+from engine.cuda.kernels import launch, power_of_2
 from engine.pool.kv_pool import KvPool
 from engine.step.attention import AttentionSpec
 
@@ -251,7 +251,7 @@ def decode_attention(
         rows.seen,
         *rows.sizes,
         dim,
-        triton.next_power_of_2(dim),
+        power_of_2(dim),
         pool.page_size,
         spec.soft_cap is not None,
         spec.sinks is not None,
@@ -308,19 +308,19 @@ class Rows(NamedTuple):
     @property
     def padded(self) -> int:
         """Queries of a program, up to what a matrix product takes."""
-        return max(MIN_QUERIES, int(triton.next_power_of_2(self.width * self.group)))
+        return max(MIN_QUERIES, power_of_2(self.width * self.group))
 
     def merged(self, contexts: Tensor) -> Tensor:
         """The results, once the second kernel has merged the parts of every row."""
         (most, least, tiles), dim = self.divided, self.out.shape[2]
         if most == 1:
             return self.out
-        parts = triton.next_power_of_2(most)
-        dims = triton.next_power_of_2(dim)
+        parts = power_of_2(most)
+        dims = power_of_2(dim)
         dims = dims if dim <= WIDE else min(dims, max(16, MERGED // parts))
         launch(
             _merge_parts,
-            (self.rows * self.blocks, self.width * self.group, triton.cdiv(dim, dims)),
+            (self.rows * self.blocks, self.width * self.group, -(-dim // dims)),
             self.partial,
             self.sums,
             contexts,

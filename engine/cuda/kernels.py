@@ -65,16 +65,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root mean square norm of [T, H]."""
     out = torch.empty_like(x)
     size = x.shape[1]
-    launch(_rms_norm, (len(x),), x, weight, out, eps, size, triton.next_power_of_2(size))
+    launch(_rms_norm, (x.shape[0],), x, weight, out, eps, size, power_of_2(size))
     return out
 
 
 def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Adds `x` to `residual` in place; returns the norm of the sum. Both are [T, H]."""
     size = x.shape[1]
-    block = triton.next_power_of_2(size)
+    block = power_of_2(size)
     arguments = (residual, x, weight, x, eps, size, early(), block)
-    launch(_add_rms_norm, (len(x),), *arguments, launch_pdl=early())
+    launch(_add_rms_norm, (x.shape[0],), *arguments, launch_pdl=early())
     return x
 
 
@@ -100,7 +100,7 @@ def norm_parts(x: Tensor, first: Tensor, second: Tensor, eps: float) -> None:
     """Root mean square norms, in place, of the first and of the next numbers of each row of [T, H].
     The gains say how many."""
     sizes = len(first), len(second)
-    block = triton.next_power_of_2(max(sizes))
+    block = power_of_2(max(sizes))
     launch(_norm_part, (len(x), 2), x, first, second, eps, x.shape[1], *sizes, block)
 
 
@@ -125,7 +125,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """[T, 2 I], gate then up -> [T, I]."""
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, size)
-    grid = (rows, triton.cdiv(size, _ACTIVATION_BLOCK))
+    grid = (rows, -(-size // _ACTIVATION_BLOCK))
     arguments = (gate_up, out, size, early(), _ACTIVATION_BLOCK)
     launch(_silu_mul, grid, *arguments, launch_pdl=early())
     return out
@@ -153,7 +153,7 @@ def gelu_mul(gate: Tensor, up: Tensor, *, by_tanh: bool) -> Tensor:
     and `up` are [T, I], with any stride between tokens."""
     rows, size = gate.shape
     out = gate.new_empty(rows, size)
-    grid = (rows, triton.cdiv(size, _ACTIVATION_BLOCK))
+    grid = (rows, -(-size // _ACTIVATION_BLOCK))
     arguments = (gate, up, out, size, gate.stride(0), up.stride(0), by_tanh, _ACTIVATION_BLOCK)
     launch(_gelu_mul, grid, *arguments)
     return out
@@ -172,7 +172,7 @@ def _relu_squared(x, out, size, block: tl.constexpr):
 def relu_squared(x: Tensor) -> Tensor:
     """[T, I] -> [T, I]."""
     out, size = torch.empty_like(x), x.shape[1]
-    grid = (len(x), triton.cdiv(size, _ACTIVATION_BLOCK))
+    grid = (len(x), -(-size // _ACTIVATION_BLOCK))
     launch(_relu_squared, grid, x, out, size, _ACTIVATION_BLOCK)
     return out
 
@@ -236,7 +236,7 @@ def _best(logits: Tensor, slots: Tensor, token_table: Tensor, *, keeps: bool) ->
     found = best_of_blocks(logits)
     rows, num_blocks = found.best.shape
     drawn = torch.empty(2, rows, dtype=torch.int32, device=logits.device)
-    blocks = triton.next_power_of_2(num_blocks)
+    blocks = power_of_2(num_blocks)
     arguments = (*found, slots, token_table, drawn, rows, num_blocks, keeps, blocks)
     launch(_best_of_row, (rows,), *arguments)
     return drawn
@@ -256,7 +256,7 @@ class BlocksBest(NamedTuple):
 def best_of_blocks(logits: Tensor) -> BlocksBest:
     """Finds the best of each block of logits [S, V], contiguous."""
     rows, vocab = logits.shape
-    num_blocks = triton.cdiv(vocab, _LOGITS_BLOCK)
+    num_blocks = -(-vocab // _LOGITS_BLOCK)
     best = torch.empty(rows, num_blocks, dtype=torch.float32, device=logits.device)
     ids = torch.empty(rows, num_blocks, dtype=torch.int32, device=logits.device)
     found = BlocksBest(best, ids, torch.empty_like(ids))
@@ -359,6 +359,12 @@ def unpack_step(
         page_size,
         _TABLE_BLOCK,
     )
+
+
+def power_of_2(least: int) -> int:
+    """The smallest power of 2 that is not below `least`. Triton's own takes the host 4 us a call,
+    and steps without a graph ask for a dozen a layer."""
+    return 1 << (least - 1).bit_length()
 
 
 def launch(kernel: Kernel, grid: tuple[int, ...], *arguments: object, **options: int) -> None:

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.cuda.decode_attention import capped, features_of, seen_by
-from engine.cuda.kernels import launch
+from engine.cuda.kernels import launch, power_of_2
 from engine.pool.kv_pool import KvPool
 from engine.step.attention import AttentionSpec
 
@@ -155,7 +155,7 @@ def prompt_attention(
     tiles = NARROW if dim <= 128 else WIDE if dim <= 256 else WIDEST
     out = q.new_empty(tokens, heads, dim)
     seen = seen_by(spec)
-    grid = (triton.cdiv(max_query, tiles.queries), heads, len(contexts))
+    grid = (-(-max_query // tiles.queries), heads, len(contexts))
     launch(
         _attend_prompt,
         grid,
@@ -175,7 +175,7 @@ def prompt_attention(
         heads,
         heads // pool.num_kv_heads,
         dim,
-        triton.next_power_of_2(dim),
+        power_of_2(dim),
         pool.page_size,
         spec.soft_cap is not None,
         spec.sinks is not None,

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.cuda.early import early
-from engine.cuda.kernels import launch
+from engine.cuda.kernels import launch, power_of_2
 from engine.pool.kv_pool import KvPool
 
 HEADS_AT_ONCE = 8
@@ -181,7 +181,7 @@ class RopeTable(NamedTuple):
         """Pairs of a head, those that are rotated (all, if none is), a power of two, and whether
         they are neighbours."""
         half = dim // 2
-        return half, self.turned or half, triton.next_power_of_2(half), self.neighbours
+        return half, self.turned or half, power_of_2(half), self.neighbours
 
 
 def rope_store(
@@ -213,7 +213,7 @@ def rope_store(
     kv_heads, dim = pool.num_kv_heads if keeps else 0, pool.head_dim
     heads = qkv.shape[1] // dim - 2 * kv_heads
     q_weight, k_weight, eps, norms_v = norms or HeadNorms(rope.angles, rope.angles, 0.0)
-    grid = (len(qkv), triton.cdiv(heads + 2 * kv_heads, HEADS_AT_ONCE))
+    grid = (len(qkv), -(-(heads + 2 * kv_heads) // HEADS_AT_ONCE))
     launch(
         _rope_store,
         grid,
