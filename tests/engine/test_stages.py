@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from engine_kit import build, finish, submit
+from engine_kit import build, finish, held, submit
 from paths_kit import prompt_of
 from references import references
+from test_profiling import written
 from test_ranks import (
     FAMILIES,
     GONE_S,
@@ -39,6 +41,7 @@ from engine.model import ModelError
 from engine.model.ranks import _even_ends
 from engine.step.grid import Grid
 from engine.step.lanes import StageLanes
+from faults import failpoints
 
 pytestmark = pytest.mark.timeout(300)
 __all__ = [
@@ -93,6 +96,41 @@ def test_several_steps_are_in_flight_and_all_rows_go_on(pair):
     finish(*runs, late)
     check(pair.answers, runs, 24)
     check(pair.answers, [late], 12)
+
+
+def test_a_profile_tells_the_wait_for_the_stage_before(pair, tmp_path):
+    pair.several.profile(6, tmp_path)
+    finish(submit(pair.several, prompt_of(40), 20, ignore_eos=True))
+    assert written(tmp_path)["gloo:recv"] >= 6
+
+
+STEP_S = 0.2
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", ["prompts", "rows"])
+def test_stages_run_different_steps_at_the_same_time(kind, tmp_path, monkeypatch):
+    """Each stage sleeps for a while in each step: two of them take little more than one does. Of
+    prompts' chunks one after the other, and of eight rows."""
+    points = f"engine.step=sleep:{STEP_S},rank.step=sleep:{STEP_S}~1"
+    monkeypatch.setenv("BATON_DEBUG_FAILPOINTS", points)
+    path = write_tiny_model(tmp_path, **LAYERS, tokenizer=False)
+    with running(path, pp=2, max_step_tokens=32, max_sequences=8, num_pages=80) as engine:
+        finish(submit(engine, prompt_of(20), 4, ignore_eos=True))
+        failpoints.arm(points)
+        before, began_s = engine.load().steps, time.monotonic()
+        if kind == "prompts":
+            finish(*[submit(engine, prompt_of(160 + i), 1, ignore_eos=True) for i in range(2)])
+        else:
+            with held(engine):
+                runs = [submit(engine, prompt_of(3 + i), 8, ignore_eos=True) for i in range(8)]
+            finish(*runs)
+        took_s = time.monotonic() - began_s
+        failpoints.arm("")
+    steps = engine.load().steps - before
+    share = took_s / (2 * steps * STEP_S)
+    print(f"{kind}: {steps} steps in {took_s:.2f} s: {share:.2f} of one stage behind the other")
+    assert share < 0.75
 
 
 @pytest.mark.matrix
