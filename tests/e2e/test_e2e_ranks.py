@@ -4,7 +4,7 @@ rank outlives its worker."""
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +66,11 @@ def ranks_of(cluster: Cluster, name: str) -> list[psutil.Process]:
     return [child for child in children if "engine.ranks" in child.cmdline()]
 
 
-def check(cluster: Cluster, model: Path, *, whole: bool = False) -> None:
+def check(
+    cluster: Cluster, model: Path, lengths: Sequence[int] = (5, 40, 200), *, whole: bool = False
+) -> None:
     with cluster.client() as client:
-        for length in (5, 40, 200):
+        for length in lengths:
             prompt = np.random.default_rng(length).integers(1, 384, length).tolist()
             answer = client.generate(token_ids=prompt, **OPTIONS)
             want = references(model, whole=whole)(prompt, 12, past_end=True)
