@@ -179,6 +179,22 @@ BREAKAGES = (
         ("engine/test_beams.py",),
     ),
     Breakage(
+        "lane-takes-a-row-in-flight",
+        "a sequence decodes again before its token is known to the first stage",
+        "engine/step/lanes.py",
+        "running[in_flight[running] == 0]",
+        "running",
+        ("engine/test_stages.py",),
+    ),
+    Breakage(
+        "layers-of-a-stage-from-the-first",
+        "a stage's layers are handed off as if they were the first ones of the page",
+        "kv_transfer/ranks/plan.py",
+        "(layer - self.layers.start) * planes[plane]",
+        "0 * planes[plane]",
+        ("kv_transfer/test_kv_ranks.py",),
+    ),
+    Breakage(
         "draft-behind-a-wrong-one",
         "a draft counts though one before it was not the token drawn",
         "engine/speculation/tables.py",

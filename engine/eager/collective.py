@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -131,8 +132,15 @@ def wait(work: Any) -> None:
     Raises:
         CollectiveError: another rank is gone.
     """
-    try:
+    with unbroken():
         if work is not None:
             work.wait()
+
+
+@contextmanager
+def unbroken() -> Iterator[None]:
+    """Raises CollectiveError in place of what torch raises where another rank is gone."""
+    try:
+        yield
     except RuntimeError as error:
         raise CollectiveError("the connection to another rank broke") from error

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from engine.eager.collective import gloo_group, wait
+from engine.eager.collective import gloo_group, unbroken
 
 _UNSENT: Final = 2
 """Steps whose hidden states may wait to be taken."""
@@ -35,12 +35,14 @@ class GlooStages:
 
     def receive(self, x: Tensor) -> Tensor:
         """See `Stages`."""
-        wait(self._group.recv([x], self._stage - 1, 0))
+        with unbroken():
+            self._group.recv([x], self._stage - 1, 0).wait()
         return x
 
     def send(self, x: Tensor) -> None:
         """See `Stages`."""
-        while len(self._sent) >= _UNSENT:
-            wait(self._sent.popleft()[0])
         x = x.contiguous()
-        self._sent.append((self._group.send([x], self._stage + 1, 0), x))
+        with unbroken():
+            while len(self._sent) >= _UNSENT:
+                self._sent.popleft()[0].wait()
+            self._sent.append((self._group.send([x], self._stage + 1, 0), x))
