@@ -671,6 +671,22 @@ BREAKAGES = (
         ("e2e/test_e2e_pooling.py",),
     ),
     Breakage(
+        "work-for-who-leaves-a-role",
+        "a worker that changes its role gets new work of the old one",
+        "router/workers/link.py",
+        "        return self.estimate.draining or bool(self.next_role)",
+        "        return self.estimate.draining",
+        ("router/test_router_roles.py",),
+    ),
+    Breakage(
+        "last-of-a-kind-moved",
+        "the balance takes the last worker of a pool",
+        "router/workers/balance.py",
+        "        if not may or len(pool) < 2:",
+        "        if not may:",
+        ("router/test_balance.py",),
+    ),
+    Breakage(
         "unsampled-trace-recorded",
         "a caller's decision against a trace is not passed on",
         "telemetry/tracing.py",

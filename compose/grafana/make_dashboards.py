@@ -104,6 +104,21 @@ BALANCE: Final = [
         limit=2,
     ),
     Panel(
+        "Use of each pool over its target",
+        [("max by (model, role) (baton_balance_ratio)", "{{model}} {{role}}")],
+        help="With `--balance`: above 1.3, while the other pool is below 0.8, a worker moves.",
+    ),
+    Panel(
+        "Changes of role",
+        [
+            (
+                "sum by (to, cause) (increase(baton_role_changes_total[5m]))",
+                "to {{to}}, by {{cause}}",
+            )
+        ],
+        help="Number in five minutes.",
+    ),
+    Panel(
         "KV pages in use",
         [("baton:kv_in_use:ratio", "{{worker}}")],
         "percentunit",
