@@ -16,7 +16,7 @@ from references import references
 from safetensors.torch import load_file, save_file
 from test_heads import SHORT, drafting, prompts_of
 from test_heads_handoff import prefilling
-from tiny_families import EVERY
+from tiny_families import EVERY, HYBRIDS
 from tiny_models import write_tiny_model
 
 from engine.model import ModelError
@@ -139,6 +139,9 @@ def test_what_has_no_draft_layer_is_refused(tmp_path) -> None:
     plain = write_tiny_model(tmp_path / "plain", tokenizer=False)
     with pytest.raises(ModelError, match="no draft layers of a LlamaForCausalLM are read; those"):
         build(plain, speculation="mtp")
+    hybrid = write_tiny_model(tmp_path / "hybrid", tokenizer=False, **HYBRIDS["qwen3_next"])
+    with pytest.raises(ModelError, match="Qwen3NextForCausalLM fold tokens into states"):
+        build(hybrid, speculation="mtp")
     model, alone = write_model(tmp_path, "glm4_moe")
     with pytest.raises(ModelError, match=r"the checkpoint has no tensors model.layers.1.\*"):
         build(alone, speculation="mtp")

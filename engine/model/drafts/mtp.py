@@ -133,6 +133,12 @@ class MtpLayers:
             HeadError: it has none.
         """
         own = f"{model.body}.layers.{model.num_layers}."
+        if any(kept.state for kept in model.keepers.values()):
+            raise HeadError(
+                f"speculation mtp: layers of a {model.architecture} fold tokens into states, from"
+                " which a wrong draft cannot be taken back, so steps would take one token all the"
+                " same"
+            )
         if not any(each.prefix == own for each in model.unread):
             raise HeadError(
                 f"speculation mtp: no draft layers of a {model.architecture} are read; those of"
