@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import grpc
@@ -34,6 +35,7 @@ from router.doors.batches.room import Room
 from router.doors.batches.store import FileStore
 from router.doors.database import Bounds, StoreError
 from router.doors.frontdoor import SERVICE_NAME, InferenceService
+from router.doors.loads import endpoint_load_of, load_of
 from router.doors.openai.server import OpenAiServer
 from router.doors.responses.store import ResponseStore
 from router.folders.templates import TemplateFileError, read_template
@@ -64,7 +66,7 @@ from serving.net.tls import (
 )
 from telemetry.logs import log_loop_errors, setup_logging
 from telemetry.metrics.loop_lag import EventLoopLag
-from telemetry.metrics.router import RouterLoad, RouterMetrics, WorkerUp
+from telemetry.metrics.router import RouterLoad, RouterMetrics
 from telemetry.names import Service
 from telemetry.rpc import ServerSpans
 from telemetry.tracing import setup_tracing
@@ -97,6 +99,7 @@ class RouterServer:
         self._door = _Door(settings.door_tls) if any(settings.door_tls) else None
         self.registry = Registry(settings, self.dispatcher, self._net, _folders(settings))
         self.metrics.watch_pages(self.registry.pages.load)
+        self.metrics.watch_endpoint(partial(endpoint_load_of, self.dispatcher, self.registry))
         self.dispatcher.place_by(policy_of(settings.debug.policy, self.registry.pages))
         self.address = ""
         """The address for clients; "" before the router listens there."""
@@ -292,18 +295,7 @@ class RouterServer:
         self._leaving = asyncio.create_task(self._public.stop(grace_s))
 
     def _load(self) -> RouterLoad:
-        dispatcher = self.dispatcher
-        return RouterLoad(
-            inflight_requests=dispatcher.active_jobs,
-            queued_requests=dispatcher.queued_jobs,
-            queued_tokens=dispatcher.queued_tokens,
-            queue_drain_s=dispatcher.queue_drain_s(),
-            workers=[
-                WorkerUp(link.worker_id, link.role, link.identity.model.name)
-                for link in self.registry.members
-            ],
-            running_batches=self._http.running_batches,
-        )
+        return load_of(self.dispatcher, self.registry, self._http.running_batches)
 
     async def _follow_members(self) -> None:
         """Keeps the health state current. Reads a model's tokenizer when its first worker attaches

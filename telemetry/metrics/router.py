@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from telemetry.metrics.collectors import Labels, Row, Samples, Tally
+from telemetry.metrics.endpoint import EndpointGauges, EndpointLoad
 from telemetry.metrics.process import ProcessMetrics
 from telemetry.metrics.table import AGAIN, LOSS_CAUSES, OVERLOADED, OWN_FAULTS
 from telemetry.names import Metric
@@ -87,6 +88,10 @@ class RouterMetrics(ProcessMetrics):
         """Shows what the router knows of pages; see `router.workers.holdings.PagesLoad`."""
         for metric, read in _PAGES_SAMPLES:
             self.registry.register(Samples(metric, partial(_of_pages, load, read)))
+
+    def watch_endpoint(self, load: Callable[[], EndpointLoad]) -> None:
+        """Shows what endpoint pickers read."""
+        self.registry.register(EndpointGauges(load))
 
     def watch_balance(self, ratios: Callable[[], Mapping[Labels, float]]) -> None:
         """Shows how busy the pools are; see `router.workers.balance.Balance.ratios`."""

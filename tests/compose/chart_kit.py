@@ -9,6 +9,7 @@ import json
 import os
 import re
 import subprocess
+import urllib.request
 import zipfile
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -61,20 +62,34 @@ def pods(made: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
             yield one["metadata"]["name"], one["spec"]["template"]["spec"]
 
 
+class Pod(Container):
+    """A pod with one container, which its readiness probe asks."""
+
+    def is_healthy(self) -> bool:
+        probe = self.service["healthcheck"]["httpGet"]
+        assert probe["port"] == "admin"
+        url = f"http://{self.words['0.0.0.0']}:9090{probe['path']}"
+        try:
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+
 class Cluster:
     """Pods of a release, on addresses of their own."""
 
     def __init__(self, folder: Path, made: list[dict[str, Any]]) -> None:
         self._folder, self._made = folder, made
         self._network = f"127.{20 + os.getpid() % 200}.{os.getpid() // 200 % 250}"
-        self.pods: list[Container] = []
+        self.pods: list[Pod] = []
         self.addresses: dict[str, str] = {}
         self._names = folder / "names.json"
         for name in ("cache", "models", "logs"):
             (folder / name).mkdir(parents=True)
         self._names.write_text("{}")
 
-    def up(self, keeper: str, **variables: str) -> Container:
+    def up(self, keeper: str, **variables: str) -> Pod:
         """Starts the first pod of a Deployment or StatefulSet."""
         spec = dict(pods(self._made))[keeper]
         (container,) = spec["containers"]
@@ -96,12 +111,12 @@ class Cluster:
         service = {
             "command": container["args"],
             "environment": {**_environment(container, name, ip), **variables},
-            "healthcheck": {"test": ["CMD", *container["readinessProbe"]["exec"]["command"]]},
+            "healthcheck": container["readinessProbe"],
             "stop_grace_period": f"{spec['terminationGracePeriodSeconds']}s",
         }
         around = {NAMES: str(self._names), "OMP_NUM_THREADS": "1", "GRPC_VERBOSITY": "error"}
         around["BATON_CACHE"] = str(self._folder / "cache")  # the image's
-        made = Container(name, service, words, self._folder / "logs", around)
+        made = Pod(name, service, words, self._folder / "logs", around)
         self.pods.append(made)
         made.start()
         return made

@@ -18,7 +18,7 @@ from worker.settings import WorkerSettings
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(300)]
 KUBERNETES = "1.35"
-OTHERS = {"Certificate", "Issuer", "PodMonitor"}
+OTHERS = {"Certificate", "InferencePool", "Issuer", "PodMonitor"}
 """Kinds whose schemas are not at hand."""
 POOLS = "--set-json=pools="
 ONE = '[{"name": "all", "role": "both", "replicas": 1}]'
@@ -76,6 +76,7 @@ def _check_pod(name: str, pod: dict[str, Any], patch: pytest.MonkeyPatch) -> Non
         (["--set=pools[0].env.BATON_LISTEN=x:1"], "invalid propertyName 'BATON_LISTEN'"),
         (["--set=pools[0].grace=3"], "additional properties 'grace' not allowed"),
         (["--set=router.drainSeconds=-1"], "at '/router/drainSeconds'"),
+        (["--set=inferencePool.enabled=true"], "inferencePool.picker: the Service"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(set_: list[str], message: str) -> None:

@@ -20,6 +20,7 @@ from engine.types import EngineLoad
 from kv_transfer.events import TransferCounters
 from router.workers.holdings import PagesLoad
 from telemetry.export import ExportCounts
+from telemetry.metrics.endpoint import KV_SIZE, KV_USE, RUNNING, WAITING, EndpointLoad
 from telemetry.metrics.gpu import GpuLoad, gpu_reader
 from telemetry.metrics.loop_lag import EventLoopLag
 from telemetry.metrics.process import ProcessMetrics
@@ -288,6 +289,7 @@ def test_the_table_declares_every_name_and_nothing_else() -> None:
     used[0].watch_spans(lambda: ExportCounts(0, 0, 0, 0))
     used[0].watch_refusals(lambda: {"handshake": 1})
     used[0].watch_pages(lambda: PagesLoad({"w": 1}, {("w", "pool"): 2}, {}, {}, 0))
+    used[0].watch_balance(lambda: {("m", "prefill"): 0.5})
     used[1].watch_gpus([lambda: GpuLoad(0.5, 1, 2, 3.0)])
     used[1].watch_overdue(lambda: Overdue(1, 7.0, 0, 0.0))
     used[1].watch_tiers(lambda: EngineLoad(tiers=TierLoad()))
@@ -367,3 +369,22 @@ def test_pages_by_group_and_what_windows_lost() -> None:
         ("window-128", "free"): 10, ("window-128", "cached"): 5, ("window-128", "used"): 15,
     }  # fmt: skip
     assert samples[Metric.UNRESUMABLE_TOKENS + "_total", ()] == 64
+
+
+@pytest.mark.parametrize(
+    ("load", "values", "size"),
+    [
+        (EndpointLoad(3, 7, 30, 120, 16), [3, 7, 0.25], {"block_size": "16"}),
+        (EndpointLoad(1, 0, 0, 0, 0), [1, 0, 0], None),
+    ],
+)
+def test_an_endpoint_picker_reads_its_names(load, values, size) -> None:
+    metrics = RouterMetrics(RouterLoad)
+    metrics.watch_endpoint(lambda: load)
+    page = generate_latest(metrics.registry).decode()
+    found = {family.name: family.samples for family in text_string_to_metric_families(page)}
+    assert [found[name][0].value for name in (WAITING, RUNNING, KV_USE)] == values
+    if size is None:
+        assert found[KV_SIZE] == []
+    else:
+        assert found[KV_SIZE][0].labels == size | {"num_gpu_blocks": "120"}

@@ -48,29 +48,6 @@ seccompProfile: {type: RuntimeDefault}
 {{- end }}
 {{- end }}
 
-{{/* A probe: the process, or a service of it. */}}
-{{- define "baton.probe" -}}
-{{- $root := index . 0 -}}{{- $port := index . 1 -}}{{- $service := index . 2 -}}{{- $shows := index . 3 -}}
-exec:
-  command:
-    - python
-    - -m
-    - console.health
-    - {{ if $root.Values.tls.enabled }}grpcs{{ else }}grpc{{ end }}://127.0.0.1:{{ $port }}
-    {{- if $root.Values.tls.enabled }}
-    - --tls-ca=/certs/ca.crt
-    - --tls-name=localhost
-    {{- if $shows }}
-    - --tls-cert=/certs/tls.crt
-    - --tls-key=/certs/tls.key
-    {{- end }}
-    {{- end }}
-    {{- with $service }}
-    - --service={{ . }}
-    {{- end }}
-timeoutSeconds: 5
-{{- end }}
-
 {{- define "baton.volumes" -}}
 {{- $root := index . 0 -}}{{- $holder := index . 1 -}}
 - name: tmp
