@@ -59,6 +59,7 @@ FLOORS = (
     (
         "engine.schedule",
         "engine.cuda",
+        "engine.cuda.adapters",
         "engine.cuda.hooks",
         "engine.cuda.kv",
         "engine.cuda.mixers",

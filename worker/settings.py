@@ -255,7 +255,7 @@ class WorkerSettings(BaseModel):
     adapters: Words = ()
     """Lists adapters (LoRA) that are loaded at the start, with commas between: NAME=FOLDER, each a
     folder in peft's format. Requests choose one by its name in place of the model's. Load them on
-    prefill and decode workers alike. On CPUs for now."""
+    prefill and decode workers alike."""
     adapters_dir: str = ""
     """Names a folder. Operators may load adapters from below it while the worker runs (`baton
     adapters`). Empty: from nowhere."""

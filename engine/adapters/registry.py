@@ -60,8 +60,13 @@ class Adapters:
         if self._read is None:
             raise AdapterError("this worker takes no adapters: start it with max_adapters above 0")
         _check_name(name)
-        adapter = self._read(path)
-        info = AdapterInfo(name, adapter.digest, adapter.rank, adapter.num_bytes, str(path))
+        return self.add(name, self._read(path), str(path), again=again)
+
+    def add(
+        self, name: str, adapter: Adapter, path: str = "", *, again: bool = False
+    ) -> AdapterInfo:
+        """Takes an adapter that was read. See `load`."""
+        info = AdapterInfo(name, adapter.digest, adapter.rank, adapter.num_bytes, path)
         with self._lock:
             before = self._named.get(name)
             if before is not None and before.digest == info.digest:

@@ -36,6 +36,7 @@ from torch import Tensor
 from engine.attention.grouped import PagedGroups
 from engine.attention.parts import lengths_differ
 from engine.bounds import Bounds
+from engine.cuda.adapters.sites import CudaAdapterSites
 from engine.cuda.hooks.hooked import Hooked
 from engine.cuda.ranks.drawing import (
     Draw,
@@ -93,9 +94,11 @@ class CudaExecutor:
         hooked: Hooked = NO_HOOKS,
         drafting: Drafting | None = None,
         head: HeadParts | None = None,
+        adapters: CudaAdapterSites | None = None,
     ) -> None:
         """Other ranks than the first have no sampler. `drafting`: None: no drafts are verified.
         `head`: keeps KV of its own, and drafts if drafts are verified."""
+        self._adapters = adapters
         device = pools.first.device
         self._page_size = pools.first.page_size
         self._drafting = drafting
@@ -124,13 +127,16 @@ class CudaExecutor:
         """Pages that a KV head of a narrowed row reads in a graph."""
         self._kv_heads = pools.first.num_kv_heads
         narrows = self._most_chosen > 0
-        self._shapes = Shapes(bounds, self._kv_heads, narrows=narrows, widths=widths)
+        kinds = {"narrows": narrows, "adapts": adapters is not None}
+        self._shapes = Shapes(bounds, self._kv_heads, widths=widths, **kinds)
         shapes = self._shapes.all
         widths_of_groups = self._widths(max(bounds.max_step_tokens, shapes[0].tokens))
         widest = [max_pages, *(width.columns for width in widths_of_groups)]
         self._staging = StepStaging(most_integers(bounds, shapes[0], widest), device)
         most_rows = max(shape.rows for shape in shapes)
         tables = None if drafting is None else drafting.tables
+        if adapters is not None:
+            adapters.reserve(max(bounds.max_step_tokens, shapes[0].tokens), most_rows)
         self._make_inputs = partial(Inputs, max_pages=widest, device=device, drafts=tables)
         self._inputs = self._make_inputs(shapes[0], most_rows)
         self._head: FusedHead | None = None
@@ -241,6 +247,8 @@ class CudaExecutor:
         self._ranks.begin_step()
         if self._drafting is not None and plan.begins is not None:
             self._drafting.tables.begin(plan.begins)
+        if self._adapters is not None:
+            self._adapters.load(plan.adapters_wanted)
         if any(source.size for source, _ in plan.copies) or plan.write_slots.size:
             self._transfer(plan)
         if self._head is not None:
@@ -326,6 +334,8 @@ class CudaExecutor:
             plan, shape, self._staging, self._nobody, size, narrowed, widths, has_head=has_head
         )
         self._staging.upload()
+        if self._adapters is not None:
+            self._adapters.pack(plan, shape)
         if plan is not None:
             self._beams.follow(plan, packed.page_tables)
         return packed
@@ -357,8 +367,9 @@ class CudaExecutor:
         )
         width = plan.width if decodes else 1
         shape = Shape(
-            decodes, len(queries), plan.prompt_tokens, differ, narrowed is not None, width
-        )
+            decodes, len(queries), plan.prompt_tokens, differ, narrowed is not None, width,
+            plan.adapters.size > 0,
+        )  # fmt: skip
         own = self._make_inputs(shape, shape.rows)
         packed = self._pack(plan, shape, narrowed)
         inputs = own.spread(packed, self._token_table, size)

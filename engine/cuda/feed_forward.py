@@ -126,7 +126,8 @@ def _experts(module: Experts, x: Tensor | Rounded) -> Parts:
 
 def gated(x: Tensor | Rounded, gate_up: Linear, reader: Rounding | None) -> Tensor | Rounded:
     """silu(gate) * up of [T, H] -> [T, I], perhaps rounded as its reader wants."""
-    fused = gate_up.method.gated(x) if gate_up.bias is None else None
+    adds = gate_up.addition is not None and gate_up.addition.active
+    fused = gate_up.method.gated(x) if gate_up.bias is None and not adds else None
     if fused is not None:
         return fused
     both = gate_up(x)

@@ -60,6 +60,8 @@ def bytes_left(
     free, total = torch.cuda.mem_get_info(device)
     sampling = SAMPLING_COPIES * 4 * bounds.max_sequences * model.config.vocab_size
     graphs = GRAPH_BYTES + step * min(1.0, LONGEST_GRAPH / bounds.max_step_tokens)
+    if bounds.max_adapters:  # Steps with adapters have graphs of their own.
+        graphs += GRAPH_BYTES
     if model.collective.size > 1:
         graphs += RANKS_BYTES
     if drafts:

@@ -32,6 +32,11 @@ class Build(NamedTuple):
 class Addition(Protocol):
     """What adds to a product (`engine.model.adapters`)."""
 
+    @property
+    def active(self) -> bool:
+        """Whether it adds anything in the step that runs."""
+        ...
+
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
         """[T, inputs] and the product's own [T, outputs] -> [T, outputs]. May overwrite it."""
         ...
@@ -51,7 +56,7 @@ class Linear(nn.Module):
     def forward(self, x: Tensor | Rounded) -> Tensor:
         """[T, inputs] -> [T, outputs]."""
         out = self.method.product(x, self.bias)
-        if self.addition is None:
+        if self.addition is None or not self.addition.active:
             return out
         assert isinstance(x, Tensor), "who adds reads what was not rounded"
         return self.addition(x, out)

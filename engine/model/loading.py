@@ -79,6 +79,8 @@ class LoadedModel:
     """[L, H]. The head that scores; None: the checkpoint has none."""
     head: LoadedHead | None = None
     """What drafts for it; None: nothing that has weights."""
+    adapters: object | None = None
+    """Where adapters add to it (`engine.parts.adapters`); None: it takes none."""
 
 
 def load_model(

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from engine.adapters.registry import Adapters
-from engine.adapters.types import AdapterError
+from engine.adapters.types import Adapter, AdapterError
 from engine.config import EngineConfig
+from engine.cuda import features
 from engine.model import LoadedModel
 from engine.model.adapters.reading import Limits, read_adapter
-from engine.model.adapters.sites import AdapterSites, shapes_of
-from engine.parts.paging import EngineError
+from engine.model.adapters.sites import AdapterSites, linears_of, shapes_of
+from engine.parts.paging import EngineError, dtype_of
+
+if TYPE_CHECKING:
+    from engine.cuda.adapters.sites import CudaAdapterSites
 
 ON_CPU: Final = torch.float32
 """In which pairs are kept and multiplied there."""
@@ -30,12 +34,52 @@ def check_adapters(config: EngineConfig, device: str) -> None:
         if config.adapters:
             raise EngineError("adapters need max_adapters above 0")
         return
-    if torch.device(device).type != "cpu":
-        raise EngineError(
-            "adapters have no kernels on GPUs yet: set device to cpu, or max_adapters to 0"
-        )
     if config.tp > 1:
         raise EngineError(f"adapters with tp {config.tp} are not built yet: set tp to 1")
+    if device != "cpu" and config.quantization:
+        raise EngineError(_rounds(f"quantization {config.quantization}"))
+
+
+def _rounds(what: str) -> str:
+    return f"adapters on GPUs with {what} are not built yet: their pairs read what is not rounded"
+
+
+def with_adapters(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> LoadedModel:
+    """A model whose products take adapters, if they are wanted.
+
+    Raises:
+        EngineError: it cannot have any; the reason is named.
+    """
+    if not config.max_adapters:
+        return loaded
+    if device.type == "cpu":
+        return replace(loaded, adapters=AdapterSites(loaded.model))
+    if obstacle := features.obstacle(loaded.config):
+        raise EngineError(f"adapters on GPUs need fused kernels, and {obstacle} has none yet")
+    linears = linears_of(loaded.model, fused=True)
+    if any(linear.method.input is not None for linear in linears):
+        raise EngineError(_rounds("FP8 weights"))
+    from engine.cuda.adapters.sites import CudaAdapterSites
+
+    own = config.max_adapters, config.max_adapter_rank, dtype_of(config.dtype)
+    return replace(loaded, adapters=CudaAdapterSites(linears, *own))
+
+
+def sites_of(loaded: LoadedModel) -> AdapterSites | None:
+    """Where adapters add in steps with PyTorch."""
+    found = loaded.adapters
+    assert found is None or isinstance(found, AdapterSites), "a GPU runs fused steps"
+    return found
+
+
+def cuda_sites_of(loaded: LoadedModel) -> CudaAdapterSites | None:
+    """Where adapters add in steps with fused kernels."""
+    if loaded.adapters is None:
+        return None
+    from engine.cuda.adapters.sites import CudaAdapterSites
+
+    assert isinstance(loaded.adapters, CudaAdapterSites), "a CPU runs steps with PyTorch"
+    return loaded.adapters
 
 
 def adapters_of(config: EngineConfig, loaded: LoadedModel) -> Adapters:
@@ -47,7 +91,14 @@ def adapters_of(config: EngineConfig, loaded: LoadedModel) -> Adapters:
     if not config.max_adapters:
         return Adapters()
     limits = Limits(config.max_adapter_rank, config.adapters_host_bytes)
-    read = partial(read_adapter, shapes=shapes_of(loaded.model), limits=limits, dtype=ON_CPU)
+    on_gpu = config.device != "cpu"
+    shapes = shapes_of(linears_of(loaded.model, fused=on_gpu))
+    dtype = dtype_of(config.dtype) if on_gpu else ON_CPU
+
+    def read(folder: Path) -> Adapter:
+        found = read_adapter(folder, shapes, limits, dtype)
+        return pinned(found) if on_gpu and torch.cuda.is_available() else found
+
     adapters = Adapters(read, config.adapters_host_bytes)
     for named in config.adapters:
         name, equals, path = named.partition("=")
@@ -60,6 +111,10 @@ def adapters_of(config: EngineConfig, loaded: LoadedModel) -> Adapters:
     return adapters
 
 
-def sites_of(config: EngineConfig, loaded: LoadedModel) -> AdapterSites | None:
-    """Where adapters add to a rank's part of a model; None: there are none."""
-    return AdapterSites(loaded.model) if config.max_adapters else None
+def pinned(adapter: Adapter) -> Adapter:
+    """An adapter in memory that a GPU reads by itself."""
+    pairs = {
+        name: pair._replace(a=pair.a.pin_memory(), b=pair.b.pin_memory())
+        for name, pair in adapter.modules.items()
+    }
+    return replace(adapter, modules=pairs)

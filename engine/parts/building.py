@@ -31,7 +31,7 @@ from engine.model.loading import Check
 from engine.model.mixers.config import AttentionConfig
 from engine.model.precision.int4 import compile_all
 from engine.model.shard import Shard
-from engine.parts.adapters import sites_of
+from engine.parts.adapters import cuda_sites_of, sites_of, with_adapters
 from engine.parts.heads import bytes_of_taps, head_drafter, head_folder, head_parts
 from engine.parts.paging import EngineError as EngineError
 from engine.parts.paging import (
@@ -98,6 +98,7 @@ def load(
         stages=stages,
         stage_layers=config.pp_layers,
     )
+    loaded = with_adapters(config, loaded, device)
     compile_all(loaded.model, config.max_step_tokens, progress)
     if folder is None or not isinstance(loaded.model, Model):
         return loaded
@@ -181,7 +182,7 @@ def torch_steps(
     head = head_drafter(config, loaded, pools, _backends(config))
     verifier = verifier_of(config, loaded.config.vocab_size, pools.first.device, head)
     rest = config.max_sequences, pools.first.device
-    sites = sites_of(config, loaded)
+    sites = sites_of(loaded)
     if own is None:
         return TorchSteps(loaded.model, pools, backend, *rest, None, verifier, head, sites)
     step_hooks, site = own
@@ -336,7 +337,8 @@ def cuda_executor(
 
     hooked = _hooked(config, loaded, pools.first, attention.first, hooks)
     drafting, head = _drafting(config, loaded, device), head_parts(loaded, pools, _backends(config))
-    executor = CudaExecutor(loaded.model, pools, attention, sampler, config, hooked, drafting, head)
+    given = config, hooked, drafting, head, cuda_sites_of(loaded)
+    executor = CudaExecutor(loaded.model, pools, attention, sampler, *given)
     try:
         hooked.check_alike(device)
         if config.cuda_graphs:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from unittest.mock import patch
 import interpreted_ptx
 import numpy as np
 import torch
+from adapters_kit import EVERY, write_adapter
 from engine_kit import GREEDY, Run, build, check_baseline, finish, submit
 from interpreted_kernels import convert_as_a_gpu_does
 from speculation_kit import Oracle, Switching, speculating
@@ -29,11 +31,14 @@ from engine.attention.recurrent.states import RecurrentBackend
 from engine.attention.triton import TritonBackend
 from engine.beams.params import BeamParams
 from engine.cuda import executor as executors
+from engine.cuda.adapters import kernels as adding
+from engine.cuda.adapters.sites import CudaAdapterSites
 from engine.cuda.decode_attention import decode_attention
 from engine.cuda.kv.prompt_attention import prompt_attention
 from engine.cuda.ranks import drawing
 from engine.cuda.speculation import drawing as verified
 from engine.engine import Engine
+from engine.model.adapters.sites import linears_of
 from engine.model.precision.choice import Precision
 from engine.parts import building
 from engine.parts.heads import head_parts
@@ -64,9 +69,8 @@ def on_a_device(config, loaded, pools, sampler, hooks, progress=None):
     groups = PagedGroups(own, pools.places)
     drafting = building._drafting(config, loaded, pools.first.device)
     head = head_parts(loaded, pools, lambda pool, specs: TritonBackend(pool, specs, *kernels))
-    return executors.CudaExecutor(
-        loaded.model, pools, groups, sampler, config, drafting=drafting, head=head
-    )
+    parts = {"drafting": drafting, "head": head, "adapters": building.cuda_sites_of(loaded)}
+    return executors.CudaExecutor(loaded.model, pools, groups, sampler, config, **parts)
 
 
 def patches() -> ExitStack:
@@ -247,9 +251,47 @@ def check_rounded(folder: Path) -> None:
     same([got], [wanted])
 
 
+def check_adapters(path: Path) -> None:
+    """Rows of three adapters for two slots and of none, in one crowd; then drafts of such rows."""
+    folders = [
+        write_adapter(path, path.parent / f"adapter{i}", i, r=rank, target_modules=names)
+        for i, (rank, names) in enumerate(((8, EVERY), (20, ["q_proj", "down_proj"]), (16, EVERY)))
+    ]
+    named = tuple(f"a{i}={folder}" for i, folder in enumerate(folders))
+    options = OPTIONS | {"max_adapters": 2, "max_adapter_rank": 32, "adapters": named}
+    options |= {"max_context_tokens": 48}
+
+    def answered(engine: Engine) -> list[Run]:
+        digests = [*(info.digest for info in engine.adapters.named()), b""]
+        runs = [
+            submit(engine, ids, 3, adapter=digest, ignore_eos=True)
+            for ids in (PROMPTS[0], PROMPTS[1][:20])
+            for digest in digests
+        ]
+        finish(*runs, timeout_s=300)
+        check_baseline(engine)
+        return runs
+
+    def on_a_gpu(config, loaded, _device):
+        linears = linears_of(loaded.model, fused=True)
+        own = CudaAdapterSites(linears, config.max_adapters, 32, torch.float32)
+        return replace(loaded, adapters=own)
+
+    plain = build(path, **options)
+    wanted = answered(plain)
+    plain.stop()
+    assert len({tuple(run.tokens[0]) for run in wanted[:4]}) == 4, "they differ"
+    for more in ({}, {"speculation": "suffix", "draft_tokens": 3}):
+        one = patch.object(adding, "_SPLITS", ())  # The interpreter is slow.
+        with patches(), one, patch.object(building, "with_adapters", on_a_gpu):
+            engine = build(path, cuda_graphs=False, **options, **more)
+            same(answered(engine), wanted)
+            engine.stop()
+
+
 CASES = {
     "pools": check_pools, "plain": check_plain, "drafts": check_drafts, "suffix": check_suffix,
-    "beams": check_beams,
+    "beams": check_beams, "adapters": check_adapters,
 }  # fmt: skip
 
 

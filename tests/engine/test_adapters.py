@@ -18,7 +18,7 @@ from engine.adapters.slots import NO_SLOT
 from engine.adapters.types import AdapterError
 from engine.model import load_model
 from engine.model.adapters.reading import Limits, read_adapter
-from engine.model.adapters.sites import AdapterSites, shapes_of
+from engine.model.adapters.sites import AdapterSites, linears_of, shapes_of
 from engine.types import FailureReason, SamplingParams
 
 LIMITS = Limits(most_rank=256, most_bytes=1 << 30)
@@ -69,7 +69,7 @@ def digests(engine) -> list[bytes]:
 
 def logits(path, folder, ids: list[int], impl: str = "auto") -> torch.Tensor:
     loaded = load_model(str(path), dtype=torch.float32, device=torch.device("cpu"), model_impl=impl)
-    adapter = read_adapter(folder, shapes_of(loaded.model), LIMITS, torch.float32)
+    adapter = read_adapter(folder, shapes_of(linears_of(loaded.model)), LIMITS, torch.float32)
     sites = AdapterSites(loaded.model)
     whole = np.array([len(ids)], np.int32)
     sites.begin(((0, adapter),), np.array([0], np.int32), whole)
@@ -216,7 +216,7 @@ def test_drafts_of_rows_with_adapters(path, three):
 def test_rows_without_leave_the_product_alone(path, three):
     loaded = load_model(str(path), dtype=torch.float32, device=torch.device("cpu"))
     sites = AdapterSites(loaded.model)
-    assert set(shapes_of(loaded.model)) == {
+    assert set(shapes_of(linears_of(loaded.model))) == {
         f"model.layers.{layer}.{part}.{name}"
         for layer in range(2)
         for name in EVERY

@@ -25,7 +25,17 @@ WRAPPED = ("wrapped-vaultgemma", "wrapped-phi")
 """Attention is ours there, in `phi` with a rope of a part of a head."""
 FAMILIES = ("mixes", "biases", "gelu", "odd", "mistral", "qwen3", *FUSED, *LATENTS, *WRAPPED)
 STATES = ("qwen3_next", "granite4", "granite4_experts")
-ENGINES = ("plain", "pools", "drafts", "suffix", "beams", "qwen3_5", "granite4", "rounded")
+ENGINES = (
+    "plain",
+    "pools",
+    "drafts",
+    "suffix",
+    "beams",
+    "adapters",
+    "qwen3_5",
+    "granite4",
+    "rounded",
+)
 """Whole engines on the executor of a GPU: hidden states, tokens, drafts, states."""
 HEADS = ("steps", "handoff")
 SLOW = pytest.mark.matrix
@@ -40,6 +50,7 @@ def equal(cases: tuple[str, ...]) -> str:
     [
         ("interpreted_kernels", ("one",), "all equal"),
         pytest.param("interpreted_kernels", ("all",), "all equal", marks=SLOW),
+        ("interpreted_adapters", (), "all equal"),
         ("interpreted_latents", ("one",), "all equal"),
         pytest.param("interpreted_latents", ("all",), "all equal", marks=SLOW),
         ("interpreted_states", (FOLDER, "qwen3_5"), "all equal"),

@@ -63,6 +63,8 @@ class Shape(NamedTuple):
     narrowed: bool = False
     """Whether some decode rows read only the pages that a hook chooses."""
     width: int = 1
+    adapted: bool = False
+    """Whether some rows have an adapter."""
 
     @property
     def decode_tokens(self) -> int:
@@ -90,8 +92,11 @@ class Shapes:
         *,
         narrows: bool = False,
         widths: tuple[int, ...] = (1,),
+        adapts: bool = False,
     ) -> None:
-        """`narrows`: whether a graph may have narrowed rows. `widths`: tokens of decode rows."""
+        """`narrows`: whether a graph may have narrowed rows. `widths`: tokens of decode rows.
+        `adapts`: whether rows may have adapters; steps without any have shapes of their own."""
+        self._adapts = adapts
         self._kv_heads = kv_heads
         self._narrows = narrows
         self._widths = widths
@@ -117,6 +122,8 @@ class Shapes:
             shapes += [each._replace(differ=False) for each in wide if self._has_two(each)]
             beside = [_with_prompts(rows, CHUNKS[-1], width) for rows in self._beside]
             shapes += [*wide, *beside]
+        if self._adapts:
+            shapes += [each._replace(adapted=True) for each in shapes]
         return sorted(shapes, key=lambda shape: shape.tokens, reverse=True)
 
     def of(self, plan: StepPlan, reads: Int32s | None = None) -> Shape | None:
@@ -130,9 +137,10 @@ class Shapes:
         shape = self._smallest(plan)
         if shape is None or (reads is not None and not self._narrows):
             return None
+        shape = shape._replace(adapted=plan.adapters.size > 0)
         if reads is not None:
             if shape.prompt_rows:  # One chunk is enough: graphs beside prompts take much memory.
-                shape = _with_prompts(shape.decodes, CHUNKS[-1])
+                shape = shape._replace(prompt_tokens=CHUNKS[-1])
             shape = shape._replace(narrowed=True)
         if not self._has_two(shape):
             return shape

@@ -8,7 +8,6 @@ Shapes: T tokens of a step, K inputs and N outputs of a product, R a rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -19,6 +18,7 @@ from torch import Tensor
 from engine.adapters.slots import NO_SLOT, Wanted
 from engine.adapters.types import Adapter, LowRank
 from engine.model import Decoder
+from engine.model.experts.layer import Experts
 from engine.model.feed_forward import Gated, Mlp
 from engine.model.linear import Linear
 from engine.model.mixers.attention import Attention
@@ -28,9 +28,11 @@ from engine.model.wrapped.decoder import WrappedModel
 
 _OWNERS: Final = (Attention, LatentAttention, Gated, Mlp)
 """Modules of our decoder whose products take adapters."""
+_FUSED: Final = (Attention, Gated, Mlp)
+"""Modules among them whose products are launched by themselves on a GPU, outside of experts."""
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """Rows of a product that are one module of a checkpoint, or a rank's part of it."""
 
     module: str
@@ -65,12 +67,12 @@ class Additions:
     def __init__(self, linear: Linear, rows: StepRows) -> None:
         self._rows = rows
         self._pairs: dict[int, list[tuple[Range, LowRank]]] = {}
-        self.parts: list[_Part] = []
-        first = 0
-        for part in linear.parts:
-            own = Range(first, first + part.rows)
-            self.parts.append(_Part(part.module, own, part.region.rows, part.region.columns))
-            first = own.end
+        self._parts = parts_of(linear)
+
+    @property
+    def active(self) -> bool:
+        """See `engine.model.linear.Addition`."""
+        return bool(self._rows.tokens)
 
     def put(self, slot: int, adapter: Adapter) -> None:
         """The slot has this adapter from now on."""
@@ -79,7 +81,7 @@ class Additions:
                 part.outputs,
                 pair._replace(a=pair.a[:, part.columns.slice], b=pair.b[part.rows.slice]),
             )
-            for part in self.parts
+            for part in self._parts
             if (pair := adapter.modules.get(part.module)) is not None
         ]
 
@@ -106,7 +108,7 @@ class AdapterSites:
         self._contents: dict[int, bytes] = {}
         """Digests by slot."""
         self._additions: list[Additions] = []
-        for linear in _linears(model):
+        for linear in linears_of(model):
             linear.addition = own = Additions(linear, self._rows)
             self._additions.append(own)
 
@@ -126,14 +128,31 @@ class AdapterSites:
         self._rows.begin(slots, counts if len(slots) else slots)
 
 
-def _linears(model: Decoder) -> Iterable[Linear]:
+def parts_of(linear: Linear) -> list[Part]:
+    """The modules of a product."""
+    found, first = [], 0
+    for part in linear.parts:
+        own = Range(first, first + part.rows)
+        found.append(Part(part.module, own, part.region.rows, part.region.columns))
+        first = own.end
+    return found
+
+
+def linears_of(model: Decoder, *, fused: bool = False) -> list[Linear]:
+    """The products that take adapters. `fused`: those that fused kernels leave by themselves."""
     if isinstance(model, WrappedModel):
         return model.linears
-    owners = [module for module in model.modules() if isinstance(module, _OWNERS)]
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    inside = {id(each) for own in experts for each in own.modules()}
+    owners = [
+        module
+        for module in model.modules()
+        if isinstance(module, _FUSED if fused else _OWNERS) and not (fused and id(module) in inside)
+    ]
     every = [each for owner in owners for each in owner.children() if isinstance(each, Linear)]
     return [each for each in every if all(part.stack is None for part in each.parts)]
 
 
-def shapes_of(model: Decoder) -> dict[str, tuple[int, int]]:
+def shapes_of(linears: list[Linear]) -> dict[str, tuple[int, int]]:
     """(N, K) of the whole modules that may have a pair, by their names in the checkpoint."""
-    return {part.module: part.region.shape for each in _linears(model) for part in each.parts}
+    return {part.module: part.region.shape for each in linears for part in each.parts}

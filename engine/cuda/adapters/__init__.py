@@ -1,0 +1,1 @@
+"""Adapters on a GPU: what they add to products, in two kernels beside each product."""
