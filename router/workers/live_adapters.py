@@ -91,14 +91,26 @@ class LiveAdapters:
             digests = {answer.digest for answer in done.values() if not answer.error}
             errors = _errors(done)
             if errors or len(digests) != 1:
-                loaded = [one for one, answer in done.items() if not answer.error]
-                await self._ask([one for one in loaded if one not in had], _unload(name))
                 differ = "the workers read different contents from that folder"
-                raise AdapterRefusedError(errors or differ)
+                loaded = [one for one, answer in done.items() if not answer.error]
+                raise AdapterRefusedError((errors or differ) + await self._undo(name, loaded, had))
             digest = digests.pop()
             self._wanted[name] = _Wanted(base, path, digest)
             logger.info("adapter loaded", extra={"adapter": name, "digest": digest.hex()[:16]})
             return digest
+
+    async def _undo(self, name: str, loaded: Sequence[WorkerLink], had: set[WorkerLink]) -> str:
+        """Some workers have loaded what others could not: they let it go, or get back what they
+        had. Returns what to say where that is not known here."""
+        await self._ask([one for one in loaded if one not in had], _unload(name))
+        changed = [one for one in loaded if one in had]
+        if not changed:
+            return ""
+        if (before := self._wanted.get(name)) is not None:
+            done = await self._ask(changed, _load(name, before.path, again=True))
+            changed = [one for one, answer in done.items() if answer.digest != before.digest]
+        names = ", ".join(one.worker_id for one in changed)
+        return f"; {names} have the new content: load again, or unload" if changed else ""
 
     async def unload(self, name: str) -> None:
         """Forgets a name on all workers that have it.

@@ -113,11 +113,16 @@ def resize(folder: Path, rank: int) -> None:
         (Q.format("B"), None, "has no lora_B"),
         (Q.format("A"), torch.ones(8, 32), "has shape [8, 32], the model and rank say [8, 64]"),
         (Q.format("A"), torch.full((8, 64), torch.nan), "are not finite"),
-        (Q.format("A"), torch.ones(8, 64, dtype=torch.int32), "is I32"),
+        (Q.format("A"), torch.ones(8, 64, dtype=torch.int32), "is int32"),
         ("base_model.model.lm_head.lora_A.weight", torch.ones(8, 64), "lm_head can have no pair"),
         (Q.format("A").replace("layers.0", "layers.7"), torch.ones(8, 64), "layers.7"),
         (Q.format("A").replace("model.layers", "vision.layers"), torch.ones(8, 64), "no pair"),
         ("base_model.model.model.embed_tokens.lora_embedding_A", torch.ones(8, 64), "neither"),
+        (
+            Q.format("A").replace("model.layers", "language_model.model.layers"),
+            torch.ones(8, 64),
+            "is a second lora_A of model.layers.0.self_attn.q_proj",
+        ),
         (Q.format("magnitude_vector"), torch.ones(64), "neither lora_A nor lora_B"),
     ],
 )
@@ -130,7 +135,7 @@ def test_tensors(name, tensor, told, folder, shapes):
 
 
 def test_files(folder, shapes):
-    assert "has 0 MiB" in refused(folder, shapes, Limits(64, 1000))
+    assert "has more than the 0 MiB" in refused(folder, shapes, Limits(64, 1000))
     file = folder / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:100])
     assert "is damaged" in refused(folder, shapes)

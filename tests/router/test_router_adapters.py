@@ -189,6 +189,27 @@ async def test_a_load_that_one_cannot_do_is_undone(
     assert called(cluster) == ["tiny"]
 
 
+async def test_a_new_content_that_one_cannot_load_is_taken_back(cluster: Cluster) -> None:
+    """The others get the folder back from which they had it."""
+    prefill, decode = await pair_with_adapters(cluster)
+    live = cluster.registry.adapters
+    load = asyncio.create_task(live.load("law", "v1"))
+    for worker in (prefill, decode):
+        await does(worker, "load_adapter", ONE)
+    await load
+    load = asyncio.create_task(live.load("law", "v2", again=True))
+    await does(prefill, "load_adapter", TWO)
+    await does(decode, "load_adapter", error="its disk is full")
+    back = await prefill.heard("load_adapter")
+    assert (back.path, back.again) == ("v1", True)
+    told = worker_pb2.Adapter(name="law", digest=ONE)
+    prefill.say(adapters=worker_pb2.Adapters(adapters=[told]))
+    prefill.say(adapter_done=worker_pb2.AdapterDone(call_id=back.call_id, digest=ONE))
+    with pytest.raises(AdapterRefusedError, match=r"d0: its disk is full$"):
+        await load
+    assert cluster.dispatcher.model("law").digest == ONE
+
+
 async def test_what_no_command_may_do(cluster: Cluster) -> None:
     live = cluster.registry.adapters
     with pytest.raises(AdapterRefusedError, match="takes adapters: none"):

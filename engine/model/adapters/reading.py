@@ -10,13 +10,14 @@ import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.adapters.types import Adapter, AdapterError, LowRank
 from engine.model.adapters.config import ALL_LINEAR, CONFIG, Rules, read_lora_config
+from engine.model.places import FLOATS
 
 log = logging.getLogger("baton.engine")
 
@@ -31,7 +32,6 @@ _PREFIXES: Final = (
     "language_model.model.",
 )
 """What may stand before `layers`: libraries name the same body so, and other towers otherwise."""
-_FLOATS: Final = ("F32", "F16", "BF16")
 
 
 class Limits(NamedTuple):
@@ -62,16 +62,16 @@ def read_adapter(
         others = sorted(each.name for each in folder.glob("adapter_model*"))
         has = f", but {others[0]}" if others else ""
         raise AdapterError(f"{folder} has no {TENSORS}{has}: only safetensors are read")
-    if (size := file.stat().st_size) > limits.most_bytes:
+    with file.open("rb") as opened:  # Once, so that what is hashed is what is used.
+        content = opened.read(limits.most_bytes + 1)
+    if len(content) > limits.most_bytes:
         raise AdapterError(
-            f"{file} has {size >> 20} MiB, and {limits.most_bytes >> 20} MiB are allowed"
+            f"{file} has more than the {limits.most_bytes >> 20} MiB that are allowed"
             " (adapters_host_gib)"
         )
     digest = hashlib.sha256(config.canonical())
-    with file.open("rb") as content:
-        while block := content.read(1 << 22):
-            digest.update(block)
-    modules = _read(file, shapes, rules, limits, dtype)
+    digest.update(content)
+    modules = _read(_tensors(content, file), shapes, rules, limits, dtype)
     missing = [name for name in shapes if config.targets != ALL_LINEAR and rules.targets(name)]
     missing = [name for name in missing if name not in modules]
     if missing:
@@ -86,33 +86,35 @@ def read_adapter(
     return Adapter(digest.digest(), modules, rank, config.base)
 
 
+def _tensors(content: bytes, file: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        tensors: dict[str, Tensor] = load(content)
+    except (SafetensorError, KeyError) as error:  # KeyError: a dtype that torch lacks.
+        raise AdapterError(f"{file} is damaged or no safetensors file") from error
+    return tensors
+
+
 def _read(
-    file: Path,
+    tensors: Mapping[str, Tensor],
     shapes: Mapping[str, tuple[int, int]],
     rules: Rules,
     limits: Limits,
     dtype: torch.dtype,
 ) -> dict[str, LowRank]:
-    from safetensors import SafetensorError, safe_open
-
     known = {_short(name): name for name in shapes}
     halves: dict[str, dict[str, Tensor]] = {}
     fulls: dict[str, str] = {}
-    try:
-        with safe_open(file, framework="pt") as opened:
-            source: Any = opened
-            for tensor in sorted(source.keys()):
-                name, half, full = _place(tensor, known)
-                view = source.get_slice(tensor)
-                _check(tensor, half, view, shapes[name], rules.rank(full), limits)
-                if not rules.targets(full):
-                    raise AdapterError(
-                        f"{CONFIG}: target_modules do not name {full}, which has {tensor}"
-                    )
-                halves.setdefault(name, {})[half] = source.get_tensor(tensor).to(dtype)
-                fulls[name] = full
-    except SafetensorError as error:
-        raise AdapterError(f"{file} is damaged or no safetensors file") from error
+    for tensor, values in sorted(tensors.items()):
+        name, half, full = _place(tensor, known)
+        _check(tensor, half, values, shapes[name], rules.rank(full), limits)
+        if not rules.targets(full):
+            raise AdapterError(f"{CONFIG}: target_modules do not name {full}, which has {tensor}")
+        if fulls.setdefault(name, full) != full or half in halves.get(name, {}):
+            raise AdapterError(f"{TENSORS}: {tensor} is a second lora_{half} of {name}")
+        halves.setdefault(name, {})[half] = values.to(dtype)
     found: dict[str, LowRank] = {}
     for name, own in halves.items():
         if not {"A", "B"} <= own.keys():
@@ -155,9 +157,9 @@ def _short(name: str) -> str:
 
 
 def _check(
-    tensor: str, half: str, view: Any, shape: tuple[int, int], rank: int, limits: Limits
+    tensor: str, half: str, values: Tensor, shape: tuple[int, int], rank: int, limits: Limits
 ) -> None:
-    found, (outputs, inputs) = tuple(view.get_shape()), shape
+    found, (outputs, inputs) = tuple(values.shape), shape
     wanted = (rank, inputs) if half == "A" else (outputs, rank)
     if found != wanted:
         raise AdapterError(
@@ -167,5 +169,6 @@ def _check(
         raise AdapterError(
             f"{CONFIG}: r {rank} is above the {limits.most_rank} of this worker (max_adapter_rank)"
         )
-    if (kind := view.get_dtype()) not in _FLOATS:
-        raise AdapterError(f"{TENSORS}: {tensor} is {kind}; F32, F16 and BF16 are read")
+    if values.dtype not in FLOATS:
+        kind = str(values.dtype).removeprefix("torch.")
+        raise AdapterError(f"{TENSORS}: {tensor} is {kind}; float32, float16 and bfloat16 are read")
