@@ -113,13 +113,15 @@ class Cluster:
             codes = set(self.stop().values()) - ({-signal.SIGKILL} if killed else set())
         assert not ends_well or codes == {0}, self.tail()
 
-    def strike(self, worker: str, moment: str, act: Callable[[int], object], most: int = 6) -> None:
-        """Arms a kill, acts until the worker is gone, and starts it again."""
+    def strike(self, worker: str, moment: str, act: Callable[[int], object]) -> None:
+        """Arms a kill, acts until the worker is gone, and starts it again. A busy machine may have
+        the router prefer another worker for a while."""
         self.arm(worker, moment)
-        for turn in range(most):
+        for turn in range(100):
             act(turn)
             if self.processes[worker].poll() is not None:
                 break
+        assert self.processes[worker].poll() is not None, "nothing reached it"
         assert self.wait_gone(worker) < 0, "it was not killed"
         self.start(worker)
         self.wait_ready()

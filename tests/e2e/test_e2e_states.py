@@ -121,5 +121,5 @@ def test_streams_go_on_equally_after_a_kill(cluster: Cluster, model, worker, mom
         def ask(turn: int) -> None:
             assert ask_all(client, turn % 2) == wanted(model, turn % 2)
 
-        cluster.strike(worker, moment, ask, most=12)
+        cluster.strike(worker, moment, ask)
     cluster.check_baseline()
