@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kv_world import DECODE_EPOCH, World
+from kv_world import DECODE_EPOCH, Transfer, World
 
 from kv_transfer.events import (
     Delivered,
@@ -32,12 +32,27 @@ from kv_transfer.types import TransportError
 from kv_transfer.wire import Chunk, Quiesce, decode
 
 
+@pytest.fixture
+def world(loopback: World) -> World:
+    """Over loopback alone."""
+    return loopback
+
+
 def hold(world: World) -> None:
     world.prefill.loopback.holds = True
 
 
-def test_quiesced_is_said_only_when_every_push_has_ended(loopback: World) -> None:
-    world = loopback
+def pushing(world: World) -> Transfer:
+    """A transfer whose first pages are in a push that goes on."""
+    hold(world)
+    transfer = world.grant(48)
+    transfer.begin()
+    transfer.compute(32)
+    world.turn()
+    return transfer
+
+
+def test_quiesced_is_said_only_when_every_push_has_ended(world: World) -> None:
     hold(world)
     transfer = world.grant(100)
     transfer.begin()
@@ -61,8 +76,7 @@ def test_quiesced_is_said_only_when_every_push_has_ended(loopback: World) -> Non
     assert world.decode.of(ReceiveFreed)
 
 
-def test_a_late_final_notification_counts_as_quiesced(loopback: World) -> None:
-    world = loopback
+def test_a_late_final_notification_counts_as_quiesced(world: World) -> None:
     hold(world)
     transfer = world.grant(48)
     transfer.begin()
@@ -79,8 +93,7 @@ def test_a_late_final_notification_counts_as_quiesced(loopback: World) -> None:
     assert world.decode.counters.stale_notifications == 0, "the late answer is expected"
 
 
-def test_the_question_is_repeated_with_backoff_for_as_long_as_it_takes(loopback: World) -> None:
-    world = loopback
+def test_the_question_is_repeated_with_backoff_for_as_long_as_it_takes(world: World) -> None:
     world.settle()
     transfer = world.grant(48)
     world.decode.receiver.abort(transfer.id)
@@ -102,8 +115,7 @@ def test_the_question_is_repeated_with_backoff_for_as_long_as_it_takes(loopback:
 
 
 @pytest.mark.parametrize("lands", [True, False])
-def test_an_error_pins_until_the_peer_is_proven_dead(loopback: World, lands: bool) -> None:
-    world = loopback
+def test_an_error_pins_until_the_peer_is_proven_dead(world: World, lands: bool) -> None:
     hold(world)
     transfer = world.grant(48)
     transfer.begin()
@@ -130,14 +142,9 @@ def test_an_error_pins_until_the_peer_is_proven_dead(loopback: World, lands: boo
     assert world.prefill.of(SendQuiesced) == [SendQuiesced(transfer.id)]
 
 
-def test_what_a_dead_peer_had_posted_lands_in_nobodys_pages(loopback: World) -> None:
+def test_what_a_dead_peer_had_posted_lands_in_nobodys_pages(world: World) -> None:
     """It lies in a socket until this side takes it, which it does not while it stands still."""
-    world = loopback
-    hold(world)
-    transfer = world.grant(48)
-    transfer.begin()
-    transfer.compute(32)
-    world.turn()
+    transfer = pushing(world)
     world.decode.receiver.abort(transfer.id)
     world.decode.exchange.part(world.prefill.name, proven_dead=True)
     world.decode.exchange.turn()
@@ -151,9 +158,8 @@ def test_what_a_dead_peer_had_posted_lands_in_nobodys_pages(loopback: World) -> 
     assert world.decode.of(ReceiveFreed) == [ReceiveFreed(transfer.id)]
 
 
-def test_nor_where_the_death_is_seen_before_the_grant_that_it_wrote_to(loopback: World) -> None:
+def test_nor_where_the_death_is_seen_before_the_grant_that_it_wrote_to(world: World) -> None:
     """The grant was told while the transfer thread was busy: its `expect` comes after the proof."""
-    world = loopback
     hold(world)
     transfer = world.grant_to_expect(48)
     transfer.begin()
@@ -169,13 +175,8 @@ def test_nor_where_the_death_is_seen_before_the_grant_that_it_wrote_to(loopback:
     assert world.decode.of(ReceiveFreed) == [ReceiveFreed(transfer.id)]
 
 
-def test_a_peer_that_dies_under_a_push(loopback: World) -> None:
-    world = loopback
-    hold(world)
-    transfer = world.grant(48)
-    transfer.begin()
-    transfer.compute(32)
-    world.turn()
+def test_a_peer_that_dies_under_a_push(world: World) -> None:
+    transfer = pushing(world)
     world.die(world.decode, at=world.prefill)
     assert world.prefill.of(SendFailed) == [SendFailed(transfer.id, "peer_dead")]
     assert world.prefill.of(SendQuiesced) == [SendQuiesced(transfer.id)]
@@ -185,8 +186,7 @@ def test_a_peer_that_dies_under_a_push(loopback: World) -> None:
     assert len(world.prefill.of(SendQuiesced)) == 1
 
 
-def test_a_lost_peer_fails_its_sends_and_opens_anew(loopback: World) -> None:
-    world = loopback
+def test_a_lost_peer_fails_its_sends_and_opens_anew(world: World) -> None:
     hold(world)
     broken, other = world.grant(48), world.grant(48)
     for transfer in (broken, other):
@@ -214,9 +214,8 @@ def test_a_lost_peer_fails_its_sends_and_opens_anew(loopback: World) -> None:
 
 
 def test_a_lost_path_is_tried_again_and_quarantine_ends_over_it(
-    loopback: World, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = loopback
     transfer = world.grant(48)
     transfer.begin()
     world.turn(3)
@@ -242,9 +241,8 @@ def test_a_lost_path_is_tried_again_and_quarantine_ends_over_it(
 
 
 def test_an_exception_nobody_foresaw_pins_and_the_rest_goes_on(
-    loopback: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world = loopback
 
     def explode(*_: object) -> int:
         raise ValueError("secret prompt")
@@ -267,9 +265,8 @@ def test_an_exception_nobody_foresaw_pins_and_the_rest_goes_on(
 
 
 def test_a_refused_push_fails_and_quiesces_at_once(
-    loopback: World, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = loopback
 
     def refuse(*_: object) -> int:
         raise TransportError("disconnected", "")
@@ -284,8 +281,7 @@ def test_a_refused_push_fails_and_quiesces_at_once(
     assert world.prefill.of(PeerFailed) == [PeerFailed(world.decode.name, "disconnected")]
 
 
-def test_a_failing_callback_does_not_stop_the_exchange(loopback: World) -> None:
-    world = loopback
+def test_a_failing_callback_does_not_stop_the_exchange(world: World) -> None:
     seen = []
 
     def on_event(event: object) -> None:
@@ -301,8 +297,7 @@ def test_a_failing_callback_does_not_stop_the_exchange(loopback: World) -> None:
     assert len(seen) == 2
 
 
-def test_a_self_test_that_hangs_does_not_hold_up_the_peer(loopback: World) -> None:
-    world = loopback
+def test_a_self_test_that_hangs_does_not_hold_up_the_peer(world: World) -> None:
     world.prefill.exchange.peers.close(world.decode.name)
     world.prefill.events.clear()
     hold(world)
@@ -319,16 +314,14 @@ def test_a_self_test_that_hangs_does_not_hold_up_the_peer(loopback: World) -> No
     assert world.prefill.of(PeerFailed)[-1].cause == "self_test_failed"
 
 
-def test_meeting_again_repeats_the_answer_without_a_test(loopback: World) -> None:
-    world = loopback
+def test_meeting_again_repeats_the_answer_without_a_test(world: World) -> None:
     opened = world.prefill.of(PeerOpened)
     world.prefill.exchange.meet(world.decode.transport.endpoint)
     assert world.prefill.of(PeerOpened) == opened * 2
     assert opened[0].gigabytes_per_s > 0
 
 
-def test_a_parted_peer_is_forgotten_long_after(loopback: World) -> None:
-    world = loopback
+def test_a_parted_peer_is_forgotten_long_after(world: World) -> None:
     transfer = world.grant(48, timeout_s=10 * PARTED_S)
     world.decode.exchange.part(world.prefill.name, proven_dead=False)
     world.clock.advance(PARTED_S + 1)
@@ -339,8 +332,7 @@ def test_a_parted_peer_is_forgotten_long_after(loopback: World) -> None:
     assert not world.decode.exchange.peers.is_open(world.prefill.name)
 
 
-def test_how_long_the_thread_may_pause(loopback: World) -> None:
-    world = loopback
+def test_how_long_the_thread_may_pause(world: World) -> None:
     assert world.decode.exchange.pause_s() == IDLE_POLL_S
     transfer = world.grant(48)
     assert world.decode.exchange.pause_s() == ACTIVE_POLL_S
@@ -358,8 +350,7 @@ def test_how_long_the_thread_may_pause(loopback: World) -> None:
     assert world.decode.exchange.pause_s() == IDLE_POLL_S
 
 
-def test_long_pushes_are_cut_and_transfers_take_turns(loopback: World) -> None:
-    world = loopback
+def test_long_pushes_are_cut_and_transfers_take_turns(world: World) -> None:
     hold(world)
     world.prefill.sender._max_push_pages = [4]
     transfers = [world.grant(160) for _ in range(2)]
@@ -390,10 +381,9 @@ def test_long_pushes_are_cut_and_transfers_take_turns(loopback: World) -> None:
     ids=str,
 )
 def test_a_notification_that_no_grant_allows_counts_for_nothing(
-    loopback: World, wrong: dict[str, Any]
+    world: World, wrong: dict[str, Any]
 ) -> None:
     """Of another life, of another transfer, of other pages; nor does that of another peer."""
-    world = loopback
     transfer = world.grant(48)
     right = Chunk(transfer.id, DECODE_EPOCH, 0, 3, 48, last=True)
     receiver, peer = world.decode.receiver, world.prefill.name
