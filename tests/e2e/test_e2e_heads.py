@@ -87,7 +87,7 @@ def test_streams_go_on_equally_after_kills(model, heads, tmp_path) -> None:
 def test_ranks_hand_off_what_a_head_keeps(model, heads, tmp_path) -> None:
     """Two ranks to one, and one to two: each has its part."""
     for ranks in ({"prefill-0": {"tp": 2}}, {"decode-0": {"tp": 2}}):
-        with with_heads(model, tmp_path / next(iter(ranks)), heads, own=ranks).started() as cluster:
+        with with_heads(model, tmp_path / next(iter(ranks)), heads, own=ranks) as cluster:
             with cluster.client() as client:
                 wanted = requests(client, temperature=0.0, speculation=False)
                 assert requests(client, temperature=0.0) == wanted
