@@ -130,4 +130,5 @@ def _search(followed: int, arrays: Sequence[Int32s]) -> SearchPlan:
 
 def _group(arrays: Sequence[Int32s]) -> GroupTable:
     pages, skipped, *copies = arrays
-    return GroupTable(pages.reshape(len(skipped), -1), skipped, *copies)
+    rows = len(skipped)  # There are none where a step only copies pages.
+    return GroupTable(pages.reshape(rows, pages.size // max(1, rows)), skipped, *copies)

@@ -7,9 +7,11 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engine_kit import build, finish, held, submit
@@ -36,11 +38,17 @@ from waiting import wait_until
 
 from baton import LLM
 from baton.errors import InvalidRequestError
+from engine.bounds import Bounds
 from engine.engine import EngineError
 from engine.model import ModelError
 from engine.model.ranks import _even_ends
+from engine.pages.blocks import BlockManager
+from engine.ranks.steps import decode, encode
+from engine.sampling import Sampler
+from engine.schedule.scheduler import Scheduler
 from engine.step.grid import Grid
 from engine.step.lanes import StageLanes
+from engine.step.plan import GroupTable
 from faults import failpoints
 
 pytestmark = pytest.mark.timeout(300)
@@ -261,6 +269,16 @@ def test_layers_are_divided_as_evenly_as_can_be(seed):
     assert largest(_even_ends(sizes, 2)) == min(largest([cut, 7]) for cut in range(1, 7))
     ways = [[one, two, 7] for one in range(1, 6) for two in range(one + 1, 7)]
     assert largest(_even_ends(sizes, 3)) == min(map(largest, ways))
+
+
+def test_a_step_that_only_copies_pages_of_several_groups_reaches_other_ranks():
+    scheduler = Scheduler(Bounds(max_context_tokens=64), BlockManager(8), Sampler(2, 9, "cpu", []))
+    empty = scheduler.planner._build(np.zeros(0, np.intp), 1, [], [], [])
+    nothing, page = np.zeros(0, np.int32), np.array([3], np.int32)
+    table = GroupTable(np.zeros((0, 1), np.int32), nothing, page, page + 1)
+    other = decode(encode(replace(empty, others=(table,))))
+    assert (other.num_tokens, other.others[0].pages.size) == (0, 0)
+    assert (other.others[0].copy_source, other.others[0].copy_target) == (3, 4)
 
 
 def test_stages_as_asked_have_these_layers(tmp_path):
