@@ -262,7 +262,8 @@ def decoding(kind: str, rows: int, more: list[tuple[int, ...]]) -> dict[str, Any
         "floor_us": moved / MEMORY_TB_S / 1e6,
     }  # fmt: skip
     for each in more:
-        with mock.patch.object(decode, "THREADS", decode.Threads._make(each)):
+        other = decode.Threads._make(each)
+        with mock.patch.multiple(decode, THREADS=other, SPLIT=other):
             line[f"{each}_us"] = replayed_us(calls) / CALLS
     print(line, flush=True)
     return line

@@ -89,6 +89,7 @@ class Pair:
 
     def run(self, x: Tensor, decodes: list[Row], prompts: list[Row], padding: int) -> Tensor:
         rows = decodes + prompts
+        decode.FEW = 132 * (len(decodes) % 2)  # Each turn has a program, or a unit.
         contexts = [row.start + row.tokens for row in rows]
         lens, table = [row.tokens for row in prompts], table_of(rows)
         if padding:  # A decode row, an empty prompt, and one with all tokens of padding.
@@ -167,7 +168,8 @@ def main() -> None:
     for family in sys.argv[2:]:
         path = write_tiny_model(folder / family, tokenizer=False, **HYBRIDS[family])
         # Two turns a head of the delta rule, one of Mamba-2.
-        decode.THREADS = decode.THREADS._replace(columns=4 if "qwen" in family else 64)
+        columns = 4 if "qwen" in family else 64
+        decode.THREADS = decode.SPLIT = decode.THREADS._replace(columns=columns)
         mixer = load(path).model.layers[0].mixer
         randomised(mixer)
         check(mixer)

@@ -52,7 +52,7 @@ def test_an_engine_answers_as_on_a_cpu(folder, graphs):
     """Together, in chunks, cached, forked and handed off; the second time from the cache."""
     from engine.cuda.executor import CudaExecutor
 
-    options = {"dtype": "bfloat16", "device": "cuda", "max_sequences": 6, "cuda_graphs": graphs}
+    options = {"dtype": "bfloat16", "device": "cuda", "max_sequences": 12, "cuda_graphs": graphs}
     engine = build(folder, max_step_tokens=128, **options)
     assert isinstance(engine._loop._executor, CudaExecutor)
     prompts = [prompt_of(length) for length in (5, 64, 129, 300)]

@@ -4,9 +4,14 @@ out.
 
 A program takes a unit of a row. So nobody else reads or writes its part of the page, and a page is
 written in place. A matrix is folded some columns at a time, and those of the next turn are asked
-for before: memory is the limit, and few programs have room at once. The stamp of the unit says how
-many tokens are folded in. If these are not all before this one, the row is spoilt: it computes with
-zeros, and the host fails its request.
+for before: memory is the limit, and few programs have room at once.
+
+Few rows have few units. Then each turn has a program. All those of a unit read its stamp and the
+inputs of q and k that are kept, so the last of them to arrive writes these, norms what the heads
+give, and sets its counter back. Nobody waits for another program.
+
+The stamp of the unit says how many tokens are folded in. If these are not all before this one, the
+row is spoilt: it computes with zeros, and the host fails its request.
 
 The delta rule is that of Yang et al. 2024, "Gated Delta Networks"; Mamba-2 of Dao and Gu 2024,
 "Transformers are SSMs". All arithmetic is float32. See `engine.model.mixers.delta` and `.mamba`.
@@ -15,8 +20,10 @@ The delta rule is that of Yang et al. 2024, "Gated Delta Networks"; Mamba-2 of D
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 from __future__ import annotations
 
+from functools import cache
 from typing import Final, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,9 +31,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.cuda.early import early
 from engine.cuda.kernels import launch
+from engine.cuda.states.keeping import (
+    convolved,
+    keep_shared,
+    keep_state,
+    keep_window,
+    window_of,
+)
 from engine.cuda.states.layout import Kept, Made, Shape, States, Weights
-from engine.cuda.states.parts import silu, softplus
-from engine.cuda.states.windows import convolved, keep_window, window_of
+from engine.cuda.states.norms import gated_norm, norm_parts
+from engine.cuda.states.parts import softplus
 from engine.model.linear import RmsNorm
 from engine.pool.state_pool import SPOILT, STAMP_NUMBERS
 
@@ -42,33 +56,16 @@ class Threads(NamedTuple):
 
 
 THREADS: Final = Threads(4, 128, 32)
-"""Not measured yet (`bench.states`)."""
+"""On an H200 64 rows of 32 matrices of 128 x 128 took 93 us so, 256 rows 350; with 64 columns and
+no bound 101 and 377, with whole matrices a turn 103 and 381 (`bench.states`, 2026-11-27)."""
+SPLIT: Final = Threads(4, 0, 64)
+"""Where each turn has a program. Not measured yet."""
+FEW: Final = 132
+"""Programs of units up to which each turn has one: a Hopper's processors."""
+_MOST_ARRIVALS: Final = 256
+"""Counters: more than there are units of few rows."""
 _SPOILT = tl.constexpr(SPOILT)
 _STAMP = tl.constexpr(STAMP_NUMBERS)
-
-
-@triton.jit
-def _keep_stamp(stamps, after, beside, write, saved, is_right, context, spoilt):
-    stamp = tl.where(is_right, context, _SPOILT)
-    if write > 0:
-        tl.store(stamps + after, stamp)
-    if saved > 0:
-        tl.store(stamps + beside, stamp)
-    if is_right == 0:
-        tl.store(spoilt, 1)
-
-
-@triton.jit
-def _keep_state(
-    numbers, after, beside, write, saved, place, state, there, is_whole: tl.constexpr
-):  # fmt: skip
-    if write > 0:
-        if is_whole:
-            tl.store(numbers + after + place, state)
-        else:
-            tl.store(numbers + after + place, state, mask=there)
-    if saved > 0:
-        tl.store(numbers + beside + place, state, mask=there)
 
 
 @triton.jit
@@ -82,20 +79,11 @@ def _stepped(state, q, k, v, fade, strength, is_delta: tl.constexpr):
 
 
 @triton.jit
-def _gated(result, gate, weight, inside, eps, value_dim: tl.constexpr, dtype: tl.constexpr):
-    """Behind the norm and the gate of the delta rule."""
-    result = result.to(dtype).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(tl.where(inside, result * result, 0.0)) / value_dim + eps)
-    return (result * scale * weight).to(dtype).to(tl.float32) * silu(gate)
-
-
-@triton.jit
 def _key(
-    window, numbers, after, beside, write, saved, taps, bias, channel, inside,
+    window, taps, bias, channel, inside,
     is_delta: tl.constexpr, kernel: tl.constexpr, has_bias: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
-    """q or k of a unit, whose inputs are also kept."""
-    keep_window(numbers, after, beside, write, saved, window, channel, inside, kernel, columns)
+    """q or k of a unit."""
     vector = convolved(window, taps, bias, channel, inside, kernel, columns, has_bias)
     if is_delta:
         vector = vector * tl.rsqrt(tl.sum(vector * vector) + 1e-6)
@@ -170,7 +158,7 @@ def _folded(
     there = (key < key_dim)[:, None] & inside[None, :]
     at = _place(head, key, value, key_dim, value_dim, kernel, channels)
     is_whole: tl.constexpr = (keys == key_dim) & (value_dim % tile == 0)
-    _keep_state(numbers, after, beside, write, saved, at, state, there, is_whole)
+    keep_state(numbers, after, beside, write, saved, at, state, there, is_whole)
     if not is_delta:
         result += v * skip
     return result
@@ -184,19 +172,21 @@ def _heads(
     is_delta: tl.constexpr, heads: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
     kernel: tl.constexpr, v_channel: tl.constexpr, channels: tl.constexpr, has_bias: tl.constexpr,
     columns: tl.constexpr, keys: tl.constexpr, values: tl.constexpr, tile: tl.constexpr,
+    split: tl.constexpr,
 ):  # fmt: skip
-    """The heads of a unit, some columns a turn."""
+    """The heads of a unit, some columns a turn. If `split` a single turn, without a norm."""
     turns: tl.constexpr = values // tile
     value, of_turn = tl.arange(0, values), tl.arange(0, turns)[:, None]
     inside = value < value_dim
     has_gate = inside & is_delta
     weight = tl.load(gain + value, mask=has_gate, other=0.0).to(tl.float32)
     results = tl.zeros((turns, tile), tl.float32)
+    begin = tl.program_id(2) if split else 0
     window, state = _asked(
-        0, 0, token, numbers, before, exists, keeps, v_first,
+        begin // turns, begin % turns * tile, token, numbers, before, exists, keeps, v_first,
         key_dim, value_dim, kernel, v_channel, channels, columns, keys, tile,
     )  # fmt: skip
-    for at in range(heads * turns):
+    for at in range(begin, begin + 1 if split else heads * turns):
         head, turn, following = at // turns, at % turns, at + 1
         number = unit * heads + head
         fade, strength = _speeds(
@@ -206,11 +196,13 @@ def _heads(
         own = head * value_dim + value
         gate = tl.load(token + z_first + own, mask=has_gate, other=0.0).to(tl.float32)
         skip = tl.load(skips + number)
-        next_window, next_state = _asked(
-            following // turns, following % turns * tile, token, numbers, before,
-            exists & (following < heads * turns), keeps, v_first,
-            key_dim, value_dim, kernel, v_channel, channels, columns, keys, tile,
-        )  # fmt: skip
+        next_window, next_state = window, state
+        if not split:
+            next_window, next_state = _asked(
+                following // turns, following % turns * tile, token, numbers, before,
+                exists & (following < heads * turns), keeps, v_first,
+                key_dim, value_dim, kernel, v_channel, channels, columns, keys, tile,
+            )  # fmt: skip
         result = _folded(
             window, state, head, turn * tile, q, k, fade, strength, numbers, after, beside, write,
             saved, taps, bias, skip,
@@ -218,25 +210,52 @@ def _heads(
             tile,
         )  # fmt: skip
         window, state = next_window, next_state
-        results = tl.where(of_turn == turn, result[None, :], results)
-        if turn == turns - 1:
-            whole = tl.reshape(results, (values,))
-            if is_delta:
-                whole = _gated(whole, gate, weight, inside, eps, value_dim, out.dtype.element_ty)
-            tl.store(out + number * value_dim + value, whole, mask=inside)
+        if split:
+            at_turn = turn * tile + tl.arange(0, tile)
+            target = out + number * value_dim + at_turn
+            tl.store(target, result, mask=at_turn < value_dim)
+        else:
+            results = tl.where(of_turn == turn, result[None, :], results)
+            if turn == turns - 1:
+                whole = tl.reshape(results, (values,))
+                if is_delta:
+                    whole = gated_norm(
+                        whole, gate, weight, inside, eps, value_dim, out.dtype.element_ty
+                    )
+                tl.store(out + number * value_dim + value, whole, mask=inside)
+
+
+@triton.jit
+def _last_arrived(
+    arrived, numbers, stamps, after, beside, write, saved, q_window, k_window, q_at, k_at, is_key,
+    is_right, context, spoilt, out, gates, gain, eps,
+    is_delta: tl.constexpr, heads: tl.constexpr, value_dim: tl.constexpr, kernel: tl.constexpr,
+    columns: tl.constexpr, values: tl.constexpr,
+):  # fmt: skip
+    """What the last program of a unit does, when all have read and written."""
+    tl.debug_barrier()
+    if tl.atomic_add(arrived, 1, sem="acq_rel") == tl.num_programs(2) - 1:
+        tl.store(arrived, 0)
+        keep_shared(
+            numbers, stamps, after, beside, write, saved, q_window, k_window, q_at, k_at, is_key,
+            is_right, context, spoilt, kernel, columns,
+        )  # fmt: skip
+        if is_delta:
+            norm_parts(out, gates, gain, eps, heads, value_dim, values)
 
 
 @triton.jit(do_not_specialize=["table_width"])
 def _decode_state(
     made, gates, out, numbers, stamps, taps, bias, rates, rate_biases, skips, gain, table, contexts,
-    spoilt, page_stride, unit_stride, layer_offset, made_stride, gates_stride, table_width,
+    spoilt, arrivals, page_stride, unit_stride, layer_offset, made_stride, gates_stride,
+    table_width,
     q_first, q_stride, k_first, k_stride, v_first, v_stride, shared_by, z_first, z_stride,
     rate_first, rate_stride, beta_first, beta_stride, least, most, eps,
     is_delta: tl.constexpr, heads: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
     kernel: tl.constexpr, q_channel: tl.constexpr, k_channel: tl.constexpr,
     v_channel: tl.constexpr, channels: tl.constexpr, has_bias: tl.constexpr,
     columns: tl.constexpr, keys: tl.constexpr, values: tl.constexpr, tile: tl.constexpr,
-    pdl: tl.constexpr,
+    split: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     if pdl:
         gdc_launch_dependents()
@@ -244,14 +263,11 @@ def _decode_state(
     unit, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     pages = table + row * table_width
     read, write = tl.load(pages).to(tl.int64), tl.load(pages + 1).to(tl.int64)
-    saved = tl.load(pages + 2).to(tl.int64)
-    context = tl.load(contexts + row)
-    place = unit.to(tl.int64) * unit_stride + layer_offset
+    saved, context = tl.load(pages + 2).to(tl.int64), tl.load(contexts + row)
+    place, exists = unit.to(tl.int64) * unit_stride + layer_offset, read > 0
     before = read * page_stride + place
     after, beside = write * page_stride + place, saved * page_stride + place
-    folded = tl.where(read > 0, tl.load(stamps + before), 0)
-    is_right = folded == context - 1
-    exists = read > 0
+    is_right = tl.where(exists, tl.load(stamps + before), 0) == context - 1
     keeps = is_right & exists
     token, owner = made + row * made_stride, unit // shared_by
     own_taps, own_bias = taps + unit * channels * kernel, bias + unit * channels
@@ -265,28 +281,38 @@ def _decode_state(
         token, numbers, before + _STAMP, k_channel + key, k_first + owner * k_stride + key, is_key,
         exists, keeps, kernel, columns,
     )  # fmt: skip
-    # Several threads may load the same number, and one stores another to its place. What a program
-    # loads it asks for before that.
-    tl.debug_barrier()
+    if not split:
+        # Several threads may load the same number, and one stores another to its place. What a
+        # program loads it asks for before that.
+        tl.debug_barrier()
+        keep_shared(
+            numbers, stamps, after, beside, write, saved, q_window, k_window,
+            q_channel + key, k_channel + key, is_key, is_right, context, spoilt + row, kernel,
+            columns,
+        )  # fmt: skip
     q = _key(
-        q_window, numbers, after, beside, write, saved, own_taps, own_bias, q_channel + key, is_key,
-        is_delta, kernel, has_bias, columns,
+        q_window, own_taps, own_bias, q_channel + key, is_key, is_delta, kernel, has_bias, columns
     )  # fmt: skip
     k = _key(
-        k_window, numbers, after, beside, write, saved, own_taps, own_bias, k_channel + key, is_key,
-        is_delta, kernel, has_bias, columns,
+        k_window, own_taps, own_bias, k_channel + key, is_key, is_delta, kernel, has_bias, columns
     )  # fmt: skip
     if is_delta:
         q = q * (key_dim**-0.5)
-    _keep_stamp(stamps, after, beside, write, saved, is_right, context, spoilt + row)
+    of_row = out + row * tl.num_programs(0) * heads * value_dim
     _heads(
-        unit, q, k, token, gates + row * gates_stride,
-        out + row * tl.num_programs(0) * heads * value_dim, numbers, before, after, beside,
+        unit, q, k, token, gates + row * gates_stride, of_row, numbers, before, after, beside,
         write, saved, exists, keeps, own_taps, own_bias, rates, rate_biases, skips, gain,
         v_first + unit * v_stride, z_first + unit * z_stride, rate_first + unit * rate_stride,
         beta_first + unit * beta_stride, least, most, eps, is_delta, heads, key_dim, value_dim,
-        kernel, v_channel, channels, has_bias, columns, keys, values, tile,
+        kernel, v_channel, channels, has_bias, columns, keys, values, tile, split,
     )  # fmt: skip
+    if split:
+        _last_arrived(
+            arrivals + row * tl.num_programs(0) + unit, numbers, stamps, after, beside, write,
+            saved, q_window, k_window, q_channel + key, k_channel + key, is_key, is_right, context,
+            spoilt + row, of_row + unit * heads * value_dim, token + z_first + unit * z_stride,
+            gain, eps, is_delta, heads, value_dim, kernel, columns, values,
+        )  # fmt: skip
 
 
 def decode_states(
@@ -298,7 +324,7 @@ def decode_states(
     norm: RmsNorm | None,
     out: Tensor,
 ) -> None:
-    """Folds one token of each decode row into its state.
+    """Folds one token of each decode row into its state, on one stream at a time.
 
     Args:
         made: of the step's tokens; those of decode rows come first.
@@ -313,10 +339,12 @@ def decode_states(
     step, table = states.step, states.step.page_table
     units, inputs = len(weights.taps), made.inputs
     keys, values = (triton.next_power_of_2(dim) for dim in (shape.key_dim, shape.value_dim))
-    nothing = weights.rate
+    nothing, split = weights.rate, units * step.num_decodes <= FEW
+    threads = SPLIT if split else THREADS
+    tile = min(values, threads.columns)
     launch(
         _decode_state,
-        (units, step.num_decodes),
+        (units, step.num_decodes, shape.heads * (values // tile) if split else 1),
         inputs,
         made.gates,
         out,
@@ -331,17 +359,12 @@ def decode_states(
         table,
         step.context_lens,
         states.spoilt,
+        _arrivals(inputs.device),
         *kept.strides,
         inputs.stride(0),
         made.gates.stride(0),
         table.shape[1],
-        *made.q[:2],
-        *made.k[:2],
-        *made.v[:2],
-        made.q.shared_by,
-        *made.gate[:2],
-        *made.rate[:2],
-        *made.beta[:2],
+        *_places(made),
         *weights.steps,
         0.0 if norm is None else norm.eps,
         *shape,
@@ -350,13 +373,21 @@ def decode_states(
         triton.next_power_of_2(shape.kernel),
         keys,
         values,
-        min(values, THREADS.columns),
+        tile,
+        split,
         early(),
         launch_pdl=early(),
-        **_threads(),
+        num_warps=threads.warps,
+        **({"maxnreg": threads.registers} if threads.registers else {}),
     )
 
 
-def _threads() -> dict[str, int]:
-    bound = {"maxnreg": THREADS.registers} if THREADS.registers else {}
-    return {"num_warps": THREADS.warps, **bound}
+def _places(made: Made) -> tuple[int, ...]:
+    heads = *made.q[:2], *made.k[:2], *made.v[:2], made.q.shared_by
+    return *heads, *made.gate[:2], *made.rate[:2], *made.beta[:2]
+
+
+@cache
+def _arrivals(device: torch.device) -> Tensor:
+    """Programs of each row and unit that are done. Zeros between two launches."""
+    return torch.zeros(_MOST_ARRIVALS, dtype=torch.int32, device=device)

@@ -21,6 +21,31 @@ HEADS_AT_ONCE: Final = 8
 """Heads of a program. Not tuned."""
 
 
+@triton.jit
+def gated_norm(result, gate, weight, inside, eps, value_dim: tl.constexpr, dtype: tl.constexpr):
+    """Behind the norm and the gate of the delta rule."""
+    result = result.to(dtype).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(tl.where(inside, result * result, 0.0)) / value_dim + eps)
+    return (result * scale * weight).to(dtype).to(tl.float32) * silu(gate)
+
+
+@triton.jit
+def norm_parts(
+    out, gates, gain, eps,
+    heads: tl.constexpr, value_dim: tl.constexpr, values: tl.constexpr,
+):  # fmt: skip
+    """Norms and gates what several programs have written of a unit's heads."""
+    value = tl.arange(0, values)
+    inside = value < value_dim
+    weight = tl.load(gain + value, mask=inside, other=0.0).to(tl.float32)
+    for head in tl.static_range(heads):
+        at = head * value_dim + value
+        gate = tl.load(gates + at, mask=inside, other=0.0).to(tl.float32)
+        given = tl.load(out + at, mask=inside, other=0.0, cache_modifier=".cg")
+        done = gated_norm(given, gate, weight, inside, eps, value_dim, out.dtype.element_ty)
+        tl.store(out + at, done, mask=inside)
+
+
 @triton.jit(do_not_specialize=["decodes"])
 def _norm_heads(
     x, out, made, gain, made_stride, decodes, all_heads, z_first, z_stride, eps,

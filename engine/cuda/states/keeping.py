@@ -1,4 +1,5 @@
-"""The convolution of one token: the inputs of those before are part of the state.
+"""What one token reads of the state before it and writes behind itself: the inputs of the short
+convolution, matrices and stamps.
 
 Shapes: K taps; columns, K up to a power of two.
 """
@@ -10,9 +11,10 @@ import triton
 import triton.language as tl
 
 from engine.cuda.states.parts import silu
-from engine.pool.state_pool import STAMP_NUMBERS
+from engine.pool.state_pool import SPOILT, STAMP_NUMBERS
 
 _STAMP = tl.constexpr(STAMP_NUMBERS)
+_SPOILT = tl.constexpr(SPOILT)
 
 
 @triton.jit
@@ -58,3 +60,41 @@ def keep_window(
         tl.store(numbers + after + place, window, mask=there)
     if saved > 0:
         tl.store(numbers + beside + place, window, mask=there)
+
+
+@triton.jit
+def keep_stamp(stamps, after, beside, write, saved, is_right, context, spoilt):
+    """Says how many tokens are folded in; or that the state is spoilt, also to the host."""
+    stamp = tl.where(is_right, context, _SPOILT)
+    if write > 0:
+        tl.store(stamps + after, stamp)
+    if saved > 0:
+        tl.store(stamps + beside, stamp)
+    if is_right == 0:
+        tl.store(spoilt, 1)
+
+
+@triton.jit
+def keep_shared(
+    numbers, stamps, after, beside, write, saved, q_window, k_window, q_at, k_at, inside,
+    is_right, context, spoilt,
+    kernel: tl.constexpr, columns: tl.constexpr,
+):  # fmt: skip
+    """What all heads of a unit read."""
+    keep_window(numbers, after, beside, write, saved, q_window, q_at, inside, kernel, columns)
+    keep_window(numbers, after, beside, write, saved, k_window, k_at, inside, kernel, columns)
+    keep_stamp(stamps, after, beside, write, saved, is_right, context, spoilt)
+
+
+@triton.jit
+def keep_state(
+    numbers, after, beside, write, saved, place, state, there, is_whole: tl.constexpr
+):  # fmt: skip
+    """Writes some columns of a matrix."""
+    if write > 0:
+        if is_whole:
+            tl.store(numbers + after + place, state)
+        else:
+            tl.store(numbers + after + place, state, mask=there)
+    if saved > 0:
+        tl.store(numbers + beside + place, state, mask=there)
