@@ -98,6 +98,11 @@ class OtherGroups:
         for group in self.groups:
             group.begin(slot, keys, cached, known)
 
+    def can_reserve(self, num_tokens: int, spares: int) -> bool:
+        """Whether pages for so many tokens, and so many spare ones, are there now: those promised
+        may still be written by a step in flight."""
+        return all(group.can_reserve(num_tokens, spares) for group in self.groups)
+
     def reserve(self, slot: int, num_tokens: int, keys: Sequence[bytes]) -> tuple[GroupGrant, ...]:
         """Pages for a prompt that another worker computes."""
         return tuple(group.reserve(slot, num_tokens, keys) for group in self.groups)

@@ -146,6 +146,10 @@ class StatePages:
         if wanted and self._keeps:
             self._wanted[slot] = wanted
 
+    def can_reserve(self, num_tokens: int, spares: int) -> bool:
+        """See `OtherGroups.can_reserve`: one page, for which `has_room` has looked."""
+        return True
+
     def reserve(self, slot: int, num_tokens: int, keys: Sequence[bytes]) -> GroupGrant:
         """A page for the state of a prompt that another worker computes."""
         page = self._allocate()

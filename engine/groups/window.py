@@ -164,6 +164,11 @@ class WindowPages:
         self._set(slot, GroupPages(first, pages))
         self._known[slot] = known
 
+    def can_reserve(self, num_tokens: int, spares: int) -> bool:
+        """See `OtherGroups.can_reserve`. What is cached counts as if it was not."""
+        pages = -(-num_tokens // self._size) - self.kept_from(num_tokens)
+        return pages + spares <= self.blocks.available
+
     def reserve(self, slot: int, num_tokens: int, keys: Sequence[bytes]) -> GroupGrant:
         """Pages for the window of a prompt that another worker computes."""
         first = self.kept_from(num_tokens)
