@@ -263,7 +263,7 @@ def decoding(kind: str, rows: int, more: list[tuple[int, ...]]) -> dict[str, Any
     }  # fmt: skip
     for each in more:
         other = decode.Threads._make(each)
-        with mock.patch.multiple(decode, THREADS=other, SPLIT=other):
+        with mock.patch.multiple(decode, THREADS=other, OF_MAMBA=other, SPLIT=other):
             line[f"{each}_us"] = replayed_us(calls) / CALLS
     print(line, flush=True)
     return line

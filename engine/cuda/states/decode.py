@@ -58,8 +58,11 @@ class Threads(NamedTuple):
 THREADS: Final = Threads(4, 128, 32)
 """On an H200 64 rows of 32 matrices of 128 x 128 took 93 us so, 256 rows 350; with 64 columns and
 no bound 101 and 377, with whole matrices a turn 103 and 381 (`bench.states`, 2026-11-27)."""
+OF_MAMBA: Final = Threads(4, 0, 64)
+"""For Mamba-2: 64 rows of 128 matrices of 128 x 64 took 167 us so, and 181 with 32 columns."""
 SPLIT: Final = Threads(4, 0, 64)
-"""Where each turn has a program. Not measured yet."""
+"""Where each turn has a program: one row took 6.8 us so (11.6 with a program a unit), of Mamba-2
+8.9 (26.4)."""
 FEW: Final = 132
 """Programs of units up to which each turn has one: a Hopper's processors."""
 _MOST_ARRIVALS: Final = 256
@@ -340,7 +343,7 @@ def decode_states(
     units, inputs = len(weights.taps), made.inputs
     keys, values = (triton.next_power_of_2(dim) for dim in (shape.key_dim, shape.value_dim))
     nothing, split = weights.rate, units * step.num_decodes <= FEW
-    threads = SPLIT if split else THREADS
+    threads = SPLIT if split else THREADS if shape.is_delta else OF_MAMBA
     tile = min(values, threads.columns)
     launch(
         _decode_state,
