@@ -193,6 +193,7 @@ def compare(
             if repeat >= 0:
                 rates.setdefault(way, []).append(pair)
                 heard[way] = steps.take()
+    on._loop._scheduler.planner._widths = measured
     base = medians(rates["off"])
     figures = []
     for way, found in rates.items():
