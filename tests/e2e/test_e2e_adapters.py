@@ -9,6 +9,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import typer
 from adapters_kit import answers, write_adapter
 from cluster import make_cluster
 from references import references
@@ -17,6 +18,7 @@ from tiny_models import write_tiny_model
 from waiting import wait_until
 
 from baton.errors import NotFoundError
+from console.adapters.command import AdapterCommandError, adapters
 
 TOKENS = 16
 LENGTHS = (1, 17, 100)
@@ -140,7 +142,7 @@ def command(cluster, path: str, body: dict, token: str = TOKEN) -> tuple[int, st
             return error.code, error.read().decode()
 
 
-def test_loaded_and_unloaded_while_they_run(model, folders, tmp_path) -> None:
+def test_loaded_and_unloaded_while_they_run(model, folders, tmp_path, monkeypatch, capsys) -> None:
     """Also by a worker that is started again, and in place of another content."""
     folder = folders["law"].parent
     cluster = make_cluster(
@@ -170,7 +172,17 @@ def test_loaded_and_unloaded_while_they_run(model, folders, tmp_path) -> None:
             assert "taken by another adapter" in command(cluster, load, other)[1]
             assert command(cluster, load, other | {"load_inplace": True})[0] == 200
             check(client, {"new": answers(model, folders["poems"])}, 17)
-            assert command(cluster, unload, {"lora_name": "new"})[0] == 200
+            monkeypatch.setenv("BATON_OPERATOR_TOKEN", TOKEN)
+            admin = cluster.plan.admin_address
+            adapters("list", admin=admin)
+            assert capsys.readouterr().out.startswith("new  tiny  ")
+            adapters("load", "more", "law", admin=admin)
+            assert "'more' added" in capsys.readouterr().out
+            adapters("unload", "new", admin=admin)
+            with pytest.raises(AdapterCommandError, match="cannot be found"):
+                adapters("unload", "new", admin=admin)
+            with pytest.raises(typer.BadParameter):
+                adapters("load", "new", admin=admin)
             assert command(cluster, unload, {"lora_name": "new"})[0] == 404
             with pytest.raises(NotFoundError):
                 client.generate("x", model="new", max_tokens=1)
