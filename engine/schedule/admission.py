@@ -231,7 +231,7 @@ class Admission:
             num_sequences > self._batch.slots.num_free
             or wanted > self._blocks.available - kept_back
             or not self._have_others_room(request, num_sequences)
-            or (receives and not self._batch.others.can_reserve(len(tokens), spare))
+            or not self._batch.others.can_reserve(len(tokens) if receives else 0, spare)
             or not self._batch.adapters.has_room(active.adapter)
         ):
             return False
