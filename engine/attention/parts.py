@@ -26,11 +26,14 @@ MOST_PROGRAMS = 4096
 """Most programs for contexts of unlike lengths, unless `LEAST_PARTS` a context are more. A program
 whose context is too short for its part returns at once."""
 LEAST_PARTS, MOST_PARTS = 8, 16
-"""Bounds of the number of parts of a context, for unlike lengths."""
+"""Bounds of `Division.most` for unlike lengths, and for all lengths where a batch has one division.
+A short context has fewer parts."""
 LEAST_TOKENS_OF_FEW = 64
+"""Least tokens of a part, with few items."""
 MOST_LEAST_TOKENS = 512
-"""With 256 rows of uneven lengths, 64 take 3 to 6 % longer and 2,048 7 to 8 %; 1,024 differ by
-less than 2 %, but for 96 log-normal rows (6 % less; `bench/README.md`, 2026-11-27)."""
+"""Bound of the least tokens of a part, with many items. With 256 rows of uneven lengths, 64 and
+2,048 were slower. 1,024 were as fast, and 6 % faster with 96 log-normal rows. Numbers:
+`bench/README.md`, 2026-11-27."""
 LONGER = 1.4
 """Rows are uneven if the longest has more than this many times the mean length."""
 
@@ -51,7 +54,7 @@ class Division(NamedTuple):
     most: int
     """Most parts of a row."""
     least_tokens: int
-    """Least tokens of a part, if the row has as many."""
+    """Least tokens of a part. A shorter row has fewer."""
     tiles: Tiles
 
 
@@ -60,11 +63,11 @@ class TileSet(NamedTuple):
     ones fit a processor."""
 
     few: Tiles
-    """For parts of few items alike."""
+    """For parts of few items of like lengths."""
     parts: Tiles
-    """For parts of rows that differ."""
+    """For all other parts: of rows that differ in length, and where a batch has one division."""
     large: Tiles
-    """For whole items; the more items, the smaller."""
+    """For uncut contexts. More items use smaller tiles."""
     middle: Tiles
     small: Tiles
 
@@ -80,7 +83,8 @@ WIDEST = TileSet(*[_WIDEST] * 5)
 not measured on a GPU yet."""
 FP8_WHOLE = Tiles(64, 2, 5)
 FP8 = TileSet(Tiles(128, 2, 2), FP8_WHOLE, FP8_WHOLE, FP8_WHOLE, FP8_WHOLE)
-"""For FP8, where converting limits, not memory: small tiles of few warps and many rounds."""
+"""For FP8. Conversion is the bottleneck, not memory, so all tiles have few warps. Those of `few`
+are large, with two stages. The others are small, with five."""
 
 
 def tiles_of(head_dim: int) -> TileSet:

@@ -1,7 +1,8 @@
 """All groups of layers beyond group 0, behind one object.
 
 The scheduler plans by the pages of group 0. Before it admits or grows a sequence it asks this
-object, which asks each group with a window or with states and returns the strictest answer.
+object, which asks each group with a window or with states. It returns the strictest answer, or the
+answers by group.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ from engine.types import PageIds
 AllKept = tuple[GroupPages, ...]
 """By group: the pages of a sequence that has left its slot."""
 Spares = tuple[PageIds, ...]
-"""By group: pages for copies of the partial page at which choices diverge; of states none."""
+"""By group: pages for copies of the partial page at which choices diverge. State groups have
+none."""
 OtherPages = WindowPages | StatePages
 """The pages of one group beyond group 0."""
 
 
 class OtherGroups:
-    """All groups but group 0. A model whose layers live equally long has none."""
+    """All groups but group 0. A model whose layers all see all tokens has none. A model without
+    layers that see all tokens has at least one, and its group 0 has no layers."""
 
     def __init__(self, groups: Sequence[OtherPages] = ()) -> None:
         self.groups = tuple(groups)
@@ -57,17 +60,19 @@ class OtherGroups:
         pages in group 0."""
         return all(group.can_ever_hold(sequences, final_pages) for group in self.groups)
 
-    def has_room(self, sequences: int, final_pages: int, slots: Int32s) -> bool:
-        """Whether they fit beside the running sequences. `slots`: final pages of those."""
-        return all(group.has_room(sequences, final_pages, slots) for group in self.groups)
+    def has_room(self, sequences: int, pages_each: int, final_pages: Int32s) -> bool:
+        """Whether `sequences` more sequences fit beside the running ones. Each ends with
+        `pages_each` pages in group 0. `final_pages`: by slot, those of each running one."""
+        return all(group.has_room(sequences, pages_each, final_pages) for group in self.groups)
 
-    def free_sequences(self, most: int, slots: Int32s) -> int:
-        """How many more sequences of unbounded length fit, at most `most`."""
-        return min([most, *(group.free_sequences(slots) for group in self.groups)])
+    def free_sequences(self, most: int, final_pages: Int32s) -> int:
+        """How many more sequences of unbounded length fit, at most `most`. `final_pages`: of
+        running ones."""
+        return min([most, *(group.free_sequences(final_pages) for group in self.groups)])
 
-    def room(self, slots: Int32s) -> list[int]:
-        """By group, pages that are not promised to a sequence."""
-        return [group.room(slots) for group in self.groups]
+    def room(self, final_pages: Int32s) -> list[int]:
+        """By group, pages that are not promised to a sequence. `final_pages`: of running ones."""
+        return [group.room(final_pages) for group in self.groups]
 
     def resumable(
         self, keys: Sequence[bytes], most: int, has: Sequence[Callable[[bytes], bool]] = ()
@@ -87,20 +92,21 @@ class OtherGroups:
         return [group.begins(cached) for group in self.groups]
 
     def count_lent(self, lent: Callable[[int], int]) -> None:
-        """Counts pages as promised that tiers or peers hold. `lent` returns their number, given the
-        number of a group, from 1 on."""
+        """Counts more pages as promised: those that are held here for loads from tiers, and for
+        fetches from and by peers. `lent` returns how many they are, given the number of a group,
+        from 1 on."""
         for number, group in enumerate(self.groups, 1):
             group.lenders.append(partial(lent, number))
 
     def begin(self, slot: int, keys: Sequence[bytes], cached: int, known: int) -> None:
-        """The prompt in `slot` resumes behind its first `cached` pages. Group 0 alone would have
-        found `known` of them."""
+        """The prompt in `slot` resumes behind its first `cached` pages. `known`: pages of it that
+        group 0 had cached."""
         for group in self.groups:
             group.begin(slot, keys, cached, known)
 
     def can_reserve(self, num_tokens: int, spares: int) -> bool:
-        """Whether pages for so many tokens, and so many spare ones, are there now: those promised
-        may still be written by a step in flight."""
+        """Whether pages for so many tokens, and so many spare ones, are there now. A promised page
+        may not be free yet: a step in flight may use it."""
         return all(group.can_reserve(num_tokens, spares) for group in self.groups)
 
     def reserve(self, slot: int, num_tokens: int, keys: Sequence[bytes]) -> tuple[GroupGrant, ...]:
@@ -185,8 +191,8 @@ class OtherGroups:
             group.fork(leader, follower, length, spare, step)
 
     def stored(self, tables: Sequence[GroupTable], rows: Int32s, position: int) -> list[PageIds]:
-        """By group, the pages into which these rows of a step store `position`, if the next step
-        stores into them, too."""
+        """By group, the pages into which these rows of a step store `position`. A window's are
+        none if the position fills its page: the next step stores into another one."""
         pairs = zip(self.groups, tables, strict=True)
         return [group.stored(table, rows, position) for group, table in pairs]
 

@@ -83,7 +83,7 @@ class StatePages:
         """Pages that no slot has any more, each with the step that reads it: (step, page)."""
         self._kept = 0
         self.lenders: list[Callable[[], int]] = []
-        """Count pages that are held beside those of sequences: by tiers, and for peers."""
+        """Count pages that are held beside those of sequences: for loads and for fetches."""
 
     # -- how many pages ---------------------------------------------------------------------------
 
@@ -91,19 +91,19 @@ class StatePages:
         """Whether so many sequences fit into an empty group, however long they become."""
         return sequences <= self.blocks.total
 
-    def has_room(self, sequences: int, final_pages: int, slots: Int32s) -> bool:
-        """Whether so many sequences fit beside those in slots. `slots`: final pages by slot."""
+    def has_room(self, sequences: int, pages_each: int, final_pages: Int32s) -> bool:
+        """Whether so many sequences fit beside those in slots. `final_pages`: by slot."""
         self._reclaim()
-        return self.blocks.available > 0 and sequences <= self.room(slots)
+        return self.blocks.available > 0 and sequences <= self.room(final_pages)
 
     def free_sequences(self, final_pages: Int32s) -> int:
         """How many sequences have room beside those in slots. `final_pages`: by slot."""
         return max(0, self.room(final_pages))
 
-    def room(self, slots: Int32s) -> int:
-        """Pages that are promised to nobody. `slots`: final pages by slot."""
+    def room(self, final_pages: Int32s) -> int:
+        """Pages that are promised to nobody. `final_pages`: by slot."""
         lent = sum(lent() for lent in self.lenders)
-        return self.blocks.total - int(np.count_nonzero(slots)) - self._kept - lent
+        return self.blocks.total - int(np.count_nonzero(final_pages)) - self._kept - lent
 
     def most_end(self, slot: int, final_pages: Int32s) -> int:
         """The tokens up to which the prompt in `slot` may be computed now."""
@@ -135,8 +135,8 @@ class StatePages:
         return max(0, cached - 1)
 
     def begin(self, slot: int, keys: Sequence[bytes], cached: int, known: int) -> None:
-        """A sequence goes on behind `cached` pages, which `resumable` allowed. Group 0 knew so many
-        pages of its prompt."""
+        """A sequence goes on behind `cached` pages, which `resumable` allowed. `known`: pages of
+        its prompt that group 0 had cached."""
         if cached:
             (page,) = self.blocks.acquire(keys[cached - 1 : cached])
             self.page[slot], self._is_shared[slot] = page, True

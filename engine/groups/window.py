@@ -1,25 +1,31 @@
 """Pages of layers with a sliding window. A sequence holds only the pages of its last tokens.
 
 Each sequence has a page table in which a token's page has the same index as in group 0, the pages
-of layers that see all tokens. The sequence holds the indices from `first` to `end`; entries before
-`first` are empty. A page is allocated just before the step that stores its first token. It is freed
-after the last step that reads it has settled, because steps in flight may still read it.
+of layers that see all tokens. The sequence holds the indices [`first`, `end`). Entries before
+`first` are stale and not used. A page is allocated just before the step that stores its first
+token. It is freed after the last step that reads it has settled, because steps in flight may still
+read it.
 
-Freed pages stay in the prefix cache. Most of them are evicted before all other pages: there are
-many of them, and few are found again. Two kinds are evicted later:
+A freed page that has a key stays in the prefix cache. Most of these are evicted before all other
+pages: there are many of them, and few are found again. Two kinds are evicted later:
 
 - the last pages of a sequence that has ended, because the next turn of its conversation resumes
   there;
-- the pages before the point up to which group 0 had the prompt in its cache, because prompts that
-  share a beginning resume there. Where they are missing, this prompt computes them, and the next
-  one finds them.
+- the window before the end of the prefix that group 0 had cached, because prompts that share a
+  beginning resume there. Where its pages are missing, this prompt computes them, and the next one
+  finds them.
 
-A sequence can be resumed only at a border between two pages. It keeps one window before the last
-such border, so that a preempted or handed-off prompt can be resumed at that border.
+A sequence can be resumed only at a border between two pages. It keeps the window that
+ends at the last such border before its last token. So a preempted or handed-off prompt can be
+resumed there.
 
 The number of pages that a sequence needs is bounded, and they are promised to it at admission:
 
-    sum over slots of max(held, needed) + held for transfers + room for chunks <= all pages
+    (sum over slots of max(held, needed)) + held for transfers + lent + room for chunks <= all pages
+
+A slot's `held` pages are those that it has now. `needed` is the most that it has at any time,
+without those of a prompt's chunk. `lent` pages are those that `lenders` count. Room for chunks is
+what chunks may still take.
 
 So a sequence waits for a page until the step in flight has settled, and no longer, and no sequence
 is preempted for lack of window pages.
@@ -59,7 +65,7 @@ class WindowPages:
         self.end = np.zeros(slots, np.int32)
         """By slot: index behind the last one."""
         self._known = np.zeros(slots, np.int32)
-        """By slot: pages of the prompt that group 0 knew."""
+        """By slot: pages of the prompt that group 0 had cached."""
         self._window = window
         self._size = size
         self._before = window.pages_before(size)
@@ -70,7 +76,7 @@ class WindowPages:
         self._copies: dict[int, int] = {}
         """Target page -> source page, for the next step."""
         self.lenders: list[Callable[[], int]] = []
-        """Count pages that are held beside those of sequences: by tiers, and for peers."""
+        """Count pages that are held beside those of sequences: for loads and for fetches."""
 
     # -- how many pages ---------------------------------------------------------------------------
 
@@ -84,31 +90,31 @@ class WindowPages:
         needed = sequences * self.needed(final_pages)
         return needed + min(self._chunks, sequences * final_pages - needed) <= self.blocks.total
 
-    def has_room(self, sequences: int, final_pages: int, slots: Int32s) -> bool:
+    def has_room(self, sequences: int, pages_each: int, final_pages: Int32s) -> bool:
         """Whether `sequences` more sequences fit beside the running ones.
 
         Args:
             sequences: number of new sequences.
-            final_pages: pages in group 0 of each of them at its end.
-            slots: pages in group 0 at the end, by slot, of running sequences.
+            pages_each: pages in group 0 of each of them at its end.
+            final_pages: by slot, pages in group 0 of each running sequence at its end.
         """
-        held, needed = self.end - self.first, np.minimum(slots, self._most)
-        wanted = sequences * self.needed(final_pages)
-        most = sequences * final_pages - wanted + int((slots - needed).sum())
+        held, needed = self.end - self.first, np.minimum(final_pages, self._most)
+        wanted = sequences * self.needed(pages_each)
+        most = sequences * pages_each - wanted + int((final_pages - needed).sum())
         chunks = min(self._chunks, most) - int(np.maximum(held - needed, 0).sum())
-        return wanted + self._promised(slots) + max(0, chunks) <= self.blocks.total
+        return wanted + self._promised(final_pages) + max(0, chunks) <= self.blocks.total
 
     def free_sequences(self, final_pages: Int32s) -> int:
         """How many more sequences of unbounded length fit. `final_pages`: of running ones."""
         free = self.blocks.total - self._chunks - self._promised(final_pages)
         return max(0, free) // self._most
 
-    def room(self, slots: Int32s) -> int:
-        """Pages that are not promised to a sequence. `slots`: final pages of running ones."""
-        held, needed = self.end - self.first, np.minimum(slots, self._most)
-        chunks = min(self._chunks, int((slots - needed).sum()))
+    def room(self, final_pages: Int32s) -> int:
+        """Pages that are not promised to a sequence. `final_pages`: of running ones."""
+        held, needed = self.end - self.first, np.minimum(final_pages, self._most)
+        chunks = min(self._chunks, int((final_pages - needed).sum()))
         chunks -= int(np.maximum(held - needed, 0).sum())
-        return self.blocks.total - self._promised(slots) - max(0, chunks)
+        return self.blocks.total - self._promised(final_pages) - max(0, chunks)
 
     def _promised(self, final_pages: Int32s) -> int:
         held = self.end - self.first
@@ -156,8 +162,8 @@ class WindowPages:
         return max(0, cached - self._before)
 
     def begin(self, slot: int, keys: Sequence[bytes], cached: int, known: int) -> None:
-        """A sequence goes on behind `cached` pages, which `resumable` allowed. Group 0 knew so many
-        pages of its prompt."""
+        """A sequence goes on behind `cached` pages, which `resumable` allowed. `known`: pages of
+        its prompt that group 0 had cached."""
         first = self.begins(cached)
         pages = self.blocks.acquire(keys[first:cached])
         assert len(pages) == cached - first, "the window before a cached prefix is cached"
@@ -340,8 +346,7 @@ class WindowPages:
         """A step and all before it are done. See `BlockManager.settle`."""
 
     def check(self) -> None:
-        """Raises AssertionError if a slot may write a page that others may read. Here that is for
-        those to say who share pages."""
+        """Nothing to check: the code that shares pages takes care that nobody writes them."""
 
     @property
     def left_pages(self) -> PageIds:

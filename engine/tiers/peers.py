@@ -1,23 +1,23 @@
 """Fetches of cached pages between two workers, from the step loop's side of each.
 
-The *fetcher* lacks pages of a prompt, and the request names a *holder* that has them. The owner of
-the engine (`fetch_service`) talks to the other worker; this module allocates, waits and caches.
+The *fetcher* lacks pages of a prompt, and the request names a *holder* that has them. The worker
+process (its `fetch_service`) talks to the other worker; this module allocates, waits and caches.
 
 States of a fetch, at the fetcher:
 
-    COMING        Free pages are allocated for the missing ones, and the owner is asked to fetch
-                  them. The request waits; other requests run.
-    (fetched)     The owner reports which pages have landed. They enter the cache, and the request
+    COMING        Pages are allocated for the missing ones; cached pages may be evicted for that.
+                  The process is asked to fetch them. The request waits; other requests run.
+    (fetched)     The process reports which pages have landed. They enter the cache, and the request
                   computes the rest. If every page has landed, the fetch is over.
-    QUARANTINED   Otherwise the holder may still write into the others. They are not used until the
-                  owner calls `freed`.
+    QUARANTINED   If pages are missing at the end, the holder may still write into them. They are
+                  not used until the process calls `freed`.
 
 States of a hold, at the holder:
 
-    BROUGHT       The owner asks for pages by key. Those in host memory are loaded into the pool
+    BROUGHT       The process asks for pages by key. Those in host memory are loaded into the pool
                   first, unless there is no room or recent loads were late.
-    HELD          The owner gets the leading pages that are in the pool now. They are not evicted.
-    (let go)      The owner calls `let_go` when no transfer reads them any more.
+    HELD          The process gets the leading pages that are in the pool now. They are not evicted.
+    (let go)      The process calls `let_go` when no transfer reads them any more.
 
 Pages are sent from the pool only, never from host memory: between GPUs that is many times faster,
 and the holder often needs them in its pool soon as well.
@@ -25,11 +25,13 @@ and the holder often needs them in its pool soon as well.
 Models with several groups of layers can resume a prompt only at a *resume point*, where every group
 has the pages it needs. A fetch brings the whole resume point: the missing pages of group 0 up to
 it, and the pages that each other group needs there. The holder gives all of them or none. If the
-fetch breaks off, the landed pages of group 0 are cached; whether the prompt can resume behind them
-is decided as for any cache hit.
+fetch breaks off, the landed pages of group 0 are cached. The usual cache look-up then decides
+where the prompt resumes.
 
-All fetches together may hold an eighth of the pool, and so may all holds. A fetch that does not fit
-is not made, and its prompt is computed; a hold that does not fit is refused.
+All fetches together may have an eighth of a group's pages, and so may all holds. Where a model has
+several groups, a lone fetch or hold may have more of groups 1, 2, ... With one group, a fetch or
+hold that does not fit is shortened. With several, such a fetch is not made, and its prompt is
+computed; such a hold is refused.
 """
 
 from __future__ import annotations
@@ -50,10 +52,10 @@ from engine.types import PageIds, Request
 PEER: Final = "peer"
 """Where the pages came from, as the name of a tier."""
 MOST_SHARE: Final = 8
-"""Part of a group's pages, an eighth: those that come from peers, and those held for them. One
-window may be more, if it is alone."""
+"""A divisor. All fetches may have this part of a group's pages, an eighth, and so may all holds. A
+lone fetch or hold of group 1, 2, ... may exceed it."""
 FETCH_ID_BYTES: Final = 16
-"""As those of transfers: drawn numbers never meet."""
+"""As for transfers. Random ids do not collide."""
 
 
 class GroupFetch(NamedTuple):
@@ -65,7 +67,7 @@ class GroupFetch(NamedTuple):
 
 
 class FetchWanted(NamedTuple):
-    """A fetch that the owner is to make."""
+    """A fetch that the worker process is to make."""
 
     id: bytes
     """Random. It names the transfer, too."""

@@ -205,22 +205,27 @@ class Cost:
     def _fastest(
         self, demand: Demand, worker: WorkerLink, everyone: Sequence[WorkerLink], usual: Usual
     ) -> Way:
-        """The fastest of three ways to the prompt's first pages: the worker uses what is in its
-        pool; it loads more from its host memory; or it loads, and then fetches still more from a
-        peer. On a tie the way that moves fewer bytes wins, as it comes first in the list."""
+        """The fastest of three ways to the prompt's first pages:
+
+        1. The worker uses what is in its pool.
+        2. It loads more from its host memory, if more is there and its load rate is known.
+        3. It fetches still more from a peer, after that load if there is one.
+
+        On a tie the earlier way wins; it moves fewer bytes.
+        """
         own = self._own(demand, worker)
         ways = [self._way(demand, worker, usual, own.pool_resume, 0.0)]
         load_s, capacity = 0.0, worker.capacity()
         loads = capacity.load_bytes_per_s > 0
-        here, held = own.host_resume if loads else own.pool_resume, own.pool_pages
+        here, present = own.host_resume if loads else own.pool_resume, own.pool_pages
         if here > own.pool_resume:
             load_s = _bytes(worker, here - own.pool_pages) / capacity.load_bytes_per_s
             ways.append(self._way(demand, worker, usual, here, load_s))
-            held = max(held, here)
+            present = max(present, here)
         peer = self._source(worker, own, everyone)
         if peer is not None and (pages := self._fetchable(worker, peer, own)) > here:
             fetch_s = load_s + capacity.fetch_latency_s
-            fetch_s += _bytes(worker, pages - held) / _path_rate(worker, peer)
+            fetch_s += _bytes(worker, pages - present) / _path_rate(worker, peer)
             way = self._way(demand, worker, usual, pages, fetch_s)
             ways.append(way._replace(holder=peer, fetched_pages=pages))
         best = min(ways, key=lambda way: way.seconds)
@@ -294,11 +299,23 @@ class Cost:
     def _again(
         self, demand: Demand, worker: WorkerLink, way: Way, everyone: Sequence[WorkerLink]
     ) -> Mapping[str, int]:
-        """Counts pages that the worker computes although another worker holds them, by reason.
+        """Counts pages that the worker computes although another worker holds them or is about to
+        get them, by reason.
 
-        All in leading pages: `have` is what the chosen way uses, `within` what a fetch could bring
-        within its bound, `reachable` what the best reachable peer holds, `held` what any other
-        worker holds, `coming` what any other is about to hold. Each step up has its reason.
+        All numbers are of leading pages behind which the prompt can be resumed:
+
+        - `have`: those that the chosen way uses;
+        - `within`: those usable after a fetch of bounded size; at least `have`;
+        - `reachable`: those of the best reachable peer; the worker's own if there is none;
+        - `held`: the most that another worker has reported;
+        - `coming`: the most that another worker has reported or is about to have.
+
+        The reasons, none of them below 0:
+
+        - `sooner` = `within` - `have`: to compute them is faster than to bring them;
+        - `bound` = min(`held`, `reachable`) - `within`: a fetch would be too large;
+        - `unreachable` = `held` - max(`within`, `reachable`): no usable path leads to their holder;
+        - `in_flight` = `coming` - max(`held`, `have`): nobody has reported them yet.
         """
         if not len(demand.keys):
             return {}

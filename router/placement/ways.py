@@ -24,6 +24,6 @@ class Way(NamedTuple):
     fetched_pages: int = 0
     """The leading pages that it has after the fetch."""
     again: Mapping[str, int] = NONE
-    """Pages that it computes although another worker holds them, by reason."""
+    """Pages that it computes although another worker holds them or is about to, by reason."""
     just_routed: bool = False
     """Whether it does not hold all of the cached tokens yet."""
