@@ -31,6 +31,7 @@ from console.planning.rates import GPUS, HAND_OFF_S, PREFILL_STEP_S, ROUTER_S, r
 from console.planning.simulation import MOST_ROWS
 from router.settings import Thresholds
 from router.workers.balance import DECODE, LOOK_S, PREFILL, Balance
+from router.workers.life import AskedRole
 
 RATES = rates_of(GPUS["h100"], 8.03e9, 131_072, 1, fp8=False)
 PAGE = 16
@@ -77,6 +78,7 @@ class Worker:
     model: tuple[str, str] = ("m", "r")
     flexible: bool = True
     next_role: int = 0
+    asked: AskedRole = field(default_factory=AskedRole)
     gave_up_on: frozenset[str] = frozenset()
     until_s: float = 0.0
     """While it leaves its role: when its rows must be over."""

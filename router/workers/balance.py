@@ -153,7 +153,7 @@ class Balance:
         is_held = model.since_s is not None and now_s - model.since_s >= limits.hold_s
         if not (wanted and is_held and now_s - model.changed_s >= limits.apart_s):
             return None
-        if any(one.gave_up_on or one.next_role for one in own):
+        if any(one.gave_up_on or one.next_role or one.asked.role for one in own):
             return None
         return self._choice(PREFILL if wanted == PREFILL else DECODE, model, own)
 

@@ -1,8 +1,19 @@
-"""How a link begins and ends (`router.workers.link`)."""
+"""How a link begins and ends, and the role that this router asked its worker to take
+(`router.workers.link`)."""
 
 from __future__ import annotations
 
 import enum
+import time
+from collections.abc import Callable
+from typing import Final
+
+from baton.worker.v1 import worker_pb2
+
+ASKED_S: Final = 5.0
+"""So many seconds an asked role counts that no report shows: fifty reports of a worker that is
+well. One that takes longer stands still, or another router asked it for something else."""
+_NONE: Final = worker_pb2.WORKER_ROLE_UNSPECIFIED
 
 
 class LinkState(enum.IntEnum):
@@ -30,3 +41,40 @@ class Loss(enum.Enum):
     """The worker does not read its stream."""
     CLOSED = "closed"
     """This router closes."""
+
+
+class AskedRole:
+    """What was asked of one worker last.
+
+    Args:
+        clock: a steady one, seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._role: worker_pb2.WorkerRole.ValueType = _NONE
+        self._former: worker_pb2.WorkerRole.ValueType = _NONE
+        self._until_s = 0.0
+
+    @property
+    def role(self) -> worker_pb2.WorkerRole.ValueType:
+        """The asked role that no report has shown yet; unspecified if there is none."""
+        return self._role if self._role and self._clock() < self._until_s else _NONE
+
+    @property
+    def former(self) -> worker_pb2.WorkerRole.ValueType:
+        """The role that it had when it was asked a moment ago; unspecified if it was not."""
+        return self._former if self._former and self._clock() < self._until_s else _NONE
+
+    def ask(
+        self,
+        role: worker_pb2.WorkerRole.ValueType,
+        former: worker_pb2.WorkerRole.ValueType = _NONE,
+    ) -> None:
+        """It is asked for a role now. Without a former role it is never sent back."""
+        self._role, self._former, self._until_s = role, former, self._clock() + ASKED_S
+
+    def reported(self, role: worker_pb2.WorkerRole.ValueType) -> None:
+        """A report shows that it has a role, or is on its way to it."""
+        if role == self._role:
+            self._role = _NONE

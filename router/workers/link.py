@@ -23,6 +23,7 @@ import grpc
 from baton.grpc_options import channel_options
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from faults import failpoints
+from router.workers.life import AskedRole
 from router.workers.life import LinkState as LinkState
 from router.workers.life import Loss as Loss
 from router.workers.load_estimate import Capacity, LoadEstimate
@@ -114,6 +115,7 @@ class WorkerLink:
         self.identity = identity
         self.worker_id = identity.worker_id
         """Its stable name. The registry changes it if another worker of that name is attached."""
+        self.asked = AskedRole()
         self.state = LinkState.CONNECTING
         self._clock = asyncio.get_running_loop().time
         self.estimate = LoadEstimate()
@@ -340,6 +342,7 @@ class WorkerLink:
     def _read_role(self, load: worker_pb2.Load) -> bool:
         """Takes the role of a report; returns whether it is another one, or a change began or
         ended."""
+        self.asked.reported(load.next_role or load.role)
         told, known = (load.role, load.next_role), worker_pb2.WorkerRole.values()
         has_changed = told != (self.identity.role, self.next_role)
         if not load.role or not has_changed or not all(role in known for role in told):

@@ -31,6 +31,7 @@ from router.workers.holdings import WorkerPages
 from router.workers.link import LinkOwner, LinkState, Loss, WorkerLink, name_of
 from router.workers.live_adapters import LiveAdapters
 from router.workers.model_folders import AnyFolder, ModelFolders
+from router.workers.roles import keep_roles
 from serving.net.internal_net import ClearNet, InternalNet, agent_name
 from serving.net.refusals import Cause
 from serving.release import version_mismatch
@@ -177,6 +178,7 @@ class Registry:
         """Reports that to the owner. Its peers know it: a flexible worker meets all of them."""
         details = {"to": name_of(link.next_role)} if link.next_role else {}
         logger.info("role changes" if details else "role changed", extra=_describe(link) | details)
+        keep_roles(self.members)
         self._owner.role_changed(link)
 
     def adapters_changed(self, link: WorkerLink) -> None:

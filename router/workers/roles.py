@@ -2,7 +2,9 @@
 
 An operator asks at the router's admin port (`POST /roles`), the balance by itself. The router
 passes it on over the worker's stream, and the worker's reports say when it has the new role
-(`worker_base.roles`). Any router that the worker is attached to may be asked.
+(`worker_base.roles`). Until they do, what was asked counts, so that changes in quick succession
+leave somebody of each role. Any router that the worker is attached to may be asked. Two that are
+asked at once know nothing of each other: their reports show it, and both send their worker back.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ logger = logging.getLogger(__name__)
 OPERATOR: Final = "operator"
 """The cause of changes that are asked for at the admin port."""
 BALANCE: Final = "balance"
+_LEGS: Final = (worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_DECODE)
 _ROLES: Final = {name_of(role): role for role in worker_pb2.WorkerRole.values() if role}
 
 
@@ -76,11 +79,11 @@ class Roles:
         if link is None:
             known = ", ".join(sorted(one.worker_id for one in members)) or "none"
             raise RoleRefusedError(f"no worker {worker_id!r} is attached; attached: {known}", 404)
-        if role in (link.next_role or link.identity.role, 0):
+        if role in (_heading(link), 0):
             return link
         if why := obstacle(link, role, members):
             raise RoleRefusedError(f"{worker_id} stays {link.role}: {why}")
-        link.send(worker_pb2.WorkRequest(set_role=worker_pb2.SetRole(role=role)))
+        _ask(link, role, link.identity.role)
         self._events.role_asked(name_of(role), cause)
         return link
 
@@ -145,29 +148,61 @@ def obstacle(
         return "it is draining"
     if link.only_pools and role == worker_pb2.WORKER_ROLE_DECODE:
         return "its model only pools prompts"
-    others = [
-        one
-        for one in members
-        if one is not link
-        and one.model == link.model
-        and one.fingerprint == link.fingerprint
-        and not one.draining
-    ]
+    others = [one for one in members if one is not link]
     model = link.identity.model.name
     loses_prompts = link.prefills and role == worker_pb2.WORKER_ROLE_DECODE
-    if loses_prompts and not any(one.prefills for one in others):
+    if loses_prompts and not _some_keep(worker_pb2.WORKER_ROLE_PREFILL, link, others):
         return f"no other worker computes prompts of {model}"
     loses_tokens = link.decodes and role == worker_pb2.WORKER_ROLE_PREFILL
-    if loses_tokens and not any(one.decodes for one in others):
+    if loses_tokens and not _some_keep(worker_pb2.WORKER_ROLE_DECODE, link, others):
         return f"no other worker decodes for {model}"
     return ""
 
 
+def keep_roles(members: Sequence[WorkerLink]) -> None:
+    """Sends workers back that this router has just asked to leave a role, if nobody is left there.
+    Then another router asked others at the same time. Called after reports of other roles."""
+    for link in members:
+        former = link.asked.former
+        legs = (leg for leg in _LEGS if former in (leg, worker_pb2.WORKER_ROLE_BOTH))
+        if former and not all(_some_keep(leg, link, members) for leg in legs):
+            details = {"worker": link.worker_id, "to": name_of(former)}
+            logger.warning("a role is sent back: nobody else would be left", extra=details)
+            _ask(link, former)
+
+
+def _some_keep(
+    leg: worker_pb2.WorkerRole.ValueType, link: WorkerLink, members: Sequence[WorkerLink]
+) -> bool:
+    """Whether one of them computes prompts, or decodes, of a worker's model, and will go on to."""
+    roles = (leg, worker_pb2.WORKER_ROLE_BOTH)
+    return any(
+        one.identity.role in roles and _heading(one) in roles and not one.estimate.draining
+        for one in members
+        if one.model == link.model and one.fingerprint == link.fingerprint
+    )
+
+
+def _heading(link: WorkerLink) -> worker_pb2.WorkerRole.ValueType:
+    """The role that a worker will have, by what it was asked and what it reports."""
+    return link.asked.role or link.next_role or link.identity.role
+
+
+def _ask(
+    link: WorkerLink,
+    role: worker_pb2.WorkerRole.ValueType,
+    former: worker_pb2.WorkerRole.ValueType = worker_pb2.WORKER_ROLE_UNSPECIFIED,
+) -> None:
+    link.asked.ask(role, former)
+    link.send(worker_pb2.WorkRequest(set_role=worker_pb2.SetRole(role=role)))
+
+
 def _described(link: WorkerLink) -> dict[str, object]:
+    heading = _heading(link)
     return {
         "worker": link.worker_id,
         "model": link.identity.model.name,
         "role": link.role,
-        "next_role": name_of(link.next_role) if link.next_role else None,
+        "next_role": name_of(heading) if heading != link.identity.role else None,
         "flexible": link.flexible,
     }

@@ -11,6 +11,7 @@ from settings_kit import settings_of
 from baton.worker.v1 import worker_pb2
 from router.settings import RouterSettings, Thresholds
 from router.workers.balance import DECODE, PREFILL, Balance, Move
+from router.workers.life import AskedRole
 from router.workers.load_estimate import LoadEstimate
 from serving.settings import SettingsError
 
@@ -31,6 +32,7 @@ class Link:
     flexible: bool = True
     draining: bool = False
     next_role: int = 0
+    asked: AskedRole = field(default_factory=AskedRole)
     model: tuple[str, str] = ("m", "r")
     gave_up_on: frozenset[str] = frozenset()
     estimate: LoadEstimate = field(default_factory=LoadEstimate)
@@ -54,6 +56,13 @@ class Link:
         self.estimate.report(load)
 
 
+def just_asked() -> AskedRole:
+    """A worker was asked for a role, and its report does not have it yet."""
+    asked = AskedRole(lambda: 0.0)
+    asked.ask(DECODE, PREFILL)
+    return asked
+
+
 def pool(prefill: float, decode: float, counts: tuple[int, int] = (3, 3), **own: Any) -> list[Link]:
     """Workers as busy as that."""
     links = [Link(f"p{n}", PREFILL, prefill, **own) for n in range(counts[0])]
@@ -69,7 +78,9 @@ def moves(
         for link in links:
             link.report(now_s)
         members: Any = links
-        found += [(now_s, move) for move in balance.look(now_s, members, queued)]
+        found += [
+            (now_s, move) for move in balance.look(now_s, members, queued)
+        ]
     return found
 
 
@@ -118,11 +129,12 @@ def test_a_change_is_followed_by_none_for_a_while() -> None:
         {"balancer": "router-00"},
         {"gave_up_on": frozenset({"somebody"})},
         {"draining": True},
+        {"asked": just_asked()},
     ],
     ids=lambda own: next(iter(own)),
 )
 def test_nobody_moves(own: dict[str, Any]) -> None:
-    """Who cannot; whom another router leads; while transfers may be overdue."""
+    """Who cannot; whom another router leads; while transfers may be overdue, or a change begins."""
     assert moves(Balance(Thresholds(), "router-0"), pool(0.95, 0.05, **own), 400) == []
 
 

@@ -6,6 +6,7 @@ import pytest
 from scripted_worker import BOTH, DECODE, PREFILL, Cluster, ScriptedWorker, job, until
 
 from baton.worker.v1 import worker_pb2
+from router.workers.life import ASKED_S, AskedRole
 from router.workers.roles import RoleRefusedError, Roles
 
 
@@ -78,3 +79,51 @@ async def test_what_is_refused(cluster: Cluster, worker: str, role: int, why: st
     told = {"p1": p1, "d0": d0}.get(worker)
     if told and not why:
         assert (await told.heard("set_role")).role == role
+
+
+async def test_two_changes_at_once_leave_somebody_of_the_role(cluster: Cluster) -> None:
+    """What was asked counts before the worker's report has it, and no more once it does."""
+    one, other = [await add(cluster, name, PREFILL) for name in ("p0", "p1")]
+    await add(cluster, "d0", DECODE)
+    roles = Roles(lambda: cluster.registry.members)
+    for worker in (one, other):
+        worker.reports_by_itself = False
+    link = roles.change("p0", DECODE, "operator")
+    assert roles.change("p0", DECODE, "operator") is link
+    with pytest.raises(RoleRefusedError, match="no other worker computes prompts of tiny"):
+        roles.change("p1", DECODE, "operator")
+    await one.heard("set_role")
+    assert one.count("set_role") == 0
+    one.report(role=DECODE)
+    await until(lambda: link.decodes)
+    assert not link.asked.role
+    roles.change("p0", PREFILL, "operator")
+    assert (await one.heard("set_role")).role == PREFILL
+    assert other.count("set_role") == 0
+
+
+def test_an_asked_role_that_no_report_shows_is_forgotten() -> None:
+    now_s = [0.0]
+    asked = AskedRole(lambda: now_s[0])
+    asked.ask(DECODE, PREFILL)
+    asked.reported(PREFILL)
+    assert (asked.role, asked.former) == (DECODE, PREFILL)
+    now_s[0] = ASKED_S
+    assert (asked.role, asked.former) == (0, 0)
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+async def test_of_two_routers_each_sends_the_last_of_a_role_back(
+    cluster: Cluster, is_over: bool
+) -> None:
+    """Another router asked the other worker at the same time."""
+    own, others = [await add(cluster, name, PREFILL) for name in ("p0", "p1")]
+    await add(cluster, "d0", DECODE)
+    Roles(lambda: cluster.registry.members).change("p0", DECODE, "operator")
+    assert (await own.heard("set_role")).role == DECODE
+    own.report(**({"role": DECODE} if is_over else {"next_role": DECODE}))
+    await until(lambda: not cluster.link(own).asked.role)
+    assert own.count("set_role") == 0
+    others.report(next_role=DECODE)
+    assert (await own.heard("set_role")).role == PREFILL
+    assert others.count("set_role") == 0
