@@ -212,7 +212,7 @@ class Cluster:
             if worker.next_role and (not worker.rows or now_s >= worker.until_s):
                 self._leave(worker)
         members: Any = self.workers
-        for worker_id, role, _ in balance.look(now_s, members, len(self._prompts)):
+        for worker_id, role, _ in balance.look(now_s, members, {"m": len(self._prompts)}):
             worker = next(one for one in self.workers if one.worker_id == worker_id)
             worker.next_role, worker.until_s = role, now_s + DRAIN_S
             self.moves.append((now_s, "P" if role == PREFILL else "D"))

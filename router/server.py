@@ -210,7 +210,7 @@ class RouterServer:
                 self._balance,
                 self._roles,
                 lambda: registry.members,
-                lambda: dispatcher.queued_jobs,
+                dispatcher.queued_by_model,
             )
             self._watches.append(asyncio.create_task(balancing))
         watched = (self._net, self._door.certificate) if self._door else (self._net,)

@@ -100,6 +100,15 @@ class JobDispatcher:
         return len(self._queue)
 
     @property
+    def waiting_jobs(self) -> int:
+        """Jobs of which something waits: each counts once, however many of its choices wait."""
+        return len({group.run for group in self._queue})
+
+    def queued_by_model(self) -> dict[str, int]:
+        """What waits for capacity, by the name of the model; those without are left out."""
+        return self._queue.counts()
+
+    @property
     def queued_tokens(self) -> int:
         """Prompt tokens of the jobs that wait."""
         return self._queue.tokens

@@ -335,6 +335,10 @@ class AdmissionQueue(Generic[Entry]):
         """The queues in which something waits."""
         return [queue for queue in self._queues.values() if len(queue)]
 
+    def counts(self) -> dict[str, int]:
+        """Number of entries by model, of models for which something waits."""
+        return {name: len(queue) for name, queue in self._queues.items() if len(queue)}
+
     def push(self, entry: Entry, now_s: float, *, bounded: bool = True) -> None:
         """Adds an entry. An empty queue has room for an entry of any size.
 

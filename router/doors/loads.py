@@ -28,9 +28,10 @@ def endpoint_load_of(dispatcher: JobDispatcher, registry: Registry) -> EndpointL
     decoding = [link for link in registry.members if link.decodes]
     loads = [link.estimate.load for link in decoding]
     total = sum(load.total_pages for load in loads)
+    waiting = dispatcher.waiting_jobs
     return EndpointLoad(
-        waiting=dispatcher.queued_jobs,
-        running=dispatcher.active_jobs - dispatcher.queued_jobs,
+        waiting=waiting,
+        running=max(0, dispatcher.active_jobs - waiting),
         used_pages=total - sum(load.free_pages + load.evictable_pages for load in loads),
         total_pages=total,
         page_tokens=decoding[0].identity.model.page_size_tokens if decoding else 0,

@@ -98,20 +98,22 @@ class Balance:
         wanted = f", {_NAMES[model.wanted]} wanted for {held_s:.0f} s" if model.wanted else ""
         return f"{name}: {_figures(model)} of their targets{wanted}" if model.figures else ""
 
-    def look(self, now_s: float, members: Sequence[WorkerLink], queued: int) -> list[Move]:
+    def look(
+        self, now_s: float, members: Sequence[WorkerLink], queued: Mapping[str, int]
+    ) -> list[Move]:
         """Workers that should change now, at most one of a model.
 
         Args:
             now_s: a clock's time.
             members: the attached workers.
-            queued: requests that wait in this router.
+            queued: what waits in this router, by the name of the model.
         """
         models = {one.model for one in members}
         self._models = {name: self._models.get(name, _Model()) for name in models}
         moves = []
         for name, model in self._models.items():
             own = [one for one in members if one.model == name]
-            self._measure(now_s, model, own, queued)
+            self._measure(now_s, model, own, queued.get(name[0], 0))
             if (move := self._move(now_s, model, own)) is not None:
                 moves.append(move)
         return moves

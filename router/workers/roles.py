@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from starlette.responses import JSONResponse, Response
@@ -112,7 +112,7 @@ async def balance_forever(
     balance: Balance,
     roles: Roles,
     members: Callable[[], Sequence[WorkerLink]],
-    queued: Callable[[], int],
+    queued: Callable[[], Mapping[str, int]],
 ) -> None:
     """Changes roles by how busy the workers are, until cancelled.
 
@@ -120,7 +120,7 @@ async def balance_forever(
         balance: decides.
         roles: changes them.
         members: the attached workers.
-        queued: requests that wait in this router.
+        queued: what waits in this router, by the name of the model.
     """
     clock = asyncio.get_running_loop().time
     refused = ""

@@ -22,9 +22,9 @@ class EndpointLoad(NamedTuple):
     """The present load of an endpoint."""
 
     waiting: int
-    """Requests in the router's queue."""
+    """Requests of which something is in the router's queue."""
     running: int
-    """Requests that workers have."""
+    """Requests that workers have, with all of their choices."""
     used_pages: int
     """KV pages of workers that decode which no new request could get."""
     total_pages: int

@@ -79,7 +79,7 @@ def moves(
             link.report(now_s)
         members: Any = links
         found += [
-            (now_s, move) for move in balance.look(now_s, members, queued)
+            (now_s, move) for move in balance.look(now_s, members, {"m": queued, "other": 1000})
         ]
     return found
 
@@ -136,6 +136,14 @@ def test_a_change_is_followed_by_none_for_a_while() -> None:
 def test_nobody_moves(own: dict[str, Any]) -> None:
     """Who cannot; whom another router leads; while transfers may be overdue, or a change begins."""
     assert moves(Balance(Thresholds(), "router-0"), pool(0.95, 0.05, **own), 400) == []
+
+
+@pytest.mark.parametrize(("queued", "figure"), [(0, 1 / 0.75), (SLOTS, 2 / 0.75)])
+def test_only_what_waits_for_a_model_counts_for_its_figure(queued: int, figure: float) -> None:
+    """Others have a thousand that wait."""
+    balance = Balance(Thresholds(), "router-0")
+    moves(balance, pool(0.5, 1.0, (1, 1)), 200, queued=queued)
+    assert balance.ratios()["m", "decode"] == pytest.approx(figure, rel=0.01)
 
 
 def test_a_moment_moves_nobody() -> None:

@@ -23,6 +23,7 @@ from scripted_worker import (
 
 from baton.worker.v1 import worker_pb2
 from router.dispatch.merge import unpack_ids
+from router.doors.loads import endpoint_load_of
 from router.jobs import ChoiceEnded, JobFinished, JobStarted
 from router.workers.link import SLEPT_S
 
@@ -129,6 +130,33 @@ async def test_choices_resume_one_by_one_and_ended_ones_not_at_all(cluster: Clus
     assert tokens_of(events, 2) == [30, 31, 32, 33]
     assert sorted(e.choice for e in events if isinstance(e, ChoiceEnded)) == [0, 1, 2]
     assert isinstance(events[-1], JobFinished)
+
+
+async def test_a_job_whose_choices_wait_one_by_one_counts_once(cluster: Cluster) -> None:
+    """Else a router shows an endpoint picker fewer running requests than none."""
+    prefill, decode = await cluster.pair()
+    await cluster.add("m0", BOTH, model="other")
+    reader = cluster.read(job(choices=3, max_tokens=4))
+    attempt = (await prefill.heard("submit")).attempt_id
+    prefill.first_token(attempt, 10, 20, 30)
+    prefill.prefill_done(attempt)
+    decode.delivered(attempt)
+    await until(lambda: len(tokens_of(reader.events, 2)) == 1)
+    assert shown(cluster) == (0, 1)
+    await decode.stop()
+    await until(lambda: cluster.dispatcher.queued_jobs == 3)
+    assert cluster.dispatcher.queued_by_model() == {"tiny": 3}
+    assert shown(cluster) == (1, 0)
+    other = cluster.read(job(model="other"))
+    await until(lambda: shown(cluster) == (1, 1))
+    await reader.leave()
+    await other.leave()
+
+
+def shown(cluster: Cluster) -> tuple[int, int]:
+    """Requests that wait and those that run, as an endpoint picker reads them."""
+    load = endpoint_load_of(cluster.dispatcher, cluster.registry)
+    return load.waiting, load.running
 
 
 async def test_one_token_left_needs_no_decode_worker(cluster: Cluster) -> None:
