@@ -14,6 +14,7 @@ short stable word as its reason; the code that ends the span chooses it.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from typing import Final
 
 from opentelemetry import trace
 from opentelemetry.context import Context
+from opentelemetry.sdk.environment_variables import OTEL_SDK_DISABLED
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace.export import SpanExporter
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
@@ -81,7 +83,8 @@ def setup_tracing(
     export_timeout_s: float = 5.0,
     exporter: SpanExporter | None = None,
 ) -> Tracing | None:
-    """Starts sending this process's spans over OTLP/gRPC, or to the exporter given.
+    """Starts sending this process's spans over OTLP/gRPC, or to the exporter given. With
+    OTEL_SDK_DISABLED=true it does nothing and returns None, as OpenTelemetry has it.
 
     Args:
         service_name: one of `names.Service`.
@@ -96,7 +99,7 @@ def setup_tracing(
     Raises:
         RuntimeError: tracing is set up already.
     """
-    if exporter is None and not otlp_endpoint:
+    if _is_disabled() or (exporter is None and not otlp_endpoint):
         return None
     processor = QueueingProcessor(
         exporter or otlp_exporter(otlp_endpoint, export_timeout_s),
@@ -221,6 +224,10 @@ def _span_context(parent: Parent) -> SpanContext:
 
 def _span_of(parent: Parent) -> Span:
     return parent if isinstance(parent, Span) else trace.get_current_span(context_of(parent))
+
+
+def _is_disabled() -> bool:
+    return os.environ.get(OTEL_SDK_DISABLED, "").strip().lower() == "true"
 
 
 def _resource(service_name: str, instance_id: str) -> Resource:

@@ -111,6 +111,18 @@ def test_a_process_that_exports_nothing_passes_the_callers_trace_on() -> None:
     assert span_id_bytes(trace.INVALID_SPAN) == b""
 
 
+@pytest.mark.parametrize(("value", "is_on"), [("true", False), ("True", False), ("1", True)])
+def test_opentelemetrys_own_switch_turns_tracing_off(
+    value: str, is_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_SDK_DISABLED", value)
+    tracing = setup_tracing(Service.ROUTER, "r", exporter=InMemorySpanExporter())
+    is_recording = start_span("router.queue", None).is_recording()
+    if tracing is not None:
+        tracing.shutdown(0.5)
+    assert (tracing is not None, is_recording) == (is_on, is_on)
+
+
 def test_the_text_of_an_exception_is_recorded_nowhere(
     memory: tuple[InMemorySpanExporter, Tracing],
 ) -> None:
