@@ -53,7 +53,7 @@ def _check_pod(name: str, pod: dict[str, Any], patch: pytest.MonkeyPatch) -> Non
         settings, sources, _ = resolve(WorkerSettings, "worker", {})
     assert set(given) - {"POD_IP"} <= set(sources.values())
     pause = container["lifecycle"]["preStop"]["sleep"]["seconds"]
-    assert pod["terminationGracePeriodSeconds"] >= settings.drain_s + pause + 15
+    assert pod["terminationGracePeriodSeconds"] == settings.drain_s + pause + 20
     secure = container["securityContext"]
     assert secure["readOnlyRootFilesystem"]
     assert not secure["allowPrivilegeEscalation"]
@@ -74,6 +74,7 @@ def _check_pod(name: str, pod: dict[str, Any], patch: pytest.MonkeyPatch) -> Non
         ([POOLS + ONE[:-1] + ", " + ONE[1:]], "two pools are called all"),
         ([POOLS + '[{"name": "a", "role": "both", "replicas": 0}]'], "at '/pools/0/replicas'"),
         (["--set=pools[0].env.BATON_LISTEN=x:1"], "invalid propertyName 'BATON_LISTEN'"),
+        (["--set=pools[0].secretEnv=No_name"], "at '/pools/0/secretEnv'"),
         (["--set=pools[0].grace=3"], "additional properties 'grace' not allowed"),
         (["--set=router.drainSeconds=-1"], "at '/router/drainSeconds'"),
         (["--set=inferencePool.enabled=true"], "inferencePool.picker: the Service"),
@@ -86,6 +87,37 @@ def test_what_cannot_be_is_refused_by_name(set_: list[str], message: str) -> Non
     bad = run_helm("template", RELEASE, CHART, *good, *set_)
     assert bad.returncode != 0
     assert message in bad.stderr
+
+
+@pytest.mark.parametrize(
+    ("set_", "router", "worker"),
+    [
+        ([], [], []),
+        (["secretEnv=all"], ["all"], ["all"]),
+        (["router.secretEnv=doors"], ["doors"], []),
+        (["secretEnv=all", "pools[0].secretEnv=own"], ["all"], ["all", "own"]),
+    ],
+)
+def test_secrets_become_variables(set_: list[str], router: list[str], worker: list[str]) -> None:
+    """The nearer one comes last, so its keys win."""
+    more = ["--set=model=demo", POOLS + ONE, *(f"--set={one}" for one in set_)]
+    given = dict(pods(manifests(CHART / "values.yaml", *more)))
+    for name, wanted in ((f"{RELEASE}-router", router), (f"{RELEASE}-all", worker)):
+        (container,) = given[name]["containers"]
+        assert container.get("envFrom", []) == [{"secretRef": {"name": one}} for one in wanted]
+
+
+@pytest.mark.parametrize("seconds", [0, 7])
+def test_a_drain_is_as_long_as_the_values_say(
+    seconds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = ["--set=model=demo", POOLS + ONE]
+    more += [f"--set={one}.drainSeconds={seconds}" for one in ("router", "pools[0]")]
+    for name, pod in pods(manifests(CHART / "values.yaml", *more)):
+        (container,) = pod["containers"]
+        assert {"name": "BATON_DRAIN_S", "value": str(seconds)} in container["env"]
+        with monkeypatch.context() as patch:
+            _check_pod(name, pod, patch)
 
 
 def test_pods_answer_over_a_hand_off_and_stop_within_their_grace(tmp_path: Path) -> None:

@@ -48,6 +48,17 @@ seccompProfile: {type: RuntimeDefault}
 {{- end }}
 {{- end }}
 
+{{/* Secrets whose keys become variables: that of all pods, then the pod's own, which wins. */}}
+{{- define "baton.secret-env" -}}
+{{- $names := compact (list ((index . 0).Values.secretEnv | default "") ((index . 1).secretEnv | default "")) -}}
+{{- if $names }}
+envFrom:
+{{- range uniq $names }}
+  - secretRef: {name: {{ . }}}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{- define "baton.volumes" -}}
 {{- $root := index . 0 -}}{{- $holder := index . 1 -}}
 - name: tmp
