@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from engine.adapters.registry import Adapters
+from engine.adapters.types import Adapter
 from engine.bounds import PromptLimits
 from engine.checkpoints import CheckpointError, SamplingDefaults, Weights, sampling_defaults
 from engine.config import EngineConfig
@@ -216,6 +217,14 @@ class Engine:
             pooling = replace(request.pooling, head=self._score_head)
             request = replace(request, pooling=pooling)
         adapter = self.adapters.hold(request.adapter) if request.adapter else None
+        try:
+            self._submit(request, sink, adapter)
+        except BaseException:  # The scheduler has not heard of it, so nobody else lets it go.
+            if adapter is not None:
+                self.adapters.release(adapter.digest)
+            raise
+
+    def _submit(self, request: Request, sink: Sink, adapter: Adapter | None) -> None:
         if not self._matchers.are_wanted(request):
             self._loop.submit(request, sink, adapter=adapter)
             return

@@ -14,6 +14,10 @@ come requests that were begun on another worker, whose client has tokens already
 in the order of the policy. Smaller requests may pass one that does not fit, a bounded number of
 times.
 
+A request whose adapter finds no slot (`engine.adapters.slots`) holds up nobody: it does not wait
+for pages. But requests with other adapters keep the slots busy, so they may pass it as often and no
+more, until it is admitted. Those without an adapter go on.
+
 A prompt to be computed here is admitted when the next step may begin it, and not before. Earlier
 pages would be empty, and a waiting prompt may still find more of its pages in the prefix cache.
 """
@@ -98,17 +102,28 @@ class Admission:
             ordered = self._without_loading(ordered)
         for active in ordered[:EARLY_LOADS]:
             self._look_up(active)
+        most, holds_adapters = self._config.max_passed_over, False
         for active in ordered:
-            if self._try_admit(active):
+            if holds_adapters and active.adapter is not None:
+                continue
+            has_slot = self._batch.adapters.has_room(active.adapter)
+            if has_slot and self._try_admit(active):
                 self._requests.waiting.remove(active)
                 self._policy.admitted(active)
                 for older in prepared:
-                    older.passed_over += older.seniority < active.seniority
-            elif (
-                active.passed_over >= self._config.max_passed_over
-                or self._batch.slots.num_free == 0
-            ):
+                    if older.seniority < active.seniority:
+                        self._note_passed(older, active)
+            elif self._batch.slots.num_free == 0 or (has_slot and active.passed_over >= most):
                 break
+            elif active.slot_passed_over >= most:
+                holds_adapters = True
+
+    def _note_passed(self, older: ActiveRequest, active: ActiveRequest) -> None:
+        """A request was admitted before an older one."""
+        if self._batch.adapters.has_room(older.adapter):
+            older.passed_over += 1
+        elif active.adapter is not None:
+            older.slot_passed_over += 1
 
     def _is_prepared(self, active: ActiveRequest) -> bool:
         """Whether a waiting request may be admitted. A request whose pages have come waits again,
@@ -232,7 +247,6 @@ class Admission:
             or wanted > self._blocks.available - kept_back
             or not self._have_others_room(request, num_sequences)
             or not self._batch.others.can_reserve(len(tokens) if receives else 0, spare)
-            or not self._batch.adapters.has_room(active.adapter)
         ):
             return False
         if active.wait is None and not self._is_loaded(active, kept_back):

@@ -70,6 +70,9 @@ class ActiveRequest:
     """Whether its sequences have been in the batch."""
     passed_over: int = 0
     """Number of smaller requests that were admitted before it."""
+    slot_passed_over: int = 0
+    """Number of requests with an adapter that were admitted before it while it lacked a slot for
+    its own."""
     hooked: HookedRequest = field(init=False)
     tokens: TokenIds = field(init=False)
     """The tokens of its first choice that were known when it came: the prompt, and what another

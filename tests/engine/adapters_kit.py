@@ -10,6 +10,8 @@ import torch
 from references import References
 from tiny_models import reference_model
 
+from engine.adapters.types import Adapter, LowRank
+
 EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -28,6 +30,12 @@ def write_adapter(model: Path, folder: Path, seed: int = 1, **options: Any) -> P
                 parameter.normal_(0.0, 0.15)
     own.save_pretrained(folder)
     return folder
+
+
+def adapter(number: int, rows: int = 4) -> Adapter:
+    """One that changes nothing; `number` is its content."""
+    pair = LowRank(torch.zeros(1, rows), torch.zeros(rows, 1), 1.0)
+    return Adapter(bytes([number]) * 32, {"q": pair}, 1)
 
 
 def adapted(model: Path, folder: Path, *, merged: bool = False) -> Any:

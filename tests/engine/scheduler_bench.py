@@ -17,6 +17,7 @@ from engine_fakes import (
     next_token,
 )
 
+from engine.adapters.registry import Adapters
 from engine.bounds import Bounds
 from engine.groups.others import other_groups
 from engine.groups.spec import Kind, State, Window
@@ -81,6 +82,7 @@ class Bench:
             page_watermark=options.pop("watermark", 0.9),
             full_step_tokens=options.pop("full", step_tokens),
             gathers=options.pop("gathers", False),
+            max_adapters=options.pop("max_adapters", 0),
         )
         eviction = EVICTION_POLICIES[options.get("eviction", "lru")]()
         self.blocks = BlockManager(num_pages, eviction)
@@ -112,9 +114,9 @@ class Bench:
             self.host, self.lanes, self.tiers = hosts[0], lanes[0], tiers[0]
             if grouped:
                 self.tiers = GroupedTiers(tiers[0], tiers[1:], others)
-        self.scheduler = Scheduler(
-            config, self.blocks, sampler, policy, self.tiers, others=others, widths=widths
-        )
+        self.adapters = Adapters(most_bytes=1 << 20)
+        shared = {"others": others, "widths": widths, "adapters": self.adapters}
+        self.scheduler = Scheduler(config, self.blocks, sampler, policy, self.tiers, **shared)
         self.previous = None
         self.random = random.Random(seed)
         self.requests: dict[bytes, Request] = {}
@@ -173,9 +175,9 @@ class Bench:
         self.requests[request_id] = request
         keys = prompt_keys(self.scheduler.config, request, request.prompt_ids)
         # All, none or some of them may be known before.
-        self.scheduler.requests.submit(
-            request, self.sink, keys[: len(self.requests) % 3 * len(keys) // 2]
-        )
+        known = keys[: len(self.requests) % 3 * len(keys) // 2]
+        adapter = self.adapters.hold(request.adapter) if request.adapter else None
+        self.scheduler.requests.submit(request, self.sink, known, adapter=adapter)
         return request_id
 
     def turn(self):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapters_kit import write_adapter
+from adapters_kit import adapter, write_adapter
 from engine_kit import build, check_baseline, finish, submit
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,13 +19,14 @@ from tiny_models import write_tiny_model
 
 from engine.adapters.registry import Adapters
 from engine.adapters.slots import AdapterSlots
-from engine.adapters.types import Adapter, AdapterError, LowRank
+from engine.adapters.types import AdapterError
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.model import load_model
 from engine.model.adapters.reading import Limits, read_adapter
 from engine.model.adapters.sites import linears_of, shapes_of
 from engine.parts.paging import EngineError
+from engine.types import SamplingParams
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
 FIELDS = [
@@ -170,11 +171,6 @@ def test_names(name):
 # -- any order ----------------------------------------------------------------------------------
 
 
-def adapter(number: int, rows: int = 4) -> Adapter:
-    pair = LowRank(torch.zeros(1, rows), torch.zeros(rows, 1), 1.0)
-    return Adapter(bytes([number]) * 32, {"q": pair}, 1)
-
-
 def test_the_adapter_that_is_used_stays():
     """A slot whose adapter was used last, and is not now, is the one that another gets."""
     slots, own = AdapterSlots(2), [adapter(number) for number in range(3)]
@@ -235,6 +231,15 @@ def test_books_agree_in_any_order(data):
     for name in list(named):
         adapters.unload(name)
     assert not adapters._contents
+
+
+def test_a_request_that_cannot_be_submitted_holds_no_adapter(path):
+    engine = build(path, max_adapters=1)
+    digest = engine.adapters.add("a", adapter(1)).digest
+    engine.stop()
+    with pytest.raises(RuntimeError, match="after shutdown"):  # Of the matchers' thread.
+        submit(engine, [5], adapter=digest, sampling=SamplingParams(allowed_token_ids=(5,)))
+    assert engine.adapters.held == 0
 
 
 def test_an_engine_under_random_commands(path, tmp_path):

@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 import pytest
+from adapters_kit import adapter
 from engine_fakes import expected_output, next_token
 from scheduler_bench import deliver
 from test_scheduler_property import Bench, prompt_of
@@ -123,3 +124,49 @@ def deliver_to(bench: Bench, prompt: list[int], max_tokens: int) -> None:
     while request_id not in bench.reserved:
         bench.turn()
     deliver(bench, request_id)
+
+
+def with_adapters(count: int) -> tuple[Bench, list[bytes]]:
+    """Slots for so many adapters, and the digests of one more."""
+    bench = Bench(num_pages=400, slots=8, step_tokens=64, max_adapters=count)
+    contents = [adapter(number) for number in range(1, count + 2)]
+    for number, content in enumerate(contents):
+        bench.adapters.add(f"a{number}", content)
+    return bench, [content.digest for content in contents]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_who_lacks_an_adapters_slot_holds_up_nobody_without_one(count: int) -> None:
+    bench, (*busy, other) = with_adapters(count)
+    long = [bench.submit(prompt_of(bench.random, 8), 200, adapter=each) for each in busy]
+    waiting = [bench.submit(prompt_of(bench.random, 8), 4, adapter=other) for _ in range(3)]
+    base = [bench.submit(prompt_of(bench.random, 8), 4) for _ in range(60)]
+    while not all((request_id, 0) in bench.ends for request_id in base):
+        assert bench.turn()
+    assert not any((request_id, 0) in bench.ends for request_id in long + waiting)
+    bench.run()
+    for request_id in long + waiting + base:
+        bench.check_output(request_id)
+    bench.check_baseline()
+    assert bench.adapters.held == 0
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_who_waits_for_an_adapters_slot_gets_its_turn(count: int) -> None:
+    """Requests that keep the slots busy, and such without an adapter, come in every turn."""
+    bench, (*busy, other) = with_adapters(count)
+    for each in busy:
+        bench.submit(prompt_of(bench.random, 8), 30, adapter=each)
+    bench.turn()
+    waiting = bench.submit(prompt_of(bench.random, 8), 4, adapter=other)
+    turns = 0
+    while (waiting, 0) not in bench.ends:
+        bench.submit(prompt_of(bench.random, 8), 30, adapter=busy[turns % count])
+        bench.submit(prompt_of(bench.random, 8), 2)
+        assert bench.turn()
+        turns += 1
+        assert turns < 400, "it starved"
+    bench.run(20_000)
+    for request_id in bench.requests:
+        bench.check_output(request_id)
+    bench.check_baseline()
