@@ -120,10 +120,10 @@ class Requests:
             self._refuse(active, RequestFailed(request.id, FailureReason.TOO_LARGE))
         elif request.beams is not None and request.mode.decodes and self._config.pp > 1:
             self._refuse(active, RequestFailed(request.id, FailureReason.BEAMS))
-        elif (refusal := ask_hooks(self._hooks, active.hooked)) is not None:
-            self._refuse(active, refusal)
         elif request.adapter and adapter is None:
             self._refuse(active, RequestFailed(request.id, FailureReason.ADAPTER))
+        elif (refusal := ask_hooks(self._hooks, active.hooked)) is not None:
+            self._refuse(active, refusal)  # Last: hooks that hear of a beginning await an end.
         else:
             self.by_id[request.id] = active
             self.waiting.append(active)
@@ -328,6 +328,9 @@ class Requests:
 
     def _searched(self, active: ActiveRequest, found: list[Hypothesis] | None) -> None:
         if found is None:
+            return
+        if not found:  # A message that was too long for candidates came without any.
+            self.fail(active, FailureReason.INTERNAL)
             return
         now_ns = time.time_ns()
         for event in events_of(active.request.id, found, active.restarts, now_ns):

@@ -105,7 +105,9 @@ class StepRows:
     that fits a graph is padded: tokens from `num_decodes` up to here are of no row, nor are those
     behind the last row's."""
     page_table: Int32s
-    """[R, P]; the scratch page beyond a row's context."""
+    """[R, P]; the scratch page beyond a row's context. On a GPU the rows of beams have the pages of
+    the step before: which beam goes on from which is chosen there, and the host hears of it later.
+    The page into which a row stores is right."""
     page_size: int
     arrived: PageIds
     """Pages whose KV came from another worker or a lower tier since the last step."""

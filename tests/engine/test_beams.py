@@ -9,11 +9,12 @@ import pytest
 from beams_kit import Searches, check, counting_pages
 from engine_kit import Run, build, check_baseline, finish, hand_off, held, submit
 from hooks_kit import ALL, QUEST, installed
+from scheduler_bench import Bench, deliver
 from tiny_models import write_tiny_model
 
 from engine.beams.params import BeamParams, EarlyStopping
 from engine.engine import Engine
-from engine.types import SamplingParams
+from engine.types import FailureReason, Mode, SamplingParams
 
 rng = np.random.default_rng(63)
 PROMPTS = [rng.integers(5, 380, size).tolist() for size in (5, 16, 37, 150)]
@@ -240,3 +241,14 @@ def test_windows_and_states_fork_as_pages_do(tmp_path, family):
         check(run, searches.find(prompt, BeamParams(4), 40, ENDS))
     check_baseline(engine)
     engine.stop()
+
+
+def test_a_search_whose_candidates_did_not_come_fails():
+    """A notification may have no room for those of a wide search."""
+    bench = Bench()
+    request_id = bench.submit(PROMPTS[1], mode=Mode.RECEIVE, beams=BeamParams(2), choices=2)
+    bench.turn()
+    deliver(bench, request_id)
+    bench.run()
+    assert bench.failed == {request_id: FailureReason.INTERNAL}
+    bench.check_baseline()

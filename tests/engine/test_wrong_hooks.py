@@ -127,6 +127,15 @@ def test_a_hook_hears_of_the_end_of_a_request_that_another_refuses(path):
     engine.stop()
 
 
+def test_a_hook_hears_nothing_of_a_request_whose_adapter_is_not_here(path):
+    engine = build(path, hooks=("counting",))
+    refused = submit(engine, PROMPT, 12, adapter=b"a" * 32)
+    assert refused.done.wait(60)
+    assert refused.failed.reason is FailureReason.ADAPTER
+    assert not hook_of(engine).began
+    engine.stop()
+
+
 def test_a_hook_hears_of_the_end_of_a_request_that_it_has_left(path):
     engine = build(path, hooks=("wrong?how=leaves the process",))
     mine = submit(engine, PROMPT, 12, extensions={"wrong": b""})
