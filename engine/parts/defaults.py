@@ -103,6 +103,11 @@ def _ranks_obstacle(config: EngineConfig, *, on_gpu: bool) -> str:
             f"speculation {config.speculation} needs pp 1: drafts are verified a step ahead of the"
             " tokens that the host knows, and stages wait for these"
         )
+    if choosing.has_head(config):
+        return (
+            f"speculation {config.speculation} needs pp 1, also where nobody decodes: a draft head"
+            " reads what layers of all stages have made"
+        )
     if config.max_adapters:
         return f"adapters with pp {pp} are not built yet: set pp to 1"
     if config.hooks:

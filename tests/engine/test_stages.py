@@ -206,6 +206,11 @@ REFUSED = {
     "pp_layers 1,1 must be a number for each of 1 stages": {"pp_layers": (1, 1)},
     "pp 9 times tp 8 must be at most 64 ranks": {"pp": 9, "tp": 8},
     "speculation suffix needs pp 1: drafts are verified a step": {"pp": 2, "speculation": "suffix"},
+    "speculation mtp needs pp 1, also where nobody decodes": {
+        "pp": 2,
+        "speculation": "mtp",
+        "decodes": False,
+    },
     "hooks need pp 1": {"pp": 2, "hooks": ("quest",)},
     "kv_host_gib needs pp 1": {"pp": 2, "kv_host_bytes": 1 << 20},
     "pp 2 cannot be set: transformers' own code": {"pp": 2, "model_impl": "transformers"},
