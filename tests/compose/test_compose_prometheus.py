@@ -38,8 +38,9 @@ ELSEWHERE = {
     Metric.GPU_MEMORY_TOTAL,
     f"{Metric.SPECULATION_DRAFTED}_total",
     f"{Metric.SPECULATION_ACCEPTED}_total",
+    Metric.BALANCE_RATIO,
 }
-"""Shown by workers on GPUs, and by those that draft."""
+"""Shown by workers on GPUs, by those that draft, and by routers that balance."""
 NAME = re.compile(r"\b(?:baton_|gen_ai_|baton:)[\w:]+")
 SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
 
