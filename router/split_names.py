@@ -64,6 +64,11 @@ class SplitNames:
                 rule = "cannot stand for others and be a model: give the model another served_name"
                 raise SplitNamesError(f"{min(both)}: {rule}")
 
+    @property
+    def names(self) -> frozenset[str]:
+        """All that stand for models."""
+        return frozenset(self._shares)
+
     def model_for(
         self, request: Prompted, tenant: str, served: Callable[[], Sequence[ServedModel]]
     ) -> str:

@@ -55,11 +55,14 @@ class AdapterService:
         """Loads one, and answers."""
 
         async def work() -> bytes:
-            path = below(self._folder, asked.path)
-            load = self._adapters.load
-            return (await asyncio.to_thread(load, asked.name, path, again=asked.again)).digest
+            return await asyncio.to_thread(self._read, asked.name, asked.path, again=asked.again)
 
         self._begin(asked.call_id, work, outbox)
+
+    def _read(self, name: str, path: str, *, again: bool) -> bytes:
+        """Returns the digest. Runs on a thread."""
+        found, within = below(self._folder, path)
+        return self._adapters.load(name, found, again=again, within=within).digest
 
     def unload(self, asked: worker_pb2.UnloadAdapter, outbox: Outbox) -> None:
         """Forgets one, and answers."""
@@ -94,8 +97,9 @@ class AdapterService:
         outbox.send(worker_pb2.WorkResponse(adapter_done=done))
 
 
-def below(folder: str, path: str) -> Path:
-    """A path in a folder, and nowhere else, whatever links lead to.
+def below(folder: str, path: str) -> tuple[Path, Path]:
+    """A path in a folder, and nowhere else, whatever links lead to; and the folder. Neither path
+    has links.
 
     Raises:
         AdapterError: it is not there, or nothing may be loaded.
@@ -110,4 +114,4 @@ def below(folder: str, path: str) -> Path:
         raise AdapterError(f"{path!r} is no folder below adapters_dir")
     if not all(each.resolve().is_relative_to(root) for each in found.iterdir()):
         raise AdapterError(f"a file of {path!r} lies outside of adapters_dir")
-    return found
+    return found, root

@@ -16,8 +16,9 @@ from console.roles.command import TOKEN_VARIABLE
 from console.top.scrape import base_url
 from serving.output import stdout
 
-ANSWER_S: Final = 130.0
-"""Workers read the adapter meanwhile."""
+ANSWER_S: Final = 260.0
+"""Workers read the adapter meanwhile, and undo it if one cannot: the router gives them 120 s for
+each."""
 _FORMS: Final = {"list": (), "load": ("NAME", "FOLDER"), "unload": ("NAME",)}
 
 

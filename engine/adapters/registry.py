@@ -15,8 +15,8 @@ from typing import Final
 from engine.adapters.types import Adapter, AdapterError, AdapterInfo
 
 MOST_NAME_BYTES: Final = 128
-Read = Callable[[Path], Adapter]
-"""Reads a folder.
+Read = Callable[[Path, Path | None], Adapter]
+"""Reads a folder. Of one below the second path, nothing outside of that is read; None: no bound.
 
 Raises:
     AdapterError: it does not fit the model; the message says why.
@@ -46,13 +46,16 @@ class Adapters:
         """Whether this engine takes adapters."""
         return self._read is not None
 
-    def load(self, name: str, path: Path, *, again: bool = False) -> AdapterInfo:
+    def load(
+        self, name: str, path: Path, *, again: bool = False, within: Path | None = None
+    ) -> AdapterInfo:
         """Reads an adapter. It takes a while.
 
         Args:
             name: by which requests choose it.
             path: its folder, in peft's format.
             again: the name may be taken already: from now on it means what the folder has.
+            within: a folder without links in its path; nothing outside of it is read.
 
         Raises:
             AdapterError: it cannot be had.
@@ -60,7 +63,7 @@ class Adapters:
         if self._read is None:
             raise AdapterError("this worker takes no adapters: start it with max_adapters above 0")
         _check_name(name)
-        return self.add(name, self._read(path), str(path), again=again)
+        return self.add(name, self._read(path, within), str(path), again=again)
 
     def add(
         self, name: str, adapter: Adapter, path: str = "", *, again: bool = False

@@ -95,8 +95,8 @@ def adapters_of(config: EngineConfig, loaded: LoadedModel) -> Adapters:
     shapes = shapes_of(linears_of(loaded.model, fused=on_gpu))
     dtype = dtype_of(config.dtype) if on_gpu else ON_CPU
 
-    def read(folder: Path) -> Adapter:
-        found = read_adapter(folder, shapes, limits, dtype)
+    def read(folder: Path, within: Path | None) -> Adapter:
+        found = read_adapter(folder, shapes, limits, dtype, within)
         return pinned(found) if on_gpu and torch.cuda.is_available() else found
 
     adapters = Adapters(read, config.adapters_host_bytes)

@@ -2,8 +2,8 @@
 
 A command comes to the router's admin port, and goes to all workers of a model that take adapters.
 It is done when all have done it with equal contents. Where one cannot load, those that have loaded
-let it go again, so that no name leads to a half. What was loaded here is loaded by workers that
-attach later, too.
+let it go again, so that no name leads to a half. What was loaded or unloaded here is so for workers
+that attach later, too, until another router changes it: what all workers report is followed.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from weakref import WeakKeyDictionary
 
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -29,9 +31,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ANSWER_S: Final = 120.0
-"""Longest wait for a worker that reads an adapter, seconds."""
+"""Longest wait for all workers that read an adapter, seconds."""
 _LOOK_S: Final = 0.5
 """Time between two looks whether a worker that is asked is still there. Not tuned."""
+MOST_GONE: Final = 256
+"""Most names that were unloaded here and are remembered. The oldest go."""
+_MOST_CALLS: Final = 4096
+"""Most calls whose answers are awaited or may come late. The oldest go."""
 _LOAD_FORM: Final = '{"lora_name": NAME, "lora_path": FOLDER, "load_inplace": false}'
 _UNLOAD_FORM: Final = '{"lora_name": NAME}'
 
@@ -53,18 +59,40 @@ class _Wanted(NamedTuple):
     digest: bytes
 
 
+@dataclass(slots=True)
+class _Call:
+    """What a worker was asked."""
+
+    name: str
+    loads: bool
+    answer: asyncio.Future[worker_pb2.AdapterDone] | None = None
+    """Where a command waits for it; None: nobody waits, or no more."""
+    digest: bytes = b""
+    """What a load must bring; empty: not known before."""
+
+
 class LiveAdapters:
     """See the module. Belongs to the event loop.
 
     Args:
         members: the attached workers.
+        taken: names that no adapter can have.
     """
 
-    def __init__(self, members: Callable[[], Sequence[WorkerLink]]) -> None:
+    def __init__(
+        self, members: Callable[[], Sequence[WorkerLink]], taken: Collection[str] = ()
+    ) -> None:
         self._members = members
-        self._answers: dict[bytes, asyncio.Future[worker_pb2.AdapterDone]] = {}
+        self._taken = taken
+        self._calls: dict[bytes, _Call] = {}
         self._wanted: dict[str, _Wanted] = {}
+        self._gone: dict[str, None] = {}
+        """Names that were unloaded here."""
+        self._had: WeakKeyDictionary[WorkerLink, Mapping[str, bytes]] = WeakKeyDictionary()
+        """What each worker reported last."""
         self._turns = asyncio.Lock()
+        self._busy = ""
+        """The name that a command is about now."""
 
     async def load(self, name: str, path: str, model: str = "", *, again: bool = False) -> bytes:
         """Loads one on all workers of a model.
@@ -84,31 +112,53 @@ class LiveAdapters:
         async with self._turns:
             links = self._taking(model)
             base = links[0].identity.model.name
-            if any(name == link.identity.model.name for link in self._members()):
-                raise AdapterRefusedError(f"{name!r} is the name of a model")
+            self._check_name(name, base)
             had = {link for link in links if name in link.adapters}
-            done = await self._ask(links, _load(name, path, again=again))
-            digests = {answer.digest for answer in done.values() if not answer.error}
-            errors = _errors(done)
-            if errors or len(digests) != 1:
-                differ = "the workers read different contents from that folder"
-                loaded = [one for one, answer in done.items() if not answer.error]
-                raise AdapterRefusedError((errors or differ) + await self._undo(name, loaded, had))
-            digest = digests.pop()
-            self._wanted[name] = _Wanted(base, path, digest)
+            self._busy = name
+            try:
+                done = await self._ask(links, name, _load(name, path, again=again), loads=True)
+                digests = {answer.digest for answer in done.values() if not answer.error}
+                errors = _errors(done)
+                if errors or len(digests) != 1:
+                    differ = "the workers read different contents from that folder"
+                    loaded = [one for one, answer in done.items() if not answer.error]
+                    raise AdapterRefusedError(
+                        (errors or differ) + await self._undo(name, loaded, had)
+                    )
+                digest = digests.pop()
+                self._wanted[name] = _Wanted(base, path, digest)
+                self._gone.pop(name, None)
+            finally:
+                self._busy = ""
+                self._even_out(name, set(links) - had)
             logger.info("adapter loaded", extra={"adapter": name, "digest": digest.hex()[:16]})
             return digest
+
+    def _check_name(self, name: str, model: str) -> None:
+        """Refuses a name that means something else already."""
+        if name in self._taken:
+            raise AdapterRefusedError(f"{name!r} is one of --split-names")
+        if any(name == link.identity.model.name for link in self._members()):
+            raise AdapterRefusedError(f"{name!r} is the name of a model")
+        others = {one.identity.model.name for one in self._members() if name in one.adapters}
+        if (wanted := self._wanted.get(name)) is not None:
+            others.add(wanted.model)
+        if others := others - {model}:
+            raise AdapterRefusedError(f"{name!r} is an adapter of {min(others)}: unload that first")
 
     async def _undo(self, name: str, loaded: Sequence[WorkerLink], had: set[WorkerLink]) -> str:
         """Some workers have loaded what others could not: they let it go, or get back what they
         had. Returns what to say where that is not known here."""
-        await self._ask([one for one in loaded if one not in had], _unload(name))
-        changed = [one for one in loaded if one in had]
-        if not changed:
-            return ""
-        if (before := self._wanted.get(name)) is not None:
-            done = await self._ask(changed, _load(name, before.path, again=True))
+        new, changed = set(loaded) - had, [one for one in loaded if one in had]
+        back = self._ask(new, name, _unload(name), loads=False)
+        if changed and (before := self._wanted.get(name)) is not None:
+            again = _load(name, before.path, again=True)
+            _, done = await asyncio.gather(
+                back, self._ask(changed, name, again, loads=True, digest=before.digest)
+            )
             changed = [one for one, answer in done.items() if answer.digest != before.digest]
+        else:
+            await back
         names = ", ".join(one.worker_id for one in changed)
         return f"; {names} have the new content: load again, or unload" if changed else ""
 
@@ -120,26 +170,93 @@ class LiveAdapters:
         """
         async with self._turns:
             self._wanted.pop(name, None)
+            self._forget(name)
             having = [link for link in self._members() if name in link.adapters]
             if not having:
                 raise AdapterRefusedError(f"The lora adapter {name!r} cannot be found.", 404)
-            done = await self._ask(having, _unload(name))
+            self._busy = name
+            try:
+                done = await self._ask(having, name, _unload(name), loads=False)
+            finally:
+                self._busy = ""
+                self._even_out(name, ())
             if errors := _errors(done):
                 raise AdapterRefusedError(errors)
             logger.info("adapter unloaded", extra={"adapter": name})
 
+    def _forget(self, name: str) -> None:
+        self._gone.pop(name, None)
+        self._gone[name] = None
+        if len(self._gone) > MOST_GONE:
+            del self._gone[next(iter(self._gone))]
+
     def attached(self, link: WorkerLink) -> None:
-        """A worker came: it loads what was loaded here for its model."""
-        for name, wanted in self._wanted.items():
-            if wanted.model == link.identity.model.name and name not in link.adapters:
-                link.send(_load(name, wanted.path, again=False)(secrets.token_bytes(16)))
+        """A worker came: it gets what was loaded here for its model, and loses what was unloaded
+        here while it was away."""
+        self._had[link] = link.adapters
+        for name in [*self._wanted, *self._gone]:
+            self._bring(link, name)
+
+    def changed(self, link: WorkerLink) -> None:
+        """A worker reports other adapters. What all have changed was changed by another router."""
+        before, now = self._had.get(link, {}), link.adapters
+        self._had[link] = now
+        asked = {self._busy, *(call.name for call in self._calls.values() if call.loads)}
+        for name in now.keys() - before.keys() - asked:
+            self._gone.pop(name, None)
+        for name in before.keys() & self._wanted.keys() - {self._busy}:
+            wanted = self._wanted[name]
+            if wanted.digest == before[name] != now.get(name) and not self._has_any(name, wanted):
+                del self._wanted[name]
+                logger.info("adapter changed through another router", extra={"adapter": name})
+
+    def _has_any(self, name: str, wanted: _Wanted) -> bool:
+        """Whether any worker still has what was loaded here."""
+        members = [one for one in self._members() if one.identity.model.name == wanted.model]
+        return any(one.adapters.get(name) == wanted.digest for one in members)
+
+    def _even_out(self, name: str, new: Collection[WorkerLink]) -> None:
+        """After a command: workers that came meanwhile, or whose answer came too late, get what the
+        others have. `new` are those that had nothing of that name."""
+        for link in self._members():
+            if name in self._wanted or name in self._gone:
+                self._bring(link, name)
+            elif link in new and name in link.adapters:
+                self._send(link, _Call(name, loads=False), _unload(name))
+
+    def _bring(self, link: WorkerLink, name: str) -> None:
+        """Sends a worker what makes it have what is wanted, if it has anything else."""
+        has, wanted = link.adapters.get(name), self._wanted.get(name)
+        if not link.takes_adapters or name == self._busy:
+            return  # The end of the command looks after it.
+        if wanted is None:
+            if has is not None and name in self._gone:
+                self._send(link, _Call(name, loads=False), _unload(name))
+        elif wanted.model == link.identity.model.name and has != wanted.digest:
+            call = _Call(name, loads=True, digest=wanted.digest)
+            self._send(link, call, _load(name, wanted.path, again=True))
 
     def answered(self, link: WorkerLink, done: worker_pb2.AdapterDone) -> None:
         """A worker has done what it was asked, or says why not."""
-        if (answer := self._answers.pop(done.call_id, None)) is not None and not answer.done():
-            answer.set_result(done)
+        call = self._calls.pop(done.call_id, None)
+        if call is not None and call.answer is not None and not call.answer.done():
+            call.answer.set_result(done)
         elif done.error:
-            logger.warning("%s has not loaded an adapter: %s", link.worker_id, done.error)
+            logger.warning("%s has not done as asked: %s", link.worker_id, done.error)
+        elif call is not None and call.loads and call.name != self._busy:
+            self._loaded_late(link, call, done.digest)
+
+    def _loaded_late(self, link: WorkerLink, call: _Call, digest: bytes) -> None:
+        """A worker has loaded what no command waits for."""
+        wanted = self._wanted.get(call.name)
+        if wanted is not None and digest == wanted.digest:
+            return
+        if wanted is not None and digest != call.digest != wanted.digest:
+            self._bring(link, call.name)  # It was asked for other content, by an earlier command.
+            return
+        why = "another content than was loaded here" if wanted else "what is wanted no more"
+        logger.warning("%s has loaded %s as %s: unloaded", link.worker_id, why, call.name)
+        self._send(link, _Call(call.name, loads=False), _unload(call.name))
 
     def routes(self) -> list[Route]:
         """`/adapters` lists them. The commands have vLLM's paths and words."""
@@ -168,31 +285,53 @@ class LiveAdapters:
             logger.warning("workers of %s take no adapters: %s", model, ", ".join(without))
         return [one for one in taking if one.identity.model.name == model]
 
+    def _send(
+        self, link: WorkerLink, call: _Call, make: Callable[[bytes], worker_pb2.WorkRequest]
+    ) -> bytes:
+        """Asks a worker; returns the id of the call."""
+        call_id = secrets.token_bytes(16)
+        self._calls[call_id] = call
+        if len(self._calls) > _MOST_CALLS:
+            del self._calls[next(iter(self._calls))]
+        link.send(make(call_id))
+        return call_id
+
     async def _ask(
         self,
         links: Iterable[WorkerLink],
+        name: str,
         make: Callable[[bytes], worker_pb2.WorkRequest],
+        *,
+        loads: bool,
+        digest: bytes = b"",
     ) -> dict[WorkerLink, worker_pb2.AdapterDone]:
-        """What each of some workers answers. One that leaves, or answers too late, has an error."""
-        asked = {}
+        """What each of some workers answers. One that leaves, or answers too late, has an error.
+        All have the same time."""
+        loop = asyncio.get_running_loop()
+        ends_s, asked = loop.time() + ANSWER_S, {}
         for link in links:
-            call_id = secrets.token_bytes(16)
-            self._answers[call_id] = asyncio.get_running_loop().create_future()
-            asked[link] = call_id, self._answers[call_id]
-            link.send(make(call_id))
-        return {link: await self._answer(link, *waits) for link, waits in asked.items()}
+            answer: asyncio.Future[worker_pb2.AdapterDone] = loop.create_future()
+            asked[link] = self._send(link, _Call(name, loads, answer, digest), make), answer
+        return {link: await self._answer(link, *waits, ends_s) for link, waits in asked.items()}
 
     async def _answer(
-        self, link: WorkerLink, call_id: bytes, answer: asyncio.Future[worker_pb2.AdapterDone]
+        self,
+        link: WorkerLink,
+        call_id: bytes,
+        answer: asyncio.Future[worker_pb2.AdapterDone],
+        ends_s: float,
     ) -> worker_pb2.AdapterDone:
-        ends_s = asyncio.get_running_loop().time() + ANSWER_S
+        loop = asyncio.get_running_loop()
         while not answer.done() and link.state is LinkState.ATTACHED:
-            if asyncio.get_running_loop().time() > ends_s:
+            if (left_s := ends_s - loop.time()) <= 0:
                 break
-            await asyncio.wait([answer], timeout=_LOOK_S)
-        self._answers.pop(call_id, None)
+            await asyncio.wait([answer], timeout=min(left_s, _LOOK_S))
         if answer.done():
             return answer.result()
+        if link.state is not LinkState.ATTACHED:
+            self._calls.pop(call_id, None)
+        elif (call := self._calls.get(call_id)) is not None:
+            call.answer = None  # It may come late.
         return worker_pb2.AdapterDone(call_id=call_id, error="it does not answer")
 
     async def _list(self, _request: Request) -> Response:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import grpc
 
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
+from router.split_names import SplitNames
 from router.workers.between import Between, can_fetch
 from router.workers.holdings import WorkerPages
 from router.workers.link import LinkOwner, LinkState, Loss, WorkerLink, name_of
@@ -87,7 +88,7 @@ class Registry:
         self.net = net or ClearNet()
         self._folders = folders or AnyFolder()
         self.pages = WorkerPages()
-        self.adapters = LiveAdapters(lambda: self.members)
+        self.adapters = LiveAdapters(lambda: self.members, SplitNames(settings.split_names).names)
         self._links: dict[Key, WorkerLink] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._stalled: dict[Key, int] = {}
@@ -182,7 +183,8 @@ class Registry:
         self._owner.role_changed(link)
 
     def adapters_changed(self, link: WorkerLink) -> None:
-        """Tells the owner."""
+        """Tells the owner, and those that load and unload them."""
+        self.adapters.changed(link)
         self._owner.adapters_changed(link)
 
     def received(self, link: WorkerLink, message: worker_pb2.WorkResponse) -> None:

@@ -163,7 +163,7 @@ def test_options(options, told, path):
 
 @pytest.mark.parametrize("name", ["", "a" * 129, "a\nb"])
 def test_names(name):
-    adapters = Adapters(lambda _: adapter(1), 1 << 20)
+    adapters = Adapters(lambda *_: adapter(1), 1 << 20)
     with pytest.raises(AdapterError, match="an adapter's name has 1 to 128 bytes"):
         adapters.load(name, Path())
 
@@ -189,7 +189,7 @@ def test_books_agree_in_any_order(data):
     """Names, contents and slots, beside the same written out with sets."""
     count = data.draw(st.integers(1, 3), "slots")
     content = {"now": 0}
-    adapters = Adapters(lambda _: adapter(content["now"]), 3 * adapter(0).num_bytes)
+    adapters = Adapters(lambda *_: adapter(content["now"]), 3 * adapter(0).num_bytes)
     slots, named, running = AdapterSlots(count), {}, []
     for _ in range(50):
         match data.draw(st.sampled_from(["load", "unload", "begin", "begin", "end"])):

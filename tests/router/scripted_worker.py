@@ -29,7 +29,7 @@ from serving.release import stamp
 from serving.wire import pack_ids
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
     from router.workers.link import WorkerLink
 
@@ -58,8 +58,11 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         extensions: Sequence[str] = (),
         transport: str = "null",
         flexible: bool = False,
+        adapters: Mapping[str, bytes] | None = None,
     ) -> None:
         epoch = next(_epochs)
+        self.adapters = adapters
+        """What it says of its adapters when a stream begins; None: it takes none."""
         self.identity = worker_pb2.WorkerIdentity(
             worker_id=worker_id,
             epoch=epoch,
@@ -111,6 +114,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         await anext(request_iterator)
         yield worker_pb2.WorkResponse(attached=worker_pb2.Attached(worker=self.identity))
         self._outbox, self._known = asyncio.Queue(), []
+        if self.adapters is not None:
+            self.tell_adapters(self.adapters)
         self.report()
         tasks = [
             asyncio.create_task(self._receive(request_iterator)),
@@ -132,6 +137,11 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.load.known_attempts.extend(self._known)
         self._known.clear()
         self._outbox.put_nowait(worker_pb2.WorkResponse(load=self.load))
+
+    def tell_adapters(self, named: Mapping[str, bytes]) -> None:
+        """Says which adapters it has."""
+        told = [worker_pb2.Adapter(name=name, digest=digest) for name, digest in named.items()]
+        self.say(adapters=worker_pb2.Adapters(adapters=told))
 
     def say(self, **message: Any) -> None:
         """Sends one message, such as `say(failed=Failed(...))`."""

@@ -8,11 +8,23 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from scripted_worker import BOTH, DECODE, Cluster, ScriptedWorker, error_of, job, until
+from scripted_worker import (
+    BOTH,
+    DECODE,
+    PREFILL,
+    Cluster,
+    ScriptedWorker,
+    error_of,
+    job,
+    until,
+    with_settings,
+)
 
 from baton.worker.v1 import worker_pb2
+from console.adapters import command
 from prefixes.keys import prompt_short_keys
 from router.errors import RouterError
+from router.workers import live_adapters
 from router.workers.live_adapters import AdapterRefusedError
 
 if TYPE_CHECKING:
@@ -22,8 +34,8 @@ ONE, TWO = b"1" * 32, b"2" * 32
 
 
 @pytest.fixture
-async def cluster() -> AsyncIterator[Cluster]:
-    cluster = Cluster(local_prefill="never")
+async def cluster(request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
+    cluster = Cluster(**{"local_prefill": "never"} | getattr(request, "param", {}))
     yield cluster
     cluster.check_nothing_leaked()
     await cluster.close()
@@ -31,8 +43,7 @@ async def cluster() -> AsyncIterator[Cluster]:
 
 async def has(cluster: Cluster, worker: ScriptedWorker, **named: bytes) -> None:
     """The worker has these adapters, and the router knows it."""
-    told = [worker_pb2.Adapter(name=name, digest=digest) for name, digest in named.items()]
-    worker.say(adapters=worker_pb2.Adapters(adapters=told))
+    worker.tell_adapters(named)
     await until(lambda: cluster.link(worker).adapters == named)
 
 
@@ -135,19 +146,25 @@ async def does(worker: ScriptedWorker, kind: str, digest: bytes = b"", error: st
     """The worker does what it is asked, or says why not. Returns the adapter's name."""
     asked = await worker.heard(kind)
     if not error:
-        named = [worker_pb2.Adapter(name=asked.name, digest=digest)] if digest else []
-        worker.say(adapters=worker_pb2.Adapters(adapters=named))
+        worker.tell_adapters({asked.name: digest} if digest else {})
     done = worker_pb2.AdapterDone(call_id=asked.call_id, digest=digest, error=error)
     worker.say(adapter_done=done)
     return str(asked.name)
 
 
 async def pair_with_adapters(cluster: Cluster) -> tuple[ScriptedWorker, ScriptedWorker]:
-    workers = await cluster.pair()
+    prefill = await cluster.add("p0", PREFILL, adapters={})
+    return prefill, await cluster.add("d0", DECODE, adapters={})
+
+
+async def loaded(
+    cluster: Cluster, *workers: ScriptedWorker, path: str = "v1", digest: bytes = ONE
+) -> None:
+    """All have loaded law."""
+    load = asyncio.create_task(cluster.registry.adapters.load("law", path, again=True))
     for worker in workers:
-        worker.say(adapters=worker_pb2.Adapters())
-        await until(lambda: cluster.link(worker).takes_adapters)
-    return workers
+        await does(worker, "load_adapter", digest)
+    assert await load == digest
 
 
 async def test_a_load_is_done_when_all_have_it_and_later_workers_get_it(cluster: Cluster) -> None:
@@ -157,7 +174,7 @@ async def test_a_load_is_done_when_all_have_it_and_later_workers_get_it(cluster:
     assert [await does(worker, "load_adapter", ONE) for worker in workers] == ["law", "law"]
     assert await load == ONE
     assert called(cluster) == ["tiny", "law"]
-    later = await cluster.add("d1", DECODE)
+    later = await cluster.add("d1", DECODE, adapters={})
     assert (await later.heard("load_adapter")).path == "v1"
     unload = asyncio.create_task(live.unload("law"))
     for worker in workers:
@@ -166,7 +183,7 @@ async def test_a_load_is_done_when_all_have_it_and_later_workers_get_it(cluster:
     assert called(cluster) == ["tiny"]
     with pytest.raises(AdapterRefusedError, match="cannot be found"):
         await live.unload("law")
-    last = await cluster.add("d2", DECODE)
+    last = await cluster.add("d2", DECODE, adapters={})
     await cluster.caught_up(last)
     assert last.count("load_adapter") == 0
 
@@ -217,3 +234,130 @@ async def test_what_no_command_may_do(cluster: Cluster) -> None:
     await pair_with_adapters(cluster)
     with pytest.raises(AdapterRefusedError, match="is the name of a model"):
         await live.load("tiny", "v1")
+
+
+async def test_what_another_router_unloads_or_replaces_is_followed(cluster: Cluster) -> None:
+    """A worker that comes later gets nothing of it from this router. While some worker still has
+    it, it is wanted."""
+    for change in ({}, {"law": TWO}):
+        workers = await pair_with_adapters(cluster)
+        await loaded(cluster, *workers)
+        await has(cluster, workers[0], **change)
+        later = await cluster.add("d1", DECODE, adapters={})
+        assert (await later.heard("load_adapter")).path == "v1"
+        await later.stop()
+        await has(cluster, workers[1], **change)
+        last = await cluster.add("d2", DECODE, adapters={})
+        await cluster.caught_up(last)
+        assert last.count("load_adapter") == 0
+        for worker in (*workers, last):
+            await worker.stop()
+        await until(lambda: not cluster.registry.members)
+
+
+async def test_a_name_that_another_router_loads_again_stays(cluster: Cluster) -> None:
+    """Though this one had unloaded it."""
+    workers = await pair_with_adapters(cluster)
+    await loaded(cluster, *workers)
+    unload = asyncio.create_task(cluster.registry.adapters.unload("law"))
+    for worker in workers:
+        await does(worker, "unload_adapter")
+    await unload
+    await has(cluster, workers[0], law=TWO)
+    later = await cluster.add("d1", DECODE, adapters={"law": TWO})
+    await cluster.caught_up(later)
+    assert later.count("unload_adapter") == 0
+
+
+async def test_a_worker_that_was_away_gets_what_it_missed(cluster: Cluster) -> None:
+    workers = await pair_with_adapters(cluster)
+    await loaded(cluster, *workers)
+    older = await cluster.add("d1", DECODE, adapters={"law": TWO, "poems": TWO})
+    asked = await older.heard("load_adapter")
+    assert (asked.path, asked.again) == ("v1", True)
+    unload = asyncio.create_task(cluster.registry.adapters.unload("law"))
+    for worker in (*workers, older):
+        await does(worker, "unload_adapter")
+    await unload
+    back = await cluster.add("d2", DECODE, adapters={"law": ONE, "poems": TWO})
+    assert (await back.heard("unload_adapter")).name == "law"
+    await cluster.caught_up(back)
+    assert back.count("unload_adapter") == 0
+
+
+async def test_a_later_worker_that_reads_other_content_lets_it_go(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    await loaded(cluster, *await pair_with_adapters(cluster))
+    later = await cluster.add("d1", DECODE, adapters={})
+    await does(later, "load_adapter", TWO)
+    assert await does(later, "unload_adapter") == "law"
+    assert "another content than was loaded here" in caplog.text
+
+
+async def test_a_worker_that_comes_while_a_command_runs_misses_nothing(cluster: Cluster) -> None:
+    workers = await pair_with_adapters(cluster)
+    load = asyncio.create_task(cluster.registry.adapters.load("law", "v1"))
+    call = await workers[0].heard("load_adapter")
+    later = await cluster.add("d1", DECODE, adapters={})
+    workers[0].tell_adapters({"law": ONE})
+    workers[0].say(adapter_done=worker_pb2.AdapterDone(call_id=call.call_id, digest=ONE))
+    await does(workers[1], "load_adapter", ONE)
+    await load
+    assert (await later.heard("load_adapter")).path == "v1"
+    unload = asyncio.create_task(cluster.registry.adapters.unload("law"))
+    await workers[0].heard("unload_adapter")
+    last = await cluster.add("d2", DECODE, adapters={"law": ONE})
+    await does(workers[1], "unload_adapter")
+    await workers[0].stop()
+    with pytest.raises(AdapterRefusedError, match="does not answer"):
+        await unload
+    assert (await last.heard("unload_adapter")).name == "law"
+
+
+async def test_all_workers_have_one_time_together_and_a_late_one_lets_it_go(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_adapters, "ANSWER_S", 0.6)
+    workers = [*await pair_with_adapters(cluster), await cluster.add("d1", DECODE, adapters={})]
+    began_s = asyncio.get_running_loop().time()
+    with pytest.raises(AdapterRefusedError, match=r"d0: it does not answer; d1: it does not"):
+        await cluster.registry.adapters.load("law", "v1")
+    assert asyncio.get_running_loop().time() - began_s < 2 * 0.6
+    await does(workers[1], "load_adapter", ONE)
+    assert await does(workers[1], "unload_adapter") == "law"
+    assert command.ANSWER_S > 2 * 120.0
+
+
+async def test_a_late_replacement_gives_way_to_what_is_wanted(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = await pair_with_adapters(cluster)
+    await loaded(cluster, prefill, decode)
+    monkeypatch.setattr(live_adapters, "ANSWER_S", 0.3)
+    load = asyncio.create_task(cluster.registry.adapters.load("law", "v2", again=True))
+    await does(prefill, "load_adapter", error="its disk is full")
+    with pytest.raises(AdapterRefusedError, match="d0: it does not answer"):
+        await load
+    await does(decode, "load_adapter", TWO)
+    back = await decode.heard("load_adapter")
+    assert (back.path, back.again) == ("v1", True)
+
+
+@with_settings(split_names=("best=tiny:9+other:1",))
+async def test_a_name_means_one_thing(cluster: Cluster) -> None:
+    """It is no adapter of two models, and stands for no models."""
+    live = cluster.registry.adapters
+    prefill, decode = await pair_with_adapters(cluster)
+    other = await cluster.add("o0", BOTH, model="other", adapters={"poems": TWO})
+    with pytest.raises(AdapterRefusedError, match="one of --split-names"):
+        await live.load("best", "v1", "tiny")
+    with pytest.raises(AdapterRefusedError, match="'poems' is an adapter of other"):
+        await live.load("poems", "v1", "tiny")
+    load = asyncio.create_task(live.load("law", "v1", "tiny"))
+    for worker in (prefill, decode):
+        await does(worker, "load_adapter", ONE)
+    await load
+    with pytest.raises(AdapterRefusedError, match="'law' is an adapter of tiny"):
+        await live.load("law", "v1", "other")
+    assert other.count("load_adapter") == 0

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, BinaryIO, Final, NamedTuple, TypeVar
 
 from engine.adapters.types import AdapterError
-from engine.model.config import ModelError, UnsupportedModelError, read_json
+from engine.model.config import UnsupportedModelError
 from engine.model.precision.formats.expressions import Expressions
 
 CONFIG: Final = "adapter_config.json"
@@ -32,6 +33,7 @@ _WITHOUT_EFFECT: Final = frozenset(
 """Fields of training, and of variants that another field turns on."""
 _STARTS: Final = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that leave the base as it was."""
+_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _SEGMENT: Final = re.compile(r".*?\.[^.]*\.(\d+)\.")
 
 
@@ -125,16 +127,47 @@ class Rules:
             raise AdapterError(f"{CONFIG}: {error}") from error
 
 
-def read_lora_config(folder: Path) -> LoraConfig:
-    """Reads a folder's config.
+def open_within(file: Path, within: Path | None) -> BinaryIO:
+    """Opens a file that lies below a folder when it is opened: a link that takes the place of
+    anything on the way, after it was looked at, is not followed.
+
+    Args:
+        file: may be a link itself, to a place in the folder.
+        within: has no links in its path; None: the file may lie anywhere.
+
+    Raises:
+        AdapterError: it lies elsewhere.
+        OSError: it cannot be opened.
+    """
+    if within is None:
+        return file.open("rb")
+    real = file.resolve()
+    if not real.is_relative_to(within):
+        raise AdapterError(f"{file} lies outside of {within}")
+    *folders, name = real.relative_to(within).parts
+    opened = os.open(within, _FOLDER)
+    try:
+        for each in folders:
+            above, opened = opened, os.open(each, _FOLDER, dir_fd=opened)
+            os.close(above)
+        return os.fdopen(os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=opened), "rb")
+    finally:
+        os.close(opened)
+
+
+def read_lora_config(folder: Path, within: Path | None = None) -> LoraConfig:
+    """Reads a folder's config. `within` is as in `open_within`.
 
     Raises:
         AdapterError: there is none, or a field has a value that cannot be had.
     """
     try:
-        found = read_json(folder / CONFIG)
-    except ModelError as error:
+        with open_within(folder / CONFIG, within) as opened:
+            found = json.loads(opened.read())
+    except (OSError, ValueError, RecursionError) as error:
         raise AdapterError(f"{folder} has no {CONFIG} that can be read") from error
+    if not isinstance(found, dict):
+        raise AdapterError(f"{folder} has no {CONFIG} that can be read")
     if found.get("peft_type") != "LORA":
         raise _refused("peft_type", found.get("peft_type"), "LORA")
     if (start := found.get("init_lora_weights", True)) not in _STARTS:

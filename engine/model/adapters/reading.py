@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.adapters.types import Adapter, AdapterError, LowRank
-from engine.model.adapters.config import ALL_LINEAR, CONFIG, Rules, read_lora_config
+from engine.model.adapters.config import ALL_LINEAR, CONFIG, Rules, open_within, read_lora_config
 from engine.model.places import FLOATS
 
 log = logging.getLogger("baton.engine")
@@ -43,7 +43,11 @@ class Limits(NamedTuple):
 
 
 def read_adapter(
-    folder: Path, shapes: Mapping[str, tuple[int, int]], limits: Limits, dtype: torch.dtype
+    folder: Path,
+    shapes: Mapping[str, tuple[int, int]],
+    limits: Limits,
+    dtype: torch.dtype,
+    within: Path | None = None,
 ) -> Adapter:
     """Reads a folder.
 
@@ -52,18 +56,22 @@ def read_adapter(
         shapes: (N, K) of the products that may have a pair, by names in the model's checkpoint.
         limits: of the worker.
         dtype: in which pairs are kept.
+        within: as in `open_within`.
 
     Raises:
         AdapterError: it does not fit; the field or tensor is named.
     """
-    config = read_lora_config(folder)
+    config = read_lora_config(folder, within)
     rules, file = Rules(config), folder / TENSORS
     if not file.is_file():
         others = sorted(each.name for each in folder.glob("adapter_model*"))
         has = f", but {others[0]}" if others else ""
         raise AdapterError(f"{folder} has no {TENSORS}{has}: only safetensors are read")
-    with file.open("rb") as opened:  # Once, so that what is hashed is what is used.
-        content = opened.read(limits.most_bytes + 1)
+    try:
+        with open_within(file, within) as opened:  # Once, so that what is hashed is what is used.
+            content = opened.read(limits.most_bytes + 1)
+    except OSError as error:
+        raise AdapterError(f"{file} cannot be read") from error
     if len(content) > limits.most_bytes:
         raise AdapterError(
             f"{file} has more than the {limits.most_bytes >> 20} MiB that are allowed"
