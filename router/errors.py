@@ -233,9 +233,9 @@ def workers_differ(model: str, retry_after_s: float = 1.0) -> RouterError:
     return _unavailable("NO_WORKERS", message, {"model": model}, retry_after_s)
 
 
-def model_loading(model: str, retry_after_s: float = 5.0) -> RouterError:
-    """Workers still load the model."""
-    message = f"model {model!r} is loading"
+def model_loading(model: str, retry_after_s: float = 5.0, why: str = "is loading") -> RouterError:
+    """Workers still load the model, or an adapter."""
+    message = f"model {model!r} {why}"
     return _unavailable("MODEL_LOADING", message, {"model": model}, retry_after_s)
 
 

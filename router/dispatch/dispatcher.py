@@ -25,9 +25,11 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from baton.worker.v1 import worker_pb2
+from prefixes.keys import NO_KEYS
 from router import errors
 from router.dispatch import merge
 from router.dispatch.attempt import Attempt
@@ -154,6 +156,7 @@ class JobDispatcher:
         finally:
             self.quotas.leave(job)
             self._leave(run)
+            self._forget(job)
 
     def end_choice(self, job: Job, choice: int) -> None:
         """Ends a choice that needs no more tokens. Called in a handler, it acts after it."""
@@ -363,7 +366,7 @@ class JobDispatcher:
             not fault.final
             and len(group.run.lost) < self._settings.debug.max_workers_lost
             and group.refusals <= self._settings.debug.max_retries
-            and (group.run.started or self._waiting.may_wake(group) or self._refusal(group) is None)
+            and (group.run.started or self._waiting.may_come(group) or self._refusal(group) is None)
         )
 
     def _settle(self, attempt: Attempt) -> None:
@@ -403,7 +406,9 @@ class JobDispatcher:
         for group in run.groups:
             self._release(group, "cancelled")
         run.groups.clear()  # They refer to the run, and only a garbage collection frees a cycle.
-        del self._runs[run.job]
+
+    def _forget(self, job: Job) -> None:
+        del self._runs[job]
         if not self._runs:
             self._idle.set()
 
@@ -420,5 +425,14 @@ class JobDispatcher:
             self._pump_soon()
 
     def _refusal(self, group: ChoiceGroup) -> errors.RouterError | None:
+        self._follow_adapter(group)
         is_loading = self._models.is_loading(group.model, now_s())
         return refusal(group, self._workers, self._local, is_loading=is_loading)
+
+    def _follow_adapter(self, group: ChoiceGroup) -> None:
+        """A group that waits, of a job that has not begun, takes what its adapter's name means now,
+        if what it meant cannot run any more. The new content has no pages that could be found."""
+        run = group.run
+        if not run.started and (model := self._models.follows(run.job.model)) is not None:
+            run.job = replace(run.job, model=model, keys=NO_KEYS)
+            group.take_job()

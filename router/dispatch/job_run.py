@@ -364,6 +364,10 @@ class ChoiceGroup:
         self.waits_since_ns = time.time_ns()
         self.demand = self._demand()
 
+    def take_job(self) -> None:
+        """The job is another one: its adapter was replaced before it began."""
+        self.demand = self._demand()
+
     def split(self) -> list[ChoiceGroup]:
         """The groups that go on after a failed attempt."""
         run = self.run

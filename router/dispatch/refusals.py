@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from baton.worker.v1 import worker_pb2
 from router import errors
 from router.placement import routing
+from router.placement.models import adapter_changes
 from router.workers.registry import DECODES, PREFILLS
 
 if TYPE_CHECKING:
@@ -36,7 +37,9 @@ def error_of(group: ChoiceGroup, fault: Fault, max_workers_lost: int) -> errors.
         case worker_pb2.FAILURE_REASON_BEAMS:
             return beams_refused()
         case worker_pb2.FAILURE_REASON_ADAPTER if not run.started:
-            return errors.model_not_found(run.job.model.called)
+            name = run.job.model.called
+            is_there = name in fault.worker.adapters  # Under way, another took its place.
+            return adapter_changes(name) if is_there else errors.model_not_found(name)
         case worker_pb2.FAILURE_REASON_INTERNAL:
             return errors.internal()
         case worker_pb2.FAILURE_REASON_TOO_LARGE:
@@ -76,7 +79,7 @@ def refusal(
     job = group.run.job
     limit_tokens = routing.largest_pool_tokens(group.demand, workers, local)
     if limit_tokens is None:
-        return _nobody(group, workers, is_loading=is_loading)
+        return _nobody(group, workers, local, is_loading=is_loading)
     max_tokens = job.stopping.max_tokens
     if job.prompt_tokens + max_tokens > limit_tokens:
         return errors.context_length_exceeded(job.prompt_tokens, max_tokens, limit_tokens, _KV_POOL)
@@ -84,18 +87,21 @@ def refusal(
 
 
 def _nobody(
-    group: ChoiceGroup, workers: Sequence[WorkerLink], *, is_loading: bool
+    group: ChoiceGroup, workers: Sequence[WorkerLink], local: LocalPrefill, *, is_loading: bool
 ) -> errors.RouterError:
     wanted = group.run.job.model
     model = wanted.name
-    holders = [worker for worker in workers if worker.serves(wanted)]
-    if wanted.digest and not holders and not group.run.started:
-        return errors.model_not_found(wanted.called)
+    named = [worker for worker in workers if worker.identity.model.name == model]
+    if wanted.digest and not group.run.started:
+        if not any(wanted.called in worker.adapters for worker in named):
+            if not any(worker.serves(wanted) for worker in named):
+                return errors.model_not_found(wanted.called)
+        elif routing.can_run(named, local):
+            return adapter_changes(wanted.called)
     if group.attempts:
         return errors.worker_lost(group.attempts)
     if is_loading:
         return errors.model_loading(model)
-    named = [worker for worker in workers if worker.identity.model.name == model]
     if any(worker.draining for worker in named):
         return errors.workers_draining(model)
     roles = {worker.identity.role for worker in named}

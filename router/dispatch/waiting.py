@@ -4,11 +4,11 @@ Life of a wait: `begin` -> in the queue, for `queue_timeout_s` at most -> `end`,
 has room or the job is over.
 
 It may happen that no worker is left that could run a group. A job that has not begun fails at once,
-unless a worker stood still: then it waits for that one to wake, for `WAKES_S`. One that has begun
-has a reader. It waits for a worker for `resume_grace_s`, if one is expected: a
-worker of the model was lost without a word not longer ago than that, or loads now. If none is
-expected it fails at once, too. When a worker has come, the group gets another ordinary wait to find
-room.
+unless a worker stood still: then it waits for that one to wake, for `WAKES_S`. So it does while its
+adapter is replaced, worker by worker. One that has begun has a reader. It waits for a worker for
+`resume_grace_s`, if one is expected: a worker of the model was lost without a word not longer ago
+than that, or loads now. If none is expected it fails at once, too. When a worker has come, the
+group gets another ordinary wait to find room.
 
 Deadlines: while anything waits, a job is refused that is not likely to be done in time
 (`router.dispatch.pace`). It is asked again when its turn comes, beside all that run then. So
@@ -158,18 +158,20 @@ class WaitingGroups:
         if error is None:
             return
         run = group.run
-        if not run.started and not self.may_wake(group):
+        if not run.started and not self.may_come(group):
             self._fail(run, error)
-        elif not self._is_expected(group):
+        elif run.started and not self._is_expected(group):
             self._fail(run, errors.worker_lost_mid_stream(run.tokens_sent))
         elif not group.in_grace:
             group.in_grace = True
             grace_s = self._settings.debug.resume_grace_s if run.started else WAKES_S
             group.set_timer(grace_s, self._grace_over)
 
-    def may_wake(self, group: ChoiceGroup) -> bool:
-        """Whether a worker that could run a group stood still a moment ago."""
-        return self._models.may_wake(group.model, now_s(), WAKES_S)
+    def may_come(self, group: ChoiceGroup) -> bool:
+        """Whether a worker that could run a group stood still a moment ago, or its adapter is
+        being replaced."""
+        is_changing = self._models.is_changing(group.run.job.model)
+        return is_changing or self._models.may_wake(group.model, now_s(), WAKES_S)
 
     def _is_expected(self, group: ChoiceGroup) -> bool:
         return self._models.is_expected_back(

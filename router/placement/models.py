@@ -8,9 +8,9 @@ Life of a name:
 4. Its last worker leaves. For `REMEMBERED_S` clients are asked to wait for a worker. After that the
    name is unknown.
 
-An adapter has a name of its own beside its model's, which chooses its content once, when a request
-comes. Of several contents of one name that is chosen which can run, and of those the one that most
-workers have.
+An adapter has a name of its own beside its model's, which chooses its content when a request comes,
+and anew if that cannot run any more before the request has begun. Of several contents of one name
+that is chosen which can run, and of those the one that most workers have.
 
 Workers of one name may hold different weights, during an upgrade or by mistake. A job stays with
 one revision from its prompt's first token id to its last retry. New jobs get the revision that can
@@ -89,6 +89,8 @@ class Models:
         if self._named(name):
             return self._of(name)
         if (adapted := self._adapted(name)) is not None:
+            if self.is_changing(adapted):
+                raise adapter_changes(name)
             return adapted
         if loading := self._loaded_now(name, now_s):
             raise errors.model_loading(loading)
@@ -99,6 +101,25 @@ class Models:
             return candidates[0]
         served = [*self.attached(), *self.adapted()]
         raise errors.model_not_found(name, [model.called for model in served])
+
+    def follows(self, model: ServedModel) -> ServedModel | None:
+        """What runs under an adapter's name now that the content which it meant cannot run any
+        more. None: it can, or nothing else can. The model is the same, down to its revision."""
+        if not model.digest or self._can_run(model):
+            return None
+        found = self._adapted(model.adapter)
+        if found is None or (found.name, found.revision) != (model.name, model.revision):
+            return None
+        return found if self._can_run(found) else None
+
+    def is_changing(self, model: ServedModel) -> bool:
+        """Whether an adapter cannot run, but some of its model's workers have the name, and those
+        of the model can run. So what it means may run soon."""
+        if not model.digest or self._can_run(model):
+            return False
+        named = self._named(model.name)
+        has_name = any(model.adapter in worker.adapters for worker in named)
+        return has_name and routing.can_run(named, self._local)
 
     def loading(self, worker: worker_pb2.WorkerIdentity, now_s: float) -> None:
         """Notes that a worker loads its model."""
@@ -215,6 +236,13 @@ class Models:
     def _can_run(self, model: ServedModel) -> bool:
         workers = [worker for worker in self._workers if routing.holds(worker, model)]
         return routing.can_run(workers, self._local)
+
+
+def adapter_changes(name: str) -> errors.RouterError:
+    """The error while workers load or replace an adapter, and cannot run together what a request
+    has of it."""
+    why = "is an adapter that was replaced, or that not all workers have yet"
+    return errors.model_loading(name, 1.0, why)
 
 
 def _remember(times_s: dict[str, float], name: str, now_s: float) -> None:

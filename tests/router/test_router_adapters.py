@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 ONE, TWO = b"1" * 32, b"2" * 32
+KEYS = prompt_short_keys(np.arange(64, dtype=np.uint32), 16, "float32", b"", ONE)
 
 
 @pytest.fixture
@@ -118,6 +119,68 @@ async def test_a_job_that_waits_ends_when_its_adapter_goes(cluster: Cluster) -> 
     await has(cluster, worker)
     error = await error_of(reader)
     assert (error.reason, error.metadata["model"]) == ("MODEL_NOT_FOUND", "law")
+
+
+async def test_a_job_that_waits_gets_the_content_that_took_the_place(cluster: Cluster) -> None:
+    """Also while one of the two workers has the new one and the other has not."""
+    prefill, decode = await cluster.pair()
+    for worker in (prefill, decode):
+        await has(cluster, worker, law=ONE)
+    prefill.report(prefill_credit_tokens=0)
+    await cluster.caught_up(prefill)
+    asked = replace(job(), model=cluster.dispatcher.model("law"), keys=KEYS)
+    reader = cluster.read(asked)
+    await until(lambda: cluster.dispatcher.queued_jobs == 1)
+    await has(cluster, prefill, law=TWO)
+    between = refusal(cluster, "law")
+    assert (between.reason, between.retry_after_s) == ("MODEL_LOADING", 1.0)
+    assert cluster.dispatcher.queued_jobs == 1
+    await has(cluster, decode, law=TWO)
+    prefill.report(prefill_credit_tokens=64)
+    assert (await prefill.heard("submit")).adapter == TWO
+    assert (await decode.heard("submit")).adapter == TWO
+    await reader.leave()
+
+
+async def test_what_arrives_with_an_older_content_gets_the_new_one(cluster: Cluster) -> None:
+    """Its prompt was tokenized meanwhile."""
+    worker = await cluster.add("b0", BOTH)
+    await has(cluster, worker, law=ONE)
+    asked = replace(job(), model=cluster.dispatcher.model("law"))
+    await has(cluster, worker, law=TWO)
+    reader = cluster.read(asked)
+    assert (await worker.heard("submit")).adapter == TWO
+    await reader.leave()
+
+
+async def test_a_refusal_that_crosses_a_new_content_is_no_unknown_model(cluster: Cluster) -> None:
+    """The worker replaced it, and the router's work for the old one came late: until the router
+    has heard of the new one, the client is to try again."""
+    worker = await cluster.add("b0", BOTH)
+    await has(cluster, worker, law=ONE)
+    reader = cluster.read(replace(job(), model=cluster.dispatcher.model("law")))
+    first = (await worker.heard("submit")).attempt_id
+    await has(cluster, worker, law=TWO)
+    worker.failed(first, worker_pb2.FAILURE_REASON_ADAPTER)
+    again = await worker.heard("submit")
+    assert again.adapter == TWO
+    attempt = again.attempt_id
+    for left in reversed(range(cluster.settings.debug.max_retries)):
+        worker.failed(attempt, worker_pb2.FAILURE_REASON_ADAPTER)
+        if left:
+            attempt = (await worker.heard("submit")).attempt_id
+    error = await error_of(reader)
+    assert (error.reason, "was replaced" in error.message) == ("MODEL_LOADING", True)
+
+
+async def test_a_name_that_half_a_pair_has_is_to_be_asked_for_again(cluster: Cluster) -> None:
+    prefill, decode = await cluster.pair()
+    await has(cluster, prefill, law=ONE)
+    assert refusal(cluster, "law").reason == "MODEL_LOADING"
+    await decode.stop()
+    await until(lambda: len(cluster.registry.members) == 1)
+    error = await error_of(cluster.read(replace(job(), model=cluster.dispatcher.model("law"))))
+    assert error.reason == "NO_WORKERS"
 
 
 async def test_a_worker_that_has_let_it_go_is_passed_by(cluster: Cluster) -> None:
