@@ -11,6 +11,7 @@ import asyncio
 import os
 import sqlite3
 import stat
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -118,9 +119,9 @@ def _guarded(file: Path) -> Path:
 
 def _open(file: Path, schema: str, newest: int) -> sqlite3.Connection:
     database = sqlite3.connect(file, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+    _use_wal(database)
     for pragma in (
         f"busy_timeout = {int(BUSY_S * 1e3)}",
-        "journal_mode = WAL",
         "synchronous = NORMAL",
         "foreign_keys = ON",
         "secure_delete = ON",
@@ -137,3 +138,18 @@ def _open(file: Path, schema: str, newest: int) -> sqlite3.Connection:
         database.close()
         raise StoreError(f"{file} has version {version}, and this release reads {newest}")
     return database
+
+
+def _use_wal(database: sqlite3.Connection) -> None:
+    """SQLite does not wait by itself for another process that changes the same new file to a
+    write-ahead log: routers that start together would meet there."""
+    ends_s = time.monotonic() + BUSY_S
+    while True:
+        try:
+            database.execute("PRAGMA journal_mode = WAL")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > ends_s:
+                raise
+            time.sleep(0.01)
+        else:
+            return
