@@ -25,7 +25,6 @@ from baton.errors import (
 from baton.version import __version__
 from console import tls_hint, vllm_flags
 from console.adapters import command as adapters
-from console.adapters.command import AdapterCommandError
 from console.batching import command as batching
 from console.commands import (
     ask,
@@ -42,10 +41,10 @@ from console.commands import (
 )
 from console.loadgen.errors import BenchError, WrongUseError
 from console.long_help import LongHelp
+from console.operator_calls import OperatorCallError
 from console.planning import command as planning
 from console.ports import PortTakenError
 from console.roles import command as roles
-from console.roles.command import RoleError
 from console.top.scrape import TopError
 from console.tracing.traces import TraceError
 from console.up import UpError
@@ -110,8 +109,7 @@ def explain(error: Exception) -> tuple[str, int] | None:
             | NoRoomError()
             | TraceError()
             | TopError()
-            | RoleError()
-            | AdapterCommandError()
+            | OperatorCallError()
             | BenchError()
             | BatchError()
             | TlsError()

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import urllib.error
-import urllib.request
 from typing import Annotated, Any, Final
 
 import typer
 
 from console.commands.tls_options import CaOption, CertOption, KeyOption, read_admin_over
 from console.commands.trace import ROUTER_ADMIN_ADDRESS, AdminOption
-from console.roles.command import TOKEN_VARIABLE
-from console.top.scrape import base_url
+from console.operator_calls import ask_router, ask_router_json
 from serving.output import stdout
 
 ANSWER_S: Final = 260.0
-"""Workers read the adapter meanwhile, and undo it if one cannot: the router gives them 120 s for
-each."""
+"""Workers read the adapter meanwhile, and undo it if one cannot: the router gives all of them 120 s
+for each of the two."""
 _FORMS: Final = {"list": (), "load": ("NAME", "FOLDER"), "unload": ("NAME",)}
-
-
-class AdapterCommandError(Exception):
-    """It was not done. The message says why."""
 
 
 def adapters(
@@ -55,12 +46,13 @@ def adapters(
         forms = "; ".join(" ".join((each, *rest)) for each, rest in _FORMS.items())
         raise typer.BadParameter(f"write one of: {forms}")
     if action == "list":
-        _show(json.loads(_ask(address, "/adapters"))["adapters"])
+        _show(ask_router_json(address, "/adapters", timeout_s=ANSWER_S)["adapters"])
         return
     body: dict[str, Any] = {"lora_name": name}
     if action == "load":
         body |= {"lora_path": folder, "base_model_name": model, "load_inplace": replace}
-    stdout.print(_ask(address, f"/v1/{action}_lora_adapter", body), highlight=False, markup=False)
+    said = ask_router(address, f"/v1/{action}_lora_adapter", body, timeout_s=ANSWER_S)
+    stdout.print(said, highlight=False, markup=False)
 
 
 def _show(found: list[dict[str, Any]]) -> None:
@@ -69,31 +61,3 @@ def _show(found: list[dict[str, Any]]) -> None:
         where = f"{len(one['workers'])} workers"
         line = f"{one['name']}  {one['model']}  {' '.join(sorted(contents))}  {where}"
         stdout.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-def _ask(admin: str, path: str, change: dict[str, Any] | None = None) -> str:
-    """What the router answers.
-
-    Raises:
-        AdapterCommandError: it refuses, or does not answer.
-    """
-    token = os.environ.get(TOKEN_VARIABLE, "")
-    url, body = f"{base_url(admin)}{path}", json.dumps(change).encode() if change else None
-    request = urllib.request.Request(url, body, {"authorization": f"Bearer {token}"})
-    try:
-        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
-            return str(answer.read().decode())
-    except urllib.error.HTTPError as error:
-        with error:
-            raise AdapterCommandError(_why(error.code, error.read(), url)) from None
-    except (OSError, ValueError):
-        raise AdapterCommandError(f"{url} does not answer: does the router run there?") from None
-
-
-def _why(status: int, body: bytes, url: str) -> str:
-    if status == 403:
-        return f"this needs the router's operator token: set {TOKEN_VARIABLE} here and there"
-    try:
-        return str(json.loads(body)["error"])
-    except (ValueError, KeyError, TypeError):
-        return f"{url} answered {status}: is this a router's admin port?"

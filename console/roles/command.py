@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
-import urllib.error
-import urllib.request
 from typing import Annotated, Any, Final
 
 import typer
 
 from console.commands.tls_options import CaOption, CertOption, KeyOption, read_admin_over
 from console.commands.trace import ROUTER_ADMIN_ADDRESS, AdminOption
-from console.top.scrape import TIMEOUT_S, base_url
+from console.operator_calls import OperatorCallError, ask_router_json
+from console.top.scrape import TIMEOUT_S
 from serving.output import stdout
 
-TOKEN_VARIABLE: Final = "BATON_OPERATOR_TOKEN"
 _LOOK_S: Final = 0.1
 """Time between two looks at a change, as between two load reports."""
 _ROLES: Final = ("prefill", "decode", "both")
-
-
-class RoleError(Exception):
-    """The role did not change. The message says why."""
 
 
 def role(
@@ -57,7 +49,9 @@ def role(
     before = _ask(address, {"worker": worker, "role": to})
     while not _has(now := _find(_ask(address)["workers"], worker), to):
         if time.monotonic() - began_s > wait:
-            raise RoleError(f"{worker} is still {now['role']}: legs run that {to} has none of")
+            raise OperatorCallError(
+                f"{worker} is still {now['role']}: legs run that {to} has none of"
+            )
         time.sleep(_LOOK_S)
     took_s = time.monotonic() - began_s
     stdout.print(f"{worker}: {before['role']} -> {to} in {took_s:.1f} s", highlight=False)
@@ -70,7 +64,7 @@ def _has(worker: dict[str, Any], role: str) -> bool:
 def _find(workers: list[dict[str, Any]], name: str) -> dict[str, Any]:
     found = next((one for one in workers if one["worker"] == name), None)
     if found is None:
-        raise RoleError(f"{name} is not attached")
+        raise OperatorCallError(f"{name} is not attached")
     return found
 
 
@@ -84,28 +78,4 @@ def _show(workers: list[dict[str, Any]], name: str | None) -> None:
 
 
 def _ask(admin: str, change: dict[str, str] | None = None) -> Any:
-    """What the router answers.
-
-    Raises:
-        RoleError: it refuses, or does not answer.
-    """
-    token = os.environ.get(TOKEN_VARIABLE, "")
-    url, body = f"{base_url(admin)}/roles", json.dumps(change).encode() if change else None
-    request = urllib.request.Request(url, body, {"authorization": f"Bearer {token}"})
-    try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-            return json.load(answer)
-    except urllib.error.HTTPError as error:
-        with error:
-            raise RoleError(_why(error.code, error.read(), url)) from None
-    except (OSError, ValueError):
-        raise RoleError(f"{url} does not answer: does the router run there?") from None
-
-
-def _why(status: int, body: bytes, url: str) -> str:
-    if status == 403:
-        return f"this needs the router's operator token: set {TOKEN_VARIABLE} here and there"
-    try:
-        return str(json.loads(body)["error"])
-    except (ValueError, KeyError, TypeError):
-        return f"{url} answered {status}: is this a router's admin port?"
+    return ask_router_json(admin, "/roles", change, timeout_s=TIMEOUT_S)

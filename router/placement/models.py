@@ -229,12 +229,12 @@ class Models:
         return replace(best, extensions=frozenset(filter(partial(self._takes, best), names)))
 
     def _takes(self, model: ServedModel, extension: str) -> bool:
-        workers = [worker for worker in self._workers if routing.holds(worker, model)]
+        workers = [worker for worker in self._workers if worker.serves(model)]
         having = [one for one in workers if extension in one.identity.model.extensions]
         return routing.can_run(having, self._local)
 
     def _can_run(self, model: ServedModel) -> bool:
-        workers = [worker for worker in self._workers if routing.holds(worker, model)]
+        workers = [worker for worker in self._workers if worker.serves(model)]
         return routing.can_run(workers, self._local)
 
 

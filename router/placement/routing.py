@@ -21,7 +21,7 @@ from router.workers.registry import can_hand_off
 from serving.release import Protocol, protocol_of
 
 if TYPE_CHECKING:
-    from router.jobs import Demand, ServedModel
+    from router.jobs import Demand
     from router.placement.policies import Policy
     from router.settings import LocalPrefill
     from router.workers.link import WorkerLink
@@ -101,11 +101,6 @@ def largest_pool_tokens(
     return max(limits, default=None)
 
 
-def holds(worker: WorkerLink, model: ServedModel) -> bool:
-    """Whether the worker has this revision of this model, and its adapter."""
-    return worker.serves(model)
-
-
 def can_run(workers: Sequence[WorkerLink], local: LocalPrefill) -> bool:
     """Whether these workers of one model could run a job from prompt to last token. A model that
     only pools needs no decode worker."""
@@ -173,7 +168,7 @@ def _place(
 
 def everyone(demand: Demand, workers: Sequence[WorkerLink]) -> list[WorkerLink]:
     """Workers of the demand's model, also those that take no new work. They may hold its pages."""
-    return [worker for worker in workers if holds(worker, demand.model)]
+    return [worker for worker in workers if worker.serves(demand.model)]
 
 
 def _alone(
@@ -269,7 +264,7 @@ def _pool_tokens(demand: Demand, worker: WorkerLink) -> int:
 
 
 def _serves(demand: Demand, worker: WorkerLink) -> bool:
-    if worker.draining or not holds(worker, demand.model):
+    if worker.draining or not worker.serves(demand.model):
         return False
     if demand.searches and (protocol_of(worker.identity) or SEARCHES) < SEARCHES:
         return False  # It would ignore that, and draw.

@@ -18,7 +18,8 @@ from tiny_models import write_tiny_model
 from waiting import wait_until
 
 from baton.errors import NotFoundError
-from console.adapters.command import AdapterCommandError, adapters
+from console.adapters.command import adapters
+from console.operator_calls import OperatorCallError
 
 TOKENS = 16
 LENGTHS = (1, 17, 100)
@@ -179,7 +180,7 @@ def test_loaded_and_unloaded_while_they_run(model, folders, tmp_path, monkeypatc
             adapters("load", "more", "law", admin=admin)
             assert "'more' added" in capsys.readouterr().out
             adapters("unload", "new", admin=admin)
-            with pytest.raises(AdapterCommandError, match="cannot be found"):
+            with pytest.raises(OperatorCallError, match="cannot be found"):
                 adapters("unload", "new", admin=admin)
             with pytest.raises(typer.BadParameter):
                 adapters("load", "new", admin=admin)
