@@ -5,7 +5,8 @@
 #   RATE NUM PROMPT OUTPUT    requests a second (0: one by one), requests, tokens of each
 #   azure RATE SECONDS        lengths of Azure's conversation trace, judged by SLO_TTFT_MS (400) and
 #                             SLO_ITL_P99_MS (10) request by request
-#   lognormal RATE SECONDS    the same with log-normal lengths: 2,048 tokens in and 28 out on average
+#   lognormal RATE SECONDS [IN OUT]   the same with log-normal lengths, of IN tokens (2,048) and OUT (28)
+#                             on average
 #   mooncake RATE SECONDS     lengths and shared prefixes of Mooncake's conversation trace, likewise
 #   waterfall PROMPT OUTPUT   one request, drawn: waterfall.txt
 #
@@ -69,13 +70,13 @@ bench() { # bench OPTION...: one result, into row.json
     --add "$out/row.json" "$out/rows.jsonl"
 }
 
-lognormal() { # log-normal lengths of means 2,048 and 28, in the form of Mooncake's trace
+lognormal() { # lognormal IN OUT: log-normal lengths of these means, in the form of Mooncake's trace
   "$python" -c '
-import json, math, numpy
+import json, math, sys, numpy
 draw = numpy.random.default_rng(0).lognormal
-columns = [draw(math.log(mean) - 0.32, 0.8, 6000).round().clip(1, 8192) for mean in (2048, 28)]
+columns = [draw(math.log(float(mean)) - 0.32, 0.8, 6000).round().clip(1, 8192) for mean in sys.argv[1:]]
 for prompt, output in zip(*columns):
-    print(json.dumps({"timestamp": 0, "input_length": prompt, "output_length": output}))'
+    print(json.dumps({"timestamp": 0, "input_length": prompt, "output_length": output}))' "$@"
 }
 
 declare -A idle # TTFT p50 by prompt length, ms: what a queue is simulated with
@@ -85,7 +86,7 @@ for row in "${list[@]}"; do
   row_number=$((row_number + 1))
   if [ $((SECONDS - began)) -gt "${LAST_ROW_S:-450}" ]; then echo "no time for: $row"; continue; fi
   echo "$row"
-  read -r kind first second third <<<"$row"
+  read -r kind first second third fourth <<<"$row"
   case $kind in
     azure)
       bench --trace azure-conversation --rate "$first" --num 6000 --duration-s "$second" \
@@ -94,8 +95,8 @@ for row in "${list[@]}"; do
       LENGTHS=mooncake bench --trace mooncake-conversation --rate "$first" --num 600 --duration-s "$second" \
         --slo-ttft-ms "${SLO_TTFT_MS:-400}" --slo-itl-p99-ms "${SLO_ITL_P99_MS:-10}" ;;
     lognormal)
-      lognormal >"$out/lognormal.jsonl"
-      LENGTHS=lognormal bench --trace "$out/lognormal.jsonl" --rate "$first" --num 6000 --duration-s "$second" \
+      lognormal "${third:-2048}" "${fourth:-28}" >"$out/lognormal.jsonl"
+      LENGTHS=lognormal${third:+-$third-$fourth} bench --trace "$out/lognormal.jsonl" --rate "$first" --num 6000 --duration-s "$second" \
         --slo-ttft-ms "${SLO_TTFT_MS:-400}" --slo-itl-p99-ms "${SLO_ITL_P99_MS:-10}" ;;
     waterfall)
       bench --num 1 --prompt-tokens "$first" --output-tokens "$second" &&
