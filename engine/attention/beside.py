@@ -3,34 +3,42 @@
 # mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 
 class Beside:
     """A second stream of a GPU, also within a graph's capture. On a CPU all work runs in turn.
 
-    Memory that is allocated inside `work` is reused inside a later `work` at the earliest, and that
-    one begins after everything queued before it. Memory that is allocated outside must not be freed
-    before `wait`.
+    Work queued inside `with` runs after the work queued before, and beside the work queued next;
+    work queued after `wait` runs after it. Memory that is allocated inside is reused inside a later
+    one at the earliest, and that one begins after everything queued before it. Memory that is
+    allocated outside must not be freed before `wait`.
+
+    Every layer of a step without a graph enters it, so it keeps its events, and asks torch for the
+    current stream once.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device, priority=-1)
+            self._before, self._after = torch.cuda.Event(), torch.cuda.Event()
 
-    @contextmanager
-    def work(self) -> Iterator[None]:
-        """Work queued inside runs after the work queued before, and beside the work queued next."""
+    def __enter__(self) -> None:
         if self._stream is None:
-            yield
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            yield
+        self._outside = torch.cuda.current_stream(self._stream.device_index)
+        self._before.record(self._outside)
+        self._stream.wait_event(self._before)
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *error: object) -> None:
+        if self._stream is None:
+            return
+        torch.cuda.set_stream(self._outside)
+        self._after.record(self._stream)
 
     def wait(self) -> None:
-        """Work queued from now on runs after the work inside `work`."""
+        """Work queued from now on runs after the work inside."""
         if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+            self._outside.wait_event(self._after)

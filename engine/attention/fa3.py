@@ -3,14 +3,21 @@
 Prompt rows use the library, which reads the pool's strided views in place. Prompts that begin at
 position 0 attend over the new K and V in place, without pages. Decode rows use
 `engine.cuda.decode_attention`.
+
+The library's functions go through an autograd function, a custom operator and a guard of torch's
+compiler, none of which a forward pass needs. In a profile on an H200's host they took 0.27 ms of a
+layer, and the operator 0.08 (8a37d250). A step without a graph is launched layer by layer, so that
+its host time may be longer than the device's.
 """
 
+# mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
 
 import inspect
 from types import ModuleType
-from typing import Protocol
+from typing import Any, Final, Protocol
 
+import torch
 from torch import Tensor
 
 from engine.attention.paged import PagedAttention, PagedStep, views_of
@@ -29,12 +36,114 @@ SINKS_OPTIONS = ("s_aux", "learnable_sink")
 """What versions of the library call the sinks."""
 
 
+PASSED: Final = frozenset(
+    {
+        "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k",
+        "page_table", "softmax_scale", "is_causal", "window_size_left", "window_size_right",
+        "num_splits",
+    }
+)  # fmt: skip
+"""The operator's arguments that we give. The others have defaults that turn them off."""
+
+
+class Fa3Operator:
+    """The library's two functions that `Fa3Backend` calls, with the same names and arguments.
+
+    All tensors must be contiguous in their last dimension, as the engine's are.
+    """
+
+    def __init__(self, forward: Any) -> None:
+        """`forward`: the operator."""
+        self._forward = forward
+
+    def flash_attn_varlen_func(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        query_starts: Tensor,
+        key_starts: Tensor,
+        max_query: int,
+        max_key: int,
+        *,
+        softmax_scale: float,
+        causal: bool,
+        window_size: tuple[int, int],
+        num_splits: int = 1,
+    ) -> Tensor:
+        """Rows of different lengths: q [T, Hq, D] over k and v [S, Hkv, D]; returns [T, Hq, D]."""
+        out: Tensor = self._forward(
+            q,
+            k,
+            v,
+            cu_seqlens_q=query_starts,
+            cu_seqlens_k=key_starts,
+            max_seqlen_q=max_query,
+            max_seqlen_k=max_key,
+            softmax_scale=softmax_scale,
+            is_causal=causal,
+            window_size_left=window_size[0],
+            window_size_right=window_size[1],
+            num_splits=num_splits,
+        )[0]
+        return out
+
+    def flash_attn_with_kvcache(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        cache_seqlens: Tensor,
+        page_table: Tensor,
+        cu_seqlens_q: Tensor,
+        max_seqlen_q: int,
+        softmax_scale: float,
+        causal: bool,
+        window_size: tuple[int, int],
+        num_splits: int,
+    ) -> Tensor:
+        """q [T, Hq, D] over pages [pages, page_size, Hkv, D]; returns [T, Hq, D]."""
+        out: Tensor = self._forward(
+            q,
+            keys,
+            values,
+            cu_seqlens_q=cu_seqlens_q,
+            seqused_k=cache_seqlens,
+            max_seqlen_q=max_seqlen_q,
+            page_table=page_table,
+            softmax_scale=softmax_scale,
+            is_causal=causal,
+            window_size_left=window_size[0],
+            window_size_right=window_size[1],
+            num_splits=num_splits,
+        )[0]
+        return out
+
+
+Fa3Library = ModuleType | Fa3Operator
+"""What the backends of FlashAttention-3 call."""
+
+
+def by_operator(library: ModuleType) -> Fa3Library:
+    """The library's operator; `library` itself, if that has registered none that takes what we
+    give, or asks for more."""
+    try:
+        forward = torch.ops.flash_attn_3.fwd.default
+    except AttributeError:
+        return library
+    arguments = forward._schema.arguments
+    needed = {each.name for each in arguments if not each.has_default_value()}
+    fits = needed <= PASSED <= {each.name for each in arguments}
+    return Fa3Operator(forward) if fits else library
+
+
 def splits_of(step: PagedStep) -> int:
     """Parts in which a prompt's keys are read; 0: the library chooses."""
     return LONG_PIECE_SPLITS if step.max_query == LONG_PIECE else 0
 
 
-def sinks_option(library: ModuleType) -> str:
+def sinks_option(library: Fa3Library) -> str:
     """The name of the library's argument for sinks; empty: it has none."""
     known = inspect.signature(library.flash_attn_varlen_func).parameters
     return next((name for name in SINKS_OPTIONS if name in known), "")
@@ -69,7 +178,7 @@ class Fa3Backend(PagedAttention):
         self,
         pool: KvPool,
         specs: Specs,
-        kernels: ModuleType,
+        kernels: Fa3Library,
         decode: DecodeKernel,
     ) -> None:
         super().__init__(pool, specs, kernels)

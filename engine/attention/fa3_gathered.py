@@ -6,12 +6,11 @@ rows read the pool in place, by a kernel of its own.
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Protocol
 
 from torch import Tensor
 
-from engine.attention.fa3 import DecodeKernel, Fa3Backend, splits_of
+from engine.attention.fa3 import DecodeKernel, Fa3Backend, Fa3Library, splits_of
 from engine.attention.paged import PagedStep
 from engine.attention.parts import FP8
 from engine.pool.kv_pool import KvPool
@@ -43,7 +42,7 @@ class Fa3GatheredBackend(Fa3Backend):
         self,
         pool: KvPool,
         specs: Specs,
-        kernels: ModuleType,
+        kernels: Fa3Library,
         decode: DecodeKernel,
         gather: Gather,
     ) -> None:

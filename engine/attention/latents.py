@@ -13,7 +13,7 @@ from typing import Final
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.fa3 import DecodeKernel
+from engine.attention.fa3 import DecodeKernel, Fa3Library
 from engine.attention.paged import PagedAttention, PagedStep
 from engine.attention.parts import (
     LEAST_TOKENS_OF_FEW,
@@ -92,7 +92,7 @@ class LatentBackend(PagedAttention):
         specs: Specs,
         prompts: PromptKernel,
         decode: DecodeKernel,
-        library: ModuleType | None = None,
+        library: Fa3Library | None = None,
     ) -> None:
         """`library`: FlashAttention-3; None: all prompts are absorbed."""
         super().__init__(pool, specs, library or ModuleType("none"))

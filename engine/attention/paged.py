@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,10 +75,10 @@ class PagedAttention(ABC):
 
     name: str
 
-    def __init__(self, pool: KvPool, specs: Specs, kernels: ModuleType) -> None:
+    def __init__(self, pool: KvPool, specs: Specs, kernels: Any) -> None:
         self._pool = pool
         self._kernels = kernels
-        """The generation's module, or one with the same signatures."""
+        """The generation's module, or what has the same functions."""
         self._specs = specs
         self._beside = Beside(pool.device)
 
@@ -150,7 +149,7 @@ class PagedAttention(ABC):
             return self._decode(layer, q, decode)
         if count == 0:
             return self._prompts(layer, q, k, v)
-        with self._beside.work():
+        with self._beside:
             decodes = self._decode(layer, q[:count], decode)
         prompts = self._prompts(layer, q[count:], k[count:], v[count:])
         self._beside.wait()

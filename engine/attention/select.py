@@ -10,7 +10,7 @@ from typing import cast
 import torch
 
 from engine.attention.fa2 import PAGE_MULTIPLE, Fa2Backend
-from engine.attention.fa3 import Fa3Backend, sinks_option
+from engine.attention.fa3 import Fa3Backend, by_operator, sinks_option
 from engine.attention.fa3_gathered import Fa3GatheredBackend
 from engine.attention.kernels import OwnKernels
 from engine.attention.latents import LatentBackend
@@ -152,7 +152,9 @@ def _import_obstacle(library: str) -> str:
 
 
 def _build_fa3(pool: KvPool, specs: Specs, kernels: OwnKernels) -> AttentionBackend:
-    library = importlib.import_module("flash_attn_interface")
+    module = importlib.import_module("flash_attn_interface")
+    has_sinks = any(spec.sinks is not None for spec in specs)
+    library = module if has_sinks else by_operator(module)
     if _reads_latents(specs):
         own = kernels.prompt_latents(), kernels.decode_latents()
         return LatentBackend(pool, specs, *own, library)

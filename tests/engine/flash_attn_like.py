@@ -30,7 +30,7 @@ def flash_attn_varlen_func(
     block_table: Tensor | None = None,
 ) -> Tensor:
     """q [T, Hq, D]; k, v [S, Hkv, D], or [pages, page, Hkv, D] with a block table."""
-    starts, ends = _int32(cu_seqlens_q).tolist(), _int32(cu_seqlens_k).tolist()
+    starts, ends = int32(cu_seqlens_q).tolist(), int32(cu_seqlens_k).tolist()
     assert len(starts) == len(ends)
     out = torch.zeros_like(q)
     for row in range(len(starts) - 1):
@@ -41,7 +41,7 @@ def flash_attn_varlen_func(
             keys, values = (t[ends[row] : ends[row + 1]] for t in (k, v))
         else:
             keys, values = (_from_pages(t, block_table[row], length) for t in (k, v))
-        out[first:last] = _attend(q[first:last], keys, values, causal, window_size, softmax_scale)
+        out[first:last] = attend(q[first:last], keys, values, causal, window_size, softmax_scale)
     return out
 
 
@@ -66,7 +66,7 @@ def flash_attn_with_kvcache(
     assert block_table is not None
     assert isinstance(cache_seqlens, Tensor)
     rows = [
-        _attend(
+        attend(
             q[row],
             _from_pages(k_cache, block_table[row], length),
             _from_pages(v_cache, block_table[row], length),
@@ -74,12 +74,12 @@ def flash_attn_with_kvcache(
             window_size,
             softmax_scale,
         )
-        for row, length in enumerate(_int32(cache_seqlens).tolist())
+        for row, length in enumerate(int32(cache_seqlens).tolist())
     ]
     return torch.stack(rows)
 
 
-def _int32(tensor: Tensor) -> Tensor:
+def int32(tensor: Tensor) -> Tensor:
     assert tensor.dtype == torch.int32
     return tensor
 
@@ -88,11 +88,11 @@ def _from_pages(cache: Tensor, pages: Tensor, length: int) -> Tensor:
     """[length, Hkv, D]"""
     assert cache.shape[1] % PAGE_MULTIPLE == 0, "Paged KV cache block size must be divisible by 256"
     assert cache.stride(-1) == 1, "Input tensor must have contiguous last dimension"
-    used = _int32(pages)[: -(-length // cache.shape[1])].long()
+    used = int32(pages)[: -(-length // cache.shape[1])].long()
     return cache[used].flatten(0, 1)[:length]
 
 
-def _attend(
+def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -1,12 +1,14 @@
 """Backends over pages against attention written out, on random batches of every mix.
 
-FlashAttention-2 runs over a stand-in for its library, which this machine cannot run.
+FlashAttention-2 and -3 run over stand-ins for their libraries, which this machine cannot run.
 """
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import NamedTuple
 
+import flash_attn_3_like
 import flash_attn_like
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from engine.attention import AttentionError, choose_backend
 from engine.attention.fa2 import Fa2Backend
+from engine.attention.fa3 import Fa3Backend, Fa3Operator, by_operator
 from engine.cuda.attention_kernels import CudaKernels
 from engine.pool.kv_pool import PlainPool
 from engine.step.attention import AttentionBackend, AttentionBatch, AttentionSpec, Specs
@@ -23,6 +26,14 @@ from engine.step.attention import AttentionBackend, AttentionBatch, AttentionSpe
 CPU = torch.device("cpu")
 LAYERS, HEADS, KV_HEADS, DIM, PAGES = 3, 6, 2, 16, 96
 JUNK = 3e4
+NO_LIBRARY = ModuleType("flash_attn_interface")
+
+
+@pytest.fixture
+def fa3_operator():
+    library = flash_attn_3_like.registered()
+    yield
+    library._destroy()
 
 
 class Row(NamedTuple):
@@ -86,6 +97,8 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
 def backend_over(name: str, pool: PlainPool, specs: Specs) -> AttentionBackend:
     if name == "fa2":
         return Fa2Backend(pool, specs, flash_attn_like)
+    if name == "fa3":
+        return Fa3Backend(pool, specs, by_operator(NO_LIBRARY), flash_attn_3_like.decode)
     return choose_backend(name, pool, specs, CudaKernels())
 
 
@@ -134,9 +147,15 @@ WINDOWS = ((5, None, 16), (1, 200, 8))
 
 @pytest.mark.parametrize(
     ("name", "size", "windows"),
-    [("sdpa", 4, WINDOWS[0]), ("sdpa", 16, WINDOWS[1]), ("fa2", 256, WINDOWS[0])],
+    [
+        ("sdpa", 4, WINDOWS[0]),
+        ("sdpa", 16, WINDOWS[1]),
+        ("fa2", 256, WINDOWS[0]),
+        ("fa3", 16, WINDOWS[0]),
+    ],
 )
 @pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.usefixtures("fa3_operator")
 def test_every_mix_of_rows(mix, name, size, windows):
     rows, decodes = MIXES[mix]
     check(rows, size, windows, decodes, 7, name)
@@ -161,8 +180,9 @@ def test_scales_caps_and_sinks(mix):
     check(rows, 8, FEATURES, decodes, 7)
 
 
-@pytest.mark.parametrize("name", ["sdpa", "fa2"])
+@pytest.mark.parametrize("name", ["sdpa", "fa2", "fa3"])
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.usefixtures("fa3_operator")
 def test_random_batches(seed, name):
     rng = np.random.default_rng(seed)
     decodes = int(rng.integers(0, 5))
@@ -173,6 +193,24 @@ def test_random_batches(seed, name):
     window = int(rng.integers(1, 40))
     size = 256 if name == "fa2" else int(rng.choice([4, 8, 16]))
     check(rows, size, (None, window, None), decodes, seed, name)
+
+
+@pytest.mark.parametrize(
+    ("there", "instead", "fits"),
+    [
+        ("int sm_margin=0", "int sm_margin=0", True),
+        ("int window_size_left=-1", "int window_left=-1", False),
+        ("Tensor v", "Tensor v, Tensor more", False),
+    ],
+)
+def test_the_operator_of_flash_attention_3_is_called_if_it_takes_what_we_give(there, instead, fits):
+    assert by_operator(NO_LIBRARY) is NO_LIBRARY, "none is registered"
+    before, after = flash_attn_3_like.SCHEMA.split(there)
+    library = flash_attn_3_like.registered(f"{before}{instead}{after}")
+    try:
+        assert isinstance(by_operator(NO_LIBRARY), Fa3Operator) == fits
+    finally:
+        library._destroy()
 
 
 def test_fa2_reads_on_in_a_second_page():
