@@ -45,6 +45,8 @@ class Caller(NamedTuple):
     quota: Quota = NO_QUOTA
     is_alone: bool = True
     """There is no other tenant, so that calls are what share the workers."""
+    models: frozenset[str] | None = None
+    """Names of the models and adapters that it may use; None: all (`router.visible`)."""
 
 
 class Peer(NamedTuple):
@@ -156,6 +158,8 @@ class Call:
     """The tenant's."""
     holder: str = ""
     """Who holds the slots that the call takes; see `router.jobs.Job`."""
+    models: frozenset[str] | None = None
+    """What the caller may use; see `Caller`."""
     peer: Peer = NO_PEER
     """Where it comes from."""
     record: AccessRecord = field(default_factory=AccessRecord)
@@ -180,7 +184,13 @@ class Call:
         """The call, with the tenant of its token."""
         self.record.tenant = caller.tenant
         holder = self.id if caller.is_alone else caller.tenant
-        return replace(self, tenant=caller.tenant, quota=caller.quota, holder=holder)
+        return replace(
+            self,
+            tenant=caller.tenant,
+            quota=caller.quota,
+            holder=holder,
+            models=caller.models,
+        )
 
     def left(self) -> errors.RouterError:
         """The error for a caller that is gone. gRPC reports a deadline and a cancellation alike."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -18,6 +18,7 @@ from baton.inference.v1 import inference_pb2 as api
 
 if TYPE_CHECKING:
     from router.jobs import ServedModel
+    from router.visible import Visible
 
 BEGINNING: Final = 256
 """Characters of a text, or ids, that name a conversation: more than instructions that all share
@@ -69,19 +70,20 @@ class SplitNames:
         """All that stand for models."""
         return frozenset(self._shares)
 
-    def model_for(
-        self, request: Prompted, tenant: str, served: Callable[[], Sequence[ServedModel]]
-    ) -> str:
-        """The model for a request's conversation; any other name is a model's already.
+    def model_for(self, request: Prompted, tenant: str, visible: Visible) -> str:
+        """The model for a request's conversation; any other name is a model's already. One that
+        stands for nothing that the caller may use is no name.
 
         Args:
             request: with the name and the prompt.
             tenant: whose conversation it is.
-            served: models that can run now.
+            visible: what the caller sees.
         """
-        if (shares := self._shares.get(request.model)) is None:
+        stated = self._shares.get(request.model, ())
+        if not (shares := [share for share in stated if visible.may_use(share.model)]):
             return request.model
-        known, conversation = {model.called for model in served()}, _beginning(request, tenant)
+        known = {model.called for model in visible.models()}
+        conversation = _beginning(request, tenant)
         there = [share for share in shares if share.model in known] or shares
         return max(there, key=lambda share: _drawn(share, conversation)).model
 

@@ -352,7 +352,13 @@ class AsyncClient(_Caller):
 def _models(response: pb.ListModelsResponse) -> tuple[Model, ...]:
     return tuple(
         Model(
-            m.name, m.revision, m.max_context_tokens, m.max_output_tokens, m.has_tokenizer, m.parent
+            m.name,
+            m.revision,
+            m.max_context_tokens,
+            m.max_output_tokens,
+            m.has_tokenizer,
+            m.parent,
+            m.digest,
         )
         for m in response.models
     )

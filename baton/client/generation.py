@@ -149,6 +149,8 @@ class Model:
     has_tokenizer: bool
     parent: str = ""
     """An adapter: the model that it changes; empty for models."""
+    digest: str = ""
+    """An adapter: SHA-256 of its content, in hexadecimal; empty for models."""
 
 
 _REASONS = {

@@ -208,7 +208,10 @@ def models(
     tls_cert: CertOption = "",
     tls_key: KeyOption = "",
 ) -> None:
-    """List the models that a running router serves."""
+    """List the models and adapters that a running router serves.
+
+    The revision of an adapter is its digest.
+    """
     files = grpc_files(tls_ca, tls_cert, tls_key, router)
     with _client(router, token, files) as client:
         served = client.models()
@@ -218,11 +221,14 @@ def models(
     if not served:
         stderr.print("no worker has announced a model yet")
         return
-    table = Table("model", "revision", "context", "longest output", "tokenizer", box=None)
+    table = Table(
+        *("model", "adapts", "revision", "context", "longest output", "tokenizer"), box=None
+    )
     for model in served:
         table.add_row(
             model.name,
-            model.revision[:12],
+            model.parent,
+            (model.digest or model.revision)[:12],
             f"{model.max_context_tokens:,}",
             f"{model.max_output_tokens:,}",
             "yes" if model.has_tokenizer else "no",

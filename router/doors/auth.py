@@ -5,8 +5,10 @@ may call. Callers without a file are no tenant's.
 
 The file is TOML, one line a token: `"sk-..." = "tenant"`. Behind the tokens a table
 `[limits.TENANT]` may limit what a tenant has under way at once: `requests`, `tokens`, `sequences`
-(`router.jobs.Quota`). The file is read at start, and again when it has changed: tokens come and go
-without a restart. A change that cannot be read is logged, and the tokens known before stay.
+(`router.jobs.Quota`), and the table `[models]` may list the names of models and adapters that a
+tenant may use: `TENANT = ["law"]`. Tenants that are not in it may use all. The file is read at
+start, and again when it has changed: tokens come and go without a restart. A change that cannot be
+read is logged, and the tokens known before stay.
 
 Tokens are stored and looked up as digests, so the time of a look-up says nothing about them.
 """
@@ -34,6 +36,8 @@ CHECK_INTERVAL_S: Final = 1.0
 """A change of the file counts at the latest after this."""
 LIMITS: Final = "limits"
 """Key of the tables of limits, which no token can have."""
+MODELS: Final = "models"
+"""Key of the table of names that tenants may use; no token can have it, either."""
 _SCHEME: Final = "bearer "
 
 
@@ -96,7 +100,7 @@ class TokenGate:
 
         Raises:
             TokensFileError: it cannot be read, does not name one tenant for each token, or has
-                limits that are none.
+                limits or names that are none.
         """
         self._path = path
         self._clock = clock
@@ -165,14 +169,15 @@ def _read(path: Path) -> dict[bytes, Caller]:
         raise TokensFileError(f"{path}: {error.strerror}") from None
     except ValueError:  # Errors of TOML and of UTF-8 are ValueErrors, too.
         raise TokensFileError(f"{path} is not TOML") from None
-    limits = content.pop(LIMITS, {})
+    limits, bound = content.pop(LIMITS, {}), content.pop(MODELS, {})
     tenants: dict[str, str] = content
     if not all(token and isinstance(name, str) and name for token, name in tenants.items()):
         raise TokensFileError(f'{path}: every line must be "token" = "tenant"')
     quotas = _quotas(path, limits, set(tenants.values()))
+    names = _names(path, bound, set(tenants.values()))
     is_alone = len(set(tenants.values())) < 2
     return {
-        _digest(token): Caller(name, quotas.get(name, NO_QUOTA), is_alone)
+        _digest(token): Caller(name, quotas.get(name, NO_QUOTA), is_alone, names.get(name))
         for token, name in tenants.items()
     }
 
@@ -187,6 +192,17 @@ def _quotas(path: Path, limits: object, tenants: set[str]) -> dict[str, Quota]:
             known = ", ".join(sorted(names))
             raise TokensFileError(f"{path}: [{LIMITS}.{name}] takes whole numbers above 0: {known}")
     return {name: Quota(**table) for name, table in limits.items()}
+
+
+def _names(path: Path, bound: object, tenants: set[str]) -> dict[str, frozenset[str]]:
+    """What tenants may use, of those that may not use all."""
+    if not isinstance(bound, dict) or not bound.keys() <= tenants:
+        raise TokensFileError(f"{path}: the table [{MODELS}] must name tenants of the file")
+    for tenant, names in bound.items():
+        is_list = isinstance(names, list) and bool(names)
+        if not is_list or not all(isinstance(name, str) and name for name in names):
+            raise TokensFileError(f"{path}: {MODELS}.{tenant} must be a list of names")
+    return {tenant: frozenset(names) for tenant, names in bound.items()}
 
 
 def _stamp(path: Path) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from router.pooling.pooling import Poolings
 from router.requests.bounds import BodyShape
 from router.requests.generation import GenerationRequest, Generations
 from router.requests.validation import Limits
+from router.visible import Visible
 
 if TYPE_CHECKING:
     from router.jobs import Dispatcher, ServedModel
@@ -100,7 +101,7 @@ class InferenceService:
         self, request: api.ListModelsRequest, call: Call
     ) -> api.ListModelsResponse:
         """ListModels."""
-        listed = self._limits.split_names.listed(self._dispatcher.models())
+        listed = self._limits.split_names.listed(Visible(self._dispatcher, call).models())
         models = [await self._describe(model) for model in listed]
         return api.ListModelsResponse(models=models)
 
@@ -109,6 +110,7 @@ class InferenceService:
         return api.Model(
             name=model.called,
             parent=model.name if model.adapter else "",
+            digest=model.digest.hex(),
             revision=model.revision,
             max_context_tokens=model.max_context_tokens,
             max_output_tokens=longest,

@@ -31,6 +31,7 @@ from router.requests.deadlines import deadline_ns, until
 from router.requests.filling import last, salted
 from router.requests.request_span import RequestSpan
 from router.requests.tokenization import PromptIds, PromptTooLongError, Tokenizer, Tokenizers
+from router.visible import Visible
 from telemetry.names import Attr, SpanName
 
 if TYPE_CHECKING:
@@ -78,13 +79,13 @@ class Poolings:
         self._limits = limits
         self._events = events
 
-    def width(self, model: str) -> int:
+    def width(self, model: str, call: Call) -> int:
         """Numbers of an embedding of a model; 0: its workers pool nothing.
 
         Raises:
             RouterError: the model is not served.
         """
-        pooling = self._dispatcher.model(model).pooling
+        pooling = Visible(self._dispatcher, call).model(model).pooling
         return 0 if pooling is None else pooling.width
 
     async def embed(self, request: api.EmbedRequest, call: Call) -> api.EmbedResponse:
@@ -127,7 +128,8 @@ class Poolings:
 
     async def _embedded(self, request: api.EmbedRequest, call: Call, span: RequestSpan) -> Prompts:
         with span.step(SpanName.ADMIT):
-            model, tokenizer, found = await self._admit(request, checking.check_embed(request))
+            found = checking.check_embed(request)
+            model, tokenizer = await self._admit(request, call, found)
             checking.check_embed_for(found, request, model)
             for index, one in enumerate(request.inputs):
                 if one.WhichOneof("input") == "text" and tokenizer is None:
@@ -159,7 +161,8 @@ class Poolings:
 
     async def _scored(self, request: api.ScoreRequest, call: Call, span: RequestSpan) -> Prompts:
         with span.step(SpanName.ADMIT):
-            model, tokenizer, found = await self._admit(request, checking.check_score(request))
+            found = checking.check_score(request)
+            model, tokenizer = await self._admit(request, call, found)
             checking.check_score_for(found, request, model)
             if tokenizer is None:
                 found.add("documents", "the model has no tokenizer")
@@ -206,16 +209,16 @@ class Poolings:
         return (await self._tokenizers.encode(tokenizer, chat, None, room.most, sharer))[0]
 
     async def _admit(
-        self, request: api.EmbedRequest | api.ScoreRequest, found: Violations
-    ) -> tuple[ServedModel, Tokenizer | None, Violations]:
+        self, request: api.EmbedRequest | api.ScoreRequest, call: Call, found: Violations
+    ) -> tuple[ServedModel, Tokenizer | None]:
         try:
-            model = self._dispatcher.model(request.model)
+            model = Visible(self._dispatcher, call).model(request.model)
         except errors.RouterError:
             # Errors that the client can correct come before those for which it can only wait.
             found.raise_if_any()
             raise
         found.raise_if_any()
-        return model, await self._tokenizers.get(model.path), found
+        return model, await self._tokenizers.get(model.path)
 
     # -- running -------------------------------------------------------------------------------
 

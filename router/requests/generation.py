@@ -48,14 +48,10 @@ from router.requests.outputs import (
 )
 from router.requests.request_span import ObservedWay, RequestSpan
 from router.requests.selecting import Selection, runs, selects
-from router.requests.tokenization import (
-    PromptIds,
-    PromptTooLongError,
-    Tokenizer,
-    Tokenizers,
-)
+from router.requests.tokenization import PromptIds, PromptTooLongError, Tokenizer, Tokenizers
 from router.split_names import Prompted
 from router.structure.plan import AnswerPlan
+from router.visible import Visible
 from telemetry.names import SpanName
 
 if TYPE_CHECKING:
@@ -90,11 +86,11 @@ class Generations:
             RouterError: it was refused or could not be finished.
         """
         path = validation.prompt_path(request.input)
-        request.input.model = self.model_for(request.input, call.tenant)
+        request.input.model = self.model_for(request.input, call)
         with RequestSpan.of(call, request, self._events) as span, errors.naming_prompt(path):
             async with self.deadline(call):
                 with span.step(SpanName.ADMIT):
-                    model, tokenizer = await self._admit(request)
+                    model, tokenizer = await self._admit(request, call)
                 with span.step(SpanName.TOKENIZE):
                     most = model.max_context_tokens
                     ids, text = await self._tokenize(
@@ -151,7 +147,7 @@ class Generations:
     async def _tokenized(self, request: api.TokenizeRequest, call: Call) -> api.TokenizeResponse:
         found, sharer = validation.check_tokenize(request), call.sharer
         found.raise_if_any()
-        model = self._dispatcher.model(self.model_for(request, call.tenant))
+        model = Visible(self._dispatcher, call).model(self.model_for(request, call))
         tokenizer = await self._tokenizers.get(model.path)
         if tokenizer is None:
             validation.check_tokenizable(found, request)
@@ -169,7 +165,7 @@ class Generations:
         Raises:
             RouterError: INVALID_FIELD, or the model is not served.
         """
-        model, found = self._dispatcher.model(model_name), validation.Violations()
+        model, found = Visible(self._dispatcher, call).model(model_name), validation.Violations()
         validation.check_ids(found, "tokens", token_ids, model.vocab_size)
         tokenizer = await self._tokenizers.get(model.path)
         if tokenizer is None:
@@ -179,14 +175,17 @@ class Generations:
         with self._dispatcher.quotas.counted(call.tenant, call.quota):
             return await self._tokenizers.decode(tokenizer, token_ids, False, call.sharer)
 
-    def model_for(self, request: Prompted, tenant: str) -> str:
+    def model_for(self, request: Prompted, call: Call) -> str:
         """The name of the model that a prompt is for, where the request's stands for several."""
-        return self._limits.split_names.model_for(request, tenant, self._dispatcher.models)
+        names, visible = self._limits.split_names, Visible(self._dispatcher, call)
+        return names.model_for(request, call.tenant, visible)
 
-    async def _admit(self, request: GenerationRequest) -> tuple[ServedModel, Tokenizer | None]:
+    async def _admit(
+        self, request: GenerationRequest, call: Call
+    ) -> tuple[ServedModel, Tokenizer | None]:
         found = validation.check_request(request, self._limits)
         try:
-            model = self._dispatcher.model(request.input.model)
+            model = Visible(self._dispatcher, call).model(request.input.model)
         except errors.RouterError:
             # Errors that the client can correct come before those for which it can only wait.
             found.raise_if_any()

@@ -144,9 +144,9 @@ class ScriptedDispatcher:
     def model(self, name: str) -> ServedModel:
         if not self.served:
             raise errors.no_workers(name)
-        named = [model for model in self.served if name in ("", model.name)]
+        named = [model for model in self.served if name in ("", model.called)]
         if len(named) != 1:
-            raise errors.model_not_found(name, [model.name for model in self.served])
+            raise errors.model_not_found(name, [model.called for model in self.served])
         return named[0]
 
     def largest_pool_tokens(self, job: Job) -> int | None:

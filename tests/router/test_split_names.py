@@ -8,21 +8,28 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from frontdoor_kit import ScriptedDispatcher, plays
 from openai_kit import Port, open_port, says
 
 from baton.inference.v1 import inference_pb2 as api
+from router.doors.auth import NOBODY
 from router.jobs import ServedModel
 from router.requests.validation import Limits
 from router.settings import RouterSettings
 from router.split_names import SplitNames, SplitNamesError
+from router.visible import Visible
 
 MODELS = [ServedModel(name, "r", "/m", 100, 1000, (), 16) for name in ("a", "b", "c")]
+
+
+def visible(there: list[ServedModel]) -> Visible:
+    return Visible(ScriptedDispatcher(there, plays()), NOBODY)
 
 
 def chosen(names: SplitNames, count: int = 2000, served: str = "abc") -> list[str]:
     there = [model for model in MODELS if model.name in served]
     texts = (api.GenerationInput(model="chat", text=f"text {n}") for n in range(count))
-    return [names.model_for(one, "t", lambda: there) for one in texts]
+    return [names.model_for(one, "t", visible(there)) for one in texts]
 
 
 def test_shares_are_the_weights_and_a_model_that_leaves_moves_nobody_elses() -> None:
@@ -48,7 +55,7 @@ def test_a_conversation_is_known_by_its_first_turn_and_its_tenant() -> None:
         turns[1].content = first
         chats = [api.ChatPrompt(messages=turns[:count]) for count in (2, 4)]
         asked = [api.GenerationInput(model="chat", chat=chat) for chat in chats]
-        return [names.model_for(one, tenant, lambda: MODELS) for one in asked]
+        return [names.model_for(one, tenant, visible(MODELS)) for one in asked]
 
     found = [models(f"One {n}") for n in range(40)]
     assert all(first == later for first, later in found)

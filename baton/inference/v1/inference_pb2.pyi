@@ -1745,6 +1745,7 @@ class Model(_message.Message):
     MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     HAS_TOKENIZER_FIELD_NUMBER: _builtins.int
     PARENT_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name to use in requests."""
     revision: _builtins.str
@@ -1757,6 +1758,10 @@ class Model(_message.Message):
     """False where the model has no tokenizer: ids in, ids out."""
     parent: _builtins.str
     """An adapter (LoRA): the model that it changes. Empty for models."""
+    digest: _builtins.str
+    """An adapter: SHA-256 of its content, 64 hexadecimal digits. Another content under the same name
+    has another one. Empty for models.
+    """
     def __init__(
         self,
         *,
@@ -1766,10 +1771,11 @@ class Model(_message.Message):
         max_output_tokens: _builtins.int = ...,
         has_tokenizer: _builtins.bool = ...,
         parent: _builtins.str = ...,
+        digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_tokenizer", b"has_tokenizer", "max_context_tokens", b"max_context_tokens", "max_output_tokens", b"max_output_tokens", "name", b"name", "parent", b"parent", "revision", b"revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "has_tokenizer", b"has_tokenizer", "max_context_tokens", b"max_context_tokens", "max_output_tokens", b"max_output_tokens", "name", b"name", "parent", b"parent", "revision", b"revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,6 +11,7 @@ from router.doors.openai.logprobs import chat_logprobs
 from router.doors.openai.reply import Reply, ReplyDelta, ReplyOrder
 from router.doors.openai.schema import StreamOptions
 from router.doors.openai.turns import ChatRequest
+from router.visible import Visible
 
 if TYPE_CHECKING:
     from router.call import Call
@@ -99,9 +100,9 @@ class ChatCompletions:
         """
         request = parse(ChatRequest, body)
         tokenizer, generation = None, _generation(request)
-        generation.model = self._generations.model_for(generation, call.tenant)
+        generation.model = self._generations.model_for(generation, call)
         if request.logprobs:
-            model = self._dispatcher.model(generation.model)
+            model = Visible(self._dispatcher, call).model(generation.model)
             tokenizer = await self._tokenizers.get(model.path)
         kind = api.StreamGenerateRequest if request.stream else api.GenerateRequest
         order = ReplyOrder(

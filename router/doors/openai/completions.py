@@ -12,6 +12,7 @@ from router.doors.openai.logprobs import completion_logprobs
 from router.doors.openai.reply import Echo, Reply, ReplyDelta, ReplyOrder
 from router.doors.openai.schema import CompletionRequest, StreamOptions
 from router.errors import Violation
+from router.visible import Visible
 
 if TYPE_CHECKING:
     from router.call import Call
@@ -69,9 +70,9 @@ class Completions:
         """
         request = parse(CompletionRequest, body, self._shape.most_elements())
         tokenizer, first = None, _generation(request, request.prompt[0], None, client_tag).input
-        request.model = self._generations.model_for(first, call.tenant)
+        request.model = self._generations.model_for(first, call)
         if request.echo or request.logprobs is not None:
-            model = self._dispatcher.model(request.model)
+            model = Visible(self._dispatcher, call).model(request.model)
             tokenizer = await self._tokenizers.get(model.path)
         echoes: list[Echo | None] = [None] * len(request.prompt)
         if request.echo:

@@ -159,7 +159,7 @@ class Embeddings:
             raise errors.invalid_fields([Violation("dimensions", "must be at least 1")])
         in_decimal = asked.encoding_format != "base64"
         if in_decimal:
-            width = asked.dimensions or self._poolings.width(asked.model)
+            width = asked.dimensions or self._poolings.width(asked.model, call)
             if len(asked.input) * width > MOST_WRITTEN_NUMBERS:
                 rule = f"float is for at most {MOST_WRITTEN_NUMBERS} numbers in all; base64 is not"
                 raise errors.invalid_fields([Violation("encoding_format", rule)])

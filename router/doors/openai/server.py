@@ -48,6 +48,7 @@ from router.doors.responses.schema import ResponseRequest
 from router.errors import Violation
 from router.events import NO_EVENTS, RouterEvents
 from router.requests.bounds import BodyShape, most_connections
+from router.visible import Visible
 from serving.embedded_http import EmbeddedHttpServer
 from telemetry.rpc import TRACEPARENT
 from telemetry.tracing import context_of, trace_id_of
@@ -260,10 +261,10 @@ class _Pages:
 
     async def models(self, request: Request) -> Response:
         """All models served now; while there is none, the error that a generation would get."""
-        self._admit(request)
-        served = self._names.listed(self._dispatcher.models())
+        visible = self._admit(request)
+        served = self._names.listed(visible.models())
         if not served:
-            raise errors.no_workers(self._dispatcher.model("").name)
+            raise errors.no_workers(visible.model("").name)
         if _is_anthropics(request):
             return _json(models_page([model.called for model in served], self._started_s))
         models = [self._describe(model) for model in served]
@@ -271,9 +272,9 @@ class _Pages:
 
     async def model(self, request: Request) -> Response:
         """One of them."""
-        self._admit(request)
+        visible = self._admit(request)
         name = request.path_params["name"]
-        listed = self._names.listed(self._dispatcher.models())
+        listed = self._names.listed(visible.models())
         models = {model.called: model for model in listed}
         if name not in models:
             raise errors.model_not_found(name, list(models))
@@ -284,8 +285,7 @@ class _Pages:
     async def tokenizer(self, request: Request) -> Response:
         """The special tokens and the chat template of the model that `?model=` names. With
         /tokenize, a client can write its own prompts with them."""
-        self._admit(request)
-        model = self._dispatcher.model(request.query_params.get("model", ""))
+        model = self._admit(request).model(request.query_params.get("model", ""))
         try:
             tokenizer = await self._tokenizers.get(model.path)
         except Exception as error:
@@ -307,9 +307,11 @@ class _Pages:
         """The release."""
         return _json({"version": __version__})
 
-    def _admit(self, request: Request) -> None:
+    def _admit(self, request: Request) -> Visible:
+        """What the caller sees."""
         dialect = MESSAGES_DIALECT if _is_anthropics(request) else CHATS
-        self._gate.caller_of(dialect.authorization(request.headers))
+        caller = self._gate.caller_of(dialect.authorization(request.headers))
+        return Visible(self._dispatcher, caller)
 
     def _describe(self, model: ServedModel) -> JSON:
         parent = {"parent": model.name} if model.adapter else {}

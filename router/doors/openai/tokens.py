@@ -9,6 +9,7 @@ from router.doors.http.parsing import parse
 from router.doors.http.said import Said
 from router.doors.openai.schema import DetokenizeRequest
 from router.doors.openai.turns import TokenizeRequest
+from router.visible import Visible
 
 if TYPE_CHECKING:
     from router.call import Call
@@ -40,7 +41,7 @@ class Tokens:
         )
         async with self._generations.deadline(call):
             response = await self._generations.tokenize(request, call)
-        model = self._dispatcher.model(asked.model)
+        model = Visible(self._dispatcher, call).model(asked.model)
         return Said(
             {
                 "count": len(response.token_ids),
