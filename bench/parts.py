@@ -81,11 +81,9 @@ class Callbacks(NamedTuple):
     """The callbacks of a loop since the last look."""
 
     ended: int
-    long: int
-    """Callbacks that took longer than `LONG_S`."""
-    longest_s: float
-    longest: str
-    """Name of the function, or of the task's."""
+    long: dict[str, tuple[int, float, float]]
+    """Callbacks that took longer than `LONG_S`, by the name of the function, or of the task: how
+    many, and their CPU seconds together and at most."""
 
 
 class Stopwatch:
@@ -93,7 +91,7 @@ class Stopwatch:
     callbacks cannot be seen, so such a router is slower than one that serves."""
 
     def __init__(self) -> None:
-        self._seen = Callbacks(0, 0, 0.0, "")
+        self._seen = Callbacks(0, {})
         inner = asyncio.events.Handle._run
 
         def timed(handle: asyncio.Handle) -> None:
@@ -105,15 +103,16 @@ class Stopwatch:
 
     def look(self) -> Callbacks:
         """What was seen since the last look."""
-        seen, self._seen = self._seen, Callbacks(0, 0, 0.0, "")
+        seen, self._seen = self._seen, Callbacks(0, {})
         return seen
 
     def _note(self, name: str, took_s: float) -> None:
         if name == READER:
             return
-        seen = self._seen
-        longest = max((seen.longest_s, seen.longest), (took_s, name))
-        self._seen = Callbacks(seen.ended + 1, seen.long + (took_s > LONG_S), *longest)
+        self._seen = self._seen._replace(ended=self._seen.ended + 1)
+        if took_s > LONG_S:
+            count, all_s, longest_s = self._seen.long.get(name, (0, 0.0, 0.0))
+            self._seen.long[name] = count + 1, all_s + took_s, max(longest_s, took_s)
 
 
 def _name_of(handle: asyncio.Handle) -> str:

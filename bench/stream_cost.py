@@ -126,11 +126,16 @@ def print_crowd(crowd: Crowd, readings: Sequence[tuple[Reading, Reading]]) -> No
             print(f"    {part:20} {share:4.0%} {share * loop_s / count * 1e6:7.1f} us", flush=True)
     for _, after in readings if crowd.callbacks else ():
         seen = Callbacks(*after.callbacks)
+        long = sum(many for many, _, _ in seen.long.values())
         print(
-            f"    {seen.ended} callbacks, {seen.ended / count:.0f} each, {seen.long} longer than "
-            f"{LONG_S * 1e3:g} ms, the longest {seen.longest_s * 1e3:.2f}: {seen.longest}",
+            f"    {seen.ended} callbacks, {seen.ended / count:.0f} each, {long / seen.ended:.1%} "
+            f"longer than {LONG_S * 1e3:g} ms:",
             flush=True,
         )
+        for name, (many, all_s, longest_s) in sorted(seen.long.items(), key=lambda one: -one[1][1]):
+            mean, longest = 1e3 * all_s / many, 1e3 * longest_s
+            shown = f"{many / count:5.2f} each, mean {mean:.2f}, longest {longest:.2f} ms"
+            print(f"        {name:50} {shown}", flush=True)
 
 
 def _load() -> str:
