@@ -136,15 +136,16 @@ class Cluster:
 
     def __init__(self, prefill: int, decode: int, balance: Balance | None) -> None:
         roles = [PREFILL] * prefill + [DECODE] * decode
-        self.workers = [self._worker(number, role) for number, role in enumerate(roles)]
+        self.workers = [self.worker(number, role) for number, role in enumerate(roles)]
         self.balance = balance
         self.moves: list[tuple[float, str]] = []
-        self._prompts: deque[Request] = deque()
+        self.prompts: deque[Request] = deque()
         self._delivered: list[tuple[float, int, Request]] = []
         self._waiting: deque[Request] = deque()
 
     @staticmethod
-    def _worker(number: int, role: worker_pb2.WorkerRole.ValueType) -> Worker:
+    def worker(number: int, role: worker_pb2.WorkerRole.ValueType) -> Worker:
+        """A new one."""
         load = worker_pb2.Load(
             max_sequences=MOST_ROWS,
             total_pages=RATES.kv_tokens // PAGE,
@@ -158,15 +159,15 @@ class Cluster:
         """Serves all of them."""
         coming, now_s = deque(requests), 0.0
         tick_s, looked_s = 0.02, 0.0
-        while coming or self._prompts or self._delivered or self._waiting or self._running():
+        while coming or self.prompts or self._delivered or self._waiting or self._running():
             now_s += tick_s
             while coming and coming[0].at_s <= now_s:
-                self._prompts.append(coming.popleft())
+                self.prompts.append(coming.popleft())
             self._compute(now_s)
             self._decode(now_s)
-            if self.balance is not None and now_s - looked_s >= LOOK_S:
+            if now_s - looked_s >= LOOK_S:
                 looked_s = now_s
-                self._look(now_s, self.balance)
+                self.look(now_s)
             if now_s > requests[-1].at_s + HOUR_S:
                 return  # What is left was never served.
 
@@ -176,12 +177,12 @@ class Cluster:
     def _compute(self, now_s: float) -> None:
         """Prompts go to the worker that is free first. Those that wait for a decode worker with
         room stay in the queue, as in the router."""
-        while self._prompts:
+        while self.prompts:
             may = [one for one in self.workers if one.takes(PREFILL) and one.free_s <= now_s]
-            room = any(one.takes(DECODE) and one.has_room(self._prompts[0]) for one in self.workers)
+            room = any(one.takes(DECODE) and one.has_room(self.prompts[0]) for one in self.workers)
             if not may or not room:
                 return
-            worker, one = min(may, key=lambda each: each.free_s), self._prompts.popleft()
+            worker, one = min(may, key=lambda each: each.free_s), self.prompts.popleft()
             took_s = PREFILL_STEP_S + one.prompt * RATES.prefill_token_s
             begun_s = max(worker.free_s, one.at_s + ROUTER_S, now_s - 0.02)
             worker.free_s = begun_s + took_s
@@ -206,25 +207,28 @@ class Cluster:
             worker.context += one.prompt + one.output
             heapq.heappush(worker.rows, (worker.tokens + one.output - 1, id(one), one))
 
-    def _look(self, now_s: float, balance: Balance) -> None:
+    def look(self, now_s: float) -> None:
+        """What whoever changes the cluster does each second: here the balance."""
+        if self.balance is None:
+            return
         for worker in self.workers:
             worker.report(now_s)
             if worker.next_role and (not worker.rows or now_s >= worker.until_s):
-                self._leave(worker)
+                self.give_back(worker)
+                worker.identity.role, worker.next_role = worker.next_role, 0  # type: ignore[assignment]
         members: Any = self.workers
-        for worker_id, role, _ in balance.look(now_s, members, {"m": len(self._prompts)}):
+        for worker_id, role, _ in self.balance.look(now_s, members, {"m": len(self.prompts)}):
             worker = next(one for one in self.workers if one.worker_id == worker_id)
             worker.next_role, worker.until_s = role, now_s + DRAIN_S
             self.moves.append((now_s, "P" if role == PREFILL else "D"))
 
-    def _leave(self, worker: Worker) -> None:
-        """The worker has its new role; others go on with what it still ran."""
+    def give_back(self, worker: Worker) -> None:
+        """Others go on with what the worker still ran."""
         for ends, _, one in worker.rows:
             done = max(0, one.output - 1 - int(ends - worker.tokens))
             one.prompt, one.output = one.prompt + done, one.output - done
-            self._prompts.appendleft(one)
+            self.prompts.appendleft(one)
         worker.rows, worker.context = [], 0
-        worker.identity.role, worker.next_role = worker.next_role, 0  # type: ignore[assignment]
 
 
 def load_of(name: str) -> list[Request]:

@@ -16,10 +16,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import yaml
 from certificate_kit import authority
 from compose_kit import Container
-from node_kit import install
+from jsonschema import Draft7Validator
+from node_kit import install, run_program
 from stand_in_names import NAMES
 
 from serving.net.certificates import issue
@@ -29,6 +31,8 @@ CHART = KUBERNETES / "baton"
 VALUES = sorted((KUBERNETES / "values").glob("*.yaml"))
 NODE = Path(__file__).resolve().parent / "node"
 RELEASE = "house"
+VERSION = "1.35"
+"""Of Kubernetes, whose schemas are at hand."""
 
 
 @cache
@@ -53,6 +57,25 @@ def manifests(values: Path, *more: str) -> list[dict[str, Any]]:
     done = run_helm("template", RELEASE, CHART, "--values", values, *more)
     assert done.returncode == 0, done.stderr
     return [one for one in yaml.safe_load_all(done.stdout) if one is not None]
+
+
+def faults(made: list[dict[str, Any]], folder: Path) -> list[str]:
+    """What the schemas of Kubernetes and of others' kinds say of manifests."""
+    own = yaml.safe_load((NODE.parent / "schemas.yaml").read_text())
+    others, found = [], []
+    for one in made:
+        if one["kind"] in own:
+            found += [str(each) for each in Draft7Validator(own[one["kind"]]).iter_errors(one)]
+        elif ".k8s.io/" in one["apiVersion"] or "." not in one["apiVersion"]:
+            try:
+                kubernetes_validate.validate(one, VERSION, strict=True)
+            except kubernetes_validate.ValidationError as error:
+                found.append(f"{one['kind']} {one['metadata']['name']}: {error.message}")
+        else:
+            others.append(one)
+    (folder / "others.json").write_text(json.dumps(others))
+    found += run_program("check.mjs", str(folder / "others.json"), folder=NODE)
+    return found
 
 
 def pods(made: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:

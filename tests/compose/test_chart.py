@@ -6,9 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
-from chart_kit import CHART, RELEASE, VALUES, Cluster, manifests, pods, run_helm
+from chart_kit import CHART, RELEASE, VALUES, Cluster, faults, manifests, pods, run_helm
 from tiny_models import write_tiny_model
 
 from baton.client.clients import Client
@@ -17,23 +16,19 @@ from serving.settings import resolve
 from worker.settings import WorkerSettings
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(300)]
-KUBERNETES = "1.35"
-OTHERS = {"Certificate", "InferencePool", "Issuer", "PodMonitor"}
-"""Kinds whose schemas are not at hand."""
 POOLS = "--set-json=pools="
 ONE = '[{"name": "all", "role": "both", "replicas": 1}]'
+SCALED = POOLS + '[{"name": "a", "role": "both", "scaling": {"min": 2, "max": 4}}]'
 
 
 @pytest.mark.parametrize("values", VALUES, ids=lambda path: path.stem)
 def test_helm_and_kubernetes_take_every_values_file(
-    values: Path, monkeypatch: pytest.MonkeyPatch
+    values: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = run_helm("lint", "--strict", CHART, "--values", values)
     assert done.returncode == 0, done.stdout
     made = manifests(values)
-    for one in made:
-        if one["kind"] not in OTHERS:
-            kubernetes_validate.validate(one, KUBERNETES, strict=True)
+    assert faults(made, tmp_path) == []
     names = [(one["kind"], one["metadata"]["name"]) for one in made]
     assert len(names) == len(set(names))
     for name, pod in pods(made):
@@ -60,6 +55,17 @@ def _check_pod(name: str, pod: dict[str, Any], patch: pytest.MonkeyPatch) -> Non
     assert pod["securityContext"]["runAsNonRoot"]
 
 
+def test_a_field_that_no_schema_knows_is_a_fault(tmp_path: Path) -> None:
+    made = manifests(next(path for path in VALUES if path.stem == "two-pools"))
+    for one in made:
+        one["spec" if "spec" in one else "data"]["unknown"] = {}
+    kinds = {"ConfigMap", "Issuer", "Certificate", "PodMonitor", "InferencePool", "StatefulSet"}
+    told = "\n".join(faults(made, tmp_path))
+    assert "unknown" in told
+    assert len(made) == len(faults(made, tmp_path)), told
+    assert kinds <= {one["kind"] for one in made}
+
+
 @pytest.mark.parametrize(
     ("set_", "message"),
     [
@@ -77,11 +83,19 @@ def _check_pod(name: str, pod: dict[str, Any], patch: pytest.MonkeyPatch) -> Non
         (["--set=pools[0].secretEnv=No_name"], "at '/pools/0/secretEnv'"),
         (["--set=pools[0].grace=3"], "additional properties 'grace' not allowed"),
         (["--set=router.drainSeconds=-1"], "at '/router/drainSeconds'"),
+        ([POOLS + ONE.replace("1}", '1, "scaling": {"min": 1, "max": 2}}')], "oneOf"),
+        ([POOLS + '[{"name": "a", "role": "both"}]'], "oneOf"),
+        ([SCALED, "--set=scaling.by="], "scaling.by has to be keda or hpa"),
+        ([SCALED, "--set=monitor.enabled=false"], "monitor.enabled has to be true"),
+        ([SCALED, "--set=scaling.prometheus="], "scaling.prometheus: where KEDA"),
+        ([SCALED.replace('"max": 4', '"max": 1')], "scaling.max is less than scaling.min"),
+        (["--set=scaling.by=cpu"], "at '/scaling/by'"),
         (["--set=inferencePool.enabled=true"], "inferencePool.picker: the Service"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(set_: list[str], message: str) -> None:
-    good = ["--set=model=demo", POOLS + ONE]
+    good = ["--set=model=demo", POOLS + ONE, "--set=monitor.enabled=true"]
+    good += ["--set=scaling.by=keda", "--set=scaling.prometheus=http://prometheus:9090"]
     done = run_helm("template", RELEASE, CHART, *good)
     assert done.returncode == 0, done.stderr
     bad = run_helm("template", RELEASE, CHART, *good, *set_)
