@@ -115,6 +115,12 @@ class EngineConfig(Bounds):
         return self.pp * self.tp
 
     @property
+    def gpu_share(self) -> float:
+        """A rank's share of its GPU's memory. A GPU that is named is that of all ranks."""
+        shared = self.device.startswith("cuda:")
+        return self.gpu_memory_utilization / (self.ranks if shared else 1)
+
+    @property
     def rank_host_bytes(self) -> int:
         """A rank's part of the host memory."""
         return self.kv_host_bytes // self.tp

@@ -256,8 +256,9 @@ class Worker:
     def _watch_gpus(self) -> None:
         device = self.engine.pool.device
         if device.type == "cuda":
-            others = (device_of(device.type, rank) for rank in range(1, self.settings.ranks))
-            gpus = [device, *others]
+            shared = self.settings.device.startswith("cuda:")
+            ranks = range(1, 1 if shared else self.settings.ranks)
+            gpus = [device, *(device_of(device.type, rank) for rank in ranks)]
             uuids = [torch.cuda.get_device_properties(gpu).uuid for gpu in gpus]
             self.metrics.watch_gpus([gpu_reader(f"GPU-{uuid}") for uuid in uuids])
 

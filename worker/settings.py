@@ -340,10 +340,8 @@ class WorkerSettings(BaseModel):
             raise ValueError(
                 "transport nccl cannot serve several ranks; use nixl, or tp 1 and pp 1"
             )
-        if self.device.startswith("cuda:"):
-            raise ValueError(
-                "device cuda:N names one GPU for several ranks; use cuda, or tp 1 and pp 1"
-            )
+        if self.device.startswith("cuda:") and self.tp > 1:
+            raise ValueError("device cuda:N names one GPU for several ranks; use cuda, or tp 1")
         return self
 
     @model_validator(mode="after")

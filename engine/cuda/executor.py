@@ -16,8 +16,9 @@ Invariant: everything that touches the pool, the token table or the packed input
 stream, in the order launched.
 
 Each of several ranks runs every step. Sums are in its kernels and graphs, and its end is in
-`engine.cuda.ranks.drawing`. All ranks capture the same graphs in the same order: what is captured
-runs once before, and there each waits for the others.
+`engine.cuda.ranks.drawing`. The ranks of a stage capture the same graphs in the same order: what is
+captured runs once before, and there each waits for the others. Between stages, hidden states come
+before a step's kernels and go behind them (`engine.cuda.steps.handing`), outside of graphs.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -49,9 +50,11 @@ from engine.cuda.ranks.drawing import (
     with_failures,
     with_rest,
 )
+from engine.cuda.ranks.passing import NoSampling
 from engine.cuda.speculation.drawing import Drafting, DraftSampling, widths_of
 from engine.cuda.speculation.heads import FusedHead, HeadParts, HeadStep
 from engine.cuda.steps.graphs import StepGraph, captured, replay_s
+from engine.cuda.steps.handing import Handing
 from engine.cuda.steps.inputs import Inputs, attention_of, ends_of, narrowed_of
 from engine.cuda.steps.packing import PackedStep, Width, pack, reads_of, width_of
 from engine.cuda.steps.shapes import PROMPT_ROWS, Shape, Shapes, most_integers
@@ -64,6 +67,7 @@ from engine.sampling import Sampler
 from engine.sampling.beams import BeamTables
 from engine.step.executor import Launched
 from engine.step.hooks import Narrowed
+from engine.step.lanes import lanes_of
 from engine.step.plan import StepPlan, StepResult
 from engine.step.sampling import Masks, words_of
 from faults import failpoints
@@ -76,7 +80,7 @@ class _Computed(NamedTuple):
     hidden: Tensor
     """[R, H]"""
     logits: Tensor
-    """[R, vocab]"""
+    """[R, vocab]; in other stages than the last the same as `hidden`."""
     spoilt: Tensor | None
     """[R] int32: see `PagedGroups.spoilt`."""
 
@@ -119,7 +123,9 @@ class CudaExecutor:
         self._beams = BeamTables(self._nobody, pools, self._write, device)
         if drafting is None or sampler is None:
             self._token_table = torch.zeros(self._nobody + 1, dtype=torch.int32, device=device)
-            self._drawing: Drawing = drawing_of(model, sampler, self._token_table, self._beams)
+            self._drawing: Drawing = NoSampling(model.config.vocab_size)
+            if model.shard.is_last:
+                self._drawing = drawing_of(model, sampler, self._token_table, self._beams)
         else:
             self._token_table = drafting.tables.next
             self._drawing = DraftSampling(sampler, drafting, self._beams)
@@ -127,16 +133,19 @@ class CudaExecutor:
         """Pages that a KV head of a narrowed row reads in a graph."""
         self._kv_heads = pools.first.num_kv_heads
         narrows = self._most_chosen > 0
-        kinds = {"narrows": narrows, "adapts": adapters is not None}
+        stages = model.shard.stages
+        kinds = {"narrows": narrows, "adapts": adapters is not None, "mixes": stages == 1}
         self._shapes = Shapes(bounds, self._kv_heads, widths=widths, **kinds)
         shapes = self._shapes.all
-        widths_of_groups = self._widths(max(bounds.max_step_tokens, shapes[0].tokens))
-        widest = [max_pages, *(width.columns for width in widths_of_groups)]
-        self._staging = StepStaging(most_integers(bounds, shapes[0], widest), device)
+        most_tokens = max(bounds.max_step_tokens, shapes[0].tokens)
+        widest = [max_pages, *(width.columns for width in self._widths(most_tokens))]
+        self._handing = Handing(model, most_tokens)
+        buffers = 2 if stages == 1 else 2 * lanes_of(stages, 1).flights
+        self._staging = StepStaging(most_integers(bounds, shapes[0], widest), device, buffers)
         most_rows = max(shape.rows for shape in shapes)
         tables = None if drafting is None else drafting.tables
         if adapters is not None:
-            adapters.reserve(max(bounds.max_step_tokens, shapes[0].tokens), most_rows)
+            adapters.reserve(most_tokens, most_rows)
         self._make_inputs = partial(Inputs, max_pages=widest, device=device, drafts=tables)
         self._inputs = self._make_inputs(shapes[0], most_rows)
         self._head: FusedHead | None = None
@@ -256,6 +265,7 @@ class CudaExecutor:
         shape, narrowed = self._hooked.begin(plan, self._shapes, self._page_size)
         if plan.num_tokens == 0:
             self._ranks.barrier()
+            self._handing.pass_on()
             return self._finish(with_failures(nothing_drawn, self._hooked.end(None)))
         draw = self._exact(plan, narrowed) if shape is None else self._padded(plan, shape, narrowed)
         draw = draw._replace(failures=self._hooked.end(narrowed))
@@ -294,6 +304,7 @@ class CudaExecutor:
 
     def _padded(self, plan: StepPlan, shape: Shape, narrowed: Narrowed | None) -> Draw:
         packed = self._pack(plan, shape, narrowed)
+        self._handing.take(shape.tokens)
         ready, hidden = self._graphs.get(shape), None
         then: Callable[[], None] = partial(self._go_on, packed)
         if ready is None:
@@ -302,10 +313,18 @@ class CudaExecutor:
             ready.graph.replay()
             _, hidden, logits, spoilt, _ = ready
             then = ready.go_on
+        if not self._handing.is_last:
+            return self._handed_on(packed)
         pooled = pooled_of(plan, hidden, shape.decode_tokens)
         draw = self._draw(plan, packed, logits, self._inputs)
         spoilt = spoilt_of(plan, spoilt, shape.decodes, self._ranks)
         return draw._replace(pooled=pooled, spoilt=spoilt, then=then)
+
+    def _handed_on(self, packed: PackedStep) -> Draw:
+        """The end of a step in another stage than the last."""
+        self._handing.give(packed.shape.tokens)
+        nothing = packed.slots[:0]
+        return Draw(nothing, nothing, None, reads_whole=False, scores=[])
 
     def _draw(self, plan: StepPlan, packed: PackedStep, logits: Tensor, inputs: Inputs) -> Draw:
         """The draw of a padded step."""
@@ -352,8 +371,10 @@ class CudaExecutor:
             ends_of(packed, inputs),
             self._hooked.attend(self._attention.first, narrowed, differ=packed.shape.differ),
             self._tapped(packed.shape),
+            self._handing.states(packed.shape.tokens),
         )
-        return _Computed(hidden, self._forward.logits(hidden), self._attention.spoilt())
+        logits = self._forward.logits(hidden) if self._handing.is_last else hidden
+        return _Computed(hidden, logits, self._attention.spoilt())
 
     # -- steps with longer prompts --------------------------------------------------------------
 
@@ -388,8 +409,11 @@ class CudaExecutor:
         ends, scores = ends_of(packed, inputs), []
         given = inputs[0].token_ids, inputs[0].positions, [group.stores for group in inputs]
         all_states = plan.reads_all_states
-        tapped = self._tapped(shape)
-        hidden = self._forward.hidden(*given, None if all_states else ends, hooked, tapped)
+        tapped, states = self._tapped(shape), self._handing.states(shape.tokens)
+        self._handing.take(shape.tokens)
+        hidden = self._forward.hidden(*given, None if all_states else ends, hooked, tapped, states)
+        if not self._handing.is_last:
+            return self._handed_on(packed)
         pooled = pooled_of(plan, hidden, None if all_states else shape.decode_tokens)
         if all_states:
             logits_of = self._forward.logits

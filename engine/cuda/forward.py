@@ -88,7 +88,7 @@ class FusedForward:
         self._entry = Join(None, parts[0].before, parts[0].reader, 1.0)
         factor = model.config.residual_scale
         readers = [*((part.before, part.reader, part.again, part.rounds_one) for part in parts[1:])]
-        readers.append((model.norm, None, False, False))
+        readers.append((model.norm if model.shard.is_last else None, None, False, False))
         self._parts: list[tuple[_Sublayer, Join, Joined]] = [
             (
                 part,
@@ -115,6 +115,7 @@ class FusedForward:
         ends: RowEnds | None = None,
         hooked: Attend | None = None,
         tapped: Tensor | None = None,
+        states: Tensor | None = None,
     ) -> Tensor:
         """[T] int32 ids at [T] positions, stored at [T] places of each group's pool -> [T, H].
 
@@ -122,9 +123,15 @@ class FusedForward:
         of the other tokens only that is read later, so the rest of their work is left out.
         With `hooked`, hooks are around attention, and every layer computes all tokens. Else the
         attention backend must have been prepared for this step. `tapped` takes the taps.
+
+        Of several stages, `states` are [T, H] that the stage before has made; in the first one they
+        are overwritten by the embedding. Other stages than the last change them to what is handed
+        on, of all tokens, and return them.
         """
+        if not self._model.shard.is_last:
+            ends = None
         is_whole = hooked is not None or (tapped is not None and self._taps_all)
-        residual = self._model.embed(token_ids)
+        residual = self._entered(token_ids, states)
         inputs = self._model.inputs
         step = StepTokens(
             positions,
@@ -158,6 +165,14 @@ class FusedForward:
         assert isinstance(x, Tensor)
         self._tap(len(self._parts), residual, tapped)
         return x if ends is None or not is_whole else x.index_select(0, ends.tokens)
+
+    def _entered(self, token_ids: Tensor, states: Tensor | None) -> Tensor:
+        """[T, H]: what enters the first layer here, which may be overwritten."""
+        if states is None:
+            return self._model.embed(token_ids)
+        if self._model.shard.is_first:
+            states.copy_(self._model.embed(token_ids))
+        return states
 
     def _tap(self, at: int, residual: Tensor, tapped: Tensor | None) -> None:
         """Keeps what enters the part there, if it is wanted."""

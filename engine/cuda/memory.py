@@ -7,6 +7,7 @@ import torch
 from engine.attention.grouped import PagedGroups
 from engine.attention.paged import PagedStep
 from engine.bounds import Bounds
+from engine.cuda.steps.handing import Handing
 from engine.cuda.steps.shapes import LONGEST_GRAPH
 from engine.cuda.wrapped import forward_of
 from engine.groups.spec import State
@@ -62,7 +63,7 @@ def bytes_left(
     graphs = GRAPH_BYTES + step * min(1.0, LONGEST_GRAPH / bounds.max_step_tokens)
     if bounds.max_adapters:  # Steps with adapters have graphs of their own.
         graphs += GRAPH_BYTES
-    if model.collective.size > 1:
+    if model.collective.size > 1 or model.shard.stages > 1:
         graphs += RANKS_BYTES
     if drafts:
         sampling += _bytes_for_drafts(bounds, model.config.vocab_size, drafts)
@@ -93,5 +94,8 @@ def _run_largest(model: Decoder, scratch: KvPools, attention: PagedGroups, bound
     attention.prepare([states if isinstance(kind, State) else step for kind in kinds])
     forward = forward_of(model, scratch, attention, bounds.max_context_tokens)
     stores = SCRATCH_PAGE * page_size + positions % page_size
-    hidden = forward.hidden(torch.zeros_like(positions), positions, [stores] * len(scratch))
-    forward.logits(hidden[: bounds.max_sequences])
+    tokens, handing = torch.zeros_like(positions), Handing(model, size)
+    places = [stores] * len(scratch)
+    hidden = forward.hidden(tokens, positions, places, states=handing.states(size))
+    if handing.is_last:
+        forward.logits(hidden[: bounds.max_sequences])

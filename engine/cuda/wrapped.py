@@ -88,9 +88,11 @@ class WrappedForward:
         ends: RowEnds | None = None,
         hooked: Attend | None = None,
         tapped: Tensor | None = None,
+        states: Tensor | None = None,
     ) -> Tensor:
         """See `FusedForward`. Every layer computes all tokens."""
         assert tapped is None, "a head reads layers of our decoder"
+        assert states is None, "it has one stage"
         attend = hooked or self._attention.attend
         paged = _Paged(self._pools, attend, stores, self._tables)
         hidden: Tensor = self._model(token_ids.long(), positions.long(), paged)

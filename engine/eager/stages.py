@@ -21,6 +21,8 @@ class GlooStages:
     next step meanwhile.
     """
 
+    waits_on_host = True
+
     def __init__(self, stage: int, count: int) -> None:
         """Not joined yet: see `join`."""
         self.is_first = stage == 0
@@ -46,3 +48,9 @@ class GlooStages:
             while len(self._sent) >= _UNSENT:
                 self._sent.popleft()[0].wait()
             self._sent.append((self._group.send([x], self._stage + 1, 0), x))
+
+    def let_go(self) -> None:
+        """The ranks are lost. A rank that ends closes its connections, which ends waits for it."""
+
+    def close(self) -> None:
+        """Stages do nothing together any more."""

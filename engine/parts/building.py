@@ -153,7 +153,7 @@ def _memory_left(
         return memory.CPU_POOL_BYTES
     from engine.cuda.memory import bytes_left
 
-    share = config.gpu_memory_utilization
+    share = config.gpu_share
     most_pages = int(torch.cuda.mem_get_info(device)[1] * share) // page_bytes
     context = context_of(config, loaded, most_pages)
     bounds = replace(config, max_context_tokens=max(context, config.page_size))

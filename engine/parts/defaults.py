@@ -77,13 +77,13 @@ def check_memory(config: EngineConfig, weights: Weights, device: torch.device) -
 
 
 def _check_ranks(config: EngineConfig, device: str) -> None:
-    if obstacle := _ranks_obstacle(config, on_gpu=device != "cpu"):
+    if obstacle := _ranks_obstacle(config):
         raise EngineError(obstacle)
-    if config.tp > 1 and device != "cpu":
+    if config.ranks > 1 and device != "cpu":
         _check_gpus(config, device)
 
 
-def _ranks_obstacle(config: EngineConfig, *, on_gpu: bool) -> str:
+def _ranks_obstacle(config: EngineConfig) -> str:
     """Why the model cannot have such ranks; empty: it can."""
     for name, count in (("tp", config.tp), ("pp", config.pp)):
         if count < 1:
@@ -96,8 +96,6 @@ def _ranks_obstacle(config: EngineConfig, *, on_gpu: bool) -> str:
         return ""
     if config.ranks > MOST_RANKS:
         return f"pp {pp} times tp {config.tp} must be at most {MOST_RANKS} ranks"
-    if on_gpu:
-        return f"pp {pp} works on CPUs for now: set device to cpu, or pp to 1 and tp to {pp}"
     if config.speculates:
         return (
             f"speculation {config.speculation} needs pp 1: drafts are verified a step ahead of the"
@@ -121,14 +119,19 @@ def _ranks_obstacle(config: EngineConfig, *, on_gpu: bool) -> str:
 
 
 def _check_gpus(config: EngineConfig, device: str) -> None:
-    """Each of several ranks has a GPU."""
-    tp, count = config.tp, torch.cuda.device_count()
+    """Each of several ranks has a GPU. Stages of one rank may share the one that is named."""
+    tp, ranks, count = config.tp, config.ranks, torch.cuda.device_count()
     if device != "cuda":
-        raise EngineError(f"{device} names one GPU for {tp} ranks: set device to cuda, or tp to 1")
-    if tp > count:
+        if tp > 1:
+            raise EngineError(
+                f"{device} names one GPU for {tp} ranks: set device to cuda, or tp to 1"
+            )
+        return
+    if ranks > count:
+        wanted = f"tp {tp}" if config.pp == 1 else f"pp {config.pp} times tp {tp}"
         raise EngineError(
-            f"tp {tp} needs {tp} GPUs, and {count} can be seen here: set tp to at most {count}, or"
-            " device to cpu"
+            f"{wanted} needs {ranks} GPUs, and {count} can be seen here: set it to at most {count},"
+            " or device to cpu"
         )
 
 

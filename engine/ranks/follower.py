@@ -79,7 +79,8 @@ class Follower:
         self._config, self._beside = read_config(folder)
         self._rank = rank
         self._device = device_of(self._config.device, rank)
-        own = self._group = RankGroup(self._device, rank, Grid(self._config.pp, self._config.tp))
+        grid = Grid(self._config.pp, self._config.tp)
+        own = self._group = RankGroup(self._config.device, rank, grid)
         self._figures = RankStats(folder, size)
         self._collective, self._stages = watched(own.collective, own.stages, self._figures, rank)
         self._errors: SimpleQueue[BaseException] = SimpleQueue()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,16 +13,22 @@ from engine.step.collective import Alone
 from engine.step.grid import Grid
 from engine.step.stages import OneStage, Stages
 
+if TYPE_CHECKING:
+    from engine.cuda.ranks.stages import NcclStages
+
 
 class RankGroup:
     """What a rank does with others: with those of its stage, and with the stages beside its own."""
 
-    def __init__(self, device: torch.device, rank: int, grid: Grid) -> None:
-        """Not joined yet."""
-        self._grid = grid
+    def __init__(self, device: str, rank: int, grid: Grid) -> None:
+        """Not joined yet. `device`: the worker's."""
+        own = device_of(device, rank)
         self._stage, self._within = grid.stage_of(rank), grid.within(rank)
-        self._beside = _collective_on(device, self._within, grid.tp) if grid.tp > 1 else None
-        self._stages = GlooStages(self._stage, grid.stages) if grid.stages > 1 else None
+        self._beside = _collective_on(own, self._within, grid.tp) if grid.tp > 1 else None
+        self._stages = None
+        if grid.stages > 1:
+            apart = torch.device(device).index is None
+            self._stages = _stages_on(own, self._stage, grid.stages, apart=apart)
 
     @property
     def collective(self) -> GroupCollective | Alone:
@@ -46,18 +53,22 @@ class RankGroup:
 
     def let_go(self) -> None:
         """Ends every wait of this rank for another one, for good: the ranks are lost."""
-        if self._beside is not None:
-            self._beside.let_go()
+        for own in (self._stages, self._beside):
+            if own is not None:
+                own.let_go()
 
     def close(self) -> None:
         """No rank will do anything together any more."""
-        if self._beside is not None:
-            self._beside.close()
+        for own in (self._stages, self._beside):
+            if own is not None:
+                own.close()
 
 
 def device_of(device: str, rank: int) -> torch.device:
-    """A rank's device, where the worker has this one: a GPU each, in the order of ranks."""
-    return torch.device(device) if device == "cpu" else torch.device(device, rank)
+    """A rank's device, where the worker has this one: a GPU each, in the order of ranks. A GPU that
+    is named is that of all."""
+    own = torch.device(device)
+    return own if own.type == "cpu" or own.index is not None else torch.device(own.type, rank)
 
 
 def _collective_on(device: torch.device, rank: int, size: int) -> GroupCollective:
@@ -67,3 +78,17 @@ def _collective_on(device: torch.device, rank: int, size: int) -> GroupCollectiv
     from engine.cuda.ranks.collective import CudaCollective
 
     return CudaCollective(rank, size, device)
+
+
+def _stages_on(
+    device: torch.device, stage: int, count: int, *, apart: bool
+) -> GlooStages | NcclStages:
+    """How hidden states go from a stage on this device to others. `apart`: each rank has a GPU of
+    its own."""
+    if device.type == "cpu":
+        return GlooStages(stage, count)
+    from engine.cuda.ranks.stages import HostStages, NcclStages
+
+    if apart:
+        return NcclStages(stage, count, device)
+    return HostStages(stage, count)

@@ -32,7 +32,7 @@ from engine.config import EngineConfig
 from engine.ranks import process
 from engine.ranks.copies import DIRECTIONS, LOAD, SAVE, CopyingRanks, MemoryInbox, SharedMover
 from engine.ranks.executor import RankedExecutor
-from engine.ranks.groups import RankGroup, device_of
+from engine.ranks.groups import RankGroup
 from engine.ranks.keeper import Keeper, Pulse, RankError
 from engine.ranks.stats import RankLoad, RankStats, Stage, watched
 from engine.ranks.steps import encode
@@ -201,7 +201,7 @@ class HostRanks:
         self.memories: list[list[int]] = []
         self._beside = beside
         grid = Grid(config.pp, config.tp)
-        own = self._group = RankGroup(device_of(config.device, 0), 0, grid)
+        own = self._group = RankGroup(config.device, 0, grid)
         self._folder = Path(tempfile.mkdtemp(prefix="baton-ranks-"))
         self.stats = RankStats(self._folder, grid.size, create=True, beside=grid.tp)
         """What each rank does with its time."""

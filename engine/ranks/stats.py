@@ -216,12 +216,25 @@ def watched(
     group: GroupCollective | Alone, stages: Stages, stats: RankStats, rank: int
 ) -> tuple[Collective, Stages]:
     """What a rank does with others, with its row of stats."""
-    if isinstance(group, Alone) or group.waits_on_host:
+    if stages.waits_on_host if isinstance(group, Alone) else group.waits_on_host:
         clock = _Clock(stats.rows[rank])
         return TimedCollective(group, clock), TimedStages(stages, clock)
+    if isinstance(group, Alone):
+        return _Counted(partial(stats.begin_step, rank)), stages
     group.on_step = partial(stats.begin_step, rank)
     group.on_waits = stats.devices_waited
     return group, stages
+
+
+class _Counted(Alone):
+    """The only rank of its stage, whose device waits for other stages."""
+
+    def __init__(self, on_step: Callable[[], None]) -> None:
+        self._on_step = on_step
+
+    def begin_step(self) -> None:
+        """See `Collective`."""
+        self._on_step()
 
 
 class _Clock:
@@ -261,6 +274,7 @@ class TimedStages:
 
     def __init__(self, inner: Stages, clock: _Clock) -> None:
         self.is_first, self.is_last = inner.is_first, inner.is_last
+        self.waits_on_host = inner.waits_on_host
         self._inner = inner
         self._clock = clock
 

@@ -19,6 +19,7 @@ those that begin in it: a graph treats all alike.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -209,7 +210,8 @@ class Planner:
         if decodes and self._lanes.waits:
             return [], [], []
         most = limits.mixed_tokens if decodes or self._lanes.is_busy else limits.alone_tokens
-        budget = min(self._budget.tokens - decode_tokens, most)
+        most = min(self._budget.tokens - decode_tokens, most)
+        budget = self._lanes.chunk(self._waiting(), most)
         chunks: list[ChunkPlan] = []
         scores: list[ScorePlan] = []
         pools: list[Pool] = []
@@ -236,6 +238,14 @@ class Planner:
             full = limits.full_tokens - (first_token - decode_tokens)
             budget = min(budget - (end - task.cursor), full)
         return chunks, scores, pools
+
+    def _waiting(self) -> Iterator[int]:
+        """Tokens of each prompt that is not computed whole, without those that were cached."""
+        for task in self._batch.prefills:
+            yield task.num_tokens - task.cached_tokens
+        for active in self._requests.waiting:
+            if active.request.mode is not Mode.RECEIVE:
+                yield len(active.tokens) - active.cached_tokens
 
     def _advance(self, chunk: ChunkPlan) -> None:
         """Moves a chunk's task on; after the last one, its sequences into the batch."""

@@ -8,16 +8,27 @@ sequence decodes again when its step has settled. Meanwhile the others decode: e
 most 1/S of them, those that have waited longest, and S such steps are in flight. A prompt's chunk
 needs only what chunks before it store, and stages run steps in order. So it is a step of its own,
 launched behind them, which no row waits for longer than a stage takes for it.
+
+K chunks through S stages take as long as K + S - 1 of a stage. So a prompt that waits alone has
+smaller chunks than many, which fill the stages one behind the other.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+_CHUNKS: Final = 3
+"""Chunks of a prompt for each stage: with two stages, the first and the last one wait for 1/7 of
+the time. Not tuned."""
+_LEAST_CHUNK: Final = 512
+"""Tokens. Reading the weights takes as long as the products of about 300 on an H100. Not tuned."""
+_CHUNK_GRID: Final = 64
+"""Tokens. Graphs of prompts have sizes so far apart."""
 Rows = NDArray[np.intp]
 Int32s = NDArray[np.int32]
 
@@ -41,6 +52,11 @@ class Lanes(Protocol):
             running: slots of all sequences that decode.
             in_flight: by slot, the steps in flight that draw a token for it.
         """
+        ...
+
+    def chunk(self, waiting: Iterable[int], most: int) -> int:
+        """The prompt tokens of a step, at most `most`. The prompts that are not computed whole have
+        so many each."""
         ...
 
     def launched(self, number: int, rows: Rows) -> None:
@@ -67,6 +83,10 @@ class OneLane:
     def choose(self, running: Rows, in_flight: Int32s) -> Rows:
         """See `Lanes`."""
         return running
+
+    def chunk(self, waiting: Iterable[int], most: int) -> int:
+        """See `Lanes`."""
+        return most
 
     def launched(self, number: int, rows: Rows) -> None:
         """See `Lanes`."""
@@ -104,6 +124,16 @@ class StageLanes:
             ready = ready[np.sort(longest)]
         rows: Rows = ready
         return rows
+
+    def chunk(self, waiting: Iterable[int], most: int) -> int:
+        """See `Lanes`."""
+        chunks, total = _CHUNKS * self._stages, 0
+        for tokens in waiting:
+            total += tokens
+            if total >= chunks * most:
+                return most
+        each = -(-total // (chunks * _CHUNK_GRID)) * _CHUNK_GRID
+        return min(most, max(_LEAST_CHUNK, each))
 
     def launched(self, number: int, rows: Rows) -> None:
         """See `Lanes`."""

@@ -20,6 +20,8 @@ class Stages(Protocol):
     """It has the embedding."""
     is_last: bool
     """It has the last norm and the head."""
+    waits_on_host: bool
+    """Whether the caller waits for the other stages, and not its device."""
 
     def receive(self, x: Tensor) -> Tensor:
         """Overwrites `x` with what the stage before hands on."""
@@ -33,7 +35,7 @@ class Stages(Protocol):
 class OneStage:
     """There are no others."""
 
-    is_first = is_last = True
+    is_first = is_last = waits_on_host = True
 
     def receive(self, x: Tensor) -> Tensor:
         """See `Stages`."""

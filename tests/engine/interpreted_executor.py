@@ -60,8 +60,8 @@ def on_a_device(config, loaded, pools, sampler, hooks, progress=None):
     specs = loaded.model.attention_specs
     kernels = prompt_attention, decode_attention
     own: list[Member] = []
-    for pool, spec in zip(pools, pools.specs, strict=True):
-        of_layers = tuple(specs[layer] for layer in spec.layers)
+    for pool, layers in zip(pools, pools.held, strict=True):
+        of_layers = tuple(specs[layer] for layer in layers)
         if isinstance(pool, StatePool):
             own.append(RecurrentBackend(pool, of_layers))
         else:

@@ -38,6 +38,7 @@ ENGINES = (
 )
 """Whole engines on the executor of a GPU: hidden states, tokens, drafts, states."""
 HEADS = ("steps", "handoff")
+STAGES = ("llama", "gemma3", "qwen2")
 SLOW = pytest.mark.matrix
 
 
@@ -64,6 +65,7 @@ def equal(cases: tuple[str, ...]) -> str:
         ("interpreted_quest", (), "all equal"),
         ("speculation_checks", (), None),
         pytest.param("interpreted_executor", (FOLDER, *ENGINES), equal(ENGINES), marks=SLOW),
+        pytest.param("interpreted_stages", (FOLDER, *STAGES), equal(STAGES), marks=SLOW),
         pytest.param("interpreted_heads", (FOLDER, *HEADS), equal(HEADS), marks=SLOW),
         pytest.param(
             "fp8_checks", (), "\n".join(check.__name__ for check in fp8_checks.CHECKS), marks=SLOW

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_kit import build, finish, held, submit
+from engine_kit import GREEDY, build, finish, held, submit
 from paths_kit import prompt_of
 from references import references
 from test_profiling import written
@@ -49,6 +49,7 @@ from engine.schedule.scheduler import Scheduler
 from engine.step.grid import Grid
 from engine.step.lanes import StageLanes
 from engine.step.plan import GroupTable
+from engine.types import Mode, Request, StopRules
 from faults import failpoints
 
 pytestmark = pytest.mark.timeout(300)
@@ -318,3 +319,26 @@ def test_lanes_share_the_rows_and_merge_again():
     assert step(2, everybody) == [0, 1, 2, 6]
     end(1, second)
     assert step(3, everybody) == [3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "chunks"),
+    [
+        ([8000], [1344] * 5 + [1280]),
+        ([1000], [512, 488]),
+        ([8000] * 4, [4096, 3904, 4032, 3968, 2688, 2688, 2624, *[1344] * 5, 1280]),
+        ([2500, 2500], [896, 896, 708, 512, 512, 512, 512, 452]),
+    ],
+)
+def test_prompts_that_wait_fill_the_stages(prompts, chunks):
+    """Many in chunks as large as a step may be, and the last ones in six for two stages."""
+    bounds = Bounds(pp=2, max_step_tokens=4096, full_step_tokens=1, max_context_tokens=9000)
+    scheduler = Scheduler(bounds, BlockManager(4000), Sampler(64, 9, "cpu", []))
+    for number, length in enumerate(prompts):
+        ids = np.full(length, number + 1, np.int32)
+        request = Request(bytes([number]), ids, GREEDY, StopRules(1), Mode.WHOLE)
+        scheduler.requests.submit(request, lambda _: None, [])
+    found = []
+    while scheduler.admission.admit() or (plan := scheduler.planner.plan()) is not None:
+        found.append(plan.prompt_tokens)
+    assert found == chunks

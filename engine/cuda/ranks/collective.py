@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("baton.engine")
 
 _dist: Any = dist
-_ENVIRONMENT: Final = {
+NCCL_ENVIRONMENT: Final = {
     "NCCL_NVLS_ENABLE": "0",
     "NCCL_SOCKET_IFNAME": "lo",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -71,7 +71,7 @@ class CudaCollective(GroupCollective):
             raise CollectiveError("the PyTorch that is installed has no NCCL: set tp to 1")
         torch.cuda.set_device(self._device)
         file = _dist.FileStore(str(store), self.size)
-        with _environment(_ENVIRONMENT):
+        with environment(NCCL_ENVIRONMENT):
             options = _dist.ProcessGroupNCCL.Options()
             options._timeout = timedelta(seconds=LONGEST_S)
             by_nccl = _dist.PrefixStore("nccl", file)
@@ -157,7 +157,7 @@ class CudaCollective(GroupCollective):
 
 
 @contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
+def environment(variables: dict[str, str]) -> Iterator[None]:
     """Sets variables, and puts them back."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)

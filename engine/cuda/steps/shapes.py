@@ -93,16 +93,19 @@ class Shapes:
         narrows: bool = False,
         widths: tuple[int, ...] = (1,),
         adapts: bool = False,
+        mixes: bool = True,
     ) -> None:
         """`narrows`: whether a graph may have narrowed rows. `widths`: tokens of decode rows.
-        `adapts`: whether rows may have adapters; steps without any have shapes of their own."""
+        `adapts`: whether rows may have adapters; steps without any have shapes of their own.
+        `mixes`: whether prompts are computed beside decode rows."""
         self._adapts = adapts
         self._kv_heads = kv_heads
         self._narrows = narrows
         self._widths = widths
         most, decodes = bounds.max_sequences, bounds.decodes
         self._decodes = bucket_sizes(most) if decodes else ()
-        self._beside = bucket_sizes(most, (SPACING,), MIXED_SPACING) if decodes else ()
+        mixes = mixes and decodes
+        self._beside = bucket_sizes(most, (SPACING,), MIXED_SPACING) if mixes else ()
         self._wide = bucket_sizes(most, WIDE_SMALL, WIDE_SPACING) if decodes else ()
         self._alone = _prompt_sizes(bounds.max_step_tokens)
         self.all = self._all()

@@ -2,8 +2,8 @@
 
 A step's integers are put one after the other into pinned memory and copied at once:
 
-1. `begin` changes to the other of two pinned buffers, because the last step's copy may still run.
-   It waits for the copy of the step before, which is usually long done;
+1. `begin` changes to the next of the pinned buffers, because copies of the last steps may still
+   run. It waits for the copy that was made of it before, which is usually long done;
 2. `add` appends a section and returns its future place on the device; `room` leaves the writing to
    the caller;
 3. `upload` queues the copy on the current stream.
@@ -32,21 +32,23 @@ class StagingError(Exception):
 
 
 class StepStaging:
-    """Two pinned buffers on the host, one on the device."""
+    """Pinned buffers on the host, one on the device."""
 
-    def __init__(self, capacity: int, device: torch.device) -> None:
-        """`capacity` is in integers, with the gaps between sections."""
+    def __init__(self, capacity: int, device: torch.device, buffers: int = 2) -> None:
+        """`capacity` is in integers, with the gaps between sections. `buffers`: copies that may not
+        have been made yet, and the one being prepared."""
         pinned = device.type == "cuda"
         self._device = torch.zeros(capacity, dtype=torch.int32, device=device)
-        self._host = [torch.zeros(capacity, dtype=torch.int32, pin_memory=pinned) for _ in "ab"]
+        turns = range(buffers)
+        self._host = [torch.zeros(capacity, dtype=torch.int32, pin_memory=pinned) for _ in turns]
         self._arrays: list[Int32s] = [host.numpy() for host in self._host]
-        self._copied = [torch.cuda.Event() if pinned else None for _ in "ab"]
+        self._copied = [torch.cuda.Event() if pinned else None for _ in turns]
         self._turn = 0
         self._used = 0
 
     def begin(self) -> None:
         """Starts a step."""
-        self._turn ^= 1
+        self._turn = (self._turn + 1) % len(self._host)
         self._used = 0
         copied = self._copied[self._turn]
         if copied is not None:
