@@ -1,13 +1,17 @@
 """Models with experts on a GPU: tokens a second, experts read a step, and TB/s over them.
 
 python -m bench.experts [--shapes NAME ...] [--precisions NAME ...] [--cases NAME ...]
+                        [--ranks N [--ways tp experts] [--turns 1]]
                         [--repeats 1] [--json FILE] [--profile]
                         and the options of engines of bench.engine
 
 As `bench.engine`: dummy weights, random token ids, greedy, lengths forced, no prefix cache. Rows
 and layers get experts that were drawn at random before the engine was built: dummy weights may send
 all rows to the same experts, and then few are read. The router's product is computed, too.
-`--profile` prints, after a shape's cases, where the device's time goes in each.
+`--profile` prints, after a shape's cases, where the device's time goes in each. With `--ranks`
+(GPUs of this host) each way has an engine of its own: `tp` cuts every expert, `experts` gives each
+rank whole ones. `--turns 2` runs them again, the last one first. `target`, `vllm` and `floor` are
+those of one GPU.
 
 `experts` is how many of a layer's experts a step of that many rows takes, on average. `TB/s` is the
 weights of those in all layers by the median time of a step, in which attention, head and all else
@@ -20,9 +24,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final, NamedTuple
 from unittest import mock
 
@@ -35,7 +41,7 @@ from engine.cuda import feed_forward
 from engine.cuda.experts.routing import route
 from engine.model.config import ExpertsConfig
 from engine.model.decoder import Model
-from engine.model.experts.config import Routing
+from engine.model.experts.config import EACH, Held, Routing
 from engine.model.experts.routing import Chosen
 from engine.model.experts.weights import ExpertWeights
 from engine.model.families import read_config
@@ -43,8 +49,9 @@ from engine.model.precision.choice import Precision
 from engine.model.precision.formats import read_format
 
 SHAPES: Final = Path(__file__).parent / "shapes"
-PRECISIONS: Final[dict[str, dict[str, str]]] = {"as-is": {}, "fp8": {"quantization": "fp8"}}
+PRECISIONS: Final[dict[str, dict[str, Any]]] = {"as-is": {}, "fp8": {"quantization": "fp8"}}
 """As-is: bf16, but what the shape's config says is quantised."""
+WAYS: Final = ("tp", "experts")
 BEGINNINGS: Final = 997
 """Places of layers in the numbers by which experts are drawn. A prime: none repeats soon."""
 CASES: Final[dict[tuple[str, str], dict[str, Case]]] = {
@@ -96,7 +103,7 @@ class Experts(NamedTuple):
     """Weights of one expert in each layer, all layers together."""
 
 
-def experts_of(shape: str, options: Mapping[str, str], device: str = "cuda") -> Experts:
+def experts_of(shape: str, options: Mapping[str, Any], device: str = "cuda") -> Experts:
     """Experts of a shape as `device` keeps them. No memory is taken."""
     folder = SHAPES / shape
     config, stated = read_config(folder), json.loads((folder / "config.json").read_text())
@@ -120,27 +127,65 @@ def experts_read(experts: Experts, rows: int) -> float:
 
 
 @contextmanager
-def even_routing(experts: int, step_tokens: int, device: str = "cuda") -> Iterator[None]:
-    """Engines that are built inside get their experts from random numbers. Each layer begins
-    elsewhere in them."""
-    numbers = torch.rand(step_tokens + BEGINNINGS, experts, device=device)
-    calls = itertools.count()
-
-    def drawn(logits: Tensor, routing: Routing, bias: Tensor | None) -> Chosen:
-        first = next(calls) % BEGINNINGS
-        return route(numbers[first : first + len(logits)], routing, bias)
-
-    with mock.patch.object(feed_forward, "route", drawn):
+def even_routing(experts: int, step_tokens: int) -> Iterator[None]:
+    """Engines that are built inside get their experts from random numbers, on all of their ranks.
+    Each layer begins elsewhere in them."""
+    with (
+        TemporaryDirectory() as folder,
+        mock.patch.object(sys, "path", [folder, *sys.path]),
+        mock.patch.object(feed_forward, "route", Drawn(experts, step_tokens)),
+    ):
+        # Rank 0 gives its path to the processes of the others.
+        Path(folder, "sitecustomize.py").write_text(
+            "from engine.cuda import feed_forward\nfrom bench.experts import Drawn\n"
+            f"feed_forward.route = Drawn({experts}, {step_tokens})\n"
+        )
         yield
 
 
+class Drawn:
+    """Experts by random numbers, the same on every rank."""
+
+    def __init__(self, experts: int, step_tokens: int) -> None:
+        self._shape = step_tokens + BEGINNINGS, experts
+        self._calls = itertools.count()
+        self._numbers: Tensor | None = None
+
+    def __call__(
+        self, logits: Tensor, routing: Routing, bias: Tensor | None, which: Held = EACH
+    ) -> Chosen:
+        """See `engine.cuda.experts.routing.route`."""
+        if self._numbers is None:
+            drawn = torch.Generator(logits.device).manual_seed(1)
+            self._numbers = torch.rand(self._shape, generator=drawn, device=logits.device)
+        first = next(self._calls) % BEGINNINGS
+        return route(self._numbers[first : first + len(logits)], routing, bias, which)
+
+
 def run_shape(arguments: argparse.Namespace, shape: str, precision: str) -> list[dict[str, Any]]:
-    """All cases of a shape in a precision; prints a table and returns what it says."""
+    """All cases of a shape in a precision, each way; prints tables and returns what they say."""
+    rows, ways = [], arguments.ways if arguments.ranks > 1 else ["tp"]
+    for turn in range(arguments.turns):
+        for way in reversed(ways) if turn % 2 else ways:
+            own = run_way(arguments, shape, precision, way)
+            rows += [{"way": way, "ranks": arguments.ranks, "turn": turn, **row} for row in own]
+            free_memory()
+    return rows
+
+
+def run_way(
+    arguments: argparse.Namespace, shape: str, precision: str, way: str
+) -> list[dict[str, Any]]:
+    """All cases with one engine."""
     cases = CASES[shape, precision]
     experts = experts_of(shape, PRECISIONS[precision])
-    print(f"{shape}, {precision}")
+    options = PRECISIONS[precision] | {
+        "tp": arguments.ranks,
+        "expert_parallel": way == "experts" and arguments.ranks > 1,
+    }
+    print(f"{shape}, {precision}, {arguments.ranks} ranks, {way}")
     with even_routing(experts.in_layer, arguments.step_tokens):
-        engine = build(arguments, model=SHAPES / shape, options=PRECISIONS[precision])
+        engine = build(arguments, model=SHAPES / shape, options=options)
         print(
             f"{'':>14} {'rate':>10} {'target':>10} {'vllm':>10} {'floor':>10} {'p50 ms':>8}"
             f" {'experts':>8} {'TB/s':>6}"
@@ -191,6 +236,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", default=shapes, choices=shapes)
     parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
     parser.add_argument("--cases", nargs="*", default=[])
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
+    parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--profile", action="store_true")

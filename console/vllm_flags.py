@@ -26,6 +26,7 @@ FLAGS: Final[Mapping[str, str]] = {
     "--dtype": "`--dtype` of `baton worker`",
     "--enable-auto-tool-choice": _BY_TEMPLATE,
     "--enable-chunked-prefill": "nothing: prompts are always computed in chunks",
+    "--enable-expert-parallel": "`--expert-parallel` of `baton worker`, beside `--tp`",
     "--enable-lora": "`--adapters NAME=FOLDER` ([Adapters](adapters.md))",
     "--enable-prefix-caching": "nothing: it is on; `BATON_DEBUG_PREFIX_CACHE=false` ends it",
     "--enforce-eager": "nothing: graphs are captured within seconds",

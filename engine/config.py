@@ -55,6 +55,8 @@ class EngineConfig(Bounds):
     tp: int = 1
     """Ranks that hold each of `pp` stages together (tensor parallelism). All ranks are this
     process, and others that it starts on this host."""
+    expert_parallel: bool = False
+    """Whether each rank of a stage holds whole experts instead of some of the width of each."""
     step_timeout_s: float = 60
     """With several ranks: if a step takes longer than this, all ranks are given up."""
     generation_config: bool = True

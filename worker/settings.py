@@ -197,6 +197,10 @@ class WorkerSettings(BaseModel):
     """Divides the model's layers among so many stages (pipeline parallelism), of `tp` ranks each.
     They run different steps at the same time: more prompts a second, and each token as late as with
     one stage. On CPUs for now. It may differ between prefill and decode workers."""
+    expert_parallel: bool = _ENGINE.expert_parallel
+    """Gives each of `tp` ranks whole experts instead of some of the width of each (expert
+    parallelism). `tp` must divide the number of experts, and no longer their width. It may differ
+    between prefill and decode workers."""
     gpu_slots_dir: str = ""
     """Names a folder that all workers of this host share: each claims a GPU for each of its ranks,
     by lock files in it. Empty: `device` chooses the GPU."""

@@ -20,7 +20,7 @@ from engine.model.config import Activation
 from engine.model.decoder import Input
 from engine.model.experts.beside import Beside
 from engine.model.experts.layer import Experts
-from engine.model.experts.routing import Chosen
+from engine.model.experts.routing import Chosen, held
 from engine.model.experts.stacked import Stacked
 from engine.model.feed_forward import Gated, Mlp
 from engine.model.linear import Linear, RmsNorm
@@ -82,6 +82,8 @@ def _beside(module: Beside, x: Tensor) -> Tensor:
     chosen = route(module.experts.router(routed), module.experts.own.routing, None)
     scales = module.expert_scale.float().index_select(0, chosen.experts.flatten())
     chosen = chosen._replace(weights=chosen.weights * scales.view_as(chosen.weights))
+    which, count = module.experts.held, len(module.experts.gate_up.parts)
+    chosen = held(chosen, count, which)
     plain = _gated(gated, as_read(_normed(x, before), reader_of(gated)))
     out = _normed(collective.all_reduce(plain), after)
     parts = _parts_of(module.experts, _normed(x, before_experts), chosen)
@@ -103,12 +105,13 @@ def _parts_of(
 ) -> Parts:
     assert isinstance(module.gate_up, Stacked)
     assert isinstance(module.down, Stacked)
-    return parts_of(x, chosen, module.gate_up, module.down, module.own.gate, beside)
+    ranks = module.held.ranks
+    return parts_of(x, chosen, module.gate_up, module.down, module.own.gate, beside, ranks)
 
 
 def _experts(module: Experts, x: Tensor | Rounded) -> Parts:
     plain, shared = plain_of(x), module.shared
-    chosen = route(module.router(plain), module.own.routing, module.choice_bias)
+    chosen = route(module.router(plain), module.own.routing, module.choice_bias, module.held)
     if not isinstance(shared, Gated):
         return _parts_of(module, x, chosen)
     beside = beside_of(module) if len(plain) == 1 else None

@@ -160,6 +160,11 @@ def _check_wrapped(load: Load) -> None:
             f"pp {load.shard.stages} cannot be set: transformers' own code runs this model, and its"
             " layers are not divided among stages"
         )
+    if load.shard.experts is not None:
+        raise UnsupportedModelError(
+            "expert_parallel cannot be set: transformers' own code runs this model, and its experts"
+            " are cut over ranks"
+        )
 
 
 def _load_native(
@@ -175,13 +180,13 @@ def _load_native(
         config, generates = _without_head(config, source, folder)
     form = None if file else read_format(read_json(folder / "config.json"), folder, config.head)
     precision = Precision(device, dtype, form, load.quantization)
-    check_ranks(config, precision, load.shard.count)
+    check_ranks(config, precision, load.shard)
     if load.accepts is not None:
         load.accepts(config)
     shard, every = load.shard, None
-    if shard.stages > 1:
-        all_layers = Shard(shard.rank, shard.count)
-        every = Model(config, dtype, torch.device("meta"), precision, all_layers)
+    if shard.stages > 1 or shard.experts is not None:
+        every = Model(config, dtype, torch.device("meta"), precision)
+    if shard.stages > 1 and every is not None:
         shard = staged(every, shard, load.stage_layers)
     if load.check is not None:
         load.check(_weights(config, dtype, precision, shard))

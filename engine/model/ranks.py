@@ -20,6 +20,7 @@ from engine.model.config import (
     UnsupportedModelError,
 )
 from engine.model.decoder import Model
+from engine.model.experts.config import Held
 from engine.model.mixers.config import AttentionConfig
 from engine.model.mixers.kinds import parts_of
 from engine.model.precision.base import WeightSlice
@@ -28,34 +29,63 @@ from engine.model.region import Range
 from engine.model.shard import Shard
 
 
-def check_ranks(config: ModelConfig, precision: Precision, count: int) -> None:
+def check_ranks(config: ModelConfig, precision: Precision, shard: Shard) -> None:
     """Refuses a number of ranks that the model cannot be divided among.
+
+    Args:
+        config: the model's.
+        precision: of its weights.
+        shard: a part of it, whose layers need not be known.
 
     Raises:
         UnsupportedModelError: it says why, and which numbers work.
     """
-    if obstacle := _obstacle(config, precision, count):
-        fit = [n for n in range(1, MOST_RANKS + 1) if not _obstacle(config, precision, n)]
+    if shard.experts is not None and not any(_mixtures(config)):
         raise UnsupportedModelError(
-            f"tp {count} does not fit this model: {obstacle}; these fit: {', '.join(map(str, fit))}"
+            "expert_parallel is for models with experts, and this one has none: leave it out"
+        )
+    if obstacle := _obstacle(config, precision, shard):
+        fit = [
+            n
+            for n in range(1, MOST_RANKS + 1)
+            if not _obstacle(config, precision, _among(n, shard))
+        ]
+        how = " with expert_parallel" if shard.experts is not None else ""
+        raise UnsupportedModelError(
+            f"tp {shard.count}{how} does not fit this model: {obstacle}; these fit:"
+            f" {', '.join(map(str, fit))}"
         )
 
 
-def _obstacle(config: ModelConfig, precision: Precision, count: int) -> str:
-    """Why so many ranks cannot hold the model; empty: they can."""
+def _among(count: int, shard: Shard) -> Shard:
+    """The first of so many ranks, which hold experts as those of `shard` do."""
+    return Shard(0, count, experts=None if shard.experts is None else Held(0, count))
+
+
+def _mixtures(config: ModelConfig) -> Iterator[ExpertsConfig]:
+    for own in dict.fromkeys(layer.feed_forward for layer in config.layers):
+        yield from (part for part in _parts_of(own) if isinstance(part, ExpertsConfig))
+
+
+def _obstacle(config: ModelConfig, precision: Precision, shard: Shard) -> str:
+    """Why such ranks cannot hold the model; empty: they can."""
+    count = shard.count
+    if shard.experts is not None:
+        for own in _mixtures(config):
+            if own.routing.experts % shard.experts.ranks:
+                return f"it does not divide {own.routing.experts} experts"
     if count == 1:
         return ""
     for mixer in dict.fromkeys(config.mixers):
         if obstacle := mixer.obstacle(count):
             return obstacle
-    for middle in _widths(config):
+    for middle in _widths(config, shard):
         if middle % count:
             return f"it does not divide the feed-forward width {middle}"
     if count * count > config.vocab_size:
         return f"the vocabulary has {config.vocab_size} tokens only"
-    for part in _parts(
-        config, Shard(0, count)
-    ):  # Other ranks' parts begin at multiples of its own.
+    # Other ranks' parts begin at multiples of the first one's.
+    for part in _parts(config, _among(count, shard)):
         if cut := _cut(part, precision):
             return cut
     return ""
@@ -134,11 +164,12 @@ def _even_ends(sizes: Sequence[int], parts: int) -> list[int]:
     return list(best(len(sizes), parts)[1])
 
 
-def _widths(config: ModelConfig) -> Iterator[int]:
-    """Widths of all feed-forwards."""
+def _widths(config: ModelConfig, shard: Shard) -> Iterator[int]:
+    """Widths of all feed-forwards that are cut."""
     for own in dict.fromkeys(layer.feed_forward for layer in config.layers):
         for part in _parts_of(own):
-            yield part.width
+            if shard.experts is None or not isinstance(part, ExpertsConfig):
+                yield part.width
 
 
 def _cut(part: WeightSlice, precision: Precision) -> str:

@@ -7,6 +7,8 @@
 - What leads out of a mixer, and down: a rank has the columns that its own rows above feed. Its
   product is a part of a sum over all ranks.
 - head: a rank has some rows, the last rank perhaps fewer. Embedding and norms are whole everywhere.
+- experts: a rank has some of the width of each, or some of them whole (expert parallelism). Its sum
+  over those is a part of the sum over all ranks, either way.
 
 Every range follows from rank and number of ranks alone.
 """
@@ -23,6 +25,7 @@ from engine.model.config import (
     MlpConfig,
     ModelConfig,
 )
+from engine.model.experts.config import EACH, Held
 from engine.model.precision.base import Stack, WeightSlice
 from engine.model.region import Range, Region
 
@@ -40,9 +43,9 @@ class ExpertParts(NamedTuple):
 
     router: list[WeightSlice]
     gate_up: list[list[WeightSlice]]
-    """By expert."""
+    """By expert, of those that the rank holds."""
     down: list[list[WeightSlice]]
-    """By expert."""
+    """As these."""
     shared_gate: list[WeightSlice]
     """Empty: there is none."""
 
@@ -60,6 +63,8 @@ class Shard:
     stages: int = 1
     layers: Range | None = None
     """The stage's layers; None: all."""
+    experts: Held | None = None
+    """The experts that it holds whole; None: some of the width of each."""
 
     def has_layer(self, index: int) -> bool:
         """Whether its stage has a layer."""
@@ -85,6 +90,11 @@ class Shard:
         first = self.rank * count // self.count
         return Range(first, first + max(1, count // self.count))
 
+    @property
+    def held(self) -> Held:
+        """The experts of which it holds something."""
+        return self.experts or EACH
+
     def vocab(self, config: ModelConfig) -> Range:
         """Its rows of the head."""
         each = -(-config.vocab_size // self.count)
@@ -102,9 +112,9 @@ class Shard:
         )
 
     def expert_parts(self, config: ModelConfig, index: int, own: ExpertsConfig) -> ExpertParts:
-        """Its parts of the weights of a layer's experts: some of the width of each."""
-        experts, names = range(own.routing.experts), own.names
-        router = Region.whole(len(experts), config.hidden_size)
+        """Its parts of the weights of a layer's experts."""
+        experts, names = self.held.of(own.routing.experts), own.names
+        router = Region.whole(own.routing.experts, config.hidden_size)
         gate = Region.whole(1, config.hidden_size)
         opening = (names.up,) if own.gate.squared else (names.gate, names.up)
         return ExpertParts(
@@ -119,7 +129,8 @@ class Shard:
     def _expert_part(
         self, config: ModelConfig, index: int, own: ExpertsConfig, expert: int, name: str
     ) -> WeightSlice:
-        names, middle = own.names, self.even(own.width)
+        names = own.names
+        middle = Range(0, own.width) if self.experts else self.even(own.width)
         hidden = own.reduced.size if own.reduced else config.hidden_size
         if name == names.down:
             region = Region.some_columns((hidden, own.width), middle)

@@ -92,6 +92,8 @@ def _ranks_obstacle(config: EngineConfig) -> str:
     if config.pp_layers and len(config.pp_layers) != pp:
         layers = ",".join(map(str, config.pp_layers))
         return f"pp_layers {layers} must be a number for each of {pp} stages"
+    if config.expert_parallel and config.tp == 1:
+        return "expert_parallel divides experts among the ranks of tp, and tp is 1: set tp"
     if pp == 1:
         return ""
     if config.ranks > MOST_RANKS:

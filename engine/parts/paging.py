@@ -17,6 +17,7 @@ from engine.config import EngineConfig
 from engine.groups.sizing import pages_of_groups
 from engine.groups.spec import Full, GroupSpec, Kind, Plane, State, name_of, split_layers
 from engine.model import LoadedModel, ModelConfig
+from engine.model.experts.config import Held
 from engine.model.mixers.config import Kept
 from engine.model.shard import Shard
 from engine.pool.kinds import PoolError, maker
@@ -56,7 +57,9 @@ def dtype_of(name: str) -> torch.dtype:
 def shard_of(config: EngineConfig, rank: int) -> Shard:
     """A rank's part of the model, whose layers are not known yet."""
     grid = Grid(config.pp, config.tp)
-    return Shard(grid.within(rank), config.tp, grid.stage_of(rank), config.pp)
+    own = grid.within(rank)
+    experts = Held(own, config.tp) if config.expert_parallel else None
+    return Shard(own, config.tp, grid.stage_of(rank), config.pp, experts=experts)
 
 
 def why_one_group(config: EngineConfig) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, cast
 from unittest import mock
 
@@ -9,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.model.config import ExpertsConfig, GatedConfig, LayerConfig, ModelConfig
-from engine.model.experts.config import Gate, Routing
+from engine.model.experts.config import Gate, Held, Routing
 from engine.model.experts.layer import Experts
 from engine.model.experts.routing import Chosen
 from engine.model.experts.stacked import Stacked, StackedFp8, StackedInt4, StackedMxfp4
@@ -123,6 +126,33 @@ def filled(weights: ExpertWeights, precision: str, dtype: torch.dtype) -> Known:
         weights.bias.normal_(0, 0.3)
     weights.finish()
     return Known(weights, exact)
+
+
+def of_rank(weights: Stacked, which: Held) -> Stacked:
+    """Those of the experts that a rank holds."""
+    own, places = copy.copy(weights), list(which.of(len(weights.parts)))
+    own._parameters, own._buffers = dict(own._parameters), dict(own._buffers)
+    own.parts = [weights.parts[at] for at in places]
+    own.shape = len(places), *weights.shape[1:]
+    for name in ("values", "scales", "zero_points", "bias"):
+        tensor = getattr(weights, name)
+        if tensor is not None:
+            setattr(own, name, parameter_like(tensor[places].contiguous()))
+    return own
+
+
+def parameter_like(tensor: Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(tensor, requires_grad=False)
+
+
+@contextmanager
+def no_numbers() -> Iterator[None]:
+    """Memory that nobody has written is no number."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def exact(

@@ -30,7 +30,7 @@ from engine.cuda.joining import Join, joined
 from engine.cuda.products import CudaProducts, single_row, unrounded_row
 from engine.cuda.products import one_row as products_of_row
 from engine.model.experts import routing
-from engine.model.experts.config import Gate, Routing, Scores
+from engine.model.experts.config import Gate, Held, Routing, Scores
 from engine.model.experts.routing import Chosen
 from engine.model.experts.stacked import Stacked
 from engine.model.linear import Build, RmsNorm
@@ -53,14 +53,18 @@ ROUTINGS = {
 }
 
 
-def check_route(how: Routing) -> None:
-    """Ties, too."""
+def check_route(how: Routing, ranks: int = 3) -> None:
+    """Ties, too, and among the experts of each of several ranks."""
     logits = (torch.randn(40, how.experts) * 2).round() / 2
     logits[0] = 0
     bias = torch.randn(how.experts).round() if how.bias else None
     got, want = kernels.route(logits, how, bias), routing.route(logits.double(), how, bias)
     assert torch.equal(got.experts.long(), want.experts), how
     torch.testing.assert_close(got.weights, want.weights.float(), rtol=1e-5, atol=1e-6)
+    for which in (Held(rank, ranks) for rank in range(ranks)):
+        own = routing.held(got, len(which.of(how.experts)), which)
+        parts = kernels.route(logits, how, bias, which)
+        assert all(torch.equal(*pair) for pair in zip(own, parts, strict=True)), (how, which)
 
 
 def check_what_is_no_number() -> None:
@@ -124,8 +128,10 @@ def check_mixed(
     bias: bool = False,
     experts: int = 6,
     sizes: tuple[int, int] | None = None,
+    ranks: int = 1,
 ) -> None:
-    """The interpreter knows no products of bfloat16, so 16 bits are float16 here."""
+    """The interpreter knows no products of bfloat16, so 16 bits are float16 here. `ranks`: among
+    which the experts are divided."""
     hidden, width = sizes or ((256, 128) if precision in kit.BLOCKED else (64, 192))
     parts = kit.parts_of(experts, ("gate", "up"), width, hidden)
     gate_up = kit.stacked(precision, parts, dtype, bias)
@@ -133,7 +139,13 @@ def check_mixed(
     x = torch.randn(tokens, hidden).to(dtype)
     choice = kit.random_choice(tokens, experts, 2, kind)
     weights = cast("list[Stacked]", [gate_up.weights, down.weights])
-    got = add_up(parts_of(x, Chosen(choice.weights, choice.experts.int()), *weights, gate))
+    chosen = Chosen(choice.weights, choice.experts.int())
+    got = torch.zeros(tokens, hidden, dtype=dtype)
+    for which in (Held(rank, ranks) for rank in range(ranks)):
+        own = [kit.of_rank(each, which) for each in weights]
+        here = routing.held(chosen, len(own[0].parts), which)
+        with kit.no_numbers():
+            got += add_up(parts_of(x, here, *own, gate, ranks=ranks))
     want = kit.exact(x, choice, gate_up, down, gate, dtype)
     error = (got.double() - want).norm() / want.norm()
     # A value between the products may round to FP8 the other way.
@@ -242,7 +254,9 @@ def main() -> None:
     for precision in ("fp8", "int4-zeros", "mxfp4"):
         for tokens in (1, 2):
             check_mixed(precision, tokens, gate=OSS, bias=True, experts=3)
+            check_mixed(precision, tokens, gate=OSS, bias=True, ranks=2)
     check_mixed("float", 1, gate=OSS, bias=True, experts=3)
+    check_mixed("float", 40, ranks=3)
     check_row_of_four_bits("mxfp4", 288, torch.float16, Tiles(8, 128, 1, 1), 10)
     check_row_of_four_bits("int4-zeros", 192, torch.float32, Tiles(16, 64, 1, 1), 10)
     if "all" in sys.argv:
@@ -260,6 +274,7 @@ def main() -> None:
         for precision in kit.PRECISIONS:
             for tokens, kind in ((1, "any"), (2, "one"), (20, "few"), (70, "one"), (300, "any")):
                 check_mixed(precision, tokens, kind=kind)
+                check_mixed(precision, tokens, kind=kind, ranks=2)
                 print(precision, tokens, kind, flush=True)
             check_mixed(precision, 5, dtype=torch.float16, gate=OSS, bias=True)
         for precision, sizes in (

@@ -9,7 +9,7 @@ import experts_kit as kit
 import pytest
 import torch
 
-from engine.model.experts.config import Gate
+from engine.model.experts.config import Gate, Held
 from engine.model.experts.routing import Chosen
 
 pytestmark = pytest.mark.gpu
@@ -28,6 +28,14 @@ FOUR_BITS = ("mxfp4", "int4", "int4-zeros", "int4-channel")
 @pytest.mark.parametrize("precision", kit.PRECISIONS)
 def test_sums_of_any_number_of_rows(precision, tokens):
     check(precision, tokens, 512, 256)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 20, 300])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("precision", kit.PRECISIONS)
+def test_ranks_with_whole_experts_add_up(precision, ranks, tokens):
+    """What no rank has computed is no number, and is not added."""
+    check(precision, tokens, 512, 256, ranks=ranks)
 
 
 @pytest.mark.parametrize("tokens", [1, 20, 300])
@@ -108,9 +116,11 @@ def check(
     gate: Gate = Gate(),  # noqa: B008 (frozen)
     dtype: torch.dtype = torch.bfloat16,
     experts: int = EXPERTS,
+    ranks: int = 1,
 ) -> None:
     from engine.cuda.experts.mixing import parts_of
     from engine.cuda.experts.summing import add_up
+    from engine.model.experts.routing import held
 
     torch.manual_seed(tokens)
     parts = kit.parts_of(experts, ("gate", "up"), width, hidden)
@@ -123,8 +133,18 @@ def check(
     for known in (gate_up, down):
         known.weights.to("cuda")
     here = Chosen(choice.weights.cuda(), choice.experts.int().cuda())
-    weights = gate_up.weights, down.weights
-    runs = [add_up(parts_of(x.cuda(), here, *weights, gate)) for _ in range(2)]
+    places = [Held(rank, ranks) for rank in range(ranks)]
+
+    def run() -> torch.Tensor:
+        total = torch.zeros(tokens, hidden, dtype=dtype, device="cuda")
+        for which in places:
+            own = [kit.of_rank(known.weights, which) for known in (gate_up, down)]
+            chosen = held(here, len(own[0].parts), which)
+            with kit.no_numbers():
+                total += add_up(parts_of(x.cuda(), chosen, *own, gate, ranks=ranks))
+        return total
+
+    runs = [run() for _ in range(2)]
     assert torch.equal(*runs), "the same sum in every run"
     error = (runs[0].cpu().double() - want).norm() / want.norm()
     limit = ERROR_OF_FP8 if precision.startswith("fp8") else ERRORS[dtype]

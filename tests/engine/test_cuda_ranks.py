@@ -184,15 +184,18 @@ def test_ranks_in_processes_of_their_own(tmp_path):
             rank.kill()
 
 
+WHOLE = "whole experts"
+EXPERTS = {
+    "family": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 4, "head_dim": 128,
+    "moe_intermediate_size": 64, "norm_topk_prob": True,
+}  # fmt: skip
 SHAPES = {
     "llama": {"hidden": 512, "heads": 8, "kv_heads": 2, "head_dim": 128},
     "qk-norm": {"family": "qwen3", "heads": 8, "kv_heads": 2, "head_dim": 128},
     "tied": {"heads": 4, "kv_heads": 4, "head_dim": 64, "tie_word_embeddings": True},
     "one-kv-head": {"hidden": 512, "heads": 8, "kv_heads": 1, "head_dim": 64},
-    "experts": {
-        "family": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 4, "head_dim": 128,
-        "moe_intermediate_size": 64, "norm_topk_prob": True,
-    },
+    "experts": EXPERTS,
+    WHOLE: EXPERTS,
 }  # fmt: skip
 LENGTHS = (1, 15, 17, 64, 200, 300)
 TOKENS = 24
@@ -233,7 +236,7 @@ def test_two_ranks_have_the_tokens_of_one(shape, graphs, tmp_path):
     one = build_on_gpus(path, 1)
     want = runs_of(one, SCORED)
     one.stop()
-    two = build_on_gpus(path, 2, cuda_graphs=graphs)
+    two = build_on_gpus(path, 2, cuda_graphs=graphs, expert_parallel=shape == WHOLE)
     found = [run_all(two), run_all(two, SCORED)]
     for answers in found:
         same = 0

@@ -203,9 +203,9 @@ def test_ranks_that_would_cut_a_block_are_refused(mxfp4):
     loaded = load(mxfp4[0])
     form = read_format(read_json(mxfp4[0] / "config.json"), mxfp4[0])
     precision = Precision(torch.device("cpu"), torch.float32, form)
-    check_ranks(loaded.config, precision, 4)
+    check_ranks(loaded.config, precision, Shard(0, 4))
     with pytest.raises(UnsupportedModelError, match=r"these fit: 1, 2, 4$"):
-        check_ranks(loaded.config, precision, 8)
+        check_ranks(loaded.config, precision, Shard(0, 8))
 
 
 def test_bfloat16_is_near_float32(floats):

@@ -33,6 +33,7 @@ LATER = {
     "adapters": "LoRA",
     "adapters_dir": "LoRA",
     "pp": "stages",
+    "expert_parallel": "expert parallelism",
     "flexible": "roles that change",
     "balance": "roles that change",
 }

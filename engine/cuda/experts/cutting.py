@@ -37,16 +37,19 @@ def whose(tokens: int, pairs: int, experts: int) -> int:
 
 
 @triton.jit
-def expert_of(pairs, starts, experts, programs: tl.constexpr):
-    """The expert of a program, and where its pairs begin and end."""
+def expert_of(pairs, starts, experts, count, programs: tl.constexpr):
+    """The expert of a program, and where its pairs begin and end. `count`: experts that the rank
+    holds. Pairs of others are nobody's."""
     number = tl.program_id(0)
     expert, begin, end = number, number, number + 1
     if programs == ALONE:
         expert = tl.load(experts + number)
+        end = tl.where(expert < count, end, begin)
     else:
         if programs == BY_PAIR:
             expert = tl.load(experts + tl.load(pairs + number))
-        begin, end = tl.load(starts + expert), tl.load(starts + expert + 1)
+        begin = tl.load(starts + expert)
+        end = tl.load(starts + tl.minimum(expert + 1, count))
         if programs == BY_PAIR:
             end = tl.where(begin == number, end, begin)
     return expert, begin, end

@@ -214,7 +214,7 @@ def _sums(
 
 @triton.jit
 def _product(
-    values, scales, zeros, bias, x, out, pairs, starts, experts,
+    values, scales, zeros, bias, x, out, pairs, starts, experts, count,
     width, size, sharpness, shift, limit,
     programs: tl.constexpr, places: tl.constexpr, gate: tl.constexpr, form: tl.constexpr,
     has_bias: tl.constexpr, mxfp4: tl.constexpr, has_zeros: tl.constexpr,
@@ -223,7 +223,7 @@ def _product(
 ):  # fmt: skip
     """As that of `engine.cuda.experts.products`. `size` and `group`: bytes of a row and of a group.
     `spread`: bytes that a step is sure to have of a group."""
-    expert, begin, end = expert_of(pairs, starts, experts, programs)
+    expert, begin, end = expert_of(pairs, starts, experts, count, programs)
     dtype: tl.constexpr = out.dtype.element_ty
     channel = tl.program_id(1) * bn + tl.arange(0, bn)
     inside = channel < width
@@ -282,6 +282,7 @@ def product(
         order.pairs,
         order.starts,
         order.experts,
+        weights.shape[0],
         out.shape[1],
         size,
         *numbers(gate or Gate())[:3],

@@ -258,7 +258,7 @@ def _part(
 
 @triton.jit
 def _four_bits_row(
-    values, scales, zeros, bias, x, out, experts, width, sharpness, shift, limit,
+    values, scales, zeros, bias, x, out, experts, count, width, sharpness, shift, limit,
     units: tl.constexpr, spread: tl.constexpr, by_token: tl.constexpr, gate: tl.constexpr,
     form: tl.constexpr, has_bias: tl.constexpr, mxfp4: tl.constexpr, has_zeros: tl.constexpr,
     even: tl.constexpr, pdl: tl.constexpr, bn: tl.constexpr, bu: tl.constexpr,
@@ -272,6 +272,8 @@ def _four_bits_row(
     times: tl.constexpr = 1 if dtype.primitive_bitwidth == 16 else 2
     factor: tl.constexpr = 2 if gate else 1
     expert = tl.load(experts + pair)
+    if expert >= count:  # Another rank's.
+        return
     channel, unit = tl.arange(0, bn), tl.arange(0, bu)
     zero = (tl.load(experts + tl.minimum(unit, pair)) >> 31)[:, None]
     begin = tl.program_id(1) * bn
@@ -342,6 +344,7 @@ def product(
         x,
         out,
         experts,
+        weights.shape[0],
         out.shape[1],
         *numbers(gate or Gate())[:3],
         weights.inputs // UNIT,

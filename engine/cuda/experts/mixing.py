@@ -41,21 +41,23 @@ def parts_of(
     down: Stacked,
     gate: Gate,
     beside: SharedWeights | None = None,
+    ranks: int = 1,
 ) -> Parts:
     """What each expert of a token makes of it.
 
     Args:
         x: [T, H] in the model's dtype, or rounded as `gate_up` wants it, with what it was before.
-        chosen: experts (int32) and weights of each token.
+        chosen: experts (int32) and weights of each token, among the rank's.
         gate_up: to [.., 2 I].
         down: to [.., H].
         gate: what lies between them.
         beside: of one row: the shared expert, whose output is one row more, the last.
+        ranks: among which the experts are divided whole.
 
     Returns:
         [P, H], to be added up.
     """
-    order = sort(chosen.experts, gate_up.shape[0])
+    order = sort(chosen.experts, gate_up.shape[0], ranks)
     plain = plain_of(x)
     if len(plain) == 1:  # Its products round for themselves.
         first, second = (None, None) if beside is None else beside
@@ -63,7 +65,7 @@ def parts_of(
         return Parts(product(middle, down, order, shared=second), order, chosen.weights)
     if len(plain) > FEW_ROWS and all(_is_grouped(plain, weights) for weights in (gate_up, down)):
         rows = _taken(_read(x, gate_up.input), order.pairs // chosen.experts.shape[1])
-        middle = activate(_grouped(rows, gate_up, order), gate)
+        middle = activate(_grouped(rows, gate_up, order), gate, order)
         return Parts(_grouped(_read(middle, down.input), down, order), order, chosen.weights)
     middle = product(_read(x, gate_up.input), gate_up, order, gate=gate, by_token=True)
     out = product(_read(middle, down.input), down, order)

@@ -84,7 +84,7 @@ def _named(specialised: Any) -> str:
 
 @triton.jit(repr=_named)
 def _one_row(
-    values, scales, bias, x, given, out, experts, shared_values, shared_scales,
+    values, scales, bias, x, given, out, experts, shared_values, shared_scales, count,
     width, sharpness, shift, limit,
     inputs: tl.constexpr, by_token: tl.constexpr, gate: tl.constexpr, form: tl.constexpr,
     has_bias: tl.constexpr, has_shared: tl.constexpr, kind: tl.constexpr, group: tl.constexpr,
@@ -105,6 +105,10 @@ def _one_row(
         scales = tl.where(is_shared, shared_scales, scales)
     else:
         expert = tl.load(experts + pair, cache_modifier=".cg")
+    if expert >= count:  # Another rank's.
+        if pdl and not by_token:
+            gdc_wait()
+        return
     row = expert.to(tl.int64) * width * factor + channel
     at = tl.arange(0, bk)
     coming = asked(values, row, at, inputs, inside)
@@ -176,6 +180,7 @@ def product(
         experts,
         weights.values if shared is None else shared.values,
         out if shared is None or shared.scales is None else shared.scales,
+        weights.shape[0],
         out.shape[1],
         *numbers(gate or Gate())[:3],
         weights.inputs,

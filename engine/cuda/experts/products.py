@@ -13,7 +13,8 @@ Where fewer pairs than experts come, a program belongs to a pair, and runs if it
 of its expert. Otherwise a program belongs to an expert. So the grid follows from the number of rows
 alone, and graphs can be captured.
 
-Shapes: R rows, P pairs, E experts, N output channels and K input channels of an expert.
+Shapes: R rows, P pairs, E experts that the rank holds, N output channels and K input channels of an
+expert.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -107,7 +108,7 @@ def _sums(
 
 @triton.jit(do_not_specialize=["x_step"])
 def _product(
-    values, scales, bias, x, x_scales, out, pairs, starts, experts,
+    values, scales, bias, x, x_scales, out, pairs, starts, experts, count,
     width, inputs, x_step, sharpness, shift, limit,
     programs: tl.constexpr, places: tl.constexpr, gate: tl.constexpr, form: tl.constexpr,
     has_bias: tl.constexpr, kind: tl.constexpr,
@@ -115,7 +116,7 @@ def _product(
 ):  # fmt: skip
     """`width`: columns of `out`. With `gate`, a weight has twice as many rows. `places`: pairs of a
     token, where `x` has a row for each token; 0: `x` has a row for each pair, in order."""
-    expert, begin, end = expert_of(pairs, starts, experts, programs)
+    expert, begin, end = expert_of(pairs, starts, experts, count, programs)
     channel = tl.program_id(1) * bn + tl.arange(0, bn)
     inside = channel < width
     factor: tl.constexpr = 2 if gate else 1
@@ -173,7 +174,7 @@ def product(
     rows, x_scales = x[:2] if isinstance(x, Rounded) else (x, x)
     width = outputs // 2 if gate else outputs
     out = rows.new_empty(pairs + (shared is not None), width, dtype=weights.dtype)
-    cut = tiles or tiles_of(weights, tokens, pairs)
+    cut = tiles or tiles_of(weights, tokens, triton.cdiv(pairs, order.ranks))
     if cut.rows == 1:
         is_small = weights.kind in _FOUR_BITS
         own = four_bits_row.product if is_small else partial(one_row.product, shared=shared)
@@ -195,6 +196,7 @@ def product(
         order.pairs,
         order.starts,
         order.experts,
+        experts,
         width,
         inputs,
         x_scales.stride(1) if weights.kind is Kind.FP8_BLOCKS else 0,

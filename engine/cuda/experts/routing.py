@@ -3,7 +3,12 @@
 A *pair* is a token with one of its experts: token * C + place. Every result is at a place that
 follows from the input alone, so equal inputs give equal bits.
 
-Shapes: T tokens, C chosen experts of each, P = T C pairs, E experts, I the width.
+A rank that holds some experts whole numbers its own from 0 on. All others have the number behind
+the last, and the weight 0: their pairs come last, and no kernel computes or adds them. So a grid
+follows from the number of rows alone here, too.
+
+Shapes: T tokens, C chosen experts of each, P = T C pairs, E experts that the rank holds, I the
+width.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -20,8 +25,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.cuda.early import early
 from engine.cuda.kernels import launch
-from engine.model.experts.config import Gate, Routing, Scores
-from engine.model.experts.routing import LEAST_SUM, Chosen
+from engine.model.experts.config import EACH, Gate, Held, Routing, Scores
+from engine.model.experts.routing import LEAST_SUM, Chosen, held
 from engine.model.experts.routing import route as route_by_torch
 
 _SOFTMAX: Final = tl.constexpr(0)
@@ -42,9 +47,9 @@ _COLUMNS: Final = 1024
 
 @triton.jit
 def _route(
-    logits, bias, weights, experts, count, factor, least,
+    logits, bias, weights, experts, count, factor, least, rank, ranks,
     chosen: tl.constexpr, kind: tl.constexpr, normalised: tl.constexpr, has_bias: tl.constexpr,
-    pdl: tl.constexpr, block: tl.constexpr, places: tl.constexpr,
+    parts: tl.constexpr, pdl: tl.constexpr, block: tl.constexpr, places: tl.constexpr,
 ):  # fmt: skip
     if pdl:
         gdc_launch_dependents()
@@ -82,15 +87,21 @@ def _route(
         if normalised:
             weight = weight / tl.maximum(tl.sum(tl.where(used, weight, 0.0)), least)
         weight = weight * factor
+    if parts:
+        own = found % ranks == rank
+        found = tl.where(own, found // ranks, (count - rank + ranks - 1) // ranks)
+        weight = tl.where(own, weight, 0.0)
     tl.store(weights + row * chosen + place, weight, mask=used)
     tl.store(experts + row * chosen + place, found, mask=used)
 
 
-def route(logits: Tensor, routing: Routing, bias: Tensor | None) -> Chosen:
-    """See `engine.model.experts.routing.route`; experts are int32. Groups are PyTorch's."""
+def route(logits: Tensor, routing: Routing, bias: Tensor | None, which: Held = EACH) -> Chosen:
+    """See `engine.model.experts.routing.route` and `held`; experts are int32. Groups are
+    PyTorch's."""
     if routing.groups > 1:
         found = route_by_torch(logits, routing, bias)
-        return Chosen(found.weights, found.experts.int())
+        found = found._replace(experts=found.experts.int())
+        return held(found, len(which.of(routing.experts)), which)
     shape = len(logits), routing.chosen
     weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
     experts = torch.empty(shape, dtype=torch.int32, device=logits.device)
@@ -104,10 +115,12 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None) -> Chosen:
         routing.experts,
         routing.factor,
         LEAST_SUM,
+        *which,
         routing.chosen,
         _KINDS[routing.scores],
         routing.normalised,
         bias is not None,
+        which != EACH,
         early(),
         triton.next_power_of_2(routing.experts),
         triton.next_power_of_2(routing.chosen),
@@ -128,9 +141,11 @@ class Order(NamedTuple):
     places: Tensor
     """[P], where each pair stands in `pairs`."""
     starts: Tensor
-    """[E + 1], where each expert begins."""
+    """[E + 1], where each expert begins, and where the last one ends."""
     experts: Tensor
     """[T, C], as they were chosen."""
+    ranks: int = 1
+    """Among which the experts are divided: of so many pairs one is expected here."""
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -143,8 +158,6 @@ def _sort(experts, pairs, places, starts, count, block: tl.constexpr):
         before += (found < expert).to(tl.int32)
     place = tl.sum(before)
     tl.store(starts + expert, place)
-    if expert == tl.num_programs(0) - 1:
-        tl.store(starts + expert + 1, count)
     for first in range(0, count, block):
         at = first + tl.arange(0, block)
         found = tl.load(experts + at, mask=at < count, other=_NO_EXPERT)
@@ -155,18 +168,18 @@ def _sort(experts, pairs, places, starts, count, block: tl.constexpr):
         place += tl.sum(own)
 
 
-def sort(experts: Tensor, count: int) -> Order:
-    """Sorts the pairs of [T, C] int32 experts, of `count` in all. Those of one token are left as
-    they are, since it has each expert once: `starts` is nothing then."""
+def sort(experts: Tensor, count: int, ranks: int = 1) -> Order:
+    """Sorts the pairs of [T, C] int32 experts, of `count` that the rank holds. Those of one token
+    are left as they are, since it has each expert once: `starts` is nothing then."""
     if len(experts) == 1:
         numbered = _numbered(experts.shape[1], experts.device)
-        return Order(numbered, numbered, numbered, experts)
+        return Order(numbered, numbered, numbered, experts, ranks)
     pairs = torch.empty(experts.numel(), dtype=torch.int32, device=experts.device)
     places = torch.empty_like(pairs)
     starts = torch.empty(count + 1, dtype=torch.int32, device=experts.device)
     block = min(_PAIRS_AT_ONCE, triton.next_power_of_2(len(pairs)))
-    launch(_sort, (count,), experts, pairs, places, starts, len(pairs), block)
-    return Order(pairs, places, starts, experts)
+    launch(_sort, (count + 1,), experts, pairs, places, starts, len(pairs), block)
+    return Order(pairs, places, starts, experts, ranks)
 
 
 @cache
@@ -194,9 +207,13 @@ def gated(opening, up, dtype: tl.constexpr, sharpness, shift, limit, form: tl.co
 
 @triton.jit
 def _activate(
-    gate_up, out, width, sharpness, shift, limit, form: tl.constexpr, block: tl.constexpr
-):
+    gate_up, out, own, width, sharpness, shift, limit,
+    parts: tl.constexpr, form: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    if parts:  # noqa: SIM102 (Triton would load it in any case)
+        if row >= tl.load(own):
+            return
     at = tl.program_id(1) * block + tl.arange(0, block)
     inside = at < width
     opening = tl.load(gate_up + row * 2 * width + at, mask=inside, other=0.0)
@@ -205,12 +222,15 @@ def _activate(
     tl.store(out + row * width + at, value, mask=inside)
 
 
-def activate(gate_up: Tensor, gate: Gate) -> Tensor:
-    """[R, 2 I], gate then up -> [R, I]."""
+def activate(gate_up: Tensor, gate: Gate, order: Order | None = None) -> Tensor:
+    """[R, 2 I], gate then up -> [R, I]. `order`: that of the rows; None: all are the rank's own."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
     grid = (rows, triton.cdiv(width, _COLUMNS))
-    launch(_activate, grid, gate_up, out, width, *numbers(gate), _COLUMNS)
+    parts = order is not None and order.ranks > 1
+    own = gate_up if order is None else order.starts[-1:]
+    *given, form = numbers(gate)
+    launch(_activate, grid, gate_up, out, own, width, *given, parts, form, _COLUMNS)
     return out
 
 

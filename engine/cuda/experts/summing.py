@@ -60,12 +60,15 @@ class Parts(NamedTuple):
 
 @triton.jit
 def _sum(parts, places, weights, token, at, inside, size, chosen: tl.constexpr):
-    """A part of a token's sum, float32. No load waits for another pair's."""
+    """A part of a token's sum, float32. No load waits for another pair's. What has no weight may be
+    no number: an expert of another rank."""
     total = tl.zeros(at.shape, tl.float32)
     for number in tl.static_range(chosen):
         place = tl.load(places + token * chosen + number).to(tl.int64)
-        part = tl.load(parts + place * size + at, mask=inside, other=0.0).to(tl.float32)
-        total += part * tl.load(weights + token * chosen + number)
+        weight = tl.load(weights + token * chosen + number)
+        there = inside & (at < tl.where(weight == 0.0, 0, size))
+        part = tl.load(parts + place * size + at, mask=there, other=0.0).to(tl.float32)
+        total += part * weight
     return total
 
 

@@ -22,6 +22,7 @@ from engine.model.precision.base import Kernels
 from engine.model.precision.choice import Precision
 from engine.model.ranks import check_ranks
 from engine.model.region import Range
+from engine.model.shard import Shard
 from engine.model.sources import Dummy, Header, Safetensors, Source
 from engine.step.attention import Specs, StepAttention
 from engine.step.collective import Alone
@@ -100,7 +101,8 @@ class HeadFolder:
         """
         self._config = config = read_head(self._folder, model)
         try:
-            check_ranks(config.layer, Precision(torch.device("cpu"), torch.float32), self._ranks)
+            precision = Precision(torch.device("cpu"), torch.float32)
+            check_ranks(config.layer, precision, Shard(0, self._ranks))
         except ModelError as error:
             raise HeadError(f"draft head: {error}") from error
         if self._dummy:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Final, NamedTuple
 
 
 class Scores(StrEnum):
@@ -52,6 +52,22 @@ class Routing:
             )
         if self.chosen > self.open_groups * (self.experts // self.groups):
             raise ValueError(f"{self.open_groups} groups hold fewer than {self.chosen} experts")
+
+
+class Held(NamedTuple):
+    """Which experts a rank holds whole: `rank`, `rank + ranks` and so on. Neighbours, which routing
+    by groups takes together, lie on several ranks so."""
+
+    rank: int = 0
+    ranks: int = 1
+
+    def of(self, experts: int) -> range:
+        """The numbers of those that it holds, of so many."""
+        return range(self.rank, experts, self.ranks)
+
+
+EACH: Final = Held()
+"""All of them."""
 
 
 @dataclass(frozen=True, slots=True)

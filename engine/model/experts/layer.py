@@ -1,7 +1,8 @@
 """A feed-forward of experts, as layers have it.
 
-One of several ranks holds a part of the width of every expert, and the router whole. So all ranks
-choose alike, and their parts of the sum are added once.
+One of several ranks holds a part of the width of every expert, or some experts whole, and the
+router whole. So all ranks choose alike, and their parts of the sum are added once. An expert that
+all tokens share is always cut: each rank would wait for the one that had it whole.
 
 Shapes: T tokens of a step, H hidden size.
 """
@@ -91,13 +92,15 @@ class Experts(nn.Module):
         self.shared_gate = None
         if own.shared_gate is not None:
             self.shared_gate = Linear(parts.shared_gate, False, plain_build)
+        self.held = build.shard.held
         self._bias_name = config.layer_name(index, own.names.bias)
         self.collective = build.collective
 
     def forward(self, x: Tensor, chosen: Chosen | None = None) -> Tensor:
         """[T, H] -> [T, H], with the ranks' sum. `chosen`: the experts; None: those of `x`."""
         read = x if self.reduce is None else self.reduce(x)
-        out = mixed(read, chosen or self.choose(x), self.gate_up, self.down, self.own.gate)
+        chosen = chosen or self.choose(x)
+        out = mixed(read, chosen, self.gate_up, self.down, self.own.gate, self.held)
         out = out if self.restore is None else self.restore(out)
         if self.shared is not None:
             out = out + self.common(x, self.shared(x))

@@ -1,7 +1,8 @@
-"""The sum over a token's experts. Nothing here waits for a device, and nothing adds in an order
-that may differ from run to run.
+"""The sum over a token's experts. Nothing adds in an order that may differ from run to run, and
+nothing here waits for a device, but with a part of the experts.
 
-Shapes: T tokens, C chosen experts of each, P = T C pairs, E experts, H hidden size, I the width.
+Shapes: T tokens, C chosen experts of each, P = T C pairs, E experts that
+the rank holds, H hidden size, I the width.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.model.experts.config import Gate
-from engine.model.experts.routing import Chosen
+from engine.model.experts.config import EACH, Gate, Held
+from engine.model.experts.routing import Chosen, held
 from engine.model.experts.weights import ExpertWeights
 
 
@@ -27,7 +28,7 @@ class Sorted(NamedTuple):
 
 
 def by_expert(experts: Tensor, count: int) -> Sorted:
-    """Sorts the pairs of [T, C] experts, of `count` in all."""
+    """Sorts the pairs of [T, C] experts, of `count` in all. Larger numbers come last, uncounted."""
     found, order = experts.flatten().sort(stable=True)
     bounds = torch.arange(count + 1, device=found.device, dtype=found.dtype)
     starts = torch.searchsorted(found, bounds)
@@ -48,25 +49,34 @@ def activated(gate_up: Tensor, gate: Gate) -> Tensor:
 
 
 def mixed(
-    x: Tensor, chosen: Chosen, gate_up: ExpertWeights, down: ExpertWeights, gate: Gate
+    x: Tensor,
+    chosen: Chosen,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+    gate: Gate,
+    which: Held = EACH,
 ) -> Tensor:
     """The sum of each token's experts by their weights, added in float32, the best expert first.
 
     Args:
         x: [T, H].
-        chosen: experts and weights of each token.
+        chosen: experts and weights of each token, of all experts.
         gate_up: to [.., 2 I], or [.., I].
         down: to [.., H].
         gate: what lies between them.
+        which: the experts of these weights. The sum is over those.
 
     Returns:
         [T, H]
     """
-    places = chosen.experts.shape[1]
-    order, counts = by_expert(chosen.experts, len(gate_up.parts))
+    (tokens, places), count = chosen.experts.shape, len(gate_up.parts)
+    chosen = held(chosen, count, which)
+    order, counts = by_expert(chosen.experts, count)
+    if which != EACH:
+        order = order[: int(counts.sum())]
     rows = x.index_select(0, order // places)
     out = down.product(activated(gate_up.product(rows, counts), gate), counts)
-    back = torch.empty_like(out)
+    back = out.new_zeros(tokens * places, out.shape[1])
     back[order] = out
-    summed = back.view(-1, places, out.shape[1]).float() * chosen.weights[:, :, None]
+    summed = back.view(tokens, places, -1).float() * chosen.weights[:, :, None]
     return summed.sum(1).to(x.dtype)

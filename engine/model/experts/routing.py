@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.model.experts.config import Routing, Scores
+from engine.model.experts.config import EACH, Held, Routing, Scores
 
 LEAST_SUM = 1e-20
 """What sums of sigmoids are divided by, at least."""
@@ -24,7 +24,8 @@ class Chosen(NamedTuple):
     weights: Tensor
     """[T, C] float32."""
     experts: Tensor
-    """[T, C] int64 or int32, all different within a row."""
+    """[T, C] int64 or int32, all different within a row. Among those of a rank (`held`), its own
+    ones are."""
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Chosen:
@@ -46,6 +47,24 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Chose
     if routing.normalised:
         weights = weights / weights.sum(1, keepdim=True).clamp_min(LEAST_SUM)
     return Chosen(weights * routing.factor, best)
+
+
+def held(chosen: Chosen, count: int, which: Held) -> Chosen:
+    """The choice among the experts that a rank holds.
+
+    Args:
+        chosen: of all experts.
+        count: how many of them the rank holds.
+        which: these.
+
+    Returns:
+        Numbers among the rank's own. Others have the number behind the last, and the weight 0.
+    """
+    if which == EACH:
+        return chosen
+    own = chosen.experts % which.ranks == which.rank
+    numbers = torch.where(own, chosen.experts // which.ranks, count)
+    return Chosen(torch.where(own, chosen.weights, 0.0), numbers.to(chosen.experts.dtype))
 
 
 def _open(scores: Tensor, routing: Routing) -> Tensor:
