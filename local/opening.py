@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 
 import torch
 
 from baton.client.clients import LONGEST_S
+from engine.bounds import UNBOUNDED
+from engine.config import EngineConfig
 from engine.engine import Engine
 from local.engine_dispatcher import EngineDispatcher
 from router.doors.frontdoor import InferenceService
@@ -33,7 +36,15 @@ def build(settings: WorkerSettings, stack: ExitStack) -> Engine:
         claimed_for(settings.device, settings.gpu_slots_dir, settings.name, settings.ranks)
     )
     with loading_progress(terminal(settings.log_format)) as loading:
-        return Engine.build(engine_config(settings), loading)
+        return Engine.build(local_config(settings), loading)
+
+
+def local_config(settings: WorkerSettings) -> EngineConfig:
+    """The engine's configuration. A batch has no stream that waits, so prompts beside its rows are
+    computed in large steps, unless the settings say otherwise."""
+    config = engine_config(settings)
+    mixed = settings.debug.mixed_prefill_tokens or UNBOUNDED
+    return replace(config, mixed_prefill_tokens=mixed)
 
 
 async def open_doors(

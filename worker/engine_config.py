@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any, Final
 
+import torch
+
 from engine.bounds import UNBOUNDED, PromptLimits
 from engine.config import EngineConfig
 from worker.settings import Role, WorkerDebug, WorkerSettings
 
-DECODE_MIXED_PREFILL_TOKENS: Final = 192
-"""A decode worker computes at most this many prompt tokens in a step that also decodes. So few are
-nearly free."""
+MIXED_PREFILL_TOKENS: Final = 192
+"""A worker that decodes computes at most this many prompt tokens in a step that also decodes. So
+few are nearly free, and such a step has a graph. One with a whole prompt has none: its rows wait 50
+ms for their tokens instead of 10 (bench/history/two-gpus.md, on three loads)."""
 DECODE_STEP_TOKENS: Final = 512
 """A decode worker computes at most this many prompt tokens in a step where nothing decodes. A
 request that is delivered meanwhile waits for the end of the step."""
@@ -48,14 +51,20 @@ def prompt_limits(settings: WorkerSettings, role: Role) -> PromptLimits:
     """How much of prompts a step of a worker of that role takes."""
     debug = settings.debug
     mixed = debug.mixed_prefill_tokens or UNBOUNDED
-    if role is Role.DECODE and not debug.mixed_prefill_tokens:
-        mixed = max(DECODE_MIXED_PREFILL_TOKENS, debug.page_size_tokens)
+    chunks = role is Role.DECODE or (role is Role.BOTH and _on_gpu(settings))
+    if chunks and not debug.mixed_prefill_tokens:
+        mixed = max(MIXED_PREFILL_TOKENS, debug.page_size_tokens)
     alone = {Role.DECODE: DECODE_STEP_TOKENS, Role.BOTH: BOTH_STEP_TOKENS}.get(role, UNBOUNDED)
     return PromptLimits(
         alone_tokens=debug.max_step_tokens or alone,
         mixed_tokens=mixed,
         full_tokens=UNBOUNDED if role is Role.BOTH else FULL_STEP_TOKENS,
     )
+
+
+def _on_gpu(settings: WorkerSettings) -> bool:
+    """Whether steps may be graphs. Without, small chunks would only be more steps."""
+    return settings.device != "cpu" and torch.cuda.is_available()
 
 
 def _shared(settings: WorkerSettings | WorkerDebug) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """Requests through prefill and decode workers, or through replicas that do both, step by step.
 
 Nothing is computed. A prompt waits for the prefill worker that is free first, and its pages for the
-decode worker with the fewest rows; a replica computes prompts, whole steps at a time, beside its
-rows. Of each request are kept its first token and the longest of its own gaps but 1 %.
+decode worker with the fewest rows; a replica computes prompts in chunks beside its rows, and in
+large steps without. Of each request are kept its first token and the longest of its own gaps but
+1 %.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from console.planning.rates import HAND_OFF_S, PREFILL_STEP_S, ROUTER_S, Rates
+from console.planning.rates import CHUNK_SHARE, HAND_OFF_S, PREFILL_STEP_S, ROUTER_S, Rates
 
 MOST_ROWS: Final = 256
 """Rows of a decode batch: the most that a worker has by default on large GPUs."""
+CHUNK_TOKENS: Final = 192
 REPLICA_STEP_TOKENS: Final = 2048
-"""Prompt tokens of a step that decodes as well."""
+"""Prompt tokens of a replica's step that decodes as well, and of one that does not, as workers have
+them by default."""
 
 
 class Asked(NamedTuple):
@@ -177,7 +180,7 @@ def _run_until(worker: _Decoder, at_s: float, asked: Sequence[Asked], times: _Ti
 
 
 def _replicas(asked: Sequence[Asked], workers: list[_Decoder], times: _Times) -> float:
-    """Prompts beside rows; returns the time that a worker works."""
+    """Prompts in chunks beside rows; returns the time that a worker works."""
     prompts: list[deque[list[int]]] = [deque() for _ in workers]
     for request, one in enumerate(asked):
         came_s = one.at_s + ROUTER_S
@@ -201,7 +204,9 @@ def _turns(
     times: _Times,
 ) -> None:
     while worker.now_s < until_s and (worker.rows or worker.waiting or queue):
-        room, done = REPLICA_STEP_TOKENS, []
+        decodes = bool(worker.rows or (worker.waiting and worker.waiting[0][0] <= worker.now_s))
+        most = CHUNK_TOKENS if decodes else REPLICA_STEP_TOKENS
+        room, done = most, []
         while queue and room:
             taken = min(room, queue[0][1])
             queue[0][1] -= taken
@@ -209,8 +214,9 @@ def _turns(
             if queue[0][1]:
                 break
             done.append(queue.popleft()[0])
-        tokens = REPLICA_STEP_TOKENS - room
-        prompt_s = tokens * worker.rates.prefill_token_s + PREFILL_STEP_S * bool(tokens)
+        tokens = most - room
+        prompt_s = tokens * worker.rates.prefill_token_s * (CHUNK_SHARE if decodes else 1)
+        prompt_s += 0.0 if decodes or not tokens else PREFILL_STEP_S
         worker.step(asked, prompt_s, times)
         for request in done:
             times.first[request] = worker.now_s + ROUTER_S - asked[request].at_s

