@@ -215,17 +215,14 @@ class Cost:
         """
         own = self._own(demand, worker)
         ways = [self._way(demand, worker, usual, own.pool_resume, 0.0)]
-        load_s, capacity = 0.0, worker.capacity()
-        loads = capacity.load_bytes_per_s > 0
-        here, present = own.host_resume if loads else own.pool_resume, own.pool_pages
+        load_s, capacity, here = 0.0, worker.capacity(), _here(worker, own)
         if here > own.pool_resume:
             load_s = _bytes(worker, here - own.pool_pages) / capacity.load_bytes_per_s
             ways.append(self._way(demand, worker, usual, here, load_s))
-            present = max(present, here)
         peer = self._source(worker, own, everyone)
         if peer is not None and (pages := self._fetchable(worker, peer, own)) > here:
             fetch_s = load_s + capacity.fetch_latency_s
-            fetch_s += _bytes(worker, pages - present) / _path_rate(worker, peer)
+            fetch_s += _bytes(worker, pages - max(here, own.pool_pages)) / _path_rate(worker, peer)
             way = self._way(demand, worker, usual, pages, fetch_s)
             ways.append(way._replace(holder=peer, fetched_pages=pages))
         best = min(ways, key=lambda way: way.seconds)
@@ -287,13 +284,14 @@ class Cost:
         return Held(*(max(pages, own) for own in held))
 
     def _fetchable(self, worker: WorkerLink, peer: WorkerLink, own: Held) -> int:
-        """How many leading pages the worker would have after a fetch from `peer`, at most an eighth
-        of its pool more than now. Models with several groups of layers fetch a whole resume point;
-        if that exceeds the eighth, nothing is fetched."""
-        most = own.host_pages + worker.capacity().total_pages // FETCHED_SHARE
+        """How many leading pages the worker would have after a fetch from `peer`, which brings at
+        most an eighth of its pool. Models with several groups of layers fetch a whole resume point;
+        if that exceeds the eighth, nothing is fetched: what it can use without a fetch."""
+        here = _here(worker, own)
+        most = max(here, own.pool_pages) + worker.capacity().total_pages // FETCHED_SHARE
         wanted = self._reported(peer).host_resume
         if wanted > most and worker.identity.model.resume_pages:
-            return own.host_resume
+            return here
         return min(wanted, most)
 
     def _again(
@@ -343,6 +341,12 @@ def policy_of(name: str, holdings: Holdings | None = None) -> Policy:
         RoundRobin.name: RoundRobin,
     }
     return policies[name]()
+
+
+def _here(worker: WorkerLink, own: Held) -> int:
+    """The leading pages that a worker can use without a fetch: those in host memory only where it
+    has measured how fast it loads them."""
+    return own.host_resume if worker.capacity().load_bytes_per_s > 0 else own.pool_resume
 
 
 def _bytes(worker: WorkerLink, pages: int) -> int:

@@ -254,6 +254,18 @@ def test_a_resume_point_that_a_fetch_may_not_bring_whole_is_not_fetched() -> Non
     assert policy(p0=1000).way(demand(20_020), idle, [holder, idle]).fetched_pages == 1000
 
 
+def test_host_memory_of_unknown_rate_makes_no_fetch_of_a_resume_point_that_is_too_large() -> None:
+    """Its pages there are none of those that a fetch would bring, and it brings no part."""
+    idle = Worker("p1", path=fast("p0"), resume_bytes=1 << 20)
+    holder = Worker("p0", queued=90_000, resume_bytes=1 << 20)
+    chooser = policy(p0=1250, p1=Held(0, 400, 0, 400))
+    way = chooser.way(demand(20_020), idle, [holder, idle])
+    assert (way.holder, way.fetched_pages, way.cached_tokens) == (None, 0, 0)
+    one = Worker("p1", path=fast("p0"))
+    way = chooser.way(demand(20_020), one, [holder, one])
+    assert (way.holder, way.fetched_pages) == (holder, 1000), "an eighth of the pool"
+
+
 def test_a_token_takes_longer_behind_others() -> None:
     """1 ns a token before it: 1,000 tokens behind 8,000 take 8.5 ms longer than none before."""
     capacity = Worker("p0", context_s=1e-9).capacity()
