@@ -59,6 +59,30 @@ class SpeculationLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterLoad:
+    """The slots for adapters, and what happened there since the start."""
+
+    resident: tuple[bytes, ...]
+    """Digests of the adapters in slots: those in use, then those that were used last."""
+    slots: int
+    idle_slots: int
+    """Slots whose adapter no request uses, and empty ones."""
+    loads: int
+    """How often a slot got another adapter."""
+    evictions: int
+    """How often one had to leave its slot for that."""
+    waits: int
+    """Requests that had to wait until a slot was idle, and got it."""
+    waited_s: float
+    """How long they waited, all together."""
+    recent_wait_s: float
+    """How long such a request waits, on average; 0: none did lately."""
+    in_host: tuple[bytes, ...] | None = None
+    """Digests of those in host memory, those that were used last first; None: all that are
+    loaded."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineLoad:
     """A snapshot of the engine, replaced by the step loop every turn; read from any thread."""
 
@@ -120,3 +144,5 @@ class EngineLoad:
     """Failures of hooks, by hook and point; None: there are no hooks."""
     speculation: SpeculationLoad | None = None
     """None: drafts are off."""
+    adapters: AdapterLoad | None = None
+    """None: the engine takes none."""

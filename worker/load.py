@@ -6,12 +6,17 @@ from collections.abc import Container, Sequence
 from typing import Final, NamedTuple
 
 from baton.worker.v1 import worker_pb2
+from engine.loads import AdapterLoad
 from engine.types import EngineLoad
+from prefixes.keys import short_key
 
 STEPS_OF_CREDIT: Final = 2
 """A worker takes prompts on for this many steps: one runs, the next is planned."""
 UNGRANTED_SHARE: Final = 0.25
 """Prompts without a grant may fill this share of the pool: their KV cannot leave yet."""
+
+MOST_ADAPTERS: Final = 64
+"""Adapters that a report names of each place: 512 bytes."""
 
 
 class Report(NamedTuple):
@@ -89,4 +94,15 @@ def load_message(
         peers=peers,
         page_sequence=page_sequence,
         computed_prompt_tokens=load.prompt_tokens_computed,
+        adapters=None if load.adapters is None else _places(load.adapters),
+    )
+
+
+def _places(load: AdapterLoad) -> worker_pb2.AdapterPlaces:
+    return worker_pb2.AdapterPlaces(
+        in_slots=map(short_key, load.resident[:MOST_ADAPTERS]),
+        idle_slots=load.idle_slots,
+        wait_ms=load.recent_wait_s * 1e3,
+        all_in_host=load.in_host is None,
+        in_host=map(short_key, (load.in_host or ())[:MOST_ADAPTERS]),
     )

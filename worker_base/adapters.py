@@ -46,7 +46,7 @@ class AdapterService:
         if not self._adapters.on:
             return None
         named = [
-            worker_pb2.Adapter(name=info.name, digest=info.digest)
+            worker_pb2.Adapter(name=info.name, digest=info.digest, num_bytes=info.num_bytes)
             for info in self._adapters.named()
         ]
         return worker_pb2.WorkResponse(adapters=worker_pb2.Adapters(adapters=named))

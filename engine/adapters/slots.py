@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.adapters.types import Adapter
+from engine.adapters.waits import SlotWaits
+from engine.loads import AdapterLoad
 
 NO_SLOT: Final = -1
 """A row without an adapter."""
@@ -26,6 +28,12 @@ class AdapterSlots:
     def __init__(self, count: int) -> None:
         self.loads = 0
         """How often a slot got another adapter."""
+        self.evictions = 0
+        """How often one had to leave its slot for that."""
+        self.waits = SlotWaits()
+        self._count = count
+        self._told: tuple[tuple[bytes, ...], int] | None = None
+        """Residents and idle slots, until either changes."""
         self._free = list(range(count - 1, -1, -1))
         self._slot_of: dict[bytes, int] = {}
         """By digest, those that were used longest ago first."""
@@ -47,12 +55,14 @@ class AdapterSlots:
             self._contents[slot] = adapter
             self.loads += 1
         self._users[digest] += 1
+        self._told = None
         return self._slot_of[digest]
 
     def give_back(self, adapter: Adapter) -> None:
         """A request uses its adapter no more."""
         digest = adapter.digest
         self._users[digest] -= 1
+        self._told = None
         assert self._users[digest] >= 0, "an adapter is given back once"
         self._slot_of[digest] = self._slot_of.pop(digest)
 
@@ -71,7 +81,26 @@ class AdapterSlots:
         """Slots whose adapter is in use."""
         return sum(self._users[digest] > 0 for digest in self._slot_of)
 
+    def load(self) -> AdapterLoad:
+        """What is reported of them, every turn of the step loop."""
+        if self._told is None:
+            newest = reversed(self._slot_of)
+            order = sorted(newest, key=lambda digest: not self._users[digest])
+            self._told = tuple(order), self._count - self.used
+        resident, idle = self._told
+        return AdapterLoad(
+            resident=resident,
+            slots=self._count,
+            idle_slots=idle,
+            loads=self.loads,
+            evictions=self.evictions,
+            waits=self.waits.count,
+            waited_s=self.waits.seconds,
+            recent_wait_s=self.waits.recent_s(),
+        )
+
     def _idle(self) -> int:
         digest = next(each for each in self._slot_of if not self._users[each])
         del self._users[digest]
+        self.evictions += 1
         return self._slot_of.pop(digest)

@@ -75,6 +75,7 @@ def load_of(
         prompt_tokens_unresumable=admission.unresumable_tokens,
         hook_failures=dict(scheduler.hooks.failures) if scheduler.hooks else None,
         speculation=scheduler.drafts.load() if scheduler.drafts else None,
+        adapters=batch.adapters.load() if scheduler.config.max_adapters else None,
     )
 
 

@@ -106,7 +106,7 @@ class Admission:
         for active in ordered:
             if holds_adapters and active.adapter is not None:
                 continue
-            has_slot = self._batch.adapters.has_room(active.adapter)
+            has_slot = self._batch.has_adapter_slot(active)
             if has_slot and self._try_admit(active):
                 self._requests.waiting.remove(active)
                 self._policy.admitted(active)

@@ -154,10 +154,21 @@ class Batch:
         """Prompt tokens that are admitted and not launched."""
         return sum(task.remaining for task in self.prefills)
 
+    def has_adapter_slot(self, active: ActiveRequest) -> bool:
+        """Whether the device has a slot for a request's adapter. If not, the request waits for
+        one."""
+        if self.adapters.has_room(active.adapter):
+            return True
+        active.slot_wanted_s = active.slot_wanted_s or self.adapters.waits.began()
+        return False
+
     def take_adapter(self, active: ActiveRequest) -> None:
         """A request is admitted: the device has its adapter from the next step on."""
         if active.adapter is not None and active.adapter_slot == NO_SLOT:
             active.adapter_slot = self.adapters.take(active.adapter)
+            if active.slot_wanted_s:
+                self.adapters.waits.ended(active.slot_wanted_s)
+                active.slot_wanted_s = 0.0
 
     def give_adapter_back(self, active: ActiveRequest) -> None:
         """Nothing of a request will be planned any more."""

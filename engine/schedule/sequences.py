@@ -89,6 +89,8 @@ class ActiveRequest:
     """The content of its adapter, which it holds."""
     adapter_slot: int = NO_SLOT
     """Where the device has that, from its admission on."""
+    slot_wanted_s: float = 0.0
+    """Since when it waits for a slot of its adapter; 0: it does not."""
     matchers: Future[list[TokenMatcher]] | None = None
     """For each choice the tokens that it may draw; None: all of them may draw any."""
 

@@ -58,8 +58,10 @@ class Leg:
     def submit(self) -> None:
         """Hands the worker its part, and reserves what it takes."""
         self.open = True
-        holder = self._group.demand.holder
-        self.worker.estimate.reserve(self._attempt_id, self._reservation(), holder)
+        demand = self._group.demand
+        self.worker.estimate.reserve(
+            self._attempt_id, self._reservation(), demand.holder, demand.model.digest
+        )
         self.worker.send(worker_pb2.WorkRequest(submit=self._message()))
 
     def mark_local(self, reason: LocalReason) -> None:

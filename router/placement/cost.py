@@ -5,6 +5,7 @@ them from host memory, or fetches them from a peer. Only pages count behind whic
 each way,
 
     seconds = queue + load or fetch + uncached tokens / rate(context) + delay of its streams
+              + the adapter's way into a slot, if the prompt has one
 
 The delay is what the prompt costs others: decode rows x the delay of a step with a chunk of a
 prompt, as the workers of that role have measured it on average (`placing.usual_chunk`). A worker's
@@ -12,7 +13,9 @@ way is its fastest. Among workers the fastest wins, and on a tie the first, as f
 
 Among decode workers that are to receive a prompt, the one under the least pressure is taken, as by
 `least_work`. One that holds the prompt already may have `SLACK` more, and one that holds a part of
-it that part of `SLACK`. So conversations stay where their KV is, if the load is about equal.
+it that part of `SLACK`. So conversations stay where their KV is, if the load is about equal. One
+with the prompt's adapter in a slot has `SLACK` more, too, and one whose slots are all in use by
+others is under full pressure.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from prefixes.index import Held
+from router.placement.adapters import finds_slot, is_in_slot, slot_s
 from router.placement.just_routed import JustRouted
 from router.placement.placing import (
     LocalReason,
@@ -135,11 +139,14 @@ class Cost:
     def decode(self, demand: Demand, candidates: Sequence[WorkerLink]) -> int:
         """Index of the worker with the least pressure, where what it holds of the prompt counts for
         it."""
-        most = max(1, len(demand.keys))
+        most, digest = max(1, len(demand.keys)), demand.model.digest
         found = []
         for worker in candidates:
             used, running = pressure(worker.capacity())
             share = self._own(demand, worker).host_pages / most
+            if digest:
+                used = used if finds_slot(worker, digest) else 1.0
+                share += is_in_slot(worker, digest)
             found.append((used - SLACK * share, running))
         return found.index(min(found))
 
@@ -236,6 +243,8 @@ class Cost:
         capacity, tokens = worker.capacity(), demand.prompt_tokens
         cached = min(pages * demand.model.page_size_tokens, tokens - 1)
         seconds = finish_s(capacity, 0, usual.rate) + moved_s
+        if digest := demand.model.digest:
+            seconds += slot_s(worker, digest)
         seconds += rest_s(capacity, cached, tokens, usual.rate)
         seconds += delay_s(capacity, usual.chunk(worker), tokens - cached)
         return Way(seconds, cached)

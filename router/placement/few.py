@@ -2,7 +2,7 @@
 
 To compare every worker's ways to the first token takes 35 us a worker. So eight workers with
 capacity are taken of each role, from a drawn place on. Those that hold most of the prompt are
-looked at as well, wherever they are.
+looked at as well, wherever they are, and some that have its adapter in a slot.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Final
+
+from router.placement.adapters import is_in_slot
 
 if TYPE_CHECKING:
     from router.jobs import Demand
@@ -46,6 +49,9 @@ def few_of(
     """
     names = frozenset(holders)
     found = [one for one in workers if one.worker_id in names] if names else []
+    if digest := demand.model.digest:
+        there = (one for one in workers if one.serves(demand.model) and is_in_slot(one, digest))
+        found += islice(there, DRAWN)
     firsts, seconds = [0, 0], [0, 0]
     start = random.randrange(len(workers))
     for worker in (*workers[start:], *workers[:start]):

@@ -111,6 +111,8 @@ class WorkerLink:
         """
         self.adapters: Mapping[str, bytes] = {}
         """Digests of its adapters by name."""
+        self.adapter_bytes: Mapping[bytes, int] = {}
+        """Their sizes, by digest."""
         self.takes_adapters = False
         self.identity = identity
         self.worker_id = identity.worker_id
@@ -355,6 +357,7 @@ class WorkerLink:
         is attached."""
         self.takes_adapters = True
         self.adapters = {each.name: each.digest for each in told.adapters}
+        self.adapter_bytes = {each.digest: each.num_bytes for each in told.adapters}
         self._take_role(self.identity.role, self.next_role)  # It makes the kind.
         if self.state is LinkState.ATTACHED:
             self._owner.adapters_changed(self)

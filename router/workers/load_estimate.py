@@ -17,6 +17,7 @@ where many attempts are open.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,6 +52,7 @@ class Reservation(NamedTuple):
 class _Entry:
     reservation: Reservation
     holder: str
+    adapter: bytes
     known: bool = False
     """Whether the last report contains it."""
 
@@ -99,6 +101,8 @@ class LoadEstimate:
         self._entries: dict[bytes, _Entry] = {}
         self._held: Counter[str] = Counter()
         """Sequences of the entries, by holder."""
+        self._adapters: Counter[bytes] = Counter()
+        """Entries by the digest of their adapter."""
         self._fresh = Reservation()
         """Sum of the reservations that the last report does not contain."""
         self._promised = 0
@@ -128,10 +132,15 @@ class LoadEstimate:
                 entry.known = True
                 self._fresh = self._fresh.less(entry.reservation)
 
-    def reserve(self, attempt_id: bytes, reservation: Reservation, holder: str = "") -> None:
-        """Counts an attempt that is submitted now, for whoever holds its slots."""
-        self._entries[attempt_id] = _Entry(reservation, holder)
+    def reserve(
+        self, attempt_id: bytes, reservation: Reservation, holder: str = "", adapter: bytes = b""
+    ) -> None:
+        """Counts an attempt that is submitted now, for whoever holds its slots, with the digest of
+        its adapter."""
+        self._entries[attempt_id] = _Entry(reservation, holder, adapter)
         self._held[holder] += reservation.sequences
+        if adapter:
+            self._adapters[adapter] += 1
         self._promised += reservation.sequences
         self._fresh = self._fresh.more(reservation)
         self._capacity = None
@@ -139,6 +148,11 @@ class LoadEstimate:
     def held(self, holder: str) -> int:
         """Slots that a holder has here, of this router's attempts."""
         return self._held[holder]
+
+    @property
+    def adapters(self) -> Set[bytes]:
+        """Digests of the adapters of this router's open attempts."""
+        return self._adapters.keys()
 
     def charge(self, attempt_id: bytes, prefill_tokens: int) -> None:
         """The worker said how many tokens of the attempt's prompt it has to compute."""
@@ -161,6 +175,10 @@ class LoadEstimate:
             self._held[entry.holder] -= entry.reservation.sequences
             if not self._held[entry.holder]:
                 del self._held[entry.holder]
+            if entry.adapter:
+                self._adapters[entry.adapter] -= 1
+                if not self._adapters[entry.adapter]:
+                    del self._adapters[entry.adapter]
             self._promised -= entry.reservation.sequences
             self._give_back(entry, entry.reservation)
 

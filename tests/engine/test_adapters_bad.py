@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 from paths_kit import prompt_of
 from safetensors.torch import load_file, save_file
 from tiny_models import write_tiny_model
+from waiting import wait_until
 
 from engine.adapters.registry import Adapters
 from engine.adapters.slots import AdapterSlots
 from engine.adapters.types import AdapterError
+from engine.adapters.waits import FRESH_S, SlotWaits
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.model import load_model
@@ -181,6 +183,52 @@ def test_the_adapter_that_is_used_stays():
     assert slots.take(own[2]) == second
     assert slots.take(own[0]) == first
     assert slots.resident == {own[0].digest, own[2].digest}
+
+
+def test_what_is_told_of_slots():
+    slots, own = AdapterSlots(2), [adapter(number) for number in range(3)]
+    assert (slots.load().resident, slots.load().idle_slots) == ((), 2)
+    for each in (0, 1, 1):
+        slots.take(own[each])
+    slots.give_back(own[0])
+    told = slots.load()
+    assert (told.resident, told.slots) == ((own[1].digest, own[0].digest), 2), "those in use first"
+    assert (told.idle_slots, told.loads, told.evictions) == (1, 2, 0)
+    slots.take(own[2])
+    told = slots.load()
+    assert (set(told.resident), told.idle_slots) == ({own[1].digest, own[2].digest}, 0)
+    assert (told.loads, told.evictions) == (3, 1)
+
+
+def test_how_long_a_slot_is_waited_for():
+    now = [100.0]
+    waits = SlotWaits(lambda: now[0])
+    assert waits.recent_s() == 0.0
+    for began_s, ended_s in ((100.0, 104.0), (104.0, 112.0)):
+        now[0] = ended_s
+        waits.ended(began_s)
+    assert (waits.count, waits.seconds, waits.recent_s()) == (2, 12.0, 5.0)
+    now[0] += FRESH_S + 1
+    assert waits.recent_s() == 0.0
+    waits.ended(now[0] - 2)
+    assert waits.recent_s() == 2.0, "an old average counts no more"
+
+
+def test_a_request_that_waits_for_a_slot_is_counted(path):
+    """The adapter has a slot to itself while its request runs; the one behind it waits."""
+    engine = build(path, max_adapters=1)
+    try:
+        digests = [engine.adapters.add(name, adapter(i)).digest for i, name in enumerate("ab")]
+        runs = [submit(engine, [5], 8, adapter=each, ignore_eos=True) for each in digests]
+        finish(*runs)
+        wait_until(lambda: engine.load().adapters.idle_slots == 1)
+        told = engine.load()
+        assert told.adapters.waits == 1
+        assert (told.adapters.loads, told.adapters.evictions) == (2, 1)
+        assert 0 < told.adapters.waited_s < 60
+        assert told.adapters.recent_wait_s == told.adapters.waited_s
+    finally:
+        engine.stop()
 
 
 @given(st.data())

@@ -1984,19 +1984,23 @@ class Adapter(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name that clients use."""
     digest: _builtins.bytes
     """Digest of its content, 32 bytes."""
+    num_bytes: _builtins.int
+    """Host memory that it takes; 0 from workers of earlier releases."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         digest: _builtins.bytes = ...,
+        num_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name", "num_bytes", b"num_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2184,6 +2188,7 @@ class Load(_message.Message):
     NEXT_ROLE_FIELD_NUMBER: _builtins.int
     COMPUTED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     BALANCER_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     progress: _builtins.int
     """Counts steps and idle turns of the step loop; one that stands still for
     3 s means a frozen worker.
@@ -2276,6 +2281,10 @@ class Load(_message.Message):
         not: prompt, pages and slots of each are counted in the figures here.
         """
 
+    @_builtins.property
+    def adapters(self) -> Global___AdapterPlaces:
+        """Where its adapters are; unset from a worker that takes none."""
+
     def __init__(
         self,
         *,
@@ -2311,14 +2320,65 @@ class Load(_message.Message):
         next_role: Global___WorkerRole.ValueType = ...,
         computed_prompt_tokens: _builtins.int = ...,
         balancer: _builtins.str = ...,
+        adapters: Global___AdapterPlaces | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["balancer", b"balancer", "computed_prompt_tokens", b"computed_prompt_tokens", "draining", b"draining", "evictable_pages", b"evictable_pages", "fetch_latency_ms", b"fetch_latency_ms", "free_pages", b"free_pages", "granted_pages", b"granted_pages", "known_attempts", b"known_attempts", "load_gigabytes_per_s", b"load_gigabytes_per_s", "long_step_ms", b"long_step_ms", "max_sequences", b"max_sequences", "next_role", b"next_role", "page_sequence", b"page_sequence", "peers", b"peers", "piece_delay_ms", b"piece_delay_ms", "piece_tokens", b"piece_tokens", "prefill_context_s", b"prefill_context_s", "prefill_credit_tokens", b"prefill_credit_tokens", "prefill_rate_age_s", b"prefill_rate_age_s", "prefill_token_s", b"prefill_token_s", "prefill_tokens_per_s", b"prefill_tokens_per_s", "progress", b"progress", "quarantined_pages", b"quarantined_pages", "queued_prefill_tokens", b"queued_prefill_tokens", "role", b"role", "running_sequences", b"running_sequences", "same_peers", b"same_peers", "step_ms", b"step_ms", "total_pages", b"total_pages", "waiting_requests", b"waiting_requests", "wanted_pages", b"wanted_pages", "wanted_sequences", b"wanted_sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "balancer", b"balancer", "computed_prompt_tokens", b"computed_prompt_tokens", "draining", b"draining", "evictable_pages", b"evictable_pages", "fetch_latency_ms", b"fetch_latency_ms", "free_pages", b"free_pages", "granted_pages", b"granted_pages", "known_attempts", b"known_attempts", "load_gigabytes_per_s", b"load_gigabytes_per_s", "long_step_ms", b"long_step_ms", "max_sequences", b"max_sequences", "next_role", b"next_role", "page_sequence", b"page_sequence", "peers", b"peers", "piece_delay_ms", b"piece_delay_ms", "piece_tokens", b"piece_tokens", "prefill_context_s", b"prefill_context_s", "prefill_credit_tokens", b"prefill_credit_tokens", "prefill_rate_age_s", b"prefill_rate_age_s", "prefill_token_s", b"prefill_token_s", "prefill_tokens_per_s", b"prefill_tokens_per_s", "progress", b"progress", "quarantined_pages", b"quarantined_pages", "queued_prefill_tokens", b"queued_prefill_tokens", "role", b"role", "running_sequences", b"running_sequences", "same_peers", b"same_peers", "step_ms", b"step_ms", "total_pages", b"total_pages", "waiting_requests", b"waiting_requests", "wanted_pages", b"wanted_pages", "wanted_sequences", b"wanted_sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Load: _TypeAlias = Load  # noqa: Y015
+
+@_typing.final
+class AdapterPlaces(_message.Message):
+    """Where a worker's adapters are, by the first 8 bytes of their digests, as
+    little-endian numbers.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IN_SLOTS_FIELD_NUMBER: _builtins.int
+    IDLE_SLOTS_FIELD_NUMBER: _builtins.int
+    WAIT_MS_FIELD_NUMBER: _builtins.int
+    ALL_IN_HOST_FIELD_NUMBER: _builtins.int
+    IN_HOST_FIELD_NUMBER: _builtins.int
+    idle_slots: _builtins.int
+    """Slots that no request uses."""
+    wait_ms: _builtins.float
+    """How long requests wait until a slot is idle, milliseconds, on average; 0:
+    none waited in the last 30 s.
+    """
+    all_in_host: _builtins.bool
+    """All that it has are in host memory."""
+    @_builtins.property
+    def in_slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Those in slots, which a step can use at once: those in use, then those that
+        were used last, 64 at most.
+        """
+
+    @_builtins.property
+    def in_host(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """If not all: those that are, the last used first, 64 at most. Others are read
+        from their files first.
+        """
+
+    def __init__(
+        self,
+        *,
+        in_slots: _abc.Iterable[_builtins.int] | None = ...,
+        idle_slots: _builtins.int = ...,
+        wait_ms: _builtins.float = ...,
+        all_in_host: _builtins.bool = ...,
+        in_host: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all_in_host", b"all_in_host", "idle_slots", b"idle_slots", "in_host", b"in_host", "in_slots", b"in_slots", "wait_ms", b"wait_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterPlaces: _TypeAlias = AdapterPlaces  # noqa: Y015
 
 @_typing.final
 class PeerHealth(_message.Message):
