@@ -8,7 +8,7 @@ HorizontalPodAutoscaler looks every 15 s at figures of the last minute, may doub
 and takes one pod away in 120 s, once nothing has asked for it for 15 minutes. A pod serves
 `--start-s` after it was asked for, and has its drain to leave. `gpus`: the mean over the hour, pods
 that start or leave counted. `turns`: changes of direction of one pool, the most in any hour.
-`fixed` is the best split of as many GPUs, rounded up.
+`fewer` and `more` are the best fixed splits of as many GPUs, rounded down and up.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from router.workers.balance import DECODE, PREFILL
 SYNC_S, MEAN_S = 15.0, 60.0
 TOLERANCE = 0.1
 FULL, EMPTY_S = 0.9, 120.0
-LEAST_UP = 4
 UP_S, DOWN_S, WINDOW_S = 30.0, 120.0, 900.0
 NAMES: Final[Mapping[int, str]] = {PREFILL: "prefill", DECODE: "decode"}
 
@@ -92,8 +91,7 @@ class Pool:
             self.told.popleft()
         size = self.now
         if wanted > size:
-            before = self._before(now_s - UP_S)
-            size = min(wanted, max(2 * before, before + LEAST_UP))
+            size = min(wanted, 2 * self._before(now_s - UP_S))
         elif (highest := max(told for _, told in self.told)) < size:
             size = max(highest, self._before(now_s - DOWN_S) - 1)
             size = min(size, self.now)
@@ -232,7 +230,7 @@ def run(load: str, begins: tuple[int, int], least: int, start_s: float) -> dict[
     cluster.until_s = load_of(load)[-1].at_s
     kept = kept_of(cluster, load)
     gpus = cluster.gpu_s / cluster.until_s
-    fixed, split = best_fixed(load, ceil(gpus))
+    fewer, more = best_fixed(load, int(gpus)), best_fixed(load, ceil(gpus))
     sizes = {
         NAMES[role]: " ".join(f"{max(0, at_s):.0f}s:{size}" for at_s, size in pool.changes)
         for role, pool in cluster.pools.items()
@@ -245,8 +243,8 @@ def run(load: str, begins: tuple[int, int], least: int, start_s: float) -> dict[
         "gpus": round(gpus, 2),
         "kept": round(kept, 4),
         "turns": max(pool.turns() for pool in cluster.pools.values()),
-        "fixed": split,
-        "fixed_kept": round(fixed, 4),
+        "fewer": "{1} {0:.4f}".format(*fewer),
+        "more": "{1} {0:.4f}".format(*more),
         **sizes,
     }
 
@@ -257,7 +255,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--loads", nargs="+", default=["azure", "mooncake", "both"])
-    parser.add_argument("--begins", nargs="+", default=["3:3", "1:1"])
+    parser.add_argument("--begins", nargs="+", default=["3:3"])
     parser.add_argument("--least", type=int, default=1)
     parser.add_argument("--start-s", type=float, nargs="+", default=[180.0])
     parser.add_argument("--json", type=Path)

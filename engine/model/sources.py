@@ -93,7 +93,8 @@ class Safetensors:
             try:
                 shard: Any = safe_open(file, framework="pt")
             except FileNotFoundError as error:
-                raise ModelError(f"{file} is missing") from error
+                why = "cannot be read" if Path(file).exists() else "is missing"
+                raise ModelError(f"{file} {why}") from error
             except SafetensorError as error:
                 raise ModelError(f"{file} is damaged or no safetensors file") from error
             for name in shard.keys():  # noqa: SIM118 (a shard is not a mapping)

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chart_kit import CHART, RELEASE, VALUES, Cluster, faults, manifests, pods, run_helm
-from tiny_models import write_tiny_model
+from chart_kit import CHART, RELEASE, VALUES, faults, manifests, pods, run_helm
 
-from baton.client.clients import Client
 from router.settings import RouterSettings
 from serving.settings import resolve
 from worker.settings import WorkerSettings
@@ -33,7 +31,7 @@ def test_helm_and_kubernetes_take_every_values_file(
     assert len(names) == len(set(names))
     for name, pod in pods(made):
         with monkeypatch.context() as patch:
-            _check_pod(name, pod, patch)
+            _check_pod(name, pod["spec"], patch)
 
 
 def _check_pod(name: str, pod: dict[str, Any], patch: pytest.MonkeyPatch) -> None:
@@ -47,7 +45,9 @@ def _check_pod(name: str, pod: dict[str, Any], patch: pytest.MonkeyPatch) -> Non
     else:
         settings, sources, _ = resolve(WorkerSettings, "worker", {})
     assert set(given) - {"POD_IP"} <= set(sources.values())
-    pause = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    # Routers hear of a drain from the worker itself. Of a router's, balancers hear later.
+    is_router = container["name"] == "router"
+    pause = container["lifecycle"]["preStop"]["sleep"]["seconds"] if is_router else 0
     assert pod["terminationGracePeriodSeconds"] == settings.drain_s + pause + 20
     secure = container["securityContext"]
     assert secure["readOnlyRootFilesystem"]
@@ -117,7 +117,7 @@ def test_secrets_become_variables(set_: list[str], router: list[str], worker: li
     more = ["--set=model=demo", POOLS + ONE, *(f"--set={one}" for one in set_)]
     given = dict(pods(manifests(CHART / "values.yaml", *more)))
     for name, wanted in ((f"{RELEASE}-router", router), (f"{RELEASE}-all", worker)):
-        (container,) = given[name]["containers"]
+        (container,) = given[name]["spec"]["containers"]
         assert container.get("envFrom", []) == [{"secretRef": {"name": one}} for one in wanted]
 
 
@@ -128,29 +128,7 @@ def test_a_drain_is_as_long_as_the_values_say(
     more = ["--set=model=demo", POOLS + ONE]
     more += [f"--set={one}.drainSeconds={seconds}" for one in ("router", "pools[0]")]
     for name, pod in pods(manifests(CHART / "values.yaml", *more)):
-        (container,) = pod["containers"]
+        (container,) = pod["spec"]["containers"]
         assert {"name": "BATON_DRAIN_S", "value": str(seconds)} in container["env"]
         with monkeypatch.context() as patch:
-            _check_pod(name, pod, patch)
-
-
-def test_pods_answer_over_a_hand_off_and_stop_within_their_grace(tmp_path: Path) -> None:
-    """On addresses of their own, with the certificates that cert-manager would make."""
-    values = next(path for path in VALUES if path.stem == "laptop-cpu")
-    cluster = Cluster(tmp_path / "cluster", manifests(values))
-    write_tiny_model(tmp_path / "cluster" / "models" / "tiny")
-    small = {"BATON_MODEL": "/models/tiny", "BATON_KV_MEMORY_GIB": "0.02", "BATON_DRAIN_S": "5"}
-    try:
-        router = cluster.up(f"{RELEASE}-router")
-        workers = [cluster.up(f"{RELEASE}-{role}", **small) for role in ("prefill", "decode")]
-        for pod in (*workers, router):
-            pod.wait_healthy()
-        address = f"grpcs://{cluster.addresses[f'{RELEASE}-router']}:50051"
-        ca = str(tmp_path / "cluster" / f"{RELEASE}-router-0" / "certs" / "ca.crt")
-        with Client(address, tls_ca=ca, tls_name=f"{RELEASE}-router") as client:
-            answer = client.generate("Hello", max_tokens=20, ignore_eos=True)
-        assert answer.usage.output_tokens == 20
-        for pod in (*workers, router):
-            assert pod.stop()[0] == 0, pod.log
-    finally:
-        cluster.down()
+            _check_pod(name, pod["spec"], patch)

@@ -44,10 +44,7 @@ def spec_of(found: list[dict[str, Any]], kind: str) -> dict[str, dict[str, Any]]
 def check_behavior(behavior: dict[str, Any]) -> None:
     up, down = behavior["scaleUp"], behavior["scaleDown"]
     assert up["stabilizationWindowSeconds"] == 0
-    assert up["policies"] == [
-        {"type": "Percent", "value": 100, "periodSeconds": scaling.UP_S},
-        {"type": "Pods", "value": scaling.LEAST_UP, "periodSeconds": scaling.UP_S},
-    ]
+    assert up["policies"] == [{"type": "Percent", "value": 100, "periodSeconds": scaling.UP_S}]
     assert down["stabilizationWindowSeconds"] == scaling.WINDOW_S
     assert down["policies"] == [{"type": "Pods", "value": 1, "periodSeconds": scaling.DOWN_S}]
 

@@ -13,11 +13,6 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{ (index . 0).Release.Name }}-{{ (index . 1).name }}
 {{- end }}
 
-{{/* Seconds until a pod is killed: the pause of preStop, the drain, and what stopping takes. */}}
-{{- define "baton.grace" -}}
-{{ add 5 (int .) 20 }}
-{{- end }}
-
 {{- define "baton.security" -}}
 allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true

@@ -28,7 +28,7 @@
 {{- define "baton.scaling-behavior" -}}
 scaleUp:
   stabilizationWindowSeconds: 0
-  policies: [{type: Percent, value: 100, periodSeconds: 30}, {type: Pods, value: 4, periodSeconds: 30}]
+  policies: [{type: Percent, value: 100, periodSeconds: 30}]
 scaleDown:
   stabilizationWindowSeconds: {{ .Values.scaling.windowSeconds }}
   policies: [{type: Pods, value: 1, periodSeconds: 120}]

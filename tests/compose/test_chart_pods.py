@@ -1,0 +1,213 @@
+"""A release's pods run: probes, an answer over a hand-off with its trace, sockets beside network
+policies, what a container may write, and how pods stop."""
+
+from __future__ import annotations
+
+import json
+import re
+import ssl
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from chart_kit import RELEASE, VALUES, manifests
+from otlp_receiver import OtlpReceiver, otlp_receiver
+from pod_kit import Cluster, Peer, Pod, admits, image_environment, named_ports, within
+from tiny_models import write_tiny_model
+from waiting import wait_until
+
+pytestmark = [pytest.mark.clients, pytest.mark.timeout(300)]
+ROUTER = f"{RELEASE}-router"
+CLIENT, PROMETHEUS = Peer({"app": "shop"}, is_near=False), Peer({"app": "prometheus"})
+
+
+@dataclass
+class Running:
+    """A release that serves."""
+
+    cluster: Cluster
+    made: list[dict[str, Any]]
+    spans: OtlpReceiver
+    before: dict[str, tuple[int, int]]
+    """Liveness and readiness of the router while no worker was there."""
+
+    @property
+    def policies(self) -> list[dict[str, Any]]:
+        return [one for one in self.made if one["kind"] == "NetworkPolicy"]
+
+    @property
+    def pods(self) -> dict[str, Pod]:
+        return {pod.name: pod for pod in self.cluster.pods}
+
+    def ask(self, tokens: int) -> subprocess.Popen[str]:
+        """As NOTES.txt says, from a pod of another namespace."""
+        ca = self.pods[f"{ROUTER}-0"].folder / "certs" / "ca.crt"
+        command = [
+            "ip",
+            "netns",
+            "exec",
+            self.cluster.outside["shop"],
+            "baton",
+            "generate",
+            "Hello",
+        ]
+        command += ["--router", f"grpcs://{ROUTER}:50051"]
+        command += ["--tls-ca", str(ca), "--max-tokens", str(tokens), "--raw", "--json"]
+        path = {"PATH": f"{image_environment()['PATH']}:/usr/sbin:/sbin"}
+        return subprocess.Popen(command, env=path, stdout=-1, stderr=-2, text=True)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("node") / "cluster"
+    values = next(path for path in VALUES if path.stem == "laptop-cpu")
+    made = manifests(values, "--set=traces=http://jaeger:4317", "--set=models.claim=weights")
+    cluster = Cluster(folder, made, "jaeger", "shop")
+    write_tiny_model(folder / "models" / "tiny")
+    for path in (folder / "models" / "tiny").iterdir():
+        path.chmod(0o644)
+    small = {"BATON_MODEL": "/models/tiny", "BATON_KV_MEMORY_GIB": "0.02"}
+    receiving = otlp_receiver("0.0.0.0:4317")
+    spans, _ = within(cluster.outside["jaeger"], receiving.__enter__)
+    try:
+        router = cluster.up(ROUTER)
+        while router.probe("livenessProbe", cluster.node) != 200:
+            assert router.process is not None
+            assert router.process.poll() is None, router.log
+            time.sleep(0.2)
+        before = {router.name: (200, router.probe("readinessProbe", cluster.node))}
+        workers = [cluster.up(f"{RELEASE}-{role}", **small) for role in ("prefill", "decode")]
+        for pod in (*workers, router):
+            pod.wait_ready(cluster.node)
+        yield Running(cluster, made, spans, before)
+    finally:
+        receiving.__exit__(None, None, None)
+        cluster.down()
+
+
+def test_probes_say_what_is_so(running: Running) -> None:
+    assert running.before == {f"{ROUTER}-0": (200, 503)}
+    for pod in running.pods.values():
+        for name in ("startupProbe", "livenessProbe", "readinessProbe"):
+            assert pod.probe(name, running.cluster.node) == 200
+
+
+def test_an_answer_over_a_hand_off_has_a_trace(running: Running) -> None:
+    asked = running.ask(20)
+    said, _ = asked.communicate(timeout=60)
+    assert asked.returncode == 0, said
+    told = json.loads(said)
+    spans = running.spans.wait_for(told["trace_id"], ["prefill", "decode", "kv.send", "kv.receive"])
+    services = {service for service, _ in spans.values()}
+    assert services == {"baton-router", "baton-prefill", "baton-decode"}
+
+
+def test_sockets_are_those_of_the_policies(running: Running) -> None:
+    running.ask(5).communicate(timeout=60)
+    pods = running.pods
+    by_ip = {pod.ip: pod for pod in pods.values()}
+    listened = {name: listening(pod) for name, pod in pods.items()}
+    near = {name: Peer(pod.labels) for name, pod in pods.items()}
+    workers = {name for name, pod in pods.items() if pod.container["name"] == "worker"}
+    for name, pod in pods.items():
+        declared = {one["containerPort"] for one in pod.container["ports"]}
+        assert named_ports(running.policies, pod.labels) == declared <= listened[name]
+        for port in listened[name]:
+            may = {
+                who
+                for who, peer in near.items()
+                if admits(running.policies, pod.labels, peer, port)
+            }
+            others = [
+                admits(running.policies, pod.labels, one, port) for one in (CLIENT, PROMETHEUS)
+            ]
+            if port in (50051, 8000):
+                assert others == [True, True]
+            elif port == 9090:
+                assert others == [False, True]
+            else:
+                assert others == [False, False]
+                assert may == (set(pods) if port == 50060 else workers)
+    assert listened[f"{ROUTER}-0"] == {50050, 50051, 8000, 9090}
+    seen = set()
+    for name, pod in pods.items():
+        for local, (host, port) in pod.sockets("-ta", "state", "connected"):
+            if local[1] in listened[name] or host not in by_ip:
+                continue
+            there = by_ip[host]
+            assert admits(running.policies, there.labels, near[name], port), (
+                name,
+                there.name,
+                port,
+            )
+            seen.add((name, there.name, port if port in (50050, 50060) else 0))
+    prefill, decode = sorted(workers, reverse=True)
+    assert {(prefill, f"{ROUTER}-0", 50050), (decode, f"{ROUTER}-0", 50050)} <= seen
+    assert {(f"{ROUTER}-0", prefill, 50060), (f"{ROUTER}-0", decode, 50060)} <= seen
+    assert {(prefill, decode, 0), (decode, prefill, 0)} & seen, "KV"
+
+
+def listening(pod: Pod) -> set[int]:
+    """Ports at which others reach the pod."""
+    found = {local for local, _ in pod.sockets("-tl")}
+    return {port for host, port in found if not host.startswith(("127.", "::1"))}
+
+
+def test_a_renewed_certificate_is_taken_without_a_restart(running: Running) -> None:
+    router = running.pods[f"{ROUTER}-0"]
+
+    def shown() -> str:
+        address = (router.ip, 50051)
+        return within(running.cluster.outside["shop"], lambda: ssl.get_server_certificate(address))
+
+    before = shown()
+    running.cluster.renew(router)
+    wait_until(lambda: shown() != before, 20, poll_s=0.5)
+    for pod in running.pods.values():
+        running.cluster.renew(pod)
+    asked = running.ask(5)
+    assert (asked.communicate(timeout=60), asked.returncode)[1] == 0
+
+
+def test_caches_of_the_image_lie_on_the_claim(running: Running) -> None:
+    found = image_environment()
+    mounts = {
+        one["name"]: one["mountPath"] for one in running.cluster.pods[0].container["volumeMounts"]
+    }
+    for name in ("BATON_CACHE", "TRITON_CACHE_DIR", "HF_HOME"):
+        assert found[name].startswith(mounts["cache"])
+    assert found["HOME"] == mounts["tmp"]
+
+
+def test_pods_drain_and_stop_within_their_grace(running: Running) -> None:
+    """A decode worker that stops ends the answer that it is giving. All end with 0."""
+    asked = running.ask(400)
+    pods = running.pods
+    decode = pods.pop(f"{RELEASE}-decode-0")
+    wait_until(lambda: running_sequences(decode, running.cluster.node) > 0)
+    code, _ = decode.stop()
+    said, _ = asked.communicate(timeout=60)
+    assert (code, asked.returncode) == (0, 0), (said, decode.log)
+    assert json.loads(said)["usage"]["output_tokens"] == 400
+    router = pods[f"{ROUTER}-0"]
+    code, took_s = router.stop()
+    assert code == 0, router.log
+    assert took_s >= router.container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert pods[f"{RELEASE}-prefill-0"].stop()[0] == 0
+
+
+def running_sequences(pod: Pod, node: str) -> float:
+    """What its metrics say."""
+
+    def look() -> str:
+        with urllib.request.urlopen(f"http://{pod.ip}:9090/metrics", timeout=5) as told:
+            return str(told.read().decode())
+
+    (found,) = re.findall(
+        r"^baton_running_sequences(?:{.*})? (\S+)$", within(node, look), re.MULTILINE
+    )
+    return float(found)
