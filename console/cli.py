@@ -39,6 +39,7 @@ from console.commands import (
     top,
     trace,
 )
+from console.fencing import command as fencing
 from console.loadgen.errors import BenchError, WrongUseError
 from console.long_help import LongHelp
 from console.operator_calls import OperatorCallError
@@ -250,6 +251,7 @@ _PANELS: Final[Mapping[str, Mapping[str, Callable[..., None]]]] = {
         "doctor": doctor.doctor,
         "plan": planning.plan,
         "role": roles.role,
+        "fence": fencing.fence,
         "adapters": adapters.adapters,
     },
 }

@@ -54,9 +54,11 @@ class EngineConfig(Bounds):
     """Layers of each stage; empty: stages are about equally large."""
     tp: int = 1
     """Ranks that hold each of `pp` stages together (tensor parallelism). All ranks are this
-    process, and others that it starts on this host."""
+    process, and others that it starts on this host, or that agents start on others."""
     expert_parallel: bool = False
     """Whether each rank of a stage holds whole experts instead of some of the width of each."""
+    nodes: int = 1
+    """Hosts of the ranks, equally many on each: those of this one come first."""
     step_timeout_s: float = 60
     """With several ranks: if a step takes longer than this, all ranks are given up."""
     generation_config: bool = True

@@ -18,6 +18,7 @@ from engine.bounds import PromptLimits
 from engine.checkpoints import CheckpointError, SamplingDefaults, Weights, sampling_defaults
 from engine.config import EngineConfig
 from engine.groups.spec import Full, State
+from engine.hosts.others import OtherHosts
 from engine.loop.fetch_port import FetchPort
 from engine.loop.profiling import StepProfiler
 from engine.loop.step_loop import OnLost, OnStep, StepLoop
@@ -42,7 +43,8 @@ from engine.parts.scheduling import scheduler_of
 from engine.pool.pools import KvPools
 from engine.pooling.requests import Floats
 from engine.ranks.keeper import Pulse, RankError
-from engine.ranks.leader import HostRanks, NoRanks, Ranks
+from engine.ranks.leader import HostRanks
+from engine.ranks.ranks import NoRanks, Ranks
 from engine.sampling import Sampler
 from engine.schedule.scheduler import Scheduler
 from engine.step.hooks import Hook
@@ -95,7 +97,11 @@ class Engine:
 
     @classmethod
     def build(
-        cls, config: EngineConfig, progress: Progress | None = None, beside: str = ""
+        cls,
+        config: EngineConfig,
+        progress: Progress | None = None,
+        beside: str = "",
+        hosts: OtherHosts | None = None,
     ) -> Engine:
         """Loads the model and allocates the pool. Blocks until that is done.
 
@@ -103,12 +109,13 @@ class Engine:
             config: the engine's configuration.
             progress: hears of the parts that are done.
             beside: what each other rank runs beside its steps; see `HostRanks`.
+            hosts: the agents of other hosts, for `config.nodes` above 1.
 
         Raises:
             EngineError: the configuration does not fit the model or the device.
         """
         config = with_defaults(config)
-        hooks, ranks = open_all(config), _ranks(config, beside)
+        hooks, ranks = open_all(config), _ranks(config, beside, hosts)
         try:
             return cls._build(config, ranks, hooks, progress)
         except Exception as error:
@@ -292,10 +299,10 @@ class Engine:
         return self._loop.load
 
 
-def _ranks(config: EngineConfig, beside: str) -> Ranks:
+def _ranks(config: EngineConfig, beside: str, hosts: OtherHosts | None) -> Ranks:
     """The other ranks, not started yet."""
     try:
-        return NoRanks() if config.ranks == 1 else HostRanks(config, beside)
+        return NoRanks() if config.ranks == 1 else HostRanks(config, beside, hosts)
     except OSError as error:
         raise EngineError(f"no rank can be started: {error}") from error
 

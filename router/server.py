@@ -29,6 +29,7 @@ from baton.addresses import host_of, is_loopback
 from baton.grpc_options import public_server_options, server_options
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from faults import failpoints
+from router.deaths.fence import fence_route
 from router.dispatch.dispatcher import JobDispatcher
 from router.doors.auth import TokensFileError, gate_of
 from router.doors.batches.room import Room
@@ -167,6 +168,7 @@ class RouterServer:
 
     def _admin_server(self) -> AdminServer:
         routes = [discovery_route(lambda: self.registry.members), self._roles.route()]
+        routes.append(fence_route(self.registry.deaths, lambda: self.registry.members))
         routes += self.registry.adapters.routes()
         if self._traces is not None:
             routes += trace_routes(self._traces)

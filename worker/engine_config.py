@@ -32,6 +32,7 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
     wants = bool(settings.adapters or settings.adapters_dir)
     own = {
         "name": settings.served_name,
+        "nodes": max(1, settings.nodes),
         "page_size": settings.debug.page_size_tokens,
         "kv_memory_bytes": settings.kv_memory_bytes,
         "kv_host_bytes": settings.kv_host_bytes,

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
@@ -43,15 +43,18 @@ from telemetry.names import Service
 from telemetry.tracing import Tracing, setup_tracing
 from worker.announcer import ROLES, announced_as_loading
 from worker.engine_config import engine_config
+from worker.hosts.digest import model_digest
+from worker.hosts.interfaces import keep_data_plane_on
+from worker.hosts.leader import Group, GroupError
+from worker.hosts.place import Place
+from worker.hosts.witness import looking
 from worker.loading import loading_progress, terminal
 from worker.router_addresses import RouterAddresses
-from worker.server import Worker
+from worker.server import Worker, new_epoch
 from worker.settings import Role, WorkerSettings
 
 logger = logging.getLogger(__name__)
 
-LOCAL_DEVICES: Final = ("UCX_NET_DEVICES", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-"""Variables that name the network devices of the data plane's libraries."""
 _SERVICES: Final = {
     Role.PREFILL: Service.PREFILL,
     Role.DECODE: Service.DECODE,
@@ -59,46 +62,62 @@ _SERVICES: Final = {
 }
 
 
-def main(settings: WorkerSettings) -> int:
-    """Runs a worker process; returns its exit code."""
+def main(settings: WorkerSettings, place: Place | None = None) -> int:
+    """Runs a worker process; returns its exit code. `place`: the leader's, of several hosts."""
     prepare_to_serve()
     service = Service.BOTH if settings.flexible else _SERVICES[settings.role]
     setup_logging(service, settings.name, settings.debug.log_level, settings.log_format)
     failpoints.arm(settings.debug.failpoints)
-    if settings.is_local:
-        keep_data_plane_local()
+    if place is not None:
+        keep_data_plane_on(place.interface)
+    elif settings.is_local:
+        keep_data_plane_on("lo")
     try:
         with (
             claimed_for(
-                settings.device, settings.gpu_slots_dir, settings.name, settings.ranks
+                settings.device, settings.gpu_slots_dir, settings.name, settings.ranks_here
             ) as gpu,
             RouterAddresses(settings.routers) as routers,
         ):
             if gpu:
                 logger.info("GPU claimed", extra={"gpu": gpu})
-            return _run(settings, service, routers)
-    except (NoSlotError, TlsError) as error:
+            return _run(settings, service, routers, place)
+    except (NoSlotError, TlsError, GroupError) as error:
         logger.error("the worker cannot start: %s", error)
         return 1
 
 
-def keep_data_plane_local() -> None:
-    """Keeps the sockets of UCX, NCCL and Gloo off the network, unless the operator named devices.
-    Without that they listen on every interface."""
-    for variable in LOCAL_DEVICES:
-        os.environ.setdefault(variable, "lo")
-
-
-def _run(settings: WorkerSettings, service: str, routers: RouterAddresses) -> int:
-    net = workers_net(settings.tls, settings.name)
+def _run(
+    settings: WorkerSettings, service: str, routers: RouterAddresses, place: Place | None
+) -> int:
+    net, epoch = workers_net(settings.tls, settings.name), new_epoch()
     if settings.threads:
         torch.set_num_threads(settings.threads)
+    with ExitStack() as stack:
+        group = None
+        if place is not None:
+            stack.enter_context(looking(settings.name, routers, net))
+            group = Group(settings, place, net, model_digest(settings.model), epoch)
+            stack.callback(group.close)
+        return _run_with(settings, service, routers, net, epoch, group)
+
+
+def _run_with(
+    settings: WorkerSettings,
+    service: str,
+    routers: RouterAddresses,
+    net: InternalNet,
+    epoch: int,
+    group: Group | None,
+) -> int:
     try:
         with (
             announced_as_loading(routers, _identity_while_loading(settings), net),
             loading_progress(terminal(settings.log_format)) as progress,
         ):
-            engine = Engine.build(engine_config(settings), progress, BESIDE)
+            if group is not None:
+                group.form()
+            engine = Engine.build(engine_config(settings), progress, BESIDE, group)
     except (EngineError, ModelError) as error:
         logger.error("the engine cannot be built: %s", error)
         return 1
@@ -106,7 +125,7 @@ def _run(settings: WorkerSettings, service: str, routers: RouterAddresses) -> in
     exporter = exporter_to_router(net, endpoint)
     tracing = setup_tracing(service, settings.name, endpoint, exporter=exporter)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        return runner.run(_serve(settings, engine, tracing, routers, net))
+        return runner.run(_serve(settings, engine, tracing, routers, net, epoch))
 
 
 async def _serve(
@@ -115,9 +134,10 @@ async def _serve(
     tracing: Tracing | None,
     routers: RouterAddresses,
     net: InternalNet,
+    epoch: int,
 ) -> int:
     log_loop_errors(asyncio.get_running_loop())
-    worker = Worker(settings, engine, routers, net)
+    worker = Worker(settings, engine, routers, net, epoch)
     if tracing is not None:
         worker.metrics.watch_spans(lambda: tracing.counts)
     signals = EndSignals()  # First: a worker that is seen to serve may be signalled.

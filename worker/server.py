@@ -87,11 +87,12 @@ class Worker:
         engine: Engine,
         routers: RouterAddresses,
         net: InternalNet | None = None,
+        epoch: int = 0,
     ) -> None:
         self.settings = settings
         self._net = net or ClearNet()
         self.engine = engine
-        self.epoch = secrets.randbits(64) or 1
+        self.epoch = epoch or new_epoch()
         self.identity = stamp(
             worker_pb2.WorkerIdentity(
                 worker_id=settings.name,
@@ -257,7 +258,7 @@ class Worker:
         device = self.engine.pool.device
         if device.type == "cuda":
             shared = self.settings.device.startswith("cuda:")
-            ranks = range(1, 1 if shared else self.settings.ranks)
+            ranks = range(1, 1 if shared else self.settings.ranks_here)
             gpus = [device, *(device_of(device.type, rank) for rank in ranks)]
             uuids = [torch.cuda.get_device_properties(gpu).uuid for gpu in gpus]
             self.metrics.watch_gpus([gpu_reader(f"GPU-{uuid}") for uuid in uuids])
@@ -400,6 +401,11 @@ class Worker:
     def _stop_announcing(self) -> None:
         if self._announcer is not None:
             self._announcer.cancel()
+
+
+def new_epoch() -> int:
+    """A number that no other start of a worker has."""
+    return secrets.randbits(64) or 1
 
 
 def _layout_of(engine: Engine) -> PageLayout:

@@ -202,6 +202,19 @@ class WorkerSettings(BaseModel):
     """Gives each of `tp` ranks whole experts instead of some of the width of each (expert
     parallelism). `tp` must divide the number of experts, and no longer their width. It may differ
     between prefill and decode workers."""
+    nodes: int = Field(default=0, ge=0, le=MOST_RANKS)
+    """Divides the ranks among so many hosts, equally many on each. Every host runs the same
+    command. They need `tls_dir` and `fabric`. 0: LWS_GROUP_SIZE of LeaderWorkerSet, else 1."""
+    node: int = Field(default=-1, ge=-1, lt=MOST_RANKS)
+    """Says which of `nodes` this host is. Node 0 is the leader, which is the worker for routers;
+    the others start their ranks when it says so. -1: LWS_WORKER_INDEX, or torchrun's NODE_RANK."""
+    leader: str = ""
+    """Sets the HOST:PORT at which node 0 listens for the other hosts. Without a port: 50070. Empty:
+    LWS_LEADER_ADDRESS, or torchrun's MASTER_ADDR."""
+    fabric: str = Field(default="", pattern=r"^$|^(trusted|encrypted):[0-9a-fA-F.:]+/\d+$")
+    """Names the network of what hosts of a worker cannot encrypt: activations and KV pages.
+    `encrypted:CIDR` says that WireGuard, IPsec or MACsec encrypts it below, `trusted:CIDR` that
+    nobody else is on it. Each host listens at its address in it, and nowhere else."""
     gpu_slots_dir: str = ""
     """Names a folder that all workers of this host share: each claims a GPU for each of its ranks,
     by lock files in it. Empty: `device` chooses the GPU."""
@@ -292,6 +305,11 @@ class WorkerSettings(BaseModel):
     def ranks(self) -> int:
         """Ranks of all stages."""
         return self.pp * self.tp
+
+    @property
+    def ranks_here(self) -> int:
+        """Ranks of this host."""
+        return self.ranks // max(1, self.nodes)
 
     @property
     def kv_host_bytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
 from contextlib import suppress
@@ -23,17 +24,41 @@ from router.settings import RouterSettings
 from serving.models import demo_model
 from serving.output import merged_log, model_progress, silence, stderr, stdout
 from serving.settings import Resolved, resolve
+from worker.hosts.place import Place, place_of, with_place
 from worker.settings import Role, WorkerSettings, with_model_found
 
 
 def _serve_worker(settings: WorkerSettings) -> None:
+    end_with_parent()
+    settings = with_place(settings, os.environ)
+    place = place_of(settings)
+    if place is not None:
+        raise typer.Exit(_run_on_one_of(settings, place))
     from worker.process import main
 
-    end_with_parent()
     check_free(listen=settings.listen, admin=settings.admin)
+    raise typer.Exit(main(_with_model(settings)))
+
+
+def _run_on_one_of(settings: WorkerSettings, place: Place) -> int:
+    """On one of several hosts. What only keeps others' processes imports no PyTorch."""
+    if place.node:
+        from worker.hosts import agent
+
+        return agent.main(_with_model(settings), place)
+    check_free(listen=settings.listen, admin=settings.admin, leader=place.listen)
+    from worker.hosts import guard
+
+    if (leader := guard.guarded()) is not None:
+        return guard.main(leader, settings)
+    from worker.process import main
+
+    return main(_with_model(settings), place)
+
+
+def _with_model(settings: WorkerSettings) -> WorkerSettings:
     with model_progress() as progress:
-        found = with_model_found(settings, progress)
-    raise typer.Exit(main(found))
+        return with_model_found(settings, progress)
 
 
 @takes_settings(RouterSettings, "router")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.eager.meeting import Meeting
 from engine.step.collective import CollectiveError
 
 Float64s = NDArray[np.float64]
@@ -23,7 +23,6 @@ _dist: Any = dist
 LONGEST_S: Final = 3600.0
 """Longest wait for another rank, seconds. It only bounds what nobody watches: the watchdog ends a
 worker whose step hangs, and a rank that dies closes its connections."""
-LOOPBACK: Final = "127.0.0.1"
 
 
 class GroupCollective:
@@ -47,12 +46,8 @@ class GroupCollective:
         when a step ends."""
         self._group: Any
 
-    def join(self, store: Path) -> None:
-        """Meets the other ranks. Blocks until all have come.
-
-        Args:
-            store: a file that does not exist yet, the same for all ranks.
-        """
+    def join(self, meeting: Meeting) -> None:
+        """Meets the other ranks. Blocks until all have come."""
         raise NotImplementedError
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -98,22 +93,22 @@ class GroupCollective:
 
 
 class GlooCollective(GroupCollective):
-    """Ranks on CPUs, by torch.distributed's gloo over loopback. It waits without spinning.
+    """Ranks on CPUs, by torch.distributed's gloo. It waits without spinning.
 
     Its sums have one order for each element, so all ranks get the same bits.
     """
 
-    def join(self, store: Path) -> None:
+    def join(self, meeting: Meeting) -> None:
         """See `GroupCollective`."""
-        self._group = gloo_group(store, self.rank, self.size)
+        self._group = gloo_group(meeting, self.rank, self.size)
 
 
-def gloo_group(store: Path, rank: int, size: int) -> Any:
-    """A group of gloo's, with those who have the same store. Blocks until all have come."""
+def gloo_group(meeting: Meeting, rank: int, size: int) -> Any:
+    """A group of gloo's, with those of the same meeting. Blocks until all have come."""
     options = _dist.ProcessGroupGloo._Options()
-    options._devices = [_dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    options._devices = [_dist.ProcessGroupGloo.create_device(hostname=meeting.address)]
     options._timeout = timedelta(seconds=LONGEST_S)
-    return _dist.ProcessGroupGloo(_dist.FileStore(str(store), size), rank, size, options)
+    return _dist.ProcessGroupGloo(meeting.store, rank, size, options)
 
 
 def _nothing(*_: Float64s) -> None:

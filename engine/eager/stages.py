@@ -1,14 +1,14 @@
-"""Stages on CPUs, by torch.distributed's gloo over loopback."""
+"""Stages on CPUs, by torch.distributed's gloo."""
 
 from __future__ import annotations
 
 from collections import deque
-from pathlib import Path
 from typing import Any, Final
 
 from torch import Tensor
 
 from engine.eager.collective import gloo_group, unbroken
+from engine.eager.meeting import Meeting
 
 _UNSENT: Final = 2
 """Steps whose hidden states may wait to be taken."""
@@ -31,9 +31,9 @@ class GlooStages:
         self._group: Any
         self._sent: deque[tuple[Any, Tensor]] = deque()
 
-    def join(self, store: Path) -> None:
+    def join(self, meeting: Meeting) -> None:
         """Meets the other stages; see `GroupCollective.join`."""
-        self._group = gloo_group(store, self._stage, self._count)
+        self._group = gloo_group(meeting, self._stage, self._count)
 
     def receive(self, x: Tensor) -> Tensor:
         """See `Stages`."""

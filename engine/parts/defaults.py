@@ -79,6 +79,8 @@ def check_memory(config: EngineConfig, weights: Weights, device: torch.device) -
 def _check_ranks(config: EngineConfig, device: str) -> None:
     if obstacle := _ranks_obstacle(config):
         raise EngineError(obstacle)
+    if config.nodes > 1 and device != "cpu":
+        raise EngineError(f"nodes {config.nodes} works on CPUs for now: set device to cpu")
     if config.ranks > 1 and device != "cpu":
         _check_gpus(config, device)
 

@@ -22,6 +22,9 @@ import torch
 import zmq
 
 from engine.eager.steps import TorchSteps
+from engine.hosts.lifeline import LIFELINE, hold_on
+from engine.hosts.meetings import RankMeetings
+from engine.hosts.wires import Ends
 from engine.model import LoadedModel, ModelError
 from engine.parent import end_with_parent
 from engine.parts.building import (
@@ -43,8 +46,6 @@ from engine.ranks.process import (
     READY,
     REPORTS,
     STEP,
-    STORE,
-    address,
     beside_of,
     copies_of,
     read_config,
@@ -74,23 +75,28 @@ CAUSE_S: Final = 1.0
 class Follower:
     """A rank, from its folder to its end."""
 
-    def __init__(self, folder: Path, rank: int, size: int) -> None:
+    def __init__(self, folder: Path, rank: int, local: int, size: int) -> None:
         self._folder = folder
+        self._ends = Ends(folder)
         self._config, self._beside = read_config(folder)
         self._rank = rank
-        self._device = device_of(self._config.device, rank)
+        self._meetings = RankMeetings(folder, self._config.nodes, size)
+        self._device = device_of(self._config.device, local)
         grid = Grid(self._config.pp, self._config.tp)
-        own = self._group = RankGroup(self._config.device, rank, grid)
+        own = self._group = RankGroup(self._config.device, rank, grid, local)
         self._figures = RankStats(folder, size)
         self._collective, self._stages = watched(own.collective, own.stages, self._figures, rank)
         self._errors: SimpleQueue[BaseException] = SimpleQueue()
         """Errors of steps that were queued."""
         self._context = zmq.Context()
         self._reports = self._context.socket(zmq.PUSH)
-        self._reports.connect(address(folder, REPORTS))
-        self._inbox = self._context.socket(zmq.PULL)
+        self._ends.connect(self._reports, REPORTS)
+        self._inbox = self._context.socket(zmq.PAIR)
         self._inbox.set_hwm(0)
-        self._inbox.bind(address(folder, steps_of(rank)))
+        self._ends.connect(self._inbox, steps_of(rank))
+        self._inbox.send(HELLO)
+        if self._ends.over_hosts:
+            hold_on(lambda socket: self._ends.connect(socket, LIFELINE))
 
     def run(self) -> int:
         """Loads, and repeats steps until rank 0 says stop. Returns the exit code."""
@@ -142,7 +148,7 @@ class Follower:
                 send_memory(self._folder, self._rank, [arena.fd for arena in arenas])
         failpoints.hit("rank.join", str(self._rank))
         self._reach(Stage.JOINING)
-        self._group.join(self._folder / STORE)
+        self._group.join(self._meetings)
         self._reach(Stage.JOINED)
         failpoints.hit("rank.joined", str(self._rank))
         run = self._steps(loaded, pools, hooks)
@@ -186,7 +192,7 @@ class Follower:
     def _connect(self, name: str) -> zmq.Socket[bytes]:
         """A socket for one thread alone."""
         socket = zmq.Context().socket(zmq.PAIR)
-        socket.connect(address(self._folder, name))
+        self._ends.connect(socket, name)
         socket.send(HELLO)
         return socket
 
@@ -259,10 +265,10 @@ def main(folder: str, parent: str) -> NoReturn:
         parent: rank 0's process.
     """
     end_with_parent(int(parent))
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, local, size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     logging.basicConfig(level=logging.WARNING, format=f"rank {rank}: %(levelname)s %(message)s")
     failpoints.arm(os.environ.get("BATON_DEBUG_FAILPOINTS", ""))
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    code = Follower(Path(folder), rank, size).run()
+    code = Follower(Path(folder), rank, local, size).run()
     sys.stderr.flush()
     os._exit(code)

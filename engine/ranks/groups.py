@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
 from engine.eager.collective import GlooCollective, GroupCollective
+from engine.eager.meeting import Meeting
 from engine.eager.stages import GlooStages
 from engine.step.collective import Alone
 from engine.step.grid import Grid
@@ -16,13 +17,18 @@ from engine.step.stages import OneStage, Stages
 if TYPE_CHECKING:
     from engine.cuda.ranks.stages import NcclStages
 
+Meetings = Callable[[str, list[int]], Meeting]
+"""The meeting of a name, and of these ranks."""
+
 
 class RankGroup:
     """What a rank does with others: with those of its stage, and with the stages beside its own."""
 
-    def __init__(self, device: str, rank: int, grid: Grid) -> None:
-        """Not joined yet. `device`: the worker's."""
-        own = device_of(device, rank)
+    def __init__(self, device: str, rank: int, grid: Grid, local: int) -> None:
+        """Not joined yet. `device`: the worker's. `local`: the rank's place among those of its
+        host."""
+        own = device_of(device, local)
+        self._grid = grid
         self._stage, self._within = grid.stage_of(rank), grid.within(rank)
         self._beside = _collective_on(own, self._within, grid.tp) if grid.tp > 1 else None
         self._stages = None
@@ -40,16 +46,15 @@ class RankGroup:
         """The stages beside its own."""
         return self._stages or OneStage()
 
-    def join(self, store: Path) -> None:
-        """Meets the other ranks. Blocks until all have come.
-
-        Args:
-            store: a name for files that do not exist yet, the same for all ranks.
-        """
+    def join(self, meetings: Meetings) -> None:
+        """Meets the other ranks. Blocks until all have come."""
+        ranks = range(self._grid.size)
         if self._beside is not None:
-            self._beside.join(Path(f"{store}-stage-{self._stage}"))
+            own = [rank for rank in ranks if self._grid.stage_of(rank) == self._stage]
+            self._beside.join(meetings(f"stage-{self._stage}", own))
         if self._stages is not None:
-            self._stages.join(Path(f"{store}-column-{self._within}"))
+            own = [rank for rank in ranks if self._grid.within(rank) == self._within]
+            self._stages.join(meetings(f"column-{self._within}", own))
 
     def let_go(self) -> None:
         """Ends every wait of this rank for another one, for good: the ranks are lost."""
@@ -65,8 +70,8 @@ class RankGroup:
 
 
 def device_of(device: str, rank: int) -> torch.device:
-    """A rank's device, where the worker has this one: a GPU each, in the order of ranks. A GPU that
-    is named is that of all."""
+    """A rank's device, where the worker has this one: a GPU each, in the order of the ranks of a
+    host, of which this is one. A GPU that is named is that of all."""
     own = torch.device(device)
     return own if own.type == "cpu" or own.index is not None else torch.device(own.type, rank)
 

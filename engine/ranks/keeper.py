@@ -1,8 +1,9 @@
 """The processes of the other ranks, and the thread that keeps them.
 
 The kernel kills a rank when the thread that started it ends (`engine.ranks.process`). So one thread
-starts the ranks and then lives as long as they may: the keeper. It sleeps until a rank reports, a
-rank's process ends, or the ranks are closed.
+starts the ranks of this host and then lives as long as they may: the keeper. It sleeps until a rank
+reports, a rank's process ends, or the ranks are closed. Agents keep the ranks of other hosts
+(`engine.hosts`), and say when they are lost.
 """
 
 from __future__ import annotations
@@ -10,18 +11,15 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import zmq
 
-from engine.ranks.process import FAILED, REPORTS, address, environment
+from engine.hosts.processes import STOP_S, RankProcesses
+from engine.ranks.process import FAILED, LOADED
 
 log = logging.getLogger("baton.engine")
 
@@ -41,12 +39,8 @@ class Pulse(NamedTuple):
     """What is wrong if it does."""
 
 
-STOP_S: Final = 5.0
-"""Ranks get this long to end when they are told to, seconds."""
 LAST_REPORT_MS: Final = 200
 """A rank that has ended may have said why. Its report is there within this time."""
-STDERR: Final = 2
-"""File descriptor: a rank's output is no protocol, and goes to the log."""
 
 
 class RankError(Exception):
@@ -54,17 +48,28 @@ class RankError(Exception):
 
 
 class Keeper:
-    """Starts ranks 1 to `size - 1` and watches them until `close`. Any thread may call it."""
+    """Starts the ranks of this host and watches them until `close`. Any thread may call it.
 
-    def __init__(self, folder: Path, size: int, threads: int) -> None:
-        self.pids: dict[int, int] = {}
-        """Processes by rank. Set by the keeper's thread."""
+    Args:
+        processes: those of this host.
+        size: ranks of all hosts.
+        inbox: the bound socket of all reports. It belongs to the keeper from now on.
+        beat: is called on the keeper's thread for as long as it is well.
+    """
+
+    def __init__(
+        self,
+        processes: RankProcesses,
+        size: int,
+        inbox: zmq.Socket[bytes],
+        beat: Callable[[], None] | None = None,
+    ) -> None:
         self.lost = ""
         """Why the ranks are lost; empty: they are not."""
-        self._folder = folder
         self._size = size
-        self._threads = threads
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._processes = processes
+        self._inbox = inbox
+        self._beat = beat or _unneeded
         self._reports: dict[str, dict[int, Report]] = {}
         self._changed = threading.Condition()
         self._on_lost: Callable[[str], None] = _unheard
@@ -75,9 +80,6 @@ class Keeper:
         self._looked_s = 0.0
         self._wake, self._waker = os.pipe()
         self._closing = False
-        self._context = zmq.Context()
-        self._inbox = self._context.socket(zmq.PULL)
-        self._inbox.bind(address(folder, REPORTS))
         self._thread = threading.Thread(target=self._run, name="baton-ranks", daemon=True)
         self._thread.start()
 
@@ -119,8 +121,7 @@ class Keeper:
             on_lost = self._on_lost
             self._changed.notify_all()
         log.error("the ranks are lost: %s", reason)
-        for process in self._processes.values():
-            process.kill()
+        self._processes.kill()
         on_lost(reason)
 
     def watch(self, pulse: Callable[[], Pulse], why: Callable[[], str]) -> None:
@@ -152,28 +153,16 @@ class Keeper:
 
     def _run(self) -> None:
         try:
-            for rank in range(1, self._size):
-                self._processes[rank] = self._start(rank)
-            self.pids = {rank: process.pid for rank, process in self._processes.items()}
+            self._processes.start()
             self._watch()
         except Exception as error:
             self.lose(f"they cannot be kept: {error}")
         finally:
             self._end()
 
-    def _start(self, rank: int) -> subprocess.Popen[bytes]:
-        own = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", "engine.ranks", str(self._folder), str(os.getpid())],
-            env={**os.environ, **own, **environment(rank, self._size, self._threads)},
-            stdin=subprocess.DEVNULL,
-            stdout=STDERR,
-            start_new_session=True,  # The terminal's Ctrl-C reaches rank 0 alone.
-        )
-
     def _watch(self) -> None:
         poller = zmq.Poller()
-        ranks = {os.pidfd_open(process.pid): rank for rank, process in self._processes.items()}
+        ranks = self._processes.pidfds()
         try:
             for source in (self._inbox, self._wake, *ranks):
                 poller.register(source, zmq.POLLIN)
@@ -186,6 +175,7 @@ class Keeper:
                     elif (rank := ranks.get(source)) is not None:
                         poller.unregister(source)
                         self._ended(rank)
+                self._beat()
                 self._look()
         finally:
             for pidfd in ranks:
@@ -219,35 +209,20 @@ class Keeper:
         """Takes the end of a rank, for which it may have given its reason."""
         while self._inbox.poll(LAST_REPORT_MS):
             self._hear()
-        self.lose(f"rank {rank} {_ending(self._processes[rank].wait())}")
+        self.lose(self._processes.ending(rank))
 
     def _end(self) -> None:
-        ends_s = time.monotonic() + STOP_S
-        for process in self._processes.values():
-            try:
-                process.wait(max(0.0, ends_s - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        self._context.destroy(linger=0)
+        # Ranks that still load cannot hear that they shall stop.
+        all_loaded = len(self._reports.get(LOADED, {})) == self._size - 1
+        self._processes.end(STOP_S if all_loaded else 0.0)
+        self._inbox.close(linger=0)
         os.close(self._wake)
         os.close(self._waker)
-
-
-def _ending(code: int) -> str:
-    if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"ended with code {code}"
 
 
 def _unheard(_reason: str) -> None:
     """Default for `on_lost`: does nothing."""
 
 
-def is_stopped(pid: int) -> bool:
-    """Whether a process of this host was stopped, by SIGSTOP or a debugger."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] in ("T", "t")
+def _unneeded() -> None:
+    """Default for `beat`: nobody waits for it."""

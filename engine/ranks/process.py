@@ -1,7 +1,8 @@
 """What rank 0 and the other ranks tell each other beside steps, and how a rank's process ends.
 
 1. Rank 0 starts a process for each other rank, with torchrun's names in its environment and a
-   private folder: `CONFIG` lies there, and so do the sockets and the store of the group.
+   private folder: `CONFIG` lies there, and so do the sockets and the store of the group. On other
+   hosts an agent does so, and the sockets are of TCP (`engine.hosts`).
 2. A rank loads its part and reports `LOADED`, or `FAILED`, and ends.
 3. Rank 0 sends `PAGES`, the smallest pool of all. All join the group. What runs beside a rank's
    steps, such as its part of the hand-off, begins on a thread of its own. It has a socket to
@@ -22,10 +23,9 @@ from typing import Any, Final
 from engine.config import EngineConfig
 
 CONFIG: Final = "config.json"
-STORE: Final = "store"
 BESIDE: Final = "beside"
 HELLO: Final = b"hello"
-"""First on that socket: the connection stands, so the folder may go."""
+"""First on each socket of a rank's own: the connection stands, so the folder may go."""
 REPORTS: Final = "reports"
 """The socket of all reports."""
 PAGES: Final = b"pages"
@@ -34,11 +34,6 @@ STOP: Final = b"stop"
 LOADED: Final = "loaded"
 READY: Final = "ready"
 FAILED: Final = "failed"
-
-
-def address(folder: Path, name: str) -> str:
-    """The address of a socket in the private folder."""
-    return f"ipc://{folder / name}"
 
 
 def steps_of(rank: int) -> str:
@@ -56,20 +51,14 @@ def copies_of(rank: int, direction: str) -> str:
     return f"{direction}-{rank}"
 
 
-def environment(rank: int, size: int, threads: int) -> dict[str, str]:
-    """torchrun's names, for a worker's ranks on one host."""
-    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    return {name: str(value) for name, value in {**here, "OMP_NUM_THREADS": threads}.items()}
-
-
-def write_config(config: EngineConfig, beside: str, folder: Path) -> None:
-    """Leaves for the ranks the configuration, and the name of what runs beside their steps."""
+def config_text(config: EngineConfig, beside: str) -> str:
+    """What ranks need: the configuration, and the name of what runs beside their steps."""
     content = asdict(config) | {"eos_token_ids": sorted(config.eos_token_ids), BESIDE: beside}
-    (folder / CONFIG).write_text(json.dumps(content), encoding="utf-8")
+    return json.dumps(content)
 
 
 def read_config(folder: Path) -> tuple[EngineConfig, str]:
-    """What rank 0 left."""
+    """What rank 0 left, or the agent of this host."""
     content: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     beside = content.pop(BESIDE)
     config = EngineConfig(**content | {"eos_token_ids": frozenset(content["eos_token_ids"])})

@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 import mmap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import IntEnum
 from functools import partial
 from pathlib import Path
@@ -39,15 +39,14 @@ import numpy as np
 from torch import Tensor
 
 from engine.eager.collective import Float64s, GroupCollective
-from engine.ranks.keeper import Pulse, is_stopped
+from engine.hosts.processes import is_stopped
+from engine.hosts.rows import COLUMNS, FILE, ROW_BYTES
+from engine.ranks.keeper import Pulse
 from engine.ranks.skew import SkewHistory
 from engine.step.collective import Alone, Collective
 from engine.step.stages import Stages
 
-FILE: Final = "stats"
 STEPS, BUSY_S, WAITED_S, BEGAN_S, STEP_S, IS_BUSY, STAGE, SIGNS = range(8)
-_COLUMNS: Final = 8
-_FLOAT_BYTES: Final = 8
 START_S: Final = 300.0
 """The start of the ranks may stand still for this long, seconds: while a large tensor is read from
 a slow disk, or while kernels are compiled."""
@@ -85,23 +84,33 @@ class RankStats:
     """The rows of all ranks."""
 
     def __init__(
-        self, folder: Path, count: int, *, create: bool = False, beside: int | None = None
+        self,
+        folder: Path,
+        count: int,
+        *,
+        create: bool = False,
+        beside: int | None = None,
+        here: int | None = None,
     ) -> None:
         """Maps them. Rank 0 creates the file; the folder may go afterwards. `beside`: ranks of rank
-        0's stage, the first ones; None: all. The others run other steps at the same time."""
-        size = count * _COLUMNS * _FLOAT_BYTES
+        0's stage, the first ones; None: all. The others run other steps at the same time. `here`:
+        ranks of this host, the first ones; None: all."""
+        size = count * ROW_BYTES
         path = folder / FILE
         if create:
             path.write_bytes(bytes(size))
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), size)
-        self.rows: Float64s = np.frombuffer(self._memory).reshape(count, _COLUMNS)
+        self.rows: Float64s = np.frombuffer(self._memory).reshape(count, COLUMNS)
         self.skew = SkewHistory()
         """The wait for the slowest rank. Rank 0 keeps it."""
         self.slowest = [0] * (beside or count)
         """Steps in which each rank of rank 0's stage was the slowest."""
         self.has_started = False
         """Rank 0: all are ready for steps."""
+        self._one_clock = here is None or len(self.slowest) <= here
+        self._stopped: dict[int, Collection[int]] = {}
+        """What the agents of other hosts said last."""
         self._waited_s: Float64s | None = None
         """What `devices_waited` was told last."""
 
@@ -114,6 +123,8 @@ class RankStats:
     def step_ended(self) -> None:
         """Rank 0: a step has ended on all ranks."""
         own = self.rows[: len(self.slowest)]
+        if not self._one_clock:
+            return  # Each host has a clock of its own.
         ends_s = own[:, BEGAN_S] + own[:, STEP_S]
         if len(own) == 1 or not ends_s.any():
             return  # Their devices wait, and the hosts know no times.
@@ -135,6 +146,15 @@ class RankStats:
         that is the same for all."""
         self.skew.add(float(ends_s.max() - ends_s.min()))
         self.slowest[int(ends_s.argmax())] += 1
+
+    def take(self, first: int, rows: bytes) -> None:
+        """The rows of the ranks of another host, from that rank on."""
+        their = np.frombuffer(rows).reshape(-1, COLUMNS)
+        self.rows[first : first + len(their)] = their
+
+    def take_stopped(self, first: int, ranks: Collection[int]) -> None:
+        """The ranks of that host that are stopped."""
+        self._stopped[first] = ranks
 
     def begin_step(self, rank: int) -> None:
         """A rank has begun a step of which its host knows no times."""
@@ -169,7 +189,7 @@ class RankStats:
         Args:
             pids: processes of all ranks.
         """
-        allowed_s = STOPPED_S if _stopped(pids) else START_S
+        allowed_s = STOPPED_S if self._all_stopped(pids) else START_S
         return Pulse(
             float(self.rows[:, [STAGE, SIGNS]].sum()),
             math.inf if self.has_started else allowed_s,
@@ -179,11 +199,11 @@ class RankStats:
     def why_late(self, pids: Mapping[int, int]) -> str:
         """Which ranks are the reason where the start does not go on. `pids`: see `start_pulse`."""
         stages = self.rows[:, STAGE]
-        return _why(pids, [rank for rank, one in enumerate(stages) if one < stages.max()])
+        return self._why(pids, [rank for rank, one in enumerate(stages) if one < stages.max()])
 
     def why_stuck(self, pids: Mapping[int, int]) -> str:
         """Which ranks are the reason where a step does not end. `pids`: see `start_pulse`."""
-        return _why(pids, self.stuck())
+        return self._why(pids, self.stuck())
 
     def stuck(self) -> list[int]:
         """Ranks that compute while others wait for them, or have not begun the step that others
@@ -194,16 +214,15 @@ class RankStats:
         busy = [rank for rank in last if self.rows[rank, IS_BUSY]]
         return busy or (last if len(last) < len(steps) else [])
 
+    def _why(self, pids: Mapping[int, int], behind: Sequence[int]) -> str:
+        """Names the ranks that were stopped, or else those that are behind."""
+        if stopped := self._all_stopped(pids):
+            return f"{_named(stopped)} stopped"
+        return f"{_named(behind)} not going on" if behind else "no rank is behind the others"
 
-def _why(pids: Mapping[int, int], behind: Sequence[int]) -> str:
-    """Names the ranks that were stopped, or else those that are behind."""
-    if stopped := _stopped(pids):
-        return f"{_named(stopped)} stopped"
-    return f"{_named(behind)} not going on" if behind else "no rank is behind the others"
-
-
-def _stopped(pids: Mapping[int, int]) -> list[int]:
-    return [rank for rank, pid in pids.items() if is_stopped(pid)]
+    def _all_stopped(self, pids: Mapping[int, int]) -> list[int]:
+        here = [rank for rank, pid in pids.items() if is_stopped(pid)]
+        return [*here, *(rank for ranks in list(self._stopped.values()) for rank in ranks)]
 
 
 def _named(ranks: Sequence[int]) -> str:

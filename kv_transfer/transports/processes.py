@@ -31,10 +31,42 @@ class _Process(NamedTuple):
 
 def own_process() -> str:
     """This process, for peers to watch; travels in `Endpoint.process`."""
+    return process_of(os.getpid())
+
+
+def process_of(pid: int) -> str:
+    """A process of this host, as `Endpoint.process` names it; NOWHERE if it cannot be told."""
     try:
-        return "/".join((_host(), str(os.getpid()), _started(os.getpid())))
+        return "/".join((_host(), str(pid), _started(pid)))
     except (OSError, ValueError):
         return NOWHERE
+
+
+def this_host() -> str:
+    """What the names of all processes begin with that can be watched from here, but for a slash;
+    NOWHERE if it cannot be told."""
+    try:
+        return _host()
+    except OSError:
+        return NOWHERE
+
+
+def has_ended(process: str) -> bool:
+    """Whether the kernel of this host says that a process has ended."""
+    found = _parse(process)
+    if found is None:
+        return False
+    try:
+        pidfd = _open(found)
+    except OSError:
+        return False
+    if pidfd is None:
+        return True
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    ended = bool(poll.poll(0))
+    os.close(pidfd)
+    return ended
 
 
 class ProcessWatch:

@@ -17,8 +17,6 @@ keep their streams. The later one is listed with its epoch behind its name.
 from __future__ import annotations
 
 import asyncio
-import errno
-import ipaddress
 import logging
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -26,6 +24,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import grpc
 
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
+from router.deaths.probe import process_is_gone
+from router.deaths.witness import Deaths
 from router.split_names import SplitNames
 from router.workers.between import Between, can_fetch
 from router.workers.holdings import WorkerPages
@@ -49,10 +49,6 @@ DECODES: Final = frozenset({worker_pb2.WORKER_ROLE_DECODE, worker_pb2.WORKER_ROL
 ROLES: Final = PREFILLS | DECODES
 STARTS_KEPT: Final = 256
 """Most starts of workers that are remembered after their end. The oldest go."""
-_PROBE_TIMEOUT_S: Final = 2.0
-"""For an answer of this host's own kernel."""
-_PROBE_AGAIN_S: Final = 0.01
-"""A listener's port may answer for a moment after its process has ended."""
 
 Key = tuple[str, int]
 """One start of a worker: id and epoch."""
@@ -89,6 +85,7 @@ class Registry:
         self._folders = folders or AnyFolder()
         self.pages = WorkerPages()
         self.adapters = LiveAdapters(lambda: self.members, SplitNames(settings.split_names).names)
+        self.deaths = Deaths(self._proven)
         self._links: dict[Key, WorkerLink] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._stalled: dict[Key, int] = {}
@@ -154,6 +151,7 @@ class Registry:
         """Introduces the worker, and reports it to the owner."""
         for key in [key for key in self._stalled if key[0] == link.identity.worker_id]:
             del self._stalled[key]
+        self.deaths.attached(link.identity)
         link.identity.model.path = self._folders.find(link.identity.model)
         others = [member for member in self.members if member is not link]
         if any(other.worker_id == link.worker_id for other in others):
@@ -230,6 +228,14 @@ class Registry:
         for member in members:
             if may_exchange(link, member):
                 member.send(worker_pb2.WorkRequest(part=part))
+        if not proven_dead:
+            self.deaths.lost(link.identity)
+
+    def _proven(self, agent_name: str) -> None:
+        """Tells all workers of a start that is gone. Those that never knew it drop that."""
+        part = worker_pb2.Part(agent_name=agent_name, proven_dead=True)
+        for member in self.members:
+            member.send(worker_pb2.WorkRequest(part=part))
 
     async def _is_gone(self, link: WorkerLink, loss: Loss) -> bool:
         """Whether the worker is proven to be gone. Of several ranks, the end of the one that this
@@ -276,6 +282,16 @@ class RegistryServicer(worker_pb2_grpc.RegistryServiceServicer):
         attached = self._registry.announce(worker, server_name)
         return worker_pb2.AnnounceResponse(attached=attached)
 
+    async def Witness(  # noqa: N802 - gRPC's name
+        self,
+        request: worker_pb2.WitnessRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.WitnessRequest, worker_pb2.WitnessResponse],
+    ) -> worker_pb2.WitnessResponse:
+        """Takes the word of a process that has a certificate of the lost worker's name."""
+        await self._admit(worker_pb2.WorkerIdentity(worker_id=request.worker_id), context)
+        wanted = self._registry.deaths.witness(request.worker_id, request.host, request.ended)
+        return worker_pb2.WitnessResponse(wanted=wanted)
+
     async def _admit(self, worker: worker_pb2.WorkerIdentity, context: Any) -> str:
         """Returns the name that the worker's port must show. Aborts the call of an impostor."""
         refusal, server_name = self._registry.net.admit(context, worker.worker_id)
@@ -318,65 +334,6 @@ def may_exchange(one: WorkerLink, other: WorkerLink) -> bool:
     """Whether KV pages may go between the two, in either direction, now or in other roles."""
     could = (one.flexible or other.flexible) and _share_pages(one, other)
     return could or can_hand_off(one, other) or can_hand_off(other, one) or can_fetch(one, other)
-
-
-async def process_is_gone(address: str, loss: Loss, hello: bytes = b"") -> bool:
-    """Whether the worker's process is proven to be gone.
-
-    Args:
-        address: where it listened.
-        loss: how its stream ended.
-        hello: what makes a living server answer; b"" if it speaks first.
-
-    Pages that it could still write stay quarantined until that is certain, so any doubt means no.
-    It is certain if all of this holds:
-
-    - The worker's kernel closed the connection, without the goodbye that gRPC sends when a server
-      stops. The kernel closes a process's sockets when its last thread has left user mode. A ping
-      timeout or a counter that stands still proves nothing: a stopped process still has its memory
-      mapped and goes on with its writes when it wakes.
-    - Connecting to its address is refused, so nobody listens there any more. A process that lost
-      only this one connection would still listen.
-    - The address is this host's own, so both facts come from this kernel and not from a proxy.
-
-    A dying process loses its connections before its listening socket. So if the port still accepts,
-    this connects and reads. A living server sends first, or answers the `hello`. A connection that
-    a dead one had accepted is reset.
-    """
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
-    if loss is not Loss.SOCKET_CLOSED or not _is_loopback(host):
-        return False
-    try:
-        async with asyncio.timeout(_PROBE_TIMEOUT_S):
-            while not await _has_a_word(host, int(port), hello):
-                await asyncio.sleep(_PROBE_AGAIN_S)
-    except OSError as error:
-        return error.errno == errno.ECONNREFUSED
-    return False
-
-
-async def _has_a_word(host: str, port: int, hello: bytes) -> bool:
-    """Whether a server sends before it closes.
-
-    Raises:
-        OSError: nobody listens there.
-    """
-    reader, writer = await asyncio.open_connection(host, port)
-    try:
-        writer.write(hello)
-        return bool(await reader.read(1))
-    except (ConnectionResetError, BrokenPipeError):
-        return False
-    finally:
-        writer.close()
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _introduce(one: WorkerLink, other: WorkerLink) -> None:

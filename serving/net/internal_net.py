@@ -65,7 +65,7 @@ class InternalNet(Protocol):
         """Watches the certificate and those who connect, until cancelled."""
         ...
 
-    def bind(self, server: grpc.aio.Server, address: str) -> str:
+    def bind(self, server: grpc.Server | grpc.aio.Server, address: str) -> str:
         """Binds a server; returns the bound address. Raises RuntimeError."""
         ...
 
@@ -105,7 +105,7 @@ class ClearNet:
     async def watch(self) -> None:
         """See `InternalNet`."""
 
-    def bind(self, server: grpc.aio.Server, address: str) -> str:
+    def bind(self, server: grpc.Server | grpc.aio.Server, address: str) -> str:
         """See `InternalNet`."""
         return _bound(address, server.add_insecure_port(address))
 
@@ -159,7 +159,7 @@ class TlsNet:
         self.rotating.now()
         return self.rotating.version
 
-    def bind(self, server: grpc.aio.Server, address: str) -> str:
+    def bind(self, server: grpc.Server | grpc.aio.Server, address: str) -> str:
         """See `InternalNet`."""
         credentials = server_credentials(
             self.rotating.now, needs_client=True, began=self.refusals.began

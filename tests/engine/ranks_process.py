@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.cuda.kernels import add_rms_norm
 from engine.cuda.ranks.collective import CudaCollective
+from engine.eager.meeting import meeting_in
 
 SIZE = 5120
 ROWS = (1, 2, 3, 7, 8, 64, 65, 256, 1000, 3000, 8192)
@@ -120,7 +121,7 @@ def main(store: str, rank: int, size: int) -> None:
     torch.cuda.set_device(device)
     group = CudaCollective(rank, size, device)
     environment = dict(os.environ)
-    group.join(Path(store))
+    group.join(meeting_in(Path(store), size))
     assert dict(os.environ) == environment, "it is the user's"
     for _ in range(3):
         for rows in ROWS:

@@ -34,6 +34,7 @@ from waiting import wait_until
 from baton import LLM
 from engine.config import EngineConfig
 from engine.eager.collective import GlooCollective
+from engine.eager.meeting import meeting_in
 from engine.engine import Engine, EngineError
 from engine.model.best import BEST_NUMBERS, best_of_parts
 from engine.model.shard import Shard
@@ -192,7 +193,7 @@ def test_the_best_of_parts_is_that_of_whole_rows(count, tmp_path):
 
     def run(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         group = GlooCollective(rank, count)
-        group.join(tmp_path / "store")
+        group.join(meeting_in(tmp_path / "store", count))
         own = Shard(rank, count).vocab(config)
         return best_of_parts(logits[:, own.slice], own.start, group)
 

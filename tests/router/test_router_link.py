@@ -14,9 +14,9 @@ import pytest
 from scripted_worker import DECODE, ScriptedWorker, until
 
 from baton.worker.v1 import worker_pb2
+from router.deaths.probe import process_is_gone
 from router.workers.link import LinkState, Loss, WorkerLink
 from router.workers.load_estimate import Reservation
-from router.workers.registry import process_is_gone
 from router.workers.send_queue import SendQueue
 
 if TYPE_CHECKING:

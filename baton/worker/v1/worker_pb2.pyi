@@ -242,6 +242,358 @@ FAILURE_REASON_BEAMS: FailureReason.ValueType  # 13
 Global___FailureReason: _TypeAlias = FailureReason  # noqa: Y015
 
 @_typing.final
+class JoinRequest(_message.Message):
+    """Agent to leader."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBER_FIELD_NUMBER: _builtins.int
+    FIGURES_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    LEAVES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def member(self) -> Global___GroupMember:
+        """First message of the stream."""
+
+    @_builtins.property
+    def figures(self) -> Global___RankFigures:
+        """All is well. Sent five times a second once there are ranks, and as often
+        before.
+        """
+
+    @_builtins.property
+    def ended(self) -> Global___RankEnded:
+        """A rank has ended. The agent ends the others."""
+
+    @_builtins.property
+    def leaves(self) -> Global___AgentLeaves:
+        """An operator ends this agent: the leader drains the worker."""
+
+    def __init__(
+        self,
+        *,
+        member: Global___GroupMember | None = ...,
+        figures: Global___RankFigures | None = ...,
+        ended: Global___RankEnded | None = ...,
+        leaves: Global___AgentLeaves | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "figures", b"figures", "leaves", b"leaves", "member", b"member", "message", b"message"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "figures", b"figures", "leaves", b"leaves", "member", b"member", "message", b"message"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["member", "figures", "ended", "leaves"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___JoinRequest: _TypeAlias = JoinRequest  # noqa: Y015
+
+@_typing.final
+class GroupMember(_message.Message):
+    """Who joins."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    TP_FIELD_NUMBER: _builtins.int
+    PP_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
+    MODEL_DIGEST_FIELD_NUMBER: _builtins.int
+    PUBLIC_KEY_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Name of the worker."""
+    node: _builtins.int
+    """Number of this host among the worker's, from 1 on."""
+    nodes: _builtins.int
+    """Hosts that the agent was told of."""
+    tp: _builtins.int
+    """Ranks of each stage that it was told of."""
+    pp: _builtins.int
+    """Stages that it was told of."""
+    release: _builtins.str
+    """Baton's version, which must be that of the leader."""
+    model_digest: _builtins.bytes
+    """Digest of the model's configuration and of its weights' names, types, shapes and sizes."""
+    public_key: _builtins.str
+    """Public Curve key of the ranks of this host, in Z85."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        node: _builtins.int = ...,
+        nodes: _builtins.int = ...,
+        tp: _builtins.int = ...,
+        pp: _builtins.int = ...,
+        release: _builtins.str = ...,
+        model_digest: _builtins.bytes = ...,
+        public_key: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_digest", b"model_digest", "node", b"node", "nodes", b"nodes", "pp", b"pp", "public_key", b"public_key", "release", b"release", "tp", b"tp", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupMember: _TypeAlias = GroupMember  # noqa: Y015
+
+@_typing.final
+class RankFigures(_message.Message):
+    """What the ranks of a host do with their time."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    STOPPED_FIELD_NUMBER: _builtins.int
+    rows: _builtins.bytes
+    """Rows of float64 in the order of ranks, as all ranks of a host write them."""
+    @_builtins.property
+    def stopped(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ranks that were stopped, by SIGSTOP or a debugger."""
+
+    def __init__(
+        self,
+        *,
+        rows: _builtins.bytes = ...,
+        stopped: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows", "stopped", b"stopped"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankFigures: _TypeAlias = RankFigures  # noqa: Y015
+
+@_typing.final
+class RankEnded(_message.Message):
+    """The end of a rank."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOW_FIELD_NUMBER: _builtins.int
+    how: _builtins.str
+    """Which, and how, as words."""
+    def __init__(
+        self,
+        *,
+        how: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["how", b"how"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankEnded: _TypeAlias = RankEnded  # noqa: Y015
+
+@_typing.final
+class AgentLeaves(_message.Message):
+    """An agent was told to end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AgentLeaves: _TypeAlias = AgentLeaves  # noqa: Y015
+
+@_typing.final
+class JoinResponse(_message.Message):
+    """Leader to agent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORDER_FIELD_NUMBER: _builtins.int
+    LIVES_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def order(self) -> Global___GroupOrder:
+        """All hosts have joined: start the ranks."""
+
+    @_builtins.property
+    def lives(self) -> Global___LeaderLives:
+        """All is well. Sent twice a second."""
+
+    @_builtins.property
+    def stop(self) -> Global___StopRanks:
+        """End the ranks."""
+
+    def __init__(
+        self,
+        *,
+        order: Global___GroupOrder | None = ...,
+        lives: Global___LeaderLives | None = ...,
+        stop: Global___StopRanks | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lives", b"lives", "message", b"message", "order", b"order", "stop", b"stop"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lives", b"lives", "message", b"message", "order", b"order", "stop", b"stop"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["order", "lives", "stop"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___JoinResponse: _TypeAlias = JoinResponse  # noqa: Y015
+
+@_typing.final
+class GroupOrder(_message.Message):
+    """What a host starts its ranks with."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class AddressesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    CONFIG_FIELD_NUMBER: _builtins.int
+    ADDRESSES_FIELD_NUMBER: _builtins.int
+    SERVER_KEY_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    config: _builtins.str
+    """The engine's configuration, as JSON. The model's folder is the host's own."""
+    server_key: _builtins.str
+    """Rank 0's public Curve key, in Z85."""
+    epoch: _builtins.int
+    """The worker's epoch."""
+    @_builtins.property
+    def addresses(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Addresses of rank 0's sockets, by name."""
+
+    def __init__(
+        self,
+        *,
+        config: _builtins.str = ...,
+        addresses: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        server_key: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "config", b"config", "epoch", b"epoch", "server_key", b"server_key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupOrder: _TypeAlias = GroupOrder  # noqa: Y015
+
+@_typing.final
+class LeaderLives(_message.Message):
+    """A sign of life."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaderLives: _TypeAlias = LeaderLives  # noqa: Y015
+
+@_typing.final
+class StopRanks(_message.Message):
+    """The end of a group."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """Why the ranks are lost; empty: rank 0 has told them to end."""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StopRanks: _TypeAlias = StopRanks  # noqa: Y015
+
+@_typing.final
+class WitnessRequest(_message.Message):
+    """Request of Witness."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Name of the worker whose processes these are."""
+    host: _builtins.str
+    """Boot id and PID namespace of the caller, as in `KvEndpoint.process`."""
+    @_builtins.property
+    def ended(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Processes that have ended, as in `KvEndpoint.process`."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        host: _builtins.str = ...,
+        ended: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "host", b"host", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WitnessRequest: _TypeAlias = WitnessRequest  # noqa: Y015
+
+@_typing.final
+class WitnessResponse(_message.Message):
+    """Response of Witness."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WANTED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def wanted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Processes of that worker on that host whose end is not proven."""
+
+    def __init__(
+        self,
+        *,
+        wanted: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["wanted", b"wanted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WitnessResponse: _TypeAlias = WitnessResponse  # noqa: Y015
+
+@_typing.final
 class AnnounceRequest(_message.Message):
     """Request of Announce."""
 

@@ -40,6 +40,11 @@ class RegistryServiceStub:
                 request_serializer=baton_dot_worker_dot_v1_dot_worker__pb2.AnnounceRequest.SerializeToString,
                 response_deserializer=baton_dot_worker_dot_v1_dot_worker__pb2.AnnounceResponse.FromString,
                 _registered_method=True)
+        self.Witness = channel.unary_unary(
+                '/baton.worker.v1.RegistryService/Witness',
+                request_serializer=baton_dot_worker_dot_v1_dot_worker__pb2.WitnessRequest.SerializeToString,
+                response_deserializer=baton_dot_worker_dot_v1_dot_worker__pb2.WitnessResponse.FromString,
+                _registered_method=True)
 
 
 class RegistryServiceServicer:
@@ -55,6 +60,15 @@ class RegistryServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Witness(self, request, context):
+        """Says which processes of lost workers have ended on the caller's host, and
+        asks which others it shall look for. Processes of a worker call it, under
+        certificates of that worker's name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RegistryServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -62,6 +76,11 @@ def add_RegistryServiceServicer_to_server(servicer, server):
                     servicer.Announce,
                     request_deserializer=baton_dot_worker_dot_v1_dot_worker__pb2.AnnounceRequest.FromString,
                     response_serializer=baton_dot_worker_dot_v1_dot_worker__pb2.AnnounceResponse.SerializeToString,
+            ),
+            'Witness': grpc.unary_unary_rpc_method_handler(
+                    servicer.Witness,
+                    request_deserializer=baton_dot_worker_dot_v1_dot_worker__pb2.WitnessRequest.FromString,
+                    response_serializer=baton_dot_worker_dot_v1_dot_worker__pb2.WitnessResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -92,6 +111,33 @@ class RegistryService:
             '/baton.worker.v1.RegistryService/Announce',
             baton_dot_worker_dot_v1_dot_worker__pb2.AnnounceRequest.SerializeToString,
             baton_dot_worker_dot_v1_dot_worker__pb2.AnnounceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Witness(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.worker.v1.RegistryService/Witness',
+            baton_dot_worker_dot_v1_dot_worker__pb2.WitnessRequest.SerializeToString,
+            baton_dot_worker_dot_v1_dot_worker__pb2.WitnessResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -170,6 +216,84 @@ class WorkerService:
             '/baton.worker.v1.WorkerService/Work',
             baton_dot_worker_dot_v1_dot_worker__pb2.WorkRequest.SerializeToString,
             baton_dot_worker_dot_v1_dot_worker__pb2.WorkResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class GroupServiceStub:
+    """The leader's side of a worker on several hosts: the agents of the others.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Join = channel.stream_stream(
+                '/baton.worker.v1.GroupService/Join',
+                request_serializer=baton_dot_worker_dot_v1_dot_worker__pb2.JoinRequest.SerializeToString,
+                response_deserializer=baton_dot_worker_dot_v1_dot_worker__pb2.JoinResponse.FromString,
+                _registered_method=True)
+
+
+class GroupServiceServicer:
+    """The leader's side of a worker on several hosts: the agents of the others.
+    """
+
+    def Join(self, request_iterator, context):
+        """Joins the worker's group. The first message each way is member / order. The
+        stream is the lease of both sides: when it ends, or nothing comes for some
+        seconds, all ranks of the worker end.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_GroupServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Join': grpc.stream_stream_rpc_method_handler(
+                    servicer.Join,
+                    request_deserializer=baton_dot_worker_dot_v1_dot_worker__pb2.JoinRequest.FromString,
+                    response_serializer=baton_dot_worker_dot_v1_dot_worker__pb2.JoinResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'baton.worker.v1.GroupService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('baton.worker.v1.GroupService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class GroupService:
+    """The leader's side of a worker on several hosts: the agents of the others.
+    """
+
+    @staticmethod
+    def Join(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/baton.worker.v1.GroupService/Join',
+            baton_dot_worker_dot_v1_dot_worker__pb2.JoinRequest.SerializeToString,
+            baton_dot_worker_dot_v1_dot_worker__pb2.JoinResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -42,6 +42,11 @@ class RegistryServiceStub:
     given; that stream, not this call, is the lease. Workers repeat the call
     every second until the router holds a stream, and every few seconds after.
     """
+    Witness: _grpc.UnaryUnaryMultiCallable[_worker_pb2.WitnessRequest, _worker_pb2.WitnessResponse]
+    """Says which processes of lost workers have ended on the caller's host, and
+    asks which others it shall look for. Processes of a worker call it, under
+    certificates of that worker's name.
+    """
 
 @_typing.type_check_only
 class RegistryServiceAsyncStub(RegistryServiceStub):
@@ -52,6 +57,11 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
     """Announces a worker. The router then opens a Work stream to the address
     given; that stream, not this call, is the lease. Workers repeat the call
     every second until the router holds a stream, and every few seconds after.
+    """
+    Witness: _aio.UnaryUnaryMultiCallable[_worker_pb2.WitnessRequest, _worker_pb2.WitnessResponse]  # type: ignore[assignment]
+    """Says which processes of lost workers have ended on the caller's host, and
+    asks which others it shall look for. Processes of a worker call it, under
+    certificates of that worker's name.
     """
 
 class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -66,6 +76,17 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         """Announces a worker. The router then opens a Work stream to the address
         given; that stream, not this call, is the lease. Workers repeat the call
         every second until the router holds a stream, and every few seconds after.
+        """
+
+    @_abc_1.abstractmethod
+    def Witness(
+        self,
+        request: _worker_pb2.WitnessRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.WitnessResponse, _abc.Awaitable[_worker_pb2.WitnessResponse]]:
+        """Says which processes of lost workers have ended on the caller's host, and
+        asks which others it shall look for. Processes of a worker call it, under
+        certificates of that worker's name.
         """
 
 def add_RegistryServiceServicer_to_server(servicer: RegistryServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
@@ -109,3 +130,43 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class GroupServiceStub:
+    """The leader's side of a worker on several hosts: the agents of the others."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> GroupServiceAsyncStub: ...
+    Join: _grpc.StreamStreamMultiCallable[_worker_pb2.JoinRequest, _worker_pb2.JoinResponse]
+    """Joins the worker's group. The first message each way is member / order. The
+    stream is the lease of both sides: when it ends, or nothing comes for some
+    seconds, all ranks of the worker end.
+    """
+
+@_typing.type_check_only
+class GroupServiceAsyncStub(GroupServiceStub):
+    """The leader's side of a worker on several hosts: the agents of the others."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Join: _aio.StreamStreamMultiCallable[_worker_pb2.JoinRequest, _worker_pb2.JoinResponse]  # type: ignore[assignment]
+    """Joins the worker's group. The first message each way is member / order. The
+    stream is the lease of both sides: when it ends, or nothing comes for some
+    seconds, all ranks of the worker end.
+    """
+
+class GroupServiceServicer(metaclass=_abc_1.ABCMeta):
+    """The leader's side of a worker on several hosts: the agents of the others."""
+
+    @_abc_1.abstractmethod
+    def Join(
+        self,
+        request_iterator: _MaybeAsyncIterator[_worker_pb2.JoinRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.JoinResponse], _abc.AsyncIterator[_worker_pb2.JoinResponse]]:
+        """Joins the worker's group. The first message each way is member / order. The
+        stream is the lease of both sides: when it ends, or nothing comes for some
+        seconds, all ranks of the worker end.
+        """
+
+def add_GroupServiceServicer_to_server(servicer: GroupServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -12,7 +12,6 @@ import logging
 import os
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from engine.cuda.ranks.symmetric import SymmetricMemory, map_memory
 from engine.eager.collective import LONGEST_S, GroupCollective, at_once, wait
+from engine.eager.meeting import Meeting
 from engine.step.collective import CollectiveError
 
 if TYPE_CHECKING:
@@ -65,21 +65,20 @@ class CudaCollective(GroupCollective):
         """What sums go through."""
         return "nccl" if self._memory is None else "symmetric memory"
 
-    def join(self, store: Path) -> None:
+    def join(self, meeting: Meeting) -> None:
         """See `GroupCollective`. The caller's thread may be any."""
         if not _dist.is_nccl_available():
             raise CollectiveError("the PyTorch that is installed has no NCCL: set tp to 1")
         torch.cuda.set_device(self._device)
-        file = _dist.FileStore(str(store), self.size)
         with environment(NCCL_ENVIRONMENT):
             options = _dist.ProcessGroupNCCL.Options()
             options._timeout = timedelta(seconds=LONGEST_S)
-            by_nccl = _dist.PrefixStore("nccl", file)
+            by_nccl = _dist.PrefixStore("nccl", meeting.store)
             self._group = _dist.ProcessGroupNCCL(by_nccl, self.rank, self.size, options)
             self._word = torch.zeros(1, device=self._device)
             self._most(0)  # The first use connects.
-            by_memory = _dist.PrefixStore("memory", file)
-            own = (str(store), self.rank, self.size, self._device)
+            by_memory = _dist.PrefixStore("memory", meeting.store)
+            own = (meeting.name, self.rank, self.size, self._device)
             self._memory = map_memory(by_memory, *own, self._most)
             self.waits()  # It is compiled before the first step.
 

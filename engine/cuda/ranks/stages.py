@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from engine.cuda.ranks.collective import NCCL_ENVIRONMENT, environment
 from engine.eager.collective import LONGEST_S, wait
+from engine.eager.meeting import Meeting
 from engine.eager.stages import GlooStages
 from engine.step.collective import CollectiveError
 
@@ -44,7 +44,7 @@ class NcclStages:
         self._behind: Any = None
         self._sent: deque[tuple[Any, Tensor]] = deque()
 
-    def join(self, store: Path) -> None:
+    def join(self, meeting: Meeting) -> None:
         """Meets the stages beside this one; see `GroupCollective.join`. The caller's thread may be
         any."""
         if not _dist.is_nccl_available():
@@ -53,10 +53,10 @@ class NcclStages:
         word = torch.zeros(1, device=self._device)
         with environment(NCCL_ENVIRONMENT):
             if not self.is_first:
-                self._before = self._pair(f"{store}-{self._stage - 1}", 1)
+                self._before = self._pair(meeting, self._stage - 1, 1)
                 self.receive(word)
             if not self.is_last:
-                self._behind = self._pair(f"{store}-{self._stage}", 0)
+                self._behind = self._pair(meeting, self._stage, 0)
                 self.send(word)
             torch.cuda.current_stream(self._device).synchronize()
 
@@ -84,12 +84,13 @@ class NcclStages:
                 with contextlib.suppress(Exception):
                     pair.abort()
 
-    def _pair(self, store: str, rank: int) -> Any:
-        """A communicator with a neighbour, of which the one before is rank 0."""
+    def _pair(self, meeting: Meeting, first: int, rank: int) -> Any:
+        """A communicator of the stages `first` and the one behind it, of which this has a rank."""
+        store = _dist.PrefixStore(str(first), meeting.store)
         options = _dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=LONGEST_S)
         options.config.max_ctas = _MOST_CTAS
-        return _dist.ProcessGroupNCCL(_dist.FileStore(store, 2), rank, 2, options)
+        return _dist.ProcessGroupNCCL(store, rank, 2, options)
 
 
 class HostStages(GlooStages):

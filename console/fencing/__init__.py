@@ -1,0 +1,1 @@
+"""`baton fence`: the end of workers that nobody has seen."""

@@ -1,0 +1,59 @@
+"""`baton fence`: lists lost workers whose end nobody has seen, and says of one that it is gone."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any, Final
+
+import typer
+
+from console.commands.tls_options import CaOption, CertOption, KeyOption, read_admin_over
+from console.commands.trace import ROUTER_ADMIN_ADDRESS, AdminOption
+from console.operator_calls import ask_router_json
+from console.top.scrape import TIMEOUT_S
+from serving.output import stdout
+
+_PAGE: Final = "/fence"
+
+
+def fence(
+    worker: Annotated[str | None, typer.Argument(help="Its name. Default: list all.")] = None,
+    epoch: Annotated[
+        str, typer.Option(metavar="HEX", help="Which start of it: 16 digits, as the list has them.")
+    ] = "",
+    admin: AdminOption = None,
+    tls_ca: CaOption = "",
+    tls_cert: CertOption = "",
+    tls_key: KeyOption = "",
+) -> None:
+    """Show lost workers whose end nobody has seen, or say of one that it is gone for good.
+
+    Pages that a lost worker may still write are kept from others until all of its processes are
+    known to have ended. A host without power cannot say so, and an operator who has cut it off can.
+    If it still runs, it may write into pages of other requests, whose answers are then wrong.
+    Fence at every router. BATON_OPERATOR_TOKEN must be the router's operator token.
+
+    Example: [cyan]baton fence prefill-1 --epoch 4be1c0d5a9f20317[/]
+    """
+    addresses = (admin or ROUTER_ADMIN_ADDRESS).split(",")
+    for address in addresses:
+        read_admin_over(tls_ca, tls_cert, tls_key, address)
+        if worker is None:
+            _show(ask_router_json(address, _PAGE, timeout_s=TIMEOUT_S)["lost"])
+            continue
+        if not epoch:
+            raise typer.BadParameter("say which start is gone: --epoch", param_hint="epoch")
+        change = {"worker": worker, "epoch": epoch}
+        done: Any = ask_router_json(address, _PAGE, change, timeout_s=TIMEOUT_S)
+        _print(f"{done['worker']} of epoch {done['epoch']}: gone, its pages are free again")
+
+
+def _show(lost: list[dict[str, Any]]) -> None:
+    for one in lost:
+        since = time.strftime("%H:%M:%S", time.localtime(one["since"]))
+        line = f"{one['worker']}  {one['epoch']}  lost {since}  {one['processes']} processes unseen"
+        _print(line)
+
+
+def _print(line: str) -> None:
+    stdout.print(line, highlight=False, markup=False, soft_wrap=True)

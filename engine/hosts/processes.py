@@ -1,0 +1,122 @@
+"""The processes of the ranks of this host. They end with the thread that starts them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+STOP_S: Final = 5.0
+"""Ranks get this long to end when they are told to, seconds."""
+STDERR: Final = 2
+"""File descriptor: a rank's output is no protocol, and goes to the log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The ranks of one host, and those of them that are processes of their own."""
+
+    first: int
+    count: int
+    size: int
+    """Ranks of all hosts."""
+
+    @classmethod
+    def of(cls, node: int, nodes: int, size: int) -> Share:
+        """The share of a host, of `nodes` with equally many ranks each."""
+        each = size // nodes
+        return cls(node * each, each, size)
+
+    @property
+    def processes(self) -> range:
+        """Rank 0 is the worker itself."""
+        return range(max(1, self.first), self.first + self.count)
+
+
+class RankProcesses:
+    """Started by `start`, on a thread that lives as long as they may."""
+
+    def __init__(self, folder: Path, share: Share, threads: int) -> None:
+        """Starts nothing yet.
+
+        Args:
+            folder: the private folder of this host.
+            share: the ranks here.
+            threads: of each rank.
+        """
+        self.pids: Mapping[int, int] = {}
+        """Processes by rank."""
+        self._folder = folder
+        self._share = share
+        self._threads = threads
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self) -> None:
+        """Starts all. Raises OSError."""
+        for rank in self._share.processes:
+            self._processes[rank] = self._start(rank)
+        self.pids = {rank: process.pid for rank, process in self._processes.items()}
+
+    def pidfds(self) -> dict[int, int]:
+        """Descriptors that become readable when a rank has ended; whose they are. The caller closes
+        them."""
+        return {os.pidfd_open(pid): rank for rank, pid in self.pids.items()}
+
+    def kill(self) -> None:
+        """Kills those that live."""
+        for process in self._processes.values():
+            process.kill()
+
+    def ending(self, rank: int) -> str:
+        """How a rank that has ended did, as words."""
+        code = self._processes[rank].wait()
+        if code < 0:
+            return f"rank {rank} was killed by {signal.Signals(-code).name}"
+        return f"rank {rank} ended with code {code}"
+
+    def end(self, within_s: float = STOP_S) -> None:
+        """Waits for the end of all. Those that take longer are killed."""
+        ends_s = time.monotonic() + within_s
+        for process in self._processes.values():
+            try:
+                process.wait(max(0.0, ends_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+        own = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "engine.ranks", str(self._folder), str(os.getpid())],
+            env={**os.environ, **own, **self._environment(rank)},
+            stdin=subprocess.DEVNULL,
+            stdout=STDERR,
+            start_new_session=True,  # The terminal's Ctrl-C reaches the worker alone.
+        )
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        """torchrun's names."""
+        share = self._share
+        here = {
+            "RANK": rank,
+            "LOCAL_RANK": rank - share.first,
+            "WORLD_SIZE": share.size,
+            "LOCAL_WORLD_SIZE": share.count,
+            "OMP_NUM_THREADS": self._threads,
+        }
+        return {name: str(value) for name, value in here.items()}
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this host was stopped, by SIGSTOP or a debugger."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] in ("T", "t")

@@ -1,0 +1,117 @@
+"""Lost workers whose end is not proven, and the word of those who saw them end.
+
+Pages that a lost worker may still write stay in quarantine at its peers. A peer on the same host
+watches the worker's processes itself (`kv_transfer.transports.processes`). Elsewhere a process on
+the worker's host has to say that they have ended: the agent that kept them, or whatever is started
+there next under the worker's name. Only what a kernel has told it counts.
+
+Life of a lost worker here:
+
+1. LOST: some of its processes are not proven to have ended. Witnesses are asked about them.
+2. PROVEN: all have ended, or an operator says that its hosts have no power (`fence`). Its peers are
+   told, and it is forgotten.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from baton.worker.v1 import worker_pb2
+from serving.net.internal_net import agent_name
+
+logger = logging.getLogger(__name__)
+
+MOST_LOST: Final = 256
+"""Lost workers that are remembered. The oldest go: an operator can still name them."""
+MOST_ENDED: Final = 4096
+"""Processes whose end was told before their worker was lost. The oldest go. Not tuned."""
+Key = tuple[str, int]
+
+
+@dataclass(slots=True)
+class _Lost:
+    agent_name: str
+    processes: set[str]
+    """Processes that are not proven to have ended."""
+    since_s: float
+    """`time.time`."""
+
+
+class Deaths:
+    """See the module. Belongs to the running loop.
+
+    Args:
+        proven: is told the agent name of each start of a worker that is gone.
+    """
+
+    def __init__(self, proven: Callable[[str], None]) -> None:
+        self._proven = proven
+        self._lost: dict[Key, _Lost] = {}
+        self._ended: dict[tuple[str, str], None] = {}
+        """(worker, process)."""
+
+    @property
+    def unproven(self) -> list[dict[str, object]]:
+        """Lost workers, as operators see them."""
+        return [
+            {
+                "worker": worker,
+                "epoch": f"{epoch:016x}",
+                "processes": len(lost.processes),
+                "since": lost.since_s,
+            }
+            for (worker, epoch), lost in self._lost.items()
+        ]
+
+    def lost(self, worker: worker_pb2.WorkerIdentity) -> None:
+        """A worker is lost, and nobody knows what of it still runs."""
+        endpoint = worker.endpoint
+        if not endpoint.agent_name:
+            return
+        name = worker.worker_id
+        processes = {one.process for one in (endpoint, *endpoint.ranks)}
+        left = {one for one in processes if (name, one) not in self._ended}
+        key = name, worker.epoch
+        self._lost[key] = _Lost(endpoint.agent_name, left, time.time())
+        if len(self._lost) > MOST_LOST:
+            del self._lost[next(iter(self._lost))]
+        self._look(key)
+
+    def attached(self, worker: worker_pb2.WorkerIdentity) -> None:
+        """This start lives."""
+        self._lost.pop((worker.worker_id, worker.epoch), None)
+
+    def witness(self, worker_id: str, host: str, ended: Sequence[str]) -> list[str]:
+        """Takes what a process of that worker has seen on its host.
+
+        Returns:
+            The processes of lost starts of the worker there of which nothing is known.
+        """
+        for process in ended:
+            if process.startswith(f"{host}/"):  # Nobody sees what happens on another host.
+                self._ended[worker_id, process] = None
+        while len(self._ended) > MOST_ENDED:
+            del self._ended[next(iter(self._ended))]
+        own = [key for key in self._lost if key[0] == worker_id]
+        for key in own:
+            self._lost[key].processes -= set(ended)
+            self._look(key)
+        left = {one for key in own if key in self._lost for one in self._lost[key].processes}
+        return sorted(one for one in left if one.startswith(f"{host}/"))
+
+    def fence(self, worker_id: str, epoch: int) -> None:
+        """An operator says that nothing of this start of a worker runs any more."""
+        self._lost.pop((worker_id, epoch), None)
+        logger.warning("fenced", extra={"worker": worker_id, "epoch": f"{epoch:016x}"})
+        self._proven(agent_name(worker_id, epoch))
+
+    def _look(self, key: Key) -> None:
+        lost = self._lost[key]
+        if not lost.processes:
+            del self._lost[key]
+            logger.info("all processes have ended", extra={"worker": key[0]})
+            self._proven(lost.agent_name)

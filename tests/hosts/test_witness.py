@@ -1,0 +1,142 @@
+"""Who may say that a lost worker's processes have ended, and when its peers hear it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+from baton.worker.v1 import worker_pb2
+from kv_transfer.transports.processes import has_ended, process_of, this_host
+from router.deaths.witness import MOST_LOST, Deaths
+from worker.hosts.guard import guarded
+
+A, B = "boot/1", "boot/2"
+GONE = "p-0000000000000007"
+
+
+def worker_of(*processes: str, epoch: int = 7) -> worker_pb2.WorkerIdentity:
+    first, *others = (worker_pb2.KvEndpoint(process=process) for process in processes)
+    first.agent_name = f"p-{epoch:016x}"
+    first.ranks.extend(others)
+    return worker_pb2.WorkerIdentity(worker_id="p", epoch=epoch, endpoint=first)
+
+
+@pytest.fixture
+def proven() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def deaths(proven: list[str]) -> Deaths:
+    return Deaths(proven.append)
+
+
+def test_peers_are_told_when_every_process_of_every_host_has_ended(
+    deaths: Deaths, proven: list[str]
+) -> None:
+    deaths.lost(worker_of(f"{A}/5/1", f"{A}/6/1", f"{B}/5/1"))
+    assert deaths.witness("p", A, ()) == [f"{A}/5/1", f"{A}/6/1"]
+    assert deaths.witness("p", A, [f"{A}/5/1"]) == [f"{A}/6/1"]
+    assert deaths.witness("p", A, [f"{A}/6/1"]) == []
+    assert proven == []
+    assert deaths.unproven[0]["processes"] == 1
+    assert deaths.witness("p", B, [f"{B}/5/1"]) == []
+    assert proven == [GONE]
+    assert deaths.unproven == []
+
+
+def test_word_may_come_before_the_loss_is_seen(deaths: Deaths, proven: list[str]) -> None:
+    deaths.witness("p", B, [f"{B}/5/1"])
+    deaths.lost(worker_of(f"{A}/5/1", f"{B}/5/1"))
+    assert proven == []
+    deaths.witness("p", A, [f"{A}/5/1"])
+    assert proven == [GONE]
+
+
+@pytest.mark.parametrize(
+    ("worker", "host", "ended"),
+    [("q", A, [f"{A}/5/1"]), ("p", A, [f"{A}/5/2"]), ("p", B, [f"{B}/5/1"])],
+)
+def test_other_words_prove_nothing(
+    worker: str, host: str, ended: Sequence[str], deaths: Deaths, proven: list[str]
+) -> None:
+    """Of another worker, of another process with that number, of another host."""
+    deaths.lost(worker_of(f"{A}/5/1"))
+    deaths.witness(worker, host, ended)
+    assert proven == []
+    assert deaths.witness("p", A, ()) == [f"{A}/5/1"]
+
+
+def test_nobody_speaks_for_another_host(deaths: Deaths, proven: list[str]) -> None:
+    deaths.witness("p", B, [f"{A}/5/1"])
+    deaths.lost(worker_of(f"{A}/5/1"))
+    assert proven == []
+
+
+def test_a_process_that_nobody_can_name_is_never_proven(deaths: Deaths, proven: list[str]) -> None:
+    deaths.lost(worker_of(f"{A}/5/1", ""))
+    deaths.witness("p", A, [f"{A}/5/1"])
+    assert (proven, len(deaths.unproven)) == ([], 1)
+    deaths.fence("p", 7)
+    assert (proven, deaths.unproven) == ([GONE], [])
+
+
+def test_what_lives_again_is_not_lost_and_memory_is_bounded(
+    deaths: Deaths, proven: list[str]
+) -> None:
+    lost = worker_of(f"{A}/5/1")
+    deaths.lost(lost)
+    deaths.attached(lost)
+    assert deaths.unproven == []
+    for epoch in range(1, MOST_LOST + 9):
+        deaths.lost(worker_of(f"{A}/5/{epoch}", epoch=epoch))
+    assert len(deaths.unproven) == MOST_LOST
+    assert proven == []
+
+
+def test_the_kernel_knows_what_has_ended() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    name = process_of(child.pid)
+    assert name.startswith(f"{this_host()}/{child.pid}/")
+    assert not has_ended(name)
+    child.send_signal(signal.SIGSTOP)
+    assert not has_ended(name), "a stopped one goes on with its writes when it wakes"
+    child.kill()
+    child.wait()
+    assert has_ended(name)
+    start = name.rpartition("/")[0]
+    assert has_ended(f"{this_host()}/{os.getppid()}/1"), "its number is another's now"
+    for foreign in ("", "x", f"{start}", f"boot/1/{os.getpid()}/1"):
+        assert not has_ended(foreign)
+
+
+GUARD = """
+import os, subprocess, sys
+from worker.hosts.guard import guarded
+child = guarded()
+if child is None:
+    grandchild = subprocess.Popen(["sleep", "60"])
+    print(grandchild.pid, flush=True)
+    if sys.argv[1] == "killed":
+        os.kill(os.getpid(), 9)
+    sys.exit(3)
+code = child.wait()
+print(code, len(child.processes), all(child.processes))
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("ends", 3), ("killed", 137)])
+def test_a_guard_waits_for_all_that_its_child_has_started(how: str, code: int) -> None:
+    assert guarded.__doc__
+    done = subprocess.run(
+        [sys.executable, "-c", GUARD, how], capture_output=True, text=True, check=True, timeout=60
+    )
+    grandchild, said = done.stdout.splitlines()
+    assert said == f"{code} 2 True"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(grandchild), 0)
