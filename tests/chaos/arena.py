@@ -88,8 +88,9 @@ class Arena:
     @classmethod
     def start(cls, topology: Topology, model: Path, logs: Path, certs: str = "") -> Arena:
         """Returns when the cluster serves, over TLS if there are certificates."""
+        divided = "pp" if topology.stages else "tp"
         own: dict[str, dict[str, object]] = {
-            name: {"tp": topology.ranks_of(name), "flexible": topology.flexible}
+            name: {divided: topology.ranks_of(name), "flexible": topology.flexible}
             for name in topology.workers
         }
         tiers: dict[str, dict[str, object]] = {

@@ -179,6 +179,8 @@ class Topology:
     """Roles of workers may change."""
     ranks: tuple[int, int] = (1, 1)
     """Of each prefill worker and of each decode worker. A worker of both roles has the larger."""
+    stages: bool = False
+    """Ranks divide layers, and not heads."""
 
     def ranks_of(self, name: str) -> int:
         """Of a worker."""
@@ -276,7 +278,8 @@ class RunPlan:
         shape = self.topology
         faults = "; ".join(map(str, self.faults)) or "no fault"
         workers = f"{shape.prefill}P {shape.decode}D {shape.both}B x {shape.num_pages} pages"
-        workers += f" with {shape.ranks} ranks" * (max(shape.ranks) > 1)
+        kind = "stages" if shape.stages else "ranks"
+        workers += f" with {shape.ranks} {kind}" * (max(shape.ranks) > 1)
         workers += " over TCP" * shape.tcp + " over tiers" * shape.tiers
         workers += " with flexible roles" * shape.flexible
         workers += " fetching" * bool(shape.fetching) + f" of {shape.model}" * bool(shape.model)
@@ -295,7 +298,8 @@ def topology_of(seed: int, number: int) -> Topology:
         fewer = {"prefill": min(2, topology.prefill), "decode": min(2, topology.decode)}
         topology = replace(topology, ranks=RANKS[(first + block // 4) % len(RANKS)], **fewer)
         if block // 4 % 2 != tight:
-            return topology
+            staged = replace(topology, stages=True, model=topology.model.replace("hybrid", ""))
+            return staged if block // 8 % 2 == tight else topology
         return replace(topology, num_pages=TIGHT_PAGES, tiers=True)
     if block % 2 != tight:
         return topology

@@ -260,3 +260,8 @@ def test_workers_of_several_ranks_have_their_share_of_the_runs() -> None:
     kinds = Counter(fault.kind for plan in plans for fault in plan.faults)
     assert min(kinds["kill_rank"], kinds["freeze_rank"], kinds["below"]) >= 5
     assert {plan.topology.ranks for plan in plans} == {(1, 1), *RANKS}
+    staged = [plan for plan in plans if plan.topology.stages]
+    assert len(staged) >= 40
+    assert any(
+        fault.kind in ("kill_rank", "freeze_rank") for plan in staged for fault in plan.faults
+    )
