@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,7 +50,10 @@ def plan(
     ] = 25,
     fp8: Annotated[bool, typer.Option("--fp8", help="Consider FP8 weights as well.")] = False,
     tp: Annotated[
-        int, typer.Option("--tp", min=0, help="Ranks of each worker. 0: 1, 2, 4 and 8 are tried.")
+        int, typer.Option("--tp", min=0, help="Ranks of each stage. 0: 1, 2, 4 and 8 are tried.")
+    ] = 0,
+    pp: Annotated[
+        int, typer.Option("--pp", min=0, help="Stages of each worker. 0: 1, 2 and 4 are tried.")
     ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -59,7 +63,7 @@ def plan(
 
     Example: [cyan]baton plan --model ./Llama-3.1-8B --gpus 4 --rate 28 --token-ms 12[/]
     """
-    from console.planning.search import RANKS, Lengths, Level, breaks, options
+    from console.planning.search import RANKS, STAGES, Kind, Lengths, Level, breaks, options
 
     if gpu not in GPUS:
         raise WrongUseError(f"--gpu: {gpu} is none of {', '.join(GPUS)}, which were measured")
@@ -74,7 +78,8 @@ def plan(
         rows = read_trace(trace)
         lengths = Lengths([one.prompt_tokens for one in rows], [one.output_tokens for one in rows])
     level = Level(first_token_ms / 1e3, token_ms / 1e3)
-    kinds = [(each, one) for one in {False, fp8} for each in ((tp,) if tp else RANKS)]
+    ranks, stages = ((tp,) if tp else RANKS), ((pp,) if pp else STAGES)
+    kinds = [Kind(*each) for each in product(ranks, stages, {False, fp8})]
     found = options(GPUS[gpu], gpus, count, kv, lengths, rate, level, kinds=kinds)
     broken = breaks(found[0], lengths, rate, level)
     _print(found, broken, rate, as_json=as_json)

@@ -16,6 +16,13 @@ RANKS_EFFICIENCY: Final = 0.83
 tokens a second where two of one rank's would be 16,600."""
 
 
+STAGES_EFFICIENCY: Final = 0.95
+"""Part of a stage's rate that is left in prefill: stages are not divided quite evenly. Not measured
+yet."""
+STAGE_CHUNKS: Final = 3
+"""Chunks of a lone prompt for each stage, as a worker cuts it."""
+
+
 class Gpu(NamedTuple):
     """What was measured with the reference in bfloat16, seconds."""
 
@@ -58,36 +65,50 @@ class Rates(NamedTuple):
     """Times of one worker, seconds."""
 
     prefill_token_s: float
+    """A prompt token, with other prompts behind it."""
     step_s: float
     row_s: float
     kv_token_s: float
     kv_tokens: int
     """Tokens of KV that fit."""
+    stages: int = 1
 
     def decode_s(self, rows: int, context: int) -> float:
-        """A decode step."""
-        return self.step_s + rows * self.row_s + context * self.kv_token_s
+        """From a token of each row to the next. Of several stages, each runs the step of a part of
+        the rows, which goes through all of them."""
+        of_rows = rows * self.row_s + context * self.kv_token_s
+        return self.step_s + of_rows / self.stages
+
+    def lag_s(self, tokens: int) -> float:
+        """How long the end of a prompt takes through the later stages, while the first one has the
+        next prompt."""
+        return tokens * self.prefill_token_s * (self.stages - 1) / (STAGE_CHUNKS * self.stages)
 
 
-def rates_of(gpu: Gpu, parameters: float, kv_bytes: int, ranks: int, *, fp8: bool) -> Rates:
+def rates_of(
+    gpu: Gpu, parameters: float, kv_bytes: int, ranks: int, *, fp8: bool, stages: int = 1
+) -> Rates:
     """The rates of a worker.
 
     Args:
         gpu: each of its GPUs.
         parameters: of the model.
         kv_bytes: of a token, in bfloat16.
-        ranks: its GPUs.
+        ranks: GPUs of each stage.
         fp8: whether weights are in FP8.
+        stages: one behind the other.
     """
     size = parameters / REFERENCE_PARAMETERS
     kv = kv_bytes / REFERENCE_KV_BYTES
     shared = ranks * (RANKS_EFFICIENCY if ranks > 1 else 1)
     weights = parameters * (1 if fp8 else 2)
-    free = 0.9e9 * gpu.memory_gb * ranks - weights - 3e9 * ranks
+    free = (0.9e9 * gpu.memory_gb - 3e9) * ranks * stages - weights
+    at_once = stages * (STAGES_EFFICIENCY if stages > 1 else 1)
     return Rates(
-        gpu.prefill_token_s * size / shared * (FP8_PREFILL if fp8 else 1),
+        gpu.prefill_token_s * size / shared / at_once * (FP8_PREFILL if fp8 else 1),
         gpu.step_s * size / shared * (FP8_STEP if fp8 else 1),
         gpu.row_s,
         gpu.kv_token_s * kv / shared,
         int(free // kv_bytes),
+        stages,
     )

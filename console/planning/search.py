@@ -12,7 +12,30 @@ from console.planning.rates import Gpu, Rates, rates_of
 from console.planning.simulation import Asked, Plan, Served, simulate
 
 RANKS: Final = (1, 2, 4, 8)
-"""Ranks of a worker that are tried: powers of two divide the heads of most models."""
+"""Ranks of a stage that are tried: powers of two divide the heads of most models."""
+STAGES: Final = (1, 2, 4)
+"""Stages of a worker that are tried."""
+
+
+class Kind(NamedTuple):
+    """How a worker has its model."""
+
+    ranks: int
+    """Ranks of each stage."""
+    stages: int
+    fp8: bool
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of a worker."""
+        return self.ranks * self.stages
+
+    def __str__(self) -> str:
+        stages = f", {self.stages} stages each" if self.stages > 1 else ""
+        ranks = f", {self.ranks} ranks {'a stage' if stages else 'each'}" if self.ranks > 1 else ""
+        return f"{stages}{ranks}{', FP8 weights' if self.fp8 else ''}"
+
+
 ARRIVALS: Final = 600
 """Requests that are simulated: a quarter of a second each, and p99 of six."""
 MORE: Final = 1.5
@@ -51,8 +74,7 @@ class Option(NamedTuple):
     """A plan with what it does."""
 
     plan: Plan
-    ranks: int
-    fp8: bool
+    kind: Kind
     rates: Rates
     served: Served
     kept: float
@@ -60,9 +82,8 @@ class Option(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its workers, ranks and precision."""
-        ranks = f", {self.ranks} ranks each" if self.ranks > 1 else ""
-        return f"{self.plan}{ranks}{', FP8 weights' if self.fp8 else ''}"
+        """Its workers, and how they have the model."""
+        return f"{self.plan}{self.kind}"
 
 
 def options(
@@ -74,9 +95,9 @@ def options(
     rate: float,
     level: Level,
     *,
-    kinds: Sequence[tuple[int, bool]],
+    kinds: Sequence[Kind],
 ) -> list[Option]:
-    """Every plan that fits, the best first. `kinds`: ranks, and whether weights are in FP8.
+    """Every plan that fits, the best first. Of those that are alike, the one with fewer stages is.
 
     Raises:
         WrongUseError: the model fits no number of these GPUs.
@@ -84,28 +105,28 @@ def options(
     found = []
     asked, more = lengths.at(rate), lengths.at(MORE * rate)
     longest = max(one.prompt_tokens + one.output_tokens for one in asked)
-    for ranks, fp8, plan in _plans(gpus, kinds):
-        rates = rates_of(gpu, parameters, kv_bytes, ranks, fp8=fp8)
+    for kind, plan in _plans(gpus, kinds):
+        rates = rates_of(gpu, parameters, kv_bytes, kind.ranks, fp8=kind.fp8, stages=kind.stages)
         if rates.kv_tokens < longest:
             continue
         served = simulate(asked, plan, rates)
         kept = served.kept(*level)
         of_more = simulate(more, plan, rates).kept(*level)
-        found.append(Option(plan, ranks, fp8, rates, served, kept, of_more))
+        found.append(Option(plan, kind, rates, served, kept, of_more))
     if not found:
         raise WrongUseError(
             f"the model, with KV for a request of {longest} tokens, fits none of {gpus} such GPUs"
         )
-    return sorted(found, key=lambda one: (-round(one.kept, 2), -one.kept_of_more))
+    return sorted(found, key=lambda one: (-round(one.kept, 2), -one.kept_of_more, one.kind.stages))
 
 
-def _plans(gpus: int, kinds: Sequence[tuple[int, bool]]) -> Iterator[tuple[int, bool, Plan]]:
-    for ranks, fp8 in kinds:
-        count = gpus // ranks
+def _plans(gpus: int, kinds: Sequence[Kind]) -> Iterator[tuple[Kind, Plan]]:
+    for kind in kinds:
+        count = gpus // kind.gpus
         if count:
-            yield ranks, fp8, Plan(0, 0, count)
+            yield kind, Plan(0, 0, count)
         for prefill in range(1, count):
-            yield ranks, fp8, Plan(prefill, count - prefill)
+            yield kind, Plan(prefill, count - prefill)
 
 
 def breaks(option: Option, lengths: Lengths, rate: float, level: Level) -> str:

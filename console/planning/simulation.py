@@ -154,8 +154,9 @@ def _apart(
     for request, one in enumerate(asked):
         took_s = PREFILL_STEP_S + one.prompt_tokens * rates.prefill_token_s
         busy_s += took_s
-        done_s = max(heapq.heappop(free), one.at_s + ROUTER_S) + took_s
-        heapq.heappush(free, done_s)
+        free_s = max(heapq.heappop(free), one.at_s + ROUTER_S) + took_s
+        heapq.heappush(free, free_s)
+        done_s = free_s + rates.lag_s(one.prompt_tokens)
         times.first[request] = done_s + ROUTER_S - one.at_s
         if one.output_tokens > 1:
             ready.append((done_s + HAND_OFF_S, request, done_s))
@@ -204,6 +205,8 @@ def _turns(
     times: _Times,
 ) -> None:
     while worker.now_s < until_s and (worker.rows or worker.waiting or queue):
+        if not (worker.rows or queue):
+            worker.now_s = max(worker.now_s, worker.waiting[0][0])
         decodes = bool(worker.rows or (worker.waiting and worker.waiting[0][0] <= worker.now_s))
         most = CHUNK_TOKENS if decodes else REPLICA_STEP_TOKENS
         room, done = most, []
@@ -219,9 +222,10 @@ def _turns(
         prompt_s += 0.0 if decodes or not tokens else PREFILL_STEP_S
         worker.step(asked, prompt_s, times)
         for request in done:
-            times.first[request] = worker.now_s + ROUTER_S - asked[request].at_s
+            done_s = worker.now_s + worker.rates.lag_s(asked[request].prompt_tokens)
+            times.first[request] = done_s + ROUTER_S - asked[request].at_s
             if asked[request].output_tokens > 1:
-                worker.waiting.append((worker.now_s, request, worker.now_s))
+                worker.waiting.append((done_s, request, done_s))
             else:
                 worker.promised -= 1
     if until_s < np.inf:

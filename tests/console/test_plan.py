@@ -78,6 +78,26 @@ def test_every_request_is_served_once() -> None:
         assert [gap > 0 for gap in found.gap_s] == [one.output_tokens > 1 for one in few]
 
 
+def test_stages_compute_prompts_at_once_and_rows_in_turns() -> None:
+    """As the arithmetic of docs/sizing.md."""
+    one, two = (
+        rates_of(GPUS["h100"], 70e9, 327_680, 2, fp8=True, stages=stages) for stages in (1, 2)
+    )
+    assert one.prefill_token_s == pytest.approx(1.9 * two.prefill_token_s)
+    assert one.lag_s(8000) == 0
+    assert two.lag_s(8000) == pytest.approx(8000 * two.prefill_token_s / 6)
+    assert two.decode_s(1, 0) == pytest.approx(one.decode_s(1, 0), rel=0.01)
+    assert two.decode_s(64, 10**6) < 0.7 * one.decode_s(64, 10**6)
+    assert two.kv_tokens > 3 * one.kv_tokens
+
+
+def test_a_model_that_no_gpu_holds_gets_stages() -> None:
+    load = ["--parameters", "70", "--kv-bytes", "327680", "--gpus", "4", "--rate", "1"]
+    said = run(*load, "--tp", "1", "--prompt-tokens", "4000", "--token-ms", "60")
+    assert said["options"]
+    assert all("4 stages each" in one["plan"] for one in said["options"])
+
+
 def run(*arguments: str) -> Any:
     found = CliRunner().invoke(app, ["plan", *arguments, "--json"])
     assert found.exit_code == 0, found.output
