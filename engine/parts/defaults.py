@@ -132,10 +132,11 @@ def _check_gpus(config: EngineConfig, device: str) -> None:
             )
         return
     if ranks > count:
-        wanted = f"tp {tp}" if config.pp == 1 else f"pp {config.pp} times tp {tp}"
+        wanted, fewer = f"tp {tp} needs", f"tp to at most {count}"
+        if config.pp > 1:
+            wanted, fewer = f"pp {config.pp} times tp {tp} need", "less of them"
         raise EngineError(
-            f"{wanted} needs {ranks} GPUs, and {count} can be seen here: set it to at most {count},"
-            " or device to cpu"
+            f"{wanted} {ranks} GPUs, and {count} can be seen here: set {fewer}, or device to cpu"
         )
 
 

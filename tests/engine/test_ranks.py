@@ -503,6 +503,8 @@ def test_what_ranks_cannot_do_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(EngineError, match="tp 2 needs 2 GPUs, and 1 can be seen here: set tp to"):
         build(path, tp=2, device="cuda")
+    with pytest.raises(EngineError, match="pp 2 times tp 1 need 2 GPUs, and 1 can be seen"):
+        build(path, pp=2, device="cuda")
     with pytest.raises(EngineError, match="cuda:1 names one GPU for 2 ranks: set device to cuda"):
         build(path, tp=2, device="cuda:1")
 
