@@ -20,6 +20,8 @@ CHART = KUBERNETES / "baton"
 VALUES = sorted((KUBERNETES / "values").glob("*.yaml"))
 NODE = Path(__file__).resolve().parent / "node"
 RELEASE = "house"
+AGENT = "-agent"
+"""What `pods` adds to the name of a pool for pods of hosts behind the first."""
 VERSION = "1.35"
 """Of Kubernetes, whose schemas are at hand."""
 
@@ -51,7 +53,10 @@ def manifests(values: Path, *more: str) -> list[dict[str, Any]]:
 def faults(made: list[dict[str, Any]], folder: Path) -> list[str]:
     """What the schemas of Kubernetes and of others' kinds say of manifests."""
     own = yaml.safe_load((NODE.parent / "schemas.yaml").read_text())
-    others, found = [], []
+    others, found = list[dict[str, Any]](), list[str]()
+    for name, template in pods(made):
+        pod = {"apiVersion": "v1", "kind": "Pod", **template}
+        made = [*made, {**pod, "metadata": {**template["metadata"], "name": name}}]
     for one in made:
         if one["kind"] in own:
             found += [str(each) for each in Draft7Validator(own[one["kind"]]).iter_errors(one)]
@@ -68,7 +73,11 @@ def faults(made: list[dict[str, Any]], folder: Path) -> list[str]:
 
 
 def pods(made: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What keeps pods, and the template of each."""
+    """What keeps pods, and the template of each; of workers over hosts that of others, too."""
     for one in made:
         if one["kind"] in ("Deployment", "StatefulSet"):
             yield one["metadata"]["name"], one["spec"]["template"]
+        elif one["kind"] == "LeaderWorkerSet":
+            templates = one["spec"]["leaderWorkerTemplate"]
+            yield one["metadata"]["name"], templates["leaderTemplate"]
+            yield f"{one['metadata']['name']}{AGENT}", templates["workerTemplate"]

@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import ssl
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
-from chart_kit import RELEASE, VALUES, manifests
-from otlp_receiver import OtlpReceiver, otlp_receiver
-from pod_kit import Cluster, Peer, Pod, admits, image_environment, named_ports, within
+from chart_kit import CHART, RELEASE, VALUES, manifests, run_helm
+from pod_kit import Cluster, Peer, Pod, admits, image_environment, named_ports, run_in, within
 from tiny_models import write_tiny_model
 from waiting import wait_until
 
@@ -31,7 +33,6 @@ class Running:
 
     cluster: Cluster
     made: list[dict[str, Any]]
-    spans: OtlpReceiver
     before: dict[str, tuple[int, int]]
     """Liveness and readiness of the router while no worker was there."""
 
@@ -44,7 +45,7 @@ class Running:
         return {pod.name: pod for pod in self.cluster.pods}
 
     def ask(self, tokens: int) -> subprocess.Popen[str]:
-        """As NOTES.txt says, from a pod of another namespace."""
+        """From a pod of another namespace."""
         ca = self.pods[f"{ROUTER}-0"].folder / "certs" / "ca.crt"
         command = [
             "ip",
@@ -65,14 +66,12 @@ class Running:
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("node") / "cluster"
     values = next(path for path in VALUES if path.stem == "laptop-cpu")
-    made = manifests(values, "--set=traces=http://jaeger:4317", "--set=models.claim=weights")
-    cluster = Cluster(folder, made, "jaeger", "shop")
+    made = manifests(values, "--set=models.claim=weights")
+    cluster = Cluster(folder, made, "shop")
     write_tiny_model(folder / "models" / "tiny")
     for path in (folder / "models" / "tiny").iterdir():
         path.chmod(0o644)
     small = {"BATON_MODEL": "/models/tiny", "BATON_KV_MEMORY_GIB": "0.02"}
-    receiving = otlp_receiver("0.0.0.0:4317")
-    spans, _ = within(cluster.outside["jaeger"], receiving.__enter__)
     try:
         router = cluster.up(ROUTER)
         while router.probe("livenessProbe", cluster.node) != 200:
@@ -83,9 +82,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         workers = [cluster.up(f"{RELEASE}-{role}", **small) for role in ("prefill", "decode")]
         for pod in (*workers, router):
             pod.wait_ready(cluster.node)
-        yield Running(cluster, made, spans, before)
+        yield Running(cluster, made, before)
     finally:
-        receiving.__exit__(None, None, None)
         cluster.down()
 
 
@@ -96,14 +94,27 @@ def test_probes_say_what_is_so(running: Running) -> None:
             assert pod.probe(name, running.cluster.node) == 200
 
 
-def test_an_answer_over_a_hand_off_has_a_trace(running: Running) -> None:
-    asked = running.ask(20)
-    said, _ = asked.communicate(timeout=60)
-    assert asked.returncode == 0, said
-    told = json.loads(said)
-    spans = running.spans.wait_for(told["trace_id"], ["prefill", "decode", "kv.send", "kv.receive"])
-    services = {service for service, _ in spans.values()}
-    assert services == {"baton-router", "baton-prefill", "baton-decode"}
+def test_what_helm_says_leads_to_an_answer_and_its_trace(running: Running) -> None:
+    """`kubectl port-forward` connects within the pod's network."""
+    router = running.pods[f"{ROUTER}-0"]
+    command = next(
+        line for line in notes().splitlines() if line.strip().startswith("baton generate")
+    )
+    ca = str(router.folder / "certs" / "ca.crt")
+    words = [ca if word == "ca.pem" else word for word in shlex.split(command)]
+    said = run_in(router.network, str(Path(sys.executable).with_name("baton")), *words[1:])
+    for name in ("router.queue", "prefill.compute", "kv.send", "kv.receive", "decode.generate"):
+        assert name in said
+    assert f"{RELEASE}-prefill-0" in said
+
+
+def notes() -> str:
+    """What helm prints at the end."""
+    values = next(path for path in VALUES if path.stem == "laptop-cpu")
+    # Only `install` prints them, and needs no cluster for that.
+    done = run_helm("install", RELEASE, CHART, "--values", values, "--dry-run=client")
+    assert done.returncode == 0, done.stderr
+    return done.stdout.partition("NOTES:")[2]
 
 
 def test_sockets_are_those_of_the_policies(running: Running) -> None:

@@ -28,12 +28,17 @@ fsGroupChangePolicy: OnRootMismatch
 seccompProfile: {type: RuntimeDefault}
 {{- end }}
 
-{{- define "baton.env" -}}
+{{- define "baton.env-name" -}}
 - name: BATON_NAME
   valueFrom: {fieldRef: {fieldPath: metadata.name}}
+{{- end }}
+
+{{- define "baton.env" -}}
 - {name: BATON_ADMIN, value: "0.0.0.0:9090"}
 - {name: BATON_LOG_FORMAT, value: json}
-{{- with .Values.traces }}
+{{- /* Of several routers each would have a part of a trace. */}}
+{{- $kept := eq (int .Values.router.replicas) 1 | ternary (printf "%s://%s-routers:50050" (.Values.tls.enabled | ternary "grpcs" "http") .Release.Name) "" }}
+{{- with .Values.traces | default $kept }}
 - {name: BATON_OTLP_ENDPOINT, value: {{ . | quote }}}
 {{- end }}
 {{- if .Values.tls.enabled }}
