@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 import pytest
 from certificate_kit import authority
-from chart_kit import pods
+from chart_kit import AGENT, pods
 from compose_kit import COMPOSE, ROOT
 from waiting import wait_until
 
@@ -143,7 +143,8 @@ class Pod:
 
     def _environment(self) -> dict[str, str]:
         """As the kubelet makes it."""
-        fields = {"metadata.name": self.name, "status.podIP": self.ip}
+        group = "metadata.labels['leaderworkerset.sigs.k8s.io/group-index']"
+        fields = {"metadata.name": self.name, "status.podIP": self.ip, group: "0"}
         found = dict[str, str]()
         for one in self.container["env"]:
             if "valueFrom" in one:
@@ -202,6 +203,11 @@ class Pod:
             self.kill()
             raise AssertionError(f"{self.name} outlived its grace:\n{self.log}") from None
         return process.returncode, time.monotonic() - began
+
+    def wait_ended(self, within_s: float) -> int:
+        """Its code, where others ended it."""
+        assert self.process is not None
+        return self.process.wait(within_s)
 
     def kill(self) -> None:
         if self.process is not None and self.process.poll() is None:
@@ -274,8 +280,14 @@ class Cluster:
         return made
 
     def up(self, keeper: str, **variables: str) -> Pod:
-        """Starts the first pod of a Deployment or StatefulSet."""
+        """Starts a Deployment's or StatefulSet's first pod, or one of a LeaderWorkerSet's first."""
         template, ip, name = self._keepers[keeper], self.addresses[keeper], f"{keeper}-0"
+        pool, is_agent, _ = keeper.partition(AGENT)
+        if is_agent:
+            name = f"{pool}-0-1"
+        if f"{pool}{AGENT}" in self._keepers:  # As LeaderWorkerSet does.
+            variables |= {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1" if is_agent else "0"}
+            variables["LWS_LEADER_ADDRESS"] = f"{pool}-0.{pool}.default"
         own = self._folder / name
         own.mkdir()
         pod = Pod(name, ip, self._network(name, ip), template, own)
@@ -284,7 +296,9 @@ class Cluster:
         return pod
 
     def _hosts(self) -> str:
-        names = (f"{ip} {name} {name}s\n" for name, ip in self.addresses.items())
+        names = (
+            f"{ip} {name} {name}s {name}-0.{name}.default\n" for name, ip in self.addresses.items()
+        )
         return f"127.0.0.1 localhost\n{''.join(names)}"
 
     def _mounts(self, pod: Pod, own: Path) -> list[str]:

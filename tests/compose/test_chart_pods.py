@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chart_kit import CHART, RELEASE, VALUES, manifests, run_helm
+from chart_kit import CHART, KUBERNETES, RELEASE, manifests, pods, run_helm
 from pod_kit import Cluster, Peer, Pod, admits, image_environment, named_ports, run_in, within
 from tiny_models import write_tiny_model
 from waiting import wait_until
@@ -44,6 +44,11 @@ class Running:
     def pods(self) -> dict[str, Pod]:
         return {pod.name: pod for pod in self.cluster.pods}
 
+    @property
+    def leaders(self) -> dict[str, Pod]:
+        """Without pods of further hosts of a worker."""
+        return {name: pod for name, pod in self.pods.items() if "ports" in pod.container}
+
     def ask(self, tokens: int) -> subprocess.Popen[str]:
         """From a pod of another namespace."""
         ca = self.pods[f"{ROUTER}-0"].folder / "certs" / "ca.crt"
@@ -62,11 +67,25 @@ class Running:
         return subprocess.Popen(command, env=path, stdout=-1, stderr=-2, text=True)
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+LAPTOP = ("laptop-cpu", ["models.claim=weights"])
+SPREAD = (
+    "two-hosts",
+    [f"pools[{pool}].{one}" for pool in (0, 1) for one in ("gpus=0", "rdma=")]
+    + ["pools[0].fabric=trusted:10.77.0.0/24"]
+    + [f"pools[1].{one}" for one in ("fabric=", "nodes=1", "pp=1")]
+    + ["router.replicas=1", "monitor.enabled=false"],
+)
+"""Prefill over two hosts, decode on a third, without GPUs."""
+
+
+@pytest.fixture(scope="module", params=[LAPTOP, SPREAD], ids=["one-host", "two-hosts"])
+def running(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("node") / "cluster"
-    values = next(path for path in VALUES if path.stem == "laptop-cpu")
-    made = manifests(values, "--set=models.claim=weights")
+    name, sets = request.param
+    values = KUBERNETES / "values" / f"{name}.yaml"
+    made = manifests(values, *(f"--set={one}" for one in sets))
     cluster = Cluster(folder, made, "shop")
     write_tiny_model(folder / "models" / "tiny")
     for path in (folder / "models" / "tiny").iterdir():
@@ -79,9 +98,10 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
             assert router.process.poll() is None, router.log
             time.sleep(0.2)
         before = {router.name: (200, router.probe("readinessProbe", cluster.node))}
-        workers = [cluster.up(f"{RELEASE}-{role}", **small) for role in ("prefill", "decode")]
+        workers = [cluster.up(keeper, **small) for keeper, _ in pods(made) if keeper != ROUTER]
         for pod in (*workers, router):
-            pod.wait_ready(cluster.node)
+            if "readinessProbe" in pod.container:
+                pod.wait_ready(cluster.node)
         yield Running(cluster, made, before)
     finally:
         cluster.down()
@@ -89,7 +109,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 def test_probes_say_what_is_so(running: Running) -> None:
     assert running.before == {f"{ROUTER}-0": (200, 503)}
-    for pod in running.pods.values():
+    for pod in running.leaders.values():
         for name in ("startupProbe", "livenessProbe", "readinessProbe"):
             assert pod.probe(name, running.cluster.node) == 200
 
@@ -110,7 +130,7 @@ def test_what_helm_says_leads_to_an_answer_and_its_trace(running: Running) -> No
 
 def notes() -> str:
     """What helm prints at the end."""
-    values = next(path for path in VALUES if path.stem == "laptop-cpu")
+    values = KUBERNETES / "values" / "laptop-cpu.yaml"
     # Only `install` prints them, and needs no cluster for that.
     done = run_helm("install", RELEASE, CHART, "--values", values, "--dry-run=client")
     assert done.returncode == 0, done.stderr
@@ -125,8 +145,9 @@ def test_sockets_are_those_of_the_policies(running: Running) -> None:
     near = {name: Peer(pod.labels) for name, pod in pods.items()}
     workers = {name for name, pod in pods.items() if pod.container["name"] == "worker"}
     for name, pod in pods.items():
-        declared = {one["containerPort"] for one in pod.container["ports"]}
-        assert named_ports(running.policies, pod.labels) == declared <= listened[name]
+        if name in running.leaders:
+            declared = {one["containerPort"] for one in pod.container["ports"]}
+            assert named_ports(running.policies, pod.labels) == declared <= listened[name]
         for port in listened[name]:
             may = {
                 who
@@ -147,19 +168,21 @@ def test_sockets_are_those_of_the_policies(running: Running) -> None:
     seen = set()
     for name, pod in pods.items():
         for local, (host, port) in pod.sockets("-ta", "state", "connected"):
-            if local[1] in listened[name] or host not in by_ip:
-                continue
+            if local[1] in listened[name] or host not in by_ip or host == pod.ip:
+                continue  # It came in, or goes elsewhere, or to the pod itself, which all may.
             there = by_ip[host]
             assert admits(running.policies, there.labels, near[name], port), (
                 name,
                 there.name,
                 port,
             )
-            seen.add((name, there.name, port if port in (50050, 50060) else 0))
-    prefill, decode = sorted(workers, reverse=True)
+            seen.add((name, there.name, port if port in (50050, 50060, 50070) else 0))
+    prefill, decode = f"{RELEASE}-prefill-0", f"{RELEASE}-decode-0"
     assert {(prefill, f"{ROUTER}-0", 50050), (decode, f"{ROUTER}-0", 50050)} <= seen
     assert {(f"{ROUTER}-0", prefill, 50060), (f"{ROUTER}-0", decode, 50060)} <= seen
     assert {(prefill, decode, 0), (decode, prefill, 0)} & seen, "KV"
+    for agent in set(pods) - set(running.leaders):
+        assert (agent, prefill, 50070) in seen
 
 
 def listening(pod: Pod) -> set[int]:
@@ -208,7 +231,11 @@ def test_pods_drain_and_stop_within_their_grace(running: Running) -> None:
     code, took_s = router.stop()
     assert code == 0, router.log
     assert took_s >= router.container["lifecycle"]["preStop"]["sleep"]["seconds"]
-    assert pods[f"{RELEASE}-prefill-0"].stop()[0] == 0
+    # Whoever of a worker's hosts stops, all of them drain and end.
+    *agents, last = sorted(pods.values(), key=lambda pod: pod is pods[f"{RELEASE}-prefill-0"])
+    agents.remove(router)
+    code, _ = (agents or [last])[0].stop()
+    assert (code, last.wait_ended(30)) == (0, 0), last.log
 
 
 def running_sequences(pod: Pod, node: str) -> float:
