@@ -92,6 +92,14 @@ class RouterEvents(Protocol):
         """
         return
 
+    def adapter_ended(self, adapter: str, went_well: bool) -> None:
+        """A request with an adapter ended; `ended` is called, too."""
+        return
+
+    def adapter_tokens(self, adapter: str, kind: str, count: int) -> None:
+        """Tokens of a request with an adapter; `kind` is "prompt" or "output"."""
+        return
+
     def batch_line(self, went_well: bool) -> None:
         """A line of a batch has its result."""
         return

@@ -249,6 +249,8 @@ class Worker:
             self.metrics.watch_groups(engine.load)
         if engine.load().hook_failures is not None:
             self.metrics.watch_hooks(engine.load)
+        if engine.load().adapters is not None:
+            self.metrics.watch_adapters(engine.load)
         if engine.load().speculation is not None:
             self.metrics.watch_drafts(engine.load)
         if settings.ranks > 1:

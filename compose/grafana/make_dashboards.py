@@ -343,6 +343,62 @@ HANDOFF: Final = [
     ),
 ]
 
+ADAPTERS: Final = [
+    Panel(
+        "Requests by adapter",
+        [("sum by (adapter) (rate(baton_adapter_requests_total[1m]))", "{{adapter}}")],
+        "reqps",
+        "Sixteen names, and `other`.",
+        stacked=True,
+    ),
+    Panel(
+        "Output tokens a second by adapter",
+        [
+            (
+                'sum by (adapter) (rate(baton_adapter_tokens_total{kind="output"}[1m]))',
+                "{{adapter}}",
+            )
+        ],
+        stacked=True,
+    ),
+    Panel(
+        "Failed requests by adapter",
+        [
+            (
+                'sum by (adapter) (rate(baton_adapter_requests_total{outcome="failed"}[1m]))',
+                "{{adapter}}",
+            )
+        ],
+        "reqps",
+    ),
+    Panel(
+        "Slots in use",
+        [('sum by (worker) (baton_adapter_slots{state="used"})', "{{worker}}")],
+        help="At a worker's number of slots, requests with other adapters wait.",
+    ),
+    Panel(
+        "Wait for a slot",
+        [
+            (
+                "sum by (worker) (rate(baton_adapter_slot_wait_seconds_total[1m]))"
+                " / sum by (worker) (rate(baton_adapter_slot_waits_total[1m]))",
+                "{{worker}}",
+            )
+        ],
+        "s",
+        "Mean, of requests that had to wait. None: no request waited.",
+    ),
+    Panel(
+        "Adapters that come into slots, and leave them",
+        [
+            ("sum by (worker) (rate(baton_adapter_loads_total[1m]))", "{{worker}} come"),
+            ("sum by (worker) (rate(baton_adapter_evictions_total[1m]))", "{{worker}} leave"),
+        ],
+        "ops",
+        "Steadily high: more adapters are in demand than there are slots (`debug.max_adapters`).",
+    ),
+]
+
 OBJECTIVES: Final = [
     Panel(
         "First token within 0.5 s",
@@ -392,6 +448,7 @@ DASHBOARDS: Final = {
     "overview": ("Baton: overview", OVERVIEW),
     "balance": ("Baton: prefill and decode", BALANCE),
     "handoff": ("Baton: hand-off", HANDOFF),
+    "adapters": ("Baton: adapters", ADAPTERS),
     "objectives": ("Baton: objectives", OBJECTIVES),
 }
 

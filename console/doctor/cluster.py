@@ -5,6 +5,7 @@ It reads the metrics that the processes serve.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
@@ -64,6 +65,7 @@ def check_cluster(admin: str, *, expected: bool) -> Cluster:
         *_path_findings(paths),
         *_stuck(seen),
         *_drafts(seen),
+        *_adapters(seen),
     ]
     return Cluster(paths, findings)
 
@@ -146,6 +148,33 @@ def _drafts(seen: Scrape) -> Iterator[Finding]:
             if count:
                 found = f"{count:.0f} prompts came without its draft head's KV: {cause}"
                 yield warning(name, found, _DRAFTS[cause])
+
+
+def _adapters(seen: Scrape) -> Iterator[Finding]:
+    """Adapters that not all workers of their model have alike, and slots that are waited for."""
+    up = seen.router.values.get(Metric.WORKER_UP, {})
+    workers = [dict(labels) for labels, is_up in up.items() if is_up]
+    for one in seen.adapters:
+        every = {worker["worker"] for worker in workers if worker["model"] == one.model}
+        lacking, subject = sorted(every - one.digests.keys()), f"adapter {one.name}"
+        if len(set(one.digests.values())) > 1:
+            found = "its content is another one on " + ", ".join(_fewest(one.digests))
+            yield warning(subject, found, "load it anew: `baton adapters load ... --replace`")
+        elif lacking:
+            advice = "nothing for it goes there: `baton adapters load`, or start them alike"
+            yield warning(subject, f"not on {', '.join(lacking)}", advice)
+    for name, samples in seen.samples.items():
+        if count := samples.total(f"{Metric.ADAPTER_WAITS}_total"):
+            mean_s = samples.total(f"{Metric.ADAPTER_WAIT_SECONDS}_total") / count
+            found = f"{count:.0f} requests waited for a slot of their adapter, {mean_s:.1f} s each"
+            advice = "more are asked for at once than it has slots: raise debug.max_adapters"
+            yield warning(name, found, advice)
+
+
+def _fewest(digests: Mapping[str, str]) -> list[str]:
+    """Workers with other contents than most have."""
+    usual = Counter(digests.values()).most_common(1)[0][0]
+    return sorted(name for name, digest in digests.items() if digest != usual)
 
 
 _DRAFTS: Final[Mapping[str, str]] = {

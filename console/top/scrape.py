@@ -75,6 +75,15 @@ class Known(NamedTuple):
     attached: bool
 
 
+class AdapterAt(NamedTuple):
+    """An adapter, as a router knows it."""
+
+    name: str
+    model: str
+    digests: Mapping[str, str]
+    """Digest of its content, by worker that has it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Scrape:
     """Routers and their workers at one moment."""
@@ -89,6 +98,8 @@ class Scrape:
     """Number of routers that were read."""
     balance: str = ""
     """What the first router says of the balance of roles; "": there is none."""
+    adapters: Sequence[AdapterAt] = ()
+    """What the first router says of adapters."""
 
     def routers_of(self, worker: str) -> int | None:
         """Number of routers that a worker is attached to; None if unknown."""
@@ -116,7 +127,8 @@ def scrape(admin: str) -> Scrape:
             for worker, answer in zip(known, answers, strict=True)
             if answer is not None
         }
-    return Scrape(time.monotonic(), router, known, samples, len(admins), _balance(admins[0]))
+    own = _balance(admins[0]), _adapters(admins[0])
+    return Scrape(time.monotonic(), router, known, samples, len(admins), *own)
 
 
 def _together(routers: Sequence[Scraped]) -> Scraped:
@@ -145,6 +157,15 @@ def _balance(admin: str) -> str:
         return str(json.loads(_get(f"{base_url(admin)}/roles"))["balance"])
     except (TopError, ValueError, KeyError, TypeError):
         return ""
+
+
+def _adapters(admin: str) -> list[AdapterAt]:
+    """The adapters that a router knows; none if it is of a release without."""
+    try:
+        listed = json.loads(_get(f"{base_url(admin)}/adapters"))["adapters"]
+        return [AdapterAt(one["name"], one["model"], dict(one["workers"])) for one in listed]
+    except (TopError, ValueError, KeyError, TypeError):
+        return []
 
 
 def _known(router: Scraped, where: Mapping[str, str]) -> list[Known]:

@@ -51,6 +51,14 @@ def draw(view: View, admin: str) -> RenderableType:
             "tokens a row and verified step",
             {worker.name: _tenths(worker.tokens_a_verify) for worker in view.workers},
         ),
+        *_line(
+            "adapters in use, of slots",
+            {worker.name: _of(worker.adapter_slots) for worker in view.workers},
+        ),
+        *_line(
+            "output tokens/s by adapter",
+            {name: rate(by_adapter) for name, by_adapter in view.adapter_rates.items()},
+        ),
         *([Text("\nbalance  ", "dim").append(view.balance)] if view.balance else []),
         *_notes(view),
     )
@@ -193,6 +201,10 @@ def _line(title: str, values: Mapping[str, str]) -> list[Text]:
 
 def _ms(value: float | None) -> str:
     return "" if value is None else f"{milliseconds(value)} ms"
+
+
+def _of(counts: tuple[int, int] | None) -> str:
+    return "" if counts is None else f"{counts[0]}/{counts[1]}"
 
 
 def _shares(values: Sequence[float]) -> str:

@@ -86,6 +86,8 @@ class WorkerView:
     stage_shares: tuple[float, ...] = ()
     """Share of time in which the ranks of each stage computed, the first stage first; empty with
     one stage, and where nobody knows."""
+    adapter_slots: tuple[int, int] | None = None
+    """Slots for adapters that requests use, and all; None: it takes none."""
     tokens_a_verify: float | None = None
     """Tokens that a row yields in a step that verifies drafts of it, on average since the earlier
     scrape; None without drafts."""
@@ -116,6 +118,8 @@ class View:
     workers: list[WorkerView]
     method_rates: dict[str, float] = field(default_factory=dict)
     """Requests a second by the method called, of those that were called."""
+    adapter_rates: dict[str, float] = field(default_factory=dict)
+    """Output tokens a second by adapter, of those that were asked for."""
     routers: int = 1
     """Number of routers whose requests are counted."""
     most_routers: int = 1
@@ -170,6 +174,7 @@ def view(now: Scrape, earlier: Scrape | None = None, rates: Scrape | None = None
         latencies=latencies,
         workers=workers,
         method_rates=_method_rates(router, then),
+        adapter_rates=_adapter_rates(router, then),
         routers=now.routers,
         balance=now.balance,
         most_routers=max((now.routers_of(name) or 0 for name in now.samples), default=0),
@@ -180,6 +185,13 @@ def _method_rates(now: Scraped, then: Scraped) -> dict[str, float]:
     requests = f"{Metric.REQUESTS_BY_METHOD}_total"
     called = now.by_label(requests, "method")
     rates = {name: _rate(now, then, requests, method=name) for name in called}
+    return {name: rate for name, rate in sorted(rates.items()) if rate}
+
+
+def _adapter_rates(now: Scraped, then: Scraped) -> dict[str, float]:
+    tokens = f"{Metric.ADAPTER_TOKENS}_total"
+    names = now.by_label(tokens, "adapter")
+    rates = {name: _rate(now, then, tokens, adapter=name, kind="output") for name in names}
     return {name: rate for name, rate in sorted(rates.items()) if rate}
 
 
@@ -223,6 +235,7 @@ def _worker(known: Known, now: Scrape, before: Scrape, since: Scrape) -> WorkerV
         gpu_share=fmean(gpus) if gpus else None,
         rank_skew_ms=_rank_skew_ms(found, old),
         stage_shares=_stage_shares(found, then),
+        adapter_slots=_adapter_slots(found),
         tokens_a_verify=_tokens_a_verify(found, old),
     )
 
@@ -233,6 +246,13 @@ def _shares_in_use(found: Scraped) -> dict[str, float]:
         group: found.total(Metric.KV_GROUP_PAGES, group=group, state="used") / max(1.0, total)
         for group, total in pages.items()
     }
+
+
+def _adapter_slots(found: Scraped) -> tuple[int, int] | None:
+    if not found.has(Metric.ADAPTER_SLOTS):
+        return None
+    used = found.total(Metric.ADAPTER_SLOTS, state="used")
+    return int(used), int(found.total(Metric.ADAPTER_SLOTS))
 
 
 def _tokens_a_verify(now: Scraped, earlier: Scraped) -> float | None:

@@ -226,7 +226,7 @@ class Poolings:
         self, prompts: Prompts, call: Call, span: RequestSpan
     ) -> tuple[list[Floats], api.Usage]:
         """Runs a job for each prompt. Returns their numbers, in order."""
-        span.describe_prompts(prompts.model.name, prompts.tokens)
+        span.describe_prompts(prompts.model, prompts.tokens)
         usage = api.Usage(prompt_tokens=prompts.tokens)
         room = asyncio.Semaphore(AT_ONCE)
         found: list[Floats] = [np.zeros(0, np.float32)] * len(prompts.ids)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from router.call import Call
     from router.events import RouterEvents
-    from router.jobs import Job, JobFinished
+    from router.jobs import Job, JobFinished, ServedModel
     from router.requests.outputs import ShortWay
 
 _MAX_NAME_CHARS: Final = 128
@@ -67,6 +67,7 @@ class RequestSpan:
         self.context = context_of(self._span)
         """Context with this span, the parent of all other spans of the request."""
         self._served_model = ""
+        self._adapter = ""
         self._prompt_tokens = 0
         self._output_tokens = 0
         self._cached_tokens = 0
@@ -116,6 +117,8 @@ class RequestSpan:
             trace_id=trace_id_of(self.context),
             method=self._record.method,
         )
+        if self._adapter:
+            self._events.adapter_ended(self._adapter, not outcome)
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
@@ -133,6 +136,7 @@ class RequestSpan:
     def describe_job(self, job: Job) -> None:
         """Notes the parameters of the job, with defaults filled in."""
         self._model = self._served_model = job.model.name
+        self._adapter = job.model.adapter
         self._prompt_tokens = job.prompt_tokens
         self._record.model = job.model.called
         self._record.prompt_tokens += job.prompt_tokens
@@ -153,13 +157,14 @@ class RequestSpan:
             }
         )
 
-    def describe_prompts(self, model: str, prompt_tokens: int) -> None:
+    def describe_prompts(self, model: ServedModel, prompt_tokens: int) -> None:
         """Notes the model of prompts that are pooled, and their tokens together."""
-        self._model = self._served_model = self._record.model = model
+        self._model = self._served_model = model.name
+        self._adapter, self._record.model = model.adapter, model.called
         self._record.prompt_tokens += prompt_tokens
-        self._span.update_name(SpanName.request(self._operation, model))
-        named = (Attr.REQUEST_MODEL, Attr.RESPONSE_MODEL)
-        self._span.set_attributes({**dict.fromkeys(named, model), Attr.INPUT_TOKENS: prompt_tokens})
+        self._span.update_name(SpanName.request(self._operation, model.called))
+        named = dict.fromkeys((Attr.REQUEST_MODEL, Attr.RESPONSE_MODEL), model.called)
+        self._span.set_attributes({**named, Attr.INPUT_TOKENS: prompt_tokens})
 
     def pooled(self, finished: JobFinished) -> None:
         """Notes the end of one of these prompts."""
@@ -187,6 +192,8 @@ class RequestSpan:
             trace_id = trace_id_of(self.context)
             shown_s = None if self._call.is_batch else now_s
             self._events.first_token(self._model, shown_s, self._prompt_tokens, trace_id)
+            if self._adapter:
+                self._events.adapter_tokens(self._adapter, "prompt", self._prompt_tokens)
             if self._record.first_token_s is None:
                 self._record.first_token_s = now_s
         count = len(delta.token_ids)
@@ -199,6 +206,8 @@ class RequestSpan:
         self._output_tokens += count
         self._record.output_tokens += count
         self._events.tokens(self._model, count, None if self._call.is_batch else gap_s)
+        if self._adapter:
+            self._events.adapter_tokens(self._adapter, "output", count)
 
     def _observe_cached(self, tokens: int) -> None:
         """The count at the end replaces the one at the start."""

@@ -10,6 +10,7 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
+from telemetry.metrics.adapters import AdapterCounts
 from telemetry.metrics.collectors import Labels, Row, Samples, Tally
 from telemetry.metrics.endpoint import EndpointGauges, EndpointLoad
 from telemetry.metrics.process import ProcessMetrics
@@ -68,6 +69,9 @@ class RouterMetrics(ProcessMetrics):
         self._inter_token = Tally(Metric.INTER_TOKEN)
         self.registry.register(self._inter_token)
         self.registry.register(Samples(Metric.OUTPUT_TOKENS, self._tokens_by_model))
+        self._adapters = AdapterCounts(clock)
+        self.registry.register(Samples(Metric.ADAPTER_REQUESTS, self._adapters.by_outcome))
+        self.registry.register(Samples(Metric.ADAPTER_TOKENS, self._adapters.by_kind))
         self._duration = self._histogram(Metric.REQUEST_DURATION)
         self._workers_lost = self._counter(Metric.WORKERS_LOST)
         self._watch(load, _ROUTER_ROWS)
@@ -188,6 +192,14 @@ class RouterMetrics(ProcessMetrics):
             self._duration.labels(model, error).observe(duration_s, _exemplar(trace_id))
         if not error and per_token_s is not None:
             self._per_token.labels(model).observe(per_token_s, _exemplar(trace_id))
+
+    def adapter_ended(self, adapter: str, went_well: bool) -> None:
+        """A request with an adapter ended."""
+        self._adapters.ended(adapter, went_well)
+
+    def adapter_tokens(self, adapter: str, kind: str, count: int) -> None:
+        """Tokens of such a request; `kind` is "prompt" or "output"."""
+        self._adapters.tokens(adapter, kind, count)
 
     def batch_line(self, went_well: bool) -> None:
         """A line of a batch has its result."""

@@ -104,6 +104,18 @@ DECLARED: Final[Mapping[str, Declared]] = {
     Metric.FAILOVERS: Declared(
         "counter", "Streams resumed on other workers, by cause.", ("cause",)
     ),
+    Metric.ADAPTER_REQUESTS: Declared(
+        "counter",
+        "Requests with an adapter that ended, by adapter (16 names, and `other`) and outcome, `ok`"
+        " or `failed`.",
+        ("adapter", "outcome"),
+    ),
+    Metric.ADAPTER_TOKENS: Declared(
+        "counter",
+        "Tokens of such requests, by adapter and kind: `prompt` of those that began to answer, and"
+        " `output`.",
+        ("adapter", "kind"),
+    ),
     Metric.ROLE_CHANGES: Declared(
         "counter",
         "Changes of a worker's role that this router asked for, by who wanted them.",
@@ -222,6 +234,18 @@ DECLARED: Final[Mapping[str, Declared]] = {
         "counter", "Such copies that were late, failed or were dropped.", ("path",)
     ),
     Metric.TIER_SLOTS: Declared("gauge", "Host slots for pages, by state.", ("state",)),
+    # Worker: its adapters, if it takes any.
+    Metric.ADAPTER_SLOTS: Declared(
+        "gauge",
+        "Slots for adapters: `used` by requests, `idle` with an adapter, or `empty`.",
+        ("state",),
+    ),
+    Metric.ADAPTER_LOADS: Declared("counter", "Adapters that came into a slot."),
+    Metric.ADAPTER_EVICTIONS: Declared("counter", "Adapters that left their slot for another one."),
+    Metric.ADAPTER_WAITS: Declared(
+        "counter", "Requests that waited until a slot was free for their adapter, and got one."
+    ),
+    Metric.ADAPTER_WAIT_SECONDS: Declared("counter", "Time for which they waited."),
     Metric.HOOK_FAILURES: Declared(
         "counter", "Failures of hooks, by hook and point.", ("hook", "point")
     ),

@@ -80,6 +80,10 @@ class WorkerMetrics(ProcessMetrics):
         """Shows failures of hooks; `load` is as for the constructor."""
         self.registry.register(Samples(Metric.HOOK_FAILURES, lambda: load().hook_failures))
 
+    def watch_adapters(self, load: Callable[[], Any]) -> None:
+        """Shows the slots for adapters; `load` is as for the constructor."""
+        self._watch(lambda: load().adapters, _ADAPTER_ROWS)
+
     def watch_drafts(self, load: Callable[[], Any]) -> None:
         """Shows what became of drafts; `load` is as for the constructor."""
         for metric, read in _DRAFT_SAMPLES:
@@ -223,6 +227,19 @@ _TIER_SAMPLES: Final[Sequence[tuple[str, Callable[[Any], Mapping[str, float]]]]]
     (Metric.TIER_BANDWIDTH, attrgetter("bytes_per_s")),
     (Metric.TIER_FAILURES, attrgetter("late")),
     (Metric.TIER_SLOTS, _tier_slots),
+)
+_ADAPTER_ROWS: Final = (
+    Row(Metric.ADAPTER_SLOTS, lambda load: load.slots - load.idle_slots, ("used",)),
+    Row(
+        Metric.ADAPTER_SLOTS,
+        lambda load: len(load.resident) - load.slots + load.idle_slots,
+        ("idle",),
+    ),
+    Row(Metric.ADAPTER_SLOTS, lambda load: load.slots - len(load.resident), ("empty",)),
+    Row(Metric.ADAPTER_LOADS, attrgetter("loads")),
+    Row(Metric.ADAPTER_EVICTIONS, attrgetter("evictions")),
+    Row(Metric.ADAPTER_WAITS, attrgetter("waits")),
+    Row(Metric.ADAPTER_WAIT_SECONDS, attrgetter("waited_s")),
 )
 _RANK_SAMPLES: Final[Sequence[tuple[str, Callable[[Any], float | None]]]] = (
     (Metric.RANK_BUSY, attrgetter("busy_s")),

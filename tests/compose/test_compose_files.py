@@ -245,7 +245,7 @@ def test_dashboards_are_current(tmp_path: Path) -> None:
     make = [sys.executable, str(COMPOSE / "grafana" / "make_dashboards.py"), str(tmp_path)]
     subprocess.run(make, check=True)
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert len(names) == 4
+    assert len(names) == 5
     there = COMPOSE / "grafana" / "dashboards"
     assert sorted(path.name for path in there.iterdir()) == names
     assert filecmp.cmpfiles(tmp_path, there, names, shallow=False) == (names, [], [])

@@ -14,7 +14,7 @@ from console.cli import app
 from console.doctor import cluster, host
 from console.doctor.finding import Level
 from console.doctor.path import check_path
-from console.top.scrape import Known, Scrape, Scraped, TopError
+from console.top.scrape import AdapterAt, Known, Scrape, Scraped, TopError
 from telemetry.names import Metric
 
 NOBODY = "127.0.0.1:1"
@@ -168,6 +168,30 @@ def test_who_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     nobody = look(monkeypatch, seen()).findings
     assert [(f.level, f.found) for f in nobody] == [(Level.ERROR, "no worker is attached")]
+
+
+def test_adapters_that_workers_have_unlike_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = "p0", "p1", "p2", "other"
+    up = {
+        frozenset({("worker", name), ("model", "m" if name != "other" else "n")}): 1.0
+        for name in names
+    }
+    adapters = [
+        AdapterAt("even", "m", dict.fromkeys(names[:3], "1")),
+        AdapterAt("law", "m", {"p0": "1", "p1": "2", "p2": "1"}),
+        AdapterAt("poems", "m", {"p1": "1"}),
+    ]
+    router = Scraped(0.0, {Metric.WORKER_UP: up})
+    waits = {f"{Metric.ADAPTER_WAITS}_total": 4.0, f"{Metric.ADAPTER_WAIT_SECONDS}_total": 6.0}
+    values = {name: {frozenset[tuple[str, str]](): value} for name, value in waits.items()}
+    workers = [worker(name, "both") for name in names]
+    what = Scrape(0.0, router, workers, {"p0": Scraped(0.0, values)}, adapters=adapters)
+    findings = [(f.subject, f.found) for f in look(monkeypatch, what).findings]
+    assert findings[-3:] == [
+        ("adapter law", "its content is another one on p1"),
+        ("adapter poems", "not on p0, p2"),
+        ("p0", "4 requests waited for a slot of their adapter, 1.5 s each"),
+    ]
 
 
 def test_a_foreign_write_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

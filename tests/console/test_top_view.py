@@ -32,6 +32,7 @@ class Pages:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.discovery = "[]"
+        self.adapters = ""
         pages = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -39,6 +40,7 @@ class Pages:
                 known = {
                     "/metrics": lambda: generate_latest(pages.registry),
                     "/discovery": lambda: pages.discovery.encode(),
+                    "/adapters": lambda: pages.adapters.encode(),
                 }
                 self.send_response(200 if self.path in known else 404)
                 self.end_headers()
@@ -229,6 +231,34 @@ def test_what_verified_drafts_yield_is_shown_by_row_and_step(pages: Pages) -> No
     console = Console(width=WIDTH, record=True, file=io.StringIO())
     console.print(draw(found, pages.address))
     assert "tokens a row and verified step  decode-0 1.8" in console.export_text()
+
+
+def test_adapters_are_shown_by_rate_and_slots(pages: Pages) -> None:
+    up = Gauge(Metric.WORKER_UP, "", ("worker", "role"), registry=pages.registry)
+    up.labels("both-0", "both").set(1)
+    pages.discovery = f'[{{"targets": ["{pages.address}"], "labels": {{"worker": "both-0"}}}}]'
+    pages.adapters = '{"adapters": [{"name": "law", "model": "m", "workers": {"both-0": "aa"}}]}'
+    tokens = Counter(Metric.ADAPTER_TOKENS, "", ("adapter", "kind"), registry=pages.registry)
+    for name in ("law", "poems"):
+        tokens.labels(name, "output").inc(7)
+    before = scrape(pages.address)
+    assert view(before, before).workers[0].adapter_slots is None, "it takes none"
+    slots = Gauge(Metric.ADAPTER_SLOTS, "", ("state",), registry=pages.registry)
+    for state, count in (("used", 3), ("idle", 4), ("empty", 1)):
+        slots.labels(state).set(count)
+    tokens.labels("law", "output").inc(50)
+    tokens.labels("law", "prompt").inc(5000)
+    now = scrape(pages.address)
+    assert [(one.name, one.digests) for one in now.adapters] == [("law", {"both-0": "aa"})]
+    found = view(now, before)
+    seconds = now.router.at_s - before.router.at_s
+    assert found.adapter_rates == pytest.approx({"law": 50 / seconds})
+    assert found.workers[0].adapter_slots == (3, 8)
+    console = Console(width=WIDTH, record=True, file=io.StringIO())
+    console.print(draw(found, pages.address))
+    shown = console.export_text()
+    assert "adapters in use, of slots  both-0 3/8" in shown
+    assert "output tokens/s by adapter  law " in shown
 
 
 def test_transfers_that_do_not_end_are_pointed_at(pages: Pages) -> None:

@@ -9,7 +9,15 @@ from pathlib import Path
 import anthropic
 import openai
 import pytest
-from frontdoor_kit import ScriptedDispatcher, ids_input, open_door, plays, refusal, served_model
+from frontdoor_kit import (
+    ScriptedDispatcher,
+    fails,
+    ids_input,
+    open_door,
+    plays,
+    refusal,
+    served_model,
+)
 from grpc.aio import AioRpcError
 from openai_kit import Port, open_port, says
 
@@ -21,6 +29,8 @@ from router.errors import RouterError
 from router.requests.validation import Limits
 from router.split_names import SplitNames
 from router.visible import Visible
+from telemetry.metrics.router import RouterLoad, RouterMetrics
+from telemetry.names import Metric
 
 FILE = """"sk-law" = "acme"
 "sk-two" = "both"
@@ -144,6 +154,31 @@ async def test_a_split_name_leads_to_what_the_caller_may_use(port: Port) -> None
     assert port.job.model.called == "law", "its only one"
     await port.client.with_options(api_key="sk-two").completions.create(model="", prompt="a")
     assert port.job.model.called == "tiny", "a model comes before an adapter"
+
+
+async def test_requests_are_counted_by_adapter(gate: TokenGate, tmp_path: Path) -> None:
+    counted = RouterMetrics(RouterLoad)
+    async with open_port(tmp_path, plays([70, 71]), gate=gate, events=counted) as port:
+        port.dispatcher.served = served(tmp_path)
+        client = port.client.with_options(api_key="sk-all")
+        for name in ("law", "law", "tiny"):
+            await client.completions.create(model=name, prompt="a b")
+        port.dispatcher.script = fails(errors.internal())
+        with pytest.raises(openai.InternalServerError):
+            await client.completions.create(model="poems", prompt="a")
+        prompt = port.dispatcher.jobs[0].prompt_tokens
+    found = {
+        tuple(sample.labels.values()): sample.value
+        for family in counted.registry.collect()
+        for sample in family.samples
+        if sample.name in (f"{Metric.ADAPTER_REQUESTS}_total", f"{Metric.ADAPTER_TOKENS}_total")
+    }
+    assert found == {
+        ("law", "ok"): 2,
+        ("poems", "failed"): 1,
+        ("law", "prompt"): 2 * prompt,
+        ("law", "output"): 4,
+    }
 
 
 async def test_the_grpc_door_hides_it_too(gate: TokenGate, tmp_path: Path) -> None:

@@ -14,12 +14,13 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.loads import GroupLoad, SpeculationLoad, TierLoad
+from engine.loads import AdapterLoad, GroupLoad, SpeculationLoad, TierLoad
 from engine.ranks.stats import RankLoad
 from engine.types import EngineLoad
 from kv_transfer.events import TransferCounters
 from router.workers.holdings import PagesLoad
 from telemetry.export import ExportCounts
+from telemetry.metrics.adapters import KEPT_S, MOST_NAMES, AdapterCounts
 from telemetry.metrics.endpoint import KV_SIZE, KV_USE, RUNNING, WAITING, EndpointLoad
 from telemetry.metrics.gpu import GpuLoad, gpu_reader
 from telemetry.metrics.loop_lag import EventLoopLag
@@ -31,6 +32,8 @@ from telemetry.names import Metric
 from worker_base.overdue import Overdue
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+ADAPTERS = AdapterLoad((b"1" * 32, b"2" * 32), 4, 3, 6, 4, 2, 2.5, 1.25)
 
 
 def scrape(metrics: ProcessMetrics) -> Samples:
@@ -296,6 +299,9 @@ def test_the_table_declares_every_name_and_nothing_else() -> None:
     used[1].watch_groups(EngineLoad)
     used[1].watch_hooks(lambda: EngineLoad(hook_failures={("quest", "step_began"): 1}))
     used[1].watch_drafts(lambda: EngineLoad(speculation=SpeculationLoad((1,), (1,), {2: 1})))
+    used[1].watch_adapters(lambda: EngineLoad(adapters=ADAPTERS))
+    used[0].adapter_ended("law", True)
+    used[0].adapter_tokens("law", "output", 3)
     used[1].watch_ranks(SimpleNamespace(loads=lambda: [RankLoad(0, 3, 0.5, 0.1)], skew_s=0.25))
     used[1].watch_peers(lambda: [PeerPath("decode-0", "nixl/tcp", 0.5, 90.0, "slow_tcp_only")])
     shown = {family.name for metrics in used for family in metrics.registry.collect()}
@@ -333,6 +339,39 @@ def test_drafts_are_told_by_place_and_steps_by_width() -> None:
         f'{Metric.SPECULATION_STEPS}_total{{width="1"}} 7.0',
         f'{Metric.SPECULATION_STEPS}_total{{width="4"}} 2.0',
     ]
+
+
+def test_slots_are_told_by_state() -> None:
+    metrics = WorkerMetrics(EngineLoad)
+    metrics.watch_adapters(lambda: EngineLoad(adapters=ADAPTERS))
+    page = generate_latest(metrics.registry).decode().splitlines()
+    found = dict(line.rsplit(" ", 1) for line in page if line.startswith("baton_adapter_"))
+    states = {state: found[f'{Metric.ADAPTER_SLOTS}{{state="{state}"}}'] for state in
+              ("used", "idle", "empty")}  # fmt: skip
+    assert states == {"used": "1.0", "idle": "1.0", "empty": "2.0"}
+    assert found[f"{Metric.ADAPTER_EVICTIONS}_total"] == "4.0"
+    assert found[f"{Metric.ADAPTER_WAIT_SECONDS}_total"] == "2.5"
+
+
+def test_adapters_have_sixteen_names_and_an_old_one_makes_room() -> None:
+    now = [0.0]
+    counts = AdapterCounts(lambda: now[0])
+    for number in range(20):
+        counts.ended(f"a{number}", number % 2 == 0)
+    counts.ended("other", True)
+    names = {name for name, _ in counts.by_outcome()}
+    assert names == {f"a{number}" for number in range(MOST_NAMES)} | {"other"}
+    assert counts.by_outcome()["other", "ok"] == 3
+    now[0] = KEPT_S - 1
+    for number in range(1, MOST_NAMES):
+        counts.tokens(f"a{number}", "output", 5)
+    now[0] += 2
+    counts.tokens("new", "output", 7)
+    assert counts.by_kind()["new", "output"] == 7
+    assert ("a0", "ok") not in counts.by_outcome()
+    counts.tokens("newer", "output", 1)
+    assert counts.by_kind()["other", "output"] == 1
+    assert len({name for name, _ in counts.by_outcome()}) <= MOST_NAMES + 1
 
 
 async def test_a_loop_that_is_held_up_is_noticed() -> None:
