@@ -23,7 +23,7 @@ from torch import Tensor
 from engine.engine import Engine
 from engine.parts import building
 from engine.parts.paging import make_pages, resolved, shard_of
-from engine.ranks.leader import NoRanks
+from engine.ranks.ranks import NoRanks
 from engine.ranks.steps import decode, encode
 from engine.step.collective import Alone
 from engine.types import SamplingParams
@@ -76,7 +76,7 @@ class FirstStage(NoRanks):
 
 
 def staged(path: Path, **options) -> Engine:
-    with patch("engine.engine._ranks", lambda config, _beside: FirstStage(config)):
+    with patch("engine.engine._ranks", lambda config, *_: FirstStage(config)):
         return build(path, pp=2, cuda_graphs=False, **OPTIONS, **options)
 
 
