@@ -33,6 +33,7 @@ from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from bench.parts import Parts, Stopwatch
 from router.server import RouterServer
 from router.settings import RouterDebug, RouterSettings
+from serving import garbage
 from serving.event_loop import loop_factory, prepare_to_serve
 from serving.release import stamp
 from serving.wire import pack_ids
@@ -351,6 +352,7 @@ async def be_router(crowd: Crowd, _: list[str]) -> None:
     )
     server = RouterServer(settings)
     await server.start()
+    garbage.set_apart()
     door = server.http_address if crowd.door == "http" else server.address
     print(json.dumps([door, server.internal_address, server.admin.address]), flush=True)
     parts = Parts() if crowd.parts else None
