@@ -59,6 +59,9 @@ class EngineConfig(Bounds):
     """Whether each rank of a stage holds whole experts instead of some of the width of each."""
     nodes: int = 1
     """Hosts of the ranks, equally many on each: those of this one come first."""
+    expert_group: str = ""
+    """The place in a group of workers that hold the experts together, `FOLDER?rank=R&ranks=N`;
+    empty: this worker has all experts. See `engine.expert_groups`."""
     step_timeout_s: float = 60
     """With several ranks: if a step takes longer than this, all ranks are given up."""
     generation_config: bool = True

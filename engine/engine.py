@@ -17,6 +17,7 @@ from engine.adapters.types import Adapter
 from engine.bounds import PromptLimits
 from engine.checkpoints import CheckpointError, SamplingDefaults, Weights, sampling_defaults
 from engine.config import EngineConfig
+from engine.expert_groups.ranks import GroupedRanks
 from engine.groups.spec import Full, State
 from engine.hosts.others import OtherHosts
 from engine.loop.fetch_port import FetchPort
@@ -150,7 +151,8 @@ class Engine:
                 progress(phase, done, total)
 
         others = ranks.collective, ranks.stages
-        loaded = load(config, device, *others, check=check, progress=pass_on)
+        moves = ranks.dispatch
+        loaded = load(config, device, *others, dispatch=moves, check=check, progress=pass_on)
         num_pages = ranks.agree(loaded.revision, pages_that_fit(config, loaded, device, hooks))
         pools = make_pages(num_pages, config, loaded, device)
         config = resolved(config, loaded, pools.first)
@@ -302,6 +304,8 @@ class Engine:
 def _ranks(config: EngineConfig, beside: str, hosts: OtherHosts | None) -> Ranks:
     """The other ranks, not started yet."""
     try:
+        if config.expert_group:
+            return GroupedRanks(config)
         return NoRanks() if config.ranks == 1 else HostRanks(config, beside, hosts)
     except OSError as error:
         raise EngineError(f"no rank can be started: {error}") from error

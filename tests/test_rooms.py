@@ -73,6 +73,7 @@ FLOORS = (
     ("engine.loop",),
     ("engine.parts",),
     ("engine.ranks", "engine.hosts"),
+    ("engine.expert_groups",),
     ("engine.parts.scheduling",),
     ("engine.engine",),
     ("worker_base",),

@@ -215,6 +215,10 @@ class WorkerSettings(BaseModel):
     """Names the network of what hosts of a worker cannot encrypt: activations and KV pages.
     `encrypted:CIDR` says that WireGuard, IPsec or MACsec encrypts it below, `trusted:CIDR` that
     nobody else is on it. Each host listens at its address in it, and nowhere else."""
+    expert_group: str = _ENGINE.expert_group
+    """Names a folder of this host and a place, FOLDER?rank=R&ranks=N: N workers hold the experts of
+    one model together (data-parallel attention). Each has attention whole, and pages, sequences and
+    a role of its own. On CPUs for now. Empty: this worker has all experts."""
     gpu_slots_dir: str = ""
     """Names a folder that all workers of this host share: each claims a GPU for each of its ranks,
     by lock files in it. Empty: `device` chooses the GPU."""

@@ -31,6 +31,7 @@ from engine.model.region import Range, Region
 from engine.model.shard import Shard
 from engine.step.attention import AttentionSpec, Specs, StepAttention
 from engine.step.collective import Alone, Collective
+from engine.step.dispatch import STAY, Dispatch
 from engine.step.stages import OneStage, Stages
 
 ALL = Shard()
@@ -228,6 +229,7 @@ class Model(nn.Module):
         shard: Shard = ALL,
         collective: Collective | None = None,
         stages: Stages | None = None,
+        dispatch: Dispatch = STAY,
     ) -> None:
         super().__init__()
         precision = precision or Precision(device, dtype)
@@ -241,7 +243,7 @@ class Model(nn.Module):
         """[vocab, H]. No rows in stages that do not embed."""
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self.ropes = Ropes((each.rope for each in config.mixers), device)
-        build = Build(dtype, device, precision, shard, self.collective)
+        build = Build(dtype, device, precision, shard, self.collective, dispatch)
         self.inputs = None
         if config.layer_inputs is not None:
             self.inputs = Inputs(config, config.layer_inputs, build)

@@ -17,6 +17,7 @@ from engine.model.precision.choice import Precision
 from engine.model.precision.rounding import Rounded
 from engine.model.shard import Shard
 from engine.step.collective import Collective
+from engine.step.dispatch import STAY, Dispatch
 
 
 class Build(NamedTuple):
@@ -27,6 +28,7 @@ class Build(NamedTuple):
     precision: Precision
     shard: Shard
     collective: Collective
+    dispatch: Dispatch = STAY
 
 
 class Addition(Protocol):

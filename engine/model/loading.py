@@ -50,6 +50,7 @@ from engine.pooling.checkpoint import (
     score_head,
 )
 from engine.step.collective import Collective
+from engine.step.dispatch import STAY, Dispatch
 from engine.step.stages import Stages
 
 log = logging.getLogger("baton.engine")
@@ -100,6 +101,7 @@ def load_model(
     collective: Collective | None = None,
     stages: Stages | None = None,
     stage_layers: tuple[int, ...] = (),
+    dispatch: Dispatch = STAY,
 ) -> LoadedModel:
     """Builds the model, or a rank's part of it, and fills in its weights.
 
@@ -122,6 +124,7 @@ def load_model(
         collective: sums up with the ranks that hold the other parts of a stage.
         stages: hands hidden states on.
         stage_layers: layers of each stage, the first one first; empty: stages are equally large.
+        dispatch: moves tokens to experts that other workers hold.
 
     Raises:
         UnsupportedModelError: the engine does not support this model, or not so many ranks.
@@ -133,7 +136,7 @@ def load_model(
     pools, is_dummy = _pools(folder), load_format == "dummy"
     reporting = accepts, check, progress
     how = dtype, device, is_dummy, seed, quantization
-    load = Load(*how, *reporting, shard, collective, stages, stage_layers)
+    load = Load(*how, *reporting, shard, collective, stages, stage_layers, dispatch)
     if gguf is not None:
         if model_impl == "transformers":
             raise UnsupportedModelError("GGUF files are not read through transformers' own code")
@@ -162,8 +165,8 @@ def _check_wrapped(load: Load) -> None:
         )
     if load.shard.experts is not None:
         raise UnsupportedModelError(
-            "expert_parallel cannot be set: transformers' own code runs this model, and its experts"
-            " are cut over ranks"
+            "expert_parallel and expert_group cannot be set: transformers' own code runs this"
+            " model, and its experts are not divided"
         )
 
 
@@ -190,7 +193,9 @@ def _load_native(
         shard = staged(every, shard, load.stage_layers)
     if load.check is not None:
         load.check(_weights(config, dtype, precision, shard))
-    model = Model(config, dtype, device, precision, shard, load.collective, load.stages)
+    model = Model(
+        config, dtype, device, precision, shard, load.collective, load.stages, load.dispatch
+    )
     precision.log_widened()
     if load.dummy or source is None:
         whole = list(_places(every or model, None, ()))

@@ -20,6 +20,7 @@ from engine.model.region import Range
 from engine.model.shard import Shard
 from engine.model.sources import Source
 from engine.step.collective import Collective
+from engine.step.dispatch import Dispatch
 from engine.step.stages import Stages
 
 FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -49,6 +50,7 @@ class Load(NamedTuple):
     collective: Collective | None
     stages: Stages | None
     stage_layers: tuple[int, ...]
+    dispatch: Dispatch
 
 
 class Place(NamedTuple):

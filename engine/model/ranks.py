@@ -42,7 +42,7 @@ def check_ranks(config: ModelConfig, precision: Precision, shard: Shard) -> None
     """
     if shard.experts is not None and not any(_mixtures(config)):
         raise UnsupportedModelError(
-            "expert_parallel is for models with experts, and this one has none: leave it out"
+            f"{_name(shard)} is for models with experts, and this one has none: leave it out"
         )
     if obstacle := _obstacle(config, precision, shard):
         fit = [
@@ -50,16 +50,24 @@ def check_ranks(config: ModelConfig, precision: Precision, shard: Shard) -> None
             for n in range(1, MOST_RANKS + 1)
             if not _obstacle(config, precision, _among(n, shard))
         ]
-        how = " with expert_parallel" if shard.experts is not None else ""
+        count = f"tp {shard.count}"
+        if shard.experts is not None:
+            count = f"{_name(shard)} with {shard.experts.ranks} ranks"
         raise UnsupportedModelError(
-            f"tp {shard.count}{how} does not fit this model: {obstacle}; these fit:"
-            f" {', '.join(map(str, fit))}"
+            f"{count} does not fit this model: {obstacle}; these fit: {', '.join(map(str, fit))}"
         )
+
+
+def _name(shard: Shard) -> str:
+    """The setting that divides experts whole."""
+    return "expert_parallel" if shard.count > 1 else "expert_group"
 
 
 def _among(count: int, shard: Shard) -> Shard:
     """The first of so many ranks, which hold experts as those of `shard` do."""
-    return Shard(0, count, experts=None if shard.experts is None else Held(0, count))
+    if shard.experts is None:
+        return Shard(0, count)
+    return Shard(0, count if shard.count > 1 else 1, experts=Held(0, count))
 
 
 def _mixtures(config: ModelConfig) -> Iterator[ExpertsConfig]:

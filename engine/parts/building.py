@@ -53,6 +53,7 @@ from engine.speculation.measured import MeasuredWidths
 from engine.speculation.widths import FixedWidth, Widths
 from engine.step.attention import AttentionBackend, StepAttention
 from engine.step.collective import Collective
+from engine.step.dispatch import STAY, Dispatch
 from engine.step.executor import Executor
 from engine.step.hooks import Hook, HookError, HookSite
 from engine.step.stages import Stages
@@ -75,6 +76,7 @@ def load(
     stages: Stages | None = None,
     *,
     shard: Shard | None = None,
+    dispatch: Dispatch = STAY,
     check: Check | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
@@ -97,6 +99,7 @@ def load(
         collective=collective,
         stages=stages,
         stage_layers=config.pp_layers,
+        dispatch=dispatch,
     )
     loaded = with_adapters(config, loaded, device)
     compile_all(loaded.model, config.max_step_tokens, progress)

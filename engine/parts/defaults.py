@@ -10,11 +10,12 @@ import torch
 from engine import memory
 from engine.bounds import MOST_RANKS
 from engine.checkpoints import Weights
-from engine.config import EngineConfig
+from engine.config import MTP, EngineConfig
 from engine.parts.adapters import check_adapters
 from engine.parts.paging import EngineError
 from engine.pool.kinds import PoolError, pool_type
 from engine.speculation import choosing
+from engine.step.dispatch import place_of
 
 
 def with_defaults(config: EngineConfig) -> EngineConfig:
@@ -77,7 +78,7 @@ def check_memory(config: EngineConfig, weights: Weights, device: torch.device) -
 
 
 def _check_ranks(config: EngineConfig, device: str) -> None:
-    if obstacle := _ranks_obstacle(config):
+    if obstacle := _ranks_obstacle(config) or _group_obstacle(config, device):
         raise EngineError(obstacle)
     if config.nodes > 1 and device != "cpu":
         raise EngineError(f"nodes {config.nodes} works on CPUs for now: set device to cpu")
@@ -118,6 +119,29 @@ def _ranks_obstacle(config: EngineConfig) -> str:
         return (
             "kv_host_gib needs pp 1: pages of stages differ in size, and their host memory would"
             " not hold the same ones"
+        )
+    return ""
+
+
+def _group_obstacle(config: EngineConfig, device: str) -> str:
+    """Why the worker cannot be in an expert group; empty: it can, or it is in none."""
+    if not config.expert_group:
+        return ""
+    try:
+        place_of(config.expert_group)
+    except ValueError as error:
+        return str(error)
+    if device != "cpu":
+        return (
+            "expert_group works on CPUs for now: set device to cpu, or divide experts among the"
+            " ranks of one worker with expert_parallel and tp"
+        )
+    if config.ranks > 1:
+        return "expert_group needs tp 1 and pp 1: its workers are ranks themselves"
+    if config.speculation == MTP:
+        return (
+            "speculation mtp cannot be set with expert_group: the draft layer has experts, too, and"
+            " workers draft at different times"
         )
     return ""
 

@@ -26,6 +26,7 @@ from engine.pool.page_pool import PagePool
 from engine.pool.pools import DraftPages, KvPools, make_pools
 from engine.pool.state_pool import StatePool, unit_bytes_of
 from engine.speculation.choosing import pages_ahead, tokens_ahead
+from engine.step.dispatch import place_of
 from engine.step.grid import Grid
 from engine.tiers.arena import HostArena, divided
 from engine.tiers.stores.objects import OBJECT_TOKENS
@@ -59,6 +60,9 @@ def shard_of(config: EngineConfig, rank: int) -> Shard:
     grid = Grid(config.pp, config.tp)
     own = grid.within(rank)
     experts = Held(own, config.tp) if config.expert_parallel else None
+    if config.expert_group:
+        place = place_of(config.expert_group)
+        experts = Held(place.rank, place.ranks)
     return Shard(own, config.tp, grid.stage_of(rank), config.pp, experts=experts)
 
 

@@ -41,6 +41,7 @@ from engine.ranks.groups import RankGroup
 from engine.ranks.keeper import Keeper, Pulse, RankError
 from engine.ranks.stats import RankLoad, RankStats, Stage, watched
 from engine.ranks.steps import encode
+from engine.step.dispatch import STAY, Dispatch
 from engine.step.executor import Executor
 from engine.step.grid import Grid
 from engine.tiers.movers import PageMover
@@ -75,6 +76,7 @@ class HostRanks:
             self._folder, grid.size, create=True, beside=grid.tp, here=self._share.count
         )
         """What each rank does with its time."""
+        self.dispatch: Dispatch = STAY
         self.collective, self.stages = watched(own.collective, own.stages, self.stats, 0)
         self._config = config
         self._threads = torch.get_num_threads()

@@ -10,6 +10,7 @@ import zmq
 from engine.ranks.keeper import Pulse
 from engine.ranks.stats import RankLoad
 from engine.step.collective import Alone, Collective
+from engine.step.dispatch import STAY, Dispatch
 from engine.step.executor import Executor
 from engine.step.stages import OneStage, Stages
 from engine.tiers.movers import PageMover
@@ -22,6 +23,8 @@ class Ranks(Protocol):
     """What the ranks of rank 0's stage do together."""
     stages: Stages
     """The stages beside rank 0's."""
+    dispatch: Dispatch
+    """How tokens come to experts."""
     beside: list[zmq.Socket[bytes]]
     """Sockets to what runs beside the steps of ranks 1, 2, ..., for one thread to use. They end
     with the ranks."""
@@ -107,10 +110,15 @@ class NoRanks:
     def __init__(self) -> None:
         self.collective: Collective = Alone()
         self.stages: Stages = OneStage()
+        self.dispatch: Dispatch = STAY
         self.beside: list[zmq.Socket[bytes]] = []
         self.memories: list[list[int]] = []
-        self.lost = ""
         self.skew_s: float | None = None
+
+    @property
+    def lost(self) -> str:
+        """See `Ranks`."""
+        return ""
 
     def start(self) -> None:
         """See `Ranks`."""

@@ -93,18 +93,31 @@ class Experts(nn.Module):
         if own.shared_gate is not None:
             self.shared_gate = Linear(parts.shared_gate, False, plain_build)
         self.held = build.shard.held
+        self.dispatch = build.dispatch
+        self.dispatch.add(self._without_tokens)
+        self._dtype, self._device = build.dtype, build.device
         self._bias_name = config.layer_name(index, own.names.bias)
         self.collective = build.collective
 
     def forward(self, x: Tensor, chosen: Chosen | None = None) -> Tensor:
         """[T, H] -> [T, H], with the ranks' sum. `chosen`: the experts; None: those of `x`."""
         read = x if self.reduce is None else self.reduce(x)
-        chosen = chosen or self.choose(x)
-        out = mixed(read, chosen, self.gate_up, self.down, self.own.gate, self.held)
+        out = self._mixed(read, chosen or self.choose(x))
         out = out if self.restore is None else self.restore(out)
         if self.shared is not None:
             out = out + self.common(x, self.shared(x))
         return self.collective.all_reduce(out)
+
+    def _mixed(self, x: Tensor, chosen: Chosen) -> Tensor:
+        """The sum over each token's experts, over those of this rank at least."""
+        x, *found = self.dispatch.dispatch(x, *chosen)
+        out = mixed(x, Chosen(*found), self.gate_up, self.down, self.own.gate, self.held)
+        return self.dispatch.combine(out)
+
+    def _without_tokens(self) -> None:
+        x = torch.empty(0, self.gate_up.inputs, dtype=self._dtype, device=self._device)
+        weights = x.new_empty(0, self.own.routing.chosen, dtype=torch.float32)
+        self._mixed(x, Chosen(weights, weights.long()))
 
     def choose(self, x: Tensor) -> Chosen:
         """The experts of [T, H]."""

@@ -1,0 +1,133 @@
+"""Moves tokens between the workers of an expert group by gloo, on CPUs.
+
+A forward pass of one worker is one of all: each runs every layer of experts once, with its own
+tokens or without. The first layer waits for the turn, and tells how many tokens each worker has.
+
+Shapes: T tokens of this worker, A of all, C chosen experts of each, H what experts read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.eager.collective import at_once, gloo_group, wait
+from engine.eager.meeting import meeting_in
+from engine.expert_groups.member import Member
+from engine.step.collective import Alone, CollectiveError
+from engine.step.dispatch import Dispatched
+
+_dist: Any = dist
+"""torch's stubs lack most of what is used here."""
+
+
+class GlooDispatch:
+    """See `engine.step.dispatch.Dispatch`."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.member: Member
+        """Who knows when a step begins."""
+        self._layers: list[Callable[[], None]] = []
+        self._group: Any = None
+        self._owner = 0
+        """The thread whose step runs."""
+        self._counts: Sequence[int] = ()
+        self._done = 0
+        """Layers that this step has passed."""
+
+    def join(self, store: Path) -> None:
+        """Meets the other workers. Blocks until all have come."""
+        self._group = gloo_group(meeting_in(store, self.size), self.rank, self.size)
+
+    def add(self, without_tokens: Callable[[], None]) -> None:
+        """See `Dispatch`."""
+        self._layers.append(without_tokens)
+
+    def run_without_tokens(self) -> None:
+        """A step for which this worker has no tokens."""
+        self._open(0)
+        for layer in self._layers:
+            layer()
+
+    def let_go(self) -> None:
+        """Closes the connections, so that who waits for this worker hears of it."""
+        self._group = None
+
+    def begun(self) -> None:
+        """A step begins on this worker.
+
+        Raises:
+            CollectiveError: the one before has failed in its middle, so others wait in it.
+        """
+        if self._owner == threading.get_ident():
+            self.member.lose("a step failed between two layers, and the others wait in it")
+            raise CollectiveError(self.member.lost)
+
+    def dispatch(self, x: Tensor, weights: Tensor, experts: Tensor) -> Dispatched:
+        """See `Dispatch`. All travels in float32, which holds every number of 16 bits and every
+        expert."""
+        if self._owner != threading.get_ident():
+            self.member.take()
+            self._open(len(x))
+        own = torch.cat((x.float(), weights.float(), experts.float()), dim=1)
+        own = F.pad(own, (0, 0, 0, max(self._counts) - len(own))).contiguous()
+        every = [torch.empty_like(own) for _ in range(self.size)]
+        self._wait(self._joined().allgather([every], [own]))
+        pairs = zip(every, self._counts, strict=True)
+        rows = torch.cat([part[:count] for part, count in pairs])
+        width, behind = x.shape[1], x.shape[1] + weights.shape[1]
+        shares = rows[:, width:behind].contiguous()
+        return Dispatched(rows[:, :width].to(x.dtype), shares, rows[:, behind:].long())
+
+    def combine(self, out: Tensor) -> Tensor:
+        """See `Dispatch`."""
+        out = out.contiguous()
+        self._wait(self._joined().allreduce([out], at_once(_dist.AllreduceOptions())))
+        first = sum(self._counts[: self.rank])
+        own = out[first : first + self._counts[self.rank]]
+        self._done += 1
+        if self._done == len(self._layers):
+            self._close()
+        return own
+
+    def _joined(self) -> Any:
+        if self._group is None:
+            raise CollectiveError(self.member.lost)
+        return self._group
+
+    def _wait(self, work: Any) -> None:
+        try:
+            wait(work)
+        except CollectiveError as error:
+            self.member.lose("the connection to another worker of the expert group broke")
+            raise CollectiveError(self.member.lost) from error
+
+    def _open(self, tokens: int) -> None:
+        self._owner, self._done = threading.get_ident(), 0
+        own = torch.tensor([tokens])
+        every = [torch.empty_like(own) for _ in range(self.size)]
+        self._wait(self._joined().allgather([every], [own]))
+        self._counts = [int(count) for count in every]
+
+    def _close(self) -> None:
+        self._owner, self._counts = 0, ()
+        self.member.done()
+
+
+class GroupSteps(Alone):
+    """The only rank of a worker, which says to its group that a step begins."""
+
+    def __init__(self, dispatch: GlooDispatch) -> None:
+        self._dispatch = dispatch
+
+    def begin_step(self) -> None:
+        """See `Collective`."""
+        self._dispatch.begun()

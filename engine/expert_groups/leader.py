@@ -1,0 +1,171 @@
+"""The thread of rank 0 that says when the workers of an expert group run a step.
+
+1. Each worker says HELLO. When all have come they are told the name of the store by which they find
+   each other.
+2. Each worker says that it has loaded, and what. When all have, they are told so.
+3. A worker that has a step asks for it. The leader waits for those that ran in the last step, but
+   not longer than `GRACE_S`; then all workers run, those that did not ask without tokens. So steps
+   begin on all workers in one order.
+
+Where a worker is gone, all others are told that the group is lost.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Final
+from uuid import uuid4
+
+from engine.expert_groups.lines import Message, Reader, send
+
+log = logging.getLogger("baton.engine")
+
+GRACE_S: Final = 0.005
+"""So long the workers of the last step are waited for, seconds. Between two steps a worker plans
+and samples, which takes a millisecond or two; who has nothing to do costs the others this once."""
+SOCKET: Final = "turns"
+
+
+class GroupError(Exception):
+    """The group cannot form; the message says why."""
+
+
+class Leader:
+    """Serves the group's folder until `close`, or until a worker is gone."""
+
+    def __init__(self, folder: Path, ranks: int) -> None:
+        """Binds the socket.
+
+        Raises:
+            GroupError: another rank 0 serves this folder.
+            OSError: the folder cannot be used.
+        """
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock)
+            raise GroupError(f"another worker is rank 0 of the expert group {folder}") from error
+        (folder / SOCKET).unlink(missing_ok=True)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(folder / SOCKET))
+        self._listener.listen()
+        self._folder, self._ranks = folder, ranks
+        self._store = f"store-{uuid4().hex}"
+        self._wake, self._waker = os.pipe()
+        self._selector = selectors.DefaultSelector()
+        self._members: dict[int, socket.socket] = {}
+        self._hello: Message = {}
+        self._loaded: dict[int, str] = {}
+        self._wants: set[int] = set()
+        self._ran: set[int] = set()
+        self._since_s = 0.0
+        self._lost = ""
+        self._thread = threading.Thread(target=self._run, name="baton-expert-turns", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the group."""
+        os.write(self._waker, b"x")
+        self._thread.join()
+        for descriptor in (self._wake, self._waker, self._lock):
+            os.close(descriptor)
+
+    # -- the thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        try:
+            while not self._lost:
+                for key, _ in self._selector.select(self._patience_s()):
+                    if key.fileobj == self._wake:
+                        self._lost = "rank 0 of the expert group has ended"
+                    elif key.fileobj is self._listener:
+                        self._accept()
+                    else:
+                        self._hear(*key.data)
+                self._begin()
+        finally:
+            self._end()
+
+    def _patience_s(self) -> float | None:
+        """How long until a step begins in any case."""
+        return max(0.0, self._since_s + GRACE_S - time.monotonic()) if self._wants else None
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        reader = Reader(connection)
+        self._selector.register(connection, selectors.EVENT_READ, (connection, reader))
+
+    def _hear(self, connection: socket.socket, reader: Reader) -> None:
+        rank = next((r for r, known in self._members.items() if known is connection), None)
+        messages = reader.read()
+        if messages is None:
+            self._selector.unregister(connection)
+            connection.close()
+            if rank is not None:
+                self._lost = f"rank {rank} of the expert group is gone"
+            return
+        for message in messages:
+            if rank is None:
+                rank = self._meet(connection, message)
+            elif "loaded" in message:
+                self._take(rank, str(message["loaded"]))
+            elif "want" in message:
+                self._since_s = self._since_s if self._wants else time.monotonic()
+                self._wants.add(rank)
+
+    def _meet(self, connection: socket.socket, hello: Message) -> int | None:
+        """A worker's rank, if it may join."""
+        rank, told = hello.get("rank"), {k: v for k, v in hello.items() if k != "rank"}
+        if not isinstance(rank, int) or not 0 <= rank < self._ranks:
+            why = f"rank {rank} is none of the {self._ranks} of the expert group"
+        elif rank in self._members:
+            why = f"another worker is rank {rank} of the expert group"
+        elif self._hello and told != self._hello:
+            differs = [name for name in told if told[name] != self._hello.get(name)]
+            why = f"{', '.join(differs)} of rank {rank} differs from that of other workers"
+        else:
+            self._hello = told
+            self._members[rank] = connection
+            if len(self._members) == self._ranks:
+                self._tell({"welcome": self._store})
+            return rank
+        send(connection, {"refused": why})
+        return None
+
+    def _take(self, rank: int, revision: str) -> None:
+        self._loaded[rank] = revision
+        if len(set(self._loaded.values())) > 1:
+            self._lost = f"rank {rank} of the expert group has read other weights"
+        elif len(self._loaded) == self._ranks:
+            self._tell({"ready": True})
+
+    def _begin(self) -> None:
+        """Begins a step, if it is time."""
+        if not self._wants or (self._ran - self._wants and self._patience_s()):
+            return
+        self._tell({"begin": sorted(self._wants)})
+        self._ran, self._wants = self._wants, set()
+
+    def _tell(self, message: Message) -> None:
+        for connection in self._members.values():
+            send(connection, message)
+
+    def _end(self) -> None:
+        self._tell({"lost": self._lost or "rank 0 of the expert group failed"})
+        for connection in self._members.values():
+            connection.close()
+        self._listener.close()
+        self._selector.close()
+        for name in (SOCKET, self._store):
+            (self._folder / name).unlink(missing_ok=True)

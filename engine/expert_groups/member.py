@@ -1,0 +1,174 @@
+"""A worker's side of the turns of an expert group."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from engine.expert_groups.leader import SOCKET
+from engine.expert_groups.lines import Message, Reader, send
+from engine.step.collective import CollectiveError
+
+FORM_S: Final = 120.0
+"""Rank 0 comes within this many seconds, and all others within as many again."""
+LOAD_S: Final = 3600.0
+"""All have loaded within this many seconds: a large model over a slow disk takes minutes."""
+_LOOK_S: Final = 0.1
+"""Rank 0's socket is looked for this often, seconds."""
+
+
+class Member:
+    """Connects to the leader. A thread of its own runs the steps for which this worker has no
+    tokens; nothing else waits for it."""
+
+    def __init__(self, hello: Message, folder: Path, without_tokens: Callable[[], None]) -> None:
+        """Args:
+        hello: the worker's `rank`, and what must be alike on all workers.
+        folder: the group's.
+        without_tokens: runs a step without tokens.
+        """
+        self._hello, self._folder = hello, folder
+        self._without_tokens = without_tokens
+        self._socket: socket.socket | None = None
+        self.let_go: Callable[[], None] = lambda: None
+        """Is called when the group is lost: nobody shall wait for this worker any more."""
+        self._changed = threading.Condition()
+        self._found: Message = {}
+        self._granted = False
+        self._is_closed = False
+        self.lost = ""
+        self.on_lost: Callable[[str], None] = lambda _: None
+        """Is called once, on the thread, when the group is lost."""
+        self._thread = threading.Thread(target=self._run, name="baton-expert-steps", daemon=True)
+
+    def start(self) -> None:
+        """Goes to meet the others. It returns at once."""
+        self._thread.start()
+
+    def meet(self) -> Path:
+        """Waits until all workers have come; returns the store by which they find each other.
+
+        Raises:
+            CollectiveError: not all came, or this one was refused.
+        """
+        why = "not all workers of the expert group have come"
+        return self._folder / str(self._wait("welcome", 2 * FORM_S, why))
+
+    def loaded(self, revision: str) -> None:
+        """Says what has been loaded, and waits until all have.
+
+        Raises:
+            CollectiveError: another one has ended, or has read other weights.
+        """
+        assert self._socket is not None
+        send(self._socket, {"loaded": revision})
+        self._wait("ready", LOAD_S, "not all workers of the expert group have loaded")
+
+    def take(self) -> None:
+        """Waits until this worker's step begins.
+
+        Raises:
+            CollectiveError: the group is lost.
+        """
+        with self._changed:
+            self._check()
+            assert self._socket is not None
+            send(self._socket, {"want": True})
+            self._changed.wait_for(lambda: self._granted or self.lost)
+            self._check()
+
+    def done(self) -> None:
+        """The step needs the others no more."""
+        with self._changed:
+            self._granted = False
+            self._changed.notify_all()
+
+    def lose(self, why: str) -> None:
+        """Gives the group up: nobody can tell any more which step the others run."""
+        with self._changed:
+            self.lost = self.lost or why
+            self._changed.notify_all()
+        self.let_go()
+        if self._socket is not None:
+            _shut(self._socket)
+
+    def close(self) -> None:
+        """Leaves the group, which is lost for the others."""
+        self._is_closed = True
+        self.lose("the worker has ended")
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(1.0)
+
+    def _check(self) -> None:
+        if self.lost:
+            raise CollectiveError(self.lost)
+
+    def _wait(self, name: str, seconds: float, late: str) -> Any:
+        with self._changed:
+            done = self._changed.wait_for(lambda: name in self._found or self.lost, seconds)
+            self._check()
+        if not done:
+            self.lose(f"{late} for {seconds:.0f} s")
+            self._check()
+        return self._found[name]
+
+    # -- the thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._connect()
+            assert self._socket is not None
+            for message in Reader(self._socket).all():
+                self._hear(message)
+            self.lose("rank 0 of the expert group is gone")
+        except Exception as error:
+            self.lose(f"the expert group failed: {error}")
+        finally:
+            if self._socket is not None:
+                self._socket.close()
+        if not self._is_closed:
+            self.on_lost(self.lost)
+
+    def _connect(self) -> None:
+        deadline_s = time.monotonic() + FORM_S
+        while self._socket is None:
+            own = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                own.connect(str(self._folder / SOCKET))
+                self._socket = own
+            except OSError:
+                own.close()
+                if self.lost or time.monotonic() > deadline_s:
+                    raise TimeoutError(f"rank 0 has not come within {FORM_S:.0f} s") from None
+                time.sleep(_LOOK_S)
+        send(self._socket, self._hello)
+
+    def _hear(self, message: Message) -> None:
+        if "begin" in message:
+            self._step(self._hello["rank"] in message["begin"])
+            return
+        with self._changed:
+            self._found |= message
+            self.lost = self.lost or message.get("lost") or message.get("refused") or ""
+            self._changed.notify_all()
+
+    def _step(self, has_tokens: bool) -> None:
+        if not has_tokens:
+            self._without_tokens()
+            return
+        with self._changed:
+            self._granted = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._granted or self.lost)
+
+
+def _shut(connection: socket.socket) -> None:
+    """Wakes whoever reads from it, at both ends."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return

@@ -1,0 +1,72 @@
+"""Models with experts that several ranks or workers divide: pages go between any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import make_cluster
+from test_e2e_ranks import PREFILL_TOKENS, check
+from tiny_families import EXPERTS
+from tiny_models import write_tiny_model
+
+from worker.watchdog import EXIT_DEVICE_LOST
+
+MODEL = EXPERTS["qwen3_moe"]
+WHOLE: Mapping[str, object] = {"tp": 2, "expert_parallel": True}
+SLICES: Mapping[str, object] = {"tp": 2}
+
+
+def group(folder: Path, role: str) -> dict[str, Mapping[str, object]]:
+    """Two workers of a role that hold the experts together."""
+    place = f"{folder / role}?rank={{}}&ranks=2"
+    return {f"{role}-{rank}": {"expert_group": place.format(rank)} for rank in range(2)}
+
+
+GRIDS: Mapping[str, Any] = {
+    "group to whole": lambda folder: group(folder, "prefill") | {"decode-0": WHOLE},
+    "whole to slices": lambda _: {"prefill-0": WHOLE, "decode-0": SLICES},
+    "slices to whole": lambda _: {"prefill-0": SLICES, "decode-0": WHOLE},
+    "one to group": lambda folder: {"prefill-0": {}} | group(folder, "decode"),
+    "group to group": lambda folder: group(folder, "prefill") | group(folder, "decode"),
+}
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "grid",
+    [pytest.param(grid, marks=pytest.mark.matrix if at else ()) for at, grid in enumerate(GRIDS)],
+)
+def test_pages_go_between_workers_that_divide_experts_otherwise(grid: str, tmp_path: Path) -> None:
+    """The answers are those of transformers; nothing is computed again on decode."""
+    model, own = write_tiny_model(tmp_path / "model", **MODEL), GRIDS[grid](tmp_path)
+    counts = {role: sum(name.startswith(role) for name in own) for role in ("prefill", "decode")}
+    cluster = make_cluster(model, tmp_path / "logs", own=own, local_prefill="never", **counts)
+    with cluster.started():
+        for _ in range(counts["prefill"] + counts["decode"] - 1):
+            check(cluster, model)
+        for name in (name for name in own if name.startswith("decode")):
+            assert cluster.metric(PREFILL_TOKENS, name, source="computed") == 0
+        cluster.check_baseline()
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(400)
+def test_a_worker_that_is_killed_ends_its_group_and_requests_go_on(tmp_path: Path) -> None:
+    """The others of the group end, and all start again; a worker outside goes on meanwhile."""
+    model, own = write_tiny_model(tmp_path / "model", **MODEL), group(tmp_path, "prefill")
+    cluster = make_cluster(model, tmp_path / "logs", own=own, prefill=3)
+    with cluster.started():
+        check(cluster, model)
+        for killed, other in (("prefill-0", "prefill-1"), ("prefill-1", "prefill-0")):
+            cluster.kill(killed)
+            assert cluster.wait_gone(other) == EXIT_DEVICE_LOST
+            check(cluster, model)
+            cluster.start("prefill-0")
+            cluster.start("prefill-1")
+            for name in ("prefill-0", "prefill-1"):
+                cluster.wait_attached(name)
+            check(cluster, model, (41, 201))
+        cluster.check_baseline()

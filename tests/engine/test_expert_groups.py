@@ -1,0 +1,318 @@
+"""Workers that hold the experts together: the tokens of one worker, alone and side by side; who may
+join; what the end of one does."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_kit import build, check_baseline, finish, submit
+from paths_kit import prompt_of
+from references import references
+from test_ranks import (
+    FAMILIES,
+    SAMPLED,
+    SMALL,
+    Pair,
+    check,
+    running,
+    test_log_probabilities_of_prompt_and_output,
+    test_preempted,
+    test_rank_0_samples_for_all,
+    test_whole_in_chunks_from_the_cache_and_resumed,
+)
+from tiny_families import HYBRIDS
+from tiny_models import write_tiny_model
+from waiting import wait_until
+
+from engine.engine import Engine, EngineError
+from engine.expert_groups.leader import GroupError, Leader
+from engine.expert_groups.member import Member
+from engine.model import ModelError
+from engine.step.collective import CollectiveError
+
+pytestmark = pytest.mark.timeout(300)
+__all__ = [
+    "test_log_probabilities_of_prompt_and_output",
+    "test_preempted",
+    "test_rank_0_samples_for_all",
+    "test_whole_in_chunks_from_the_cache_and_resumed",
+]
+GROUPS = [("glm4_moe", 2), ("qwen3_moe", 4), ("gpt_oss", 2), ("deepseek_v3", 2), ("mixtral", 2)]
+GROUPS += [("gemma4_experts", 2), ("lfm2_moe", 2)]
+GONE_S = 4.0
+
+
+@contextmanager
+def grouped(path: Path, folder: Path, count: int, **options: Any) -> Iterator[list[Engine]]:
+    """The workers of a group, in this process."""
+
+    def worker(rank: int) -> Engine:
+        return build(path, expert_group=f"{folder}?rank={rank}&ranks={count}", **options)
+
+    with ThreadPoolExecutor(count) as threads:
+        engines = list(threads.map(worker, range(count)))
+    try:
+        yield engines
+    finally:
+        for engine in engines:
+            engine.stop()
+
+
+def cases() -> list[Any]:
+    return [
+        pytest.param(each, id="{}-{}".format(*each), marks=pytest.mark.matrix if at else ())
+        for at, each in enumerate(GROUPS)
+    ]
+
+
+@pytest.fixture(scope="module", params=cases())
+def group(request, tmp_path_factory) -> Iterator[tuple[Path, list[Engine]]]:
+    family, count = request.param
+    folder = tmp_path_factory.mktemp(family)
+    path = write_tiny_model(folder / "model", **FAMILIES[family])
+    with grouped(path, folder / "group", count, **SMALL) as engines:
+        yield path, engines
+        for engine in engines:
+            check_baseline(engine)
+
+
+@pytest.fixture(scope="module")
+def pair(group) -> Iterator[Pair]:
+    """One worker by itself, and one of the group, whose others have nothing to do."""
+    path, engines = group
+    with running(path, **SMALL) as one:
+        yield Pair(one, engines[-1], references(path))
+
+
+def test_workers_have_the_identity_of_one(pair):
+    assert pair.one.model == pair.several.model
+    assert pair.one.pool.num_kv_heads == pair.several.pool.num_kv_heads
+
+
+def test_all_workers_run_at_once(group, pair):
+    """Prompts, rows and those with nothing to do, in any mixture; a drawn row is that of one."""
+    _, engines = group
+    lengths = (3, 150, 17, 40, 64, 90)
+    runs = [
+        submit(engines[at % len(engines)], prompt_of(length), 6 + 5 * at, ignore_eos=True)
+        for at, length in enumerate(lengths)
+    ]
+    drawn = [submit(engine, prompt_of(37), 12, sampling=SAMPLED) for engine in (*engines, pair.one)]
+    finish(*runs, *drawn)
+    for at, run in enumerate(runs):
+        check(pair.answers, [run], 6 + 5 * at)
+    assert len({tuple(run.tokens[0]) for run in drawn}) == 1
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "nemotron_h_experts"])
+def test_models_that_keep_states(family, tmp_path):
+    path = write_tiny_model(tmp_path / "model", tokenizer=False, **HYBRIDS[family])
+    options = {"num_pages": 60, "max_sequences": 4, "max_step_tokens": 96}
+    with grouped(path, tmp_path / "group", 2, **options) as engines:
+        runs = [submit(e, prompt_of(n), 8, ignore_eos=True) for e in engines for n in (5, 150)]
+        finish(*runs)
+        for run in runs:
+            references(path, whole=True).check(run, 8)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "options",
+    [{"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}, {"speculation": "suffix"}],
+    ids=str,
+)
+def test_options_are_those_of_one_worker(options, tmp_path):
+    """Experts are whole, so FP8 inputs are rounded as on one worker."""
+    path = write_tiny_model(tmp_path / "model", **FAMILIES["qwen3_moe"], hidden=128)
+    prompts, found = [prompt_of(n) for n in (70, 17)], []
+    with (
+        running(path, num_pages=40, **options) as one,
+        grouped(path, tmp_path / "group", 2, num_pages=40, **options) as engines,
+    ):
+        for first, second in ((one, one), engines):
+            runs = [submit(first, prompts[0], 12), submit(second, prompts[1], 12)]
+            finish(*runs)
+            found.append([run.tokens for run in runs])
+    assert found[0] == found[1]
+
+
+# -- the end of a worker ------------------------------------------------------------------------
+
+
+def test_the_others_are_told_when_one_ends(tmp_path):
+    path = write_tiny_model(tmp_path / "model", tokenizer=False, **FAMILIES["mixtral"])
+    with grouped(path, tmp_path / "group", 2) as engines:
+        run = submit(engines[0], prompt_of(20), 2000, ignore_eos=True)
+        engines[1].stop()
+        assert run.done.wait(GONE_S)
+        assert run.failed is not None
+        wait_until(lambda: engines[0].lost, GONE_S)
+        assert re.search(
+            "rank 1 of the expert group is gone|connection to another", engines[0].lost
+        )
+    assert [entry.name for entry in (tmp_path / "group").iterdir()] == ["lock"]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("is_busy", [True, False])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_worker_ends_the_others(rank, is_busy, tmp_path):
+    path = write_tiny_model(tmp_path / "model", tokenizer=False, **FAMILIES["mixtral"])
+    place = f"{tmp_path / 'group'}?rank={{}}&ranks=2"
+    code = (
+        "import sys, time; from engine_kit import build; from pathlib import Path\n"
+        "engine = build(Path(sys.argv[1]), expert_group=sys.argv[2])\n"
+        "print('ready', flush=True); time.sleep(600)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", code, str(path), place.format(rank)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as child:
+        assert child.stdout is not None
+        engine = build(path, expert_group=place.format(1 - rank))
+        assert child.stdout.readline() == b"ready\n"
+        if is_busy:
+            run = submit(engine, prompt_of(20), 2000, ignore_eos=True)
+            wait_until(lambda: run.tokens[0])
+        child.send_signal(signal.SIGKILL)
+        wait_until(lambda: engine.lost, GONE_S)
+        engine.stop()
+
+
+def test_a_step_that_fails_between_layers_ends_the_group(tmp_path, monkeypatch):
+    """The others wait in it, and cannot tell which step comes next."""
+    path = write_tiny_model(tmp_path / "model", tokenizer=False, **FAMILIES["mixtral"])
+    with grouped(path, tmp_path / "group", 2) as engines:
+        finish(submit(engines[0], prompt_of(5), 2, ignore_eos=True))
+        dispatch = engines[0].ranks.dispatch
+        combine, count = dispatch.combine, []
+
+        def fails_once(out: Any) -> Any:
+            count.append(1)
+            if len(count) == 1:
+                raise RuntimeError("an error between two layers")
+            return combine(out)
+
+        monkeypatch.setattr(dispatch, "combine", fails_once)
+        run = submit(engines[0], prompt_of(20), 40, ignore_eos=True)
+        assert run.done.wait(10)
+        submit(engines[0], prompt_of(9), 4)
+        wait_until(lambda: engines[0].lost and engines[1].lost, 10)
+        assert "failed between two layers" in engines[0].lost
+
+
+# -- who may join -------------------------------------------------------------------------------
+
+
+def member(folder: Path, rank: int, **alike: Any) -> Member:
+    found = Member({"rank": rank, "ranks": 2} | alike, folder, lambda: None)
+    found.start()
+    return found
+
+
+def test_who_does_not_fit_is_told_and_the_group_forms_without_it(tmp_path):
+    leader, members = Leader(tmp_path, 2), [member(tmp_path, 0)]
+    with pytest.raises(GroupError, match="another worker is rank 0 of the expert group"):
+        Leader(tmp_path, 2)
+    wait_until(lambda: leader._members)
+    for other, why in (
+        (member(tmp_path, 0), "another worker is rank 0"),
+        (member(tmp_path, 2), "rank 2 is none of the 2 of the expert group"),
+        (member(tmp_path, 1, dtype="float16"), "dtype of rank 1 differs from that of other"),
+    ):
+        with pytest.raises(CollectiveError, match=why):
+            other.meet()
+    members.append(member(tmp_path, 1))
+    assert members[0].meet() == members[1].meet()
+    with ThreadPoolExecutor(2) as threads:
+        told = [threads.submit(each.loaded, f"weights {at}") for at, each in enumerate(members)]
+        for each in told:
+            with pytest.raises(CollectiveError, match="has read other weights"):
+                each.result(5)
+    for each in members:
+        each.close()
+    leader.close()
+
+
+def test_a_group_that_does_not_form_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("engine.expert_groups.member.FORM_S", 0.3)
+    for leader, why in ((None, "rank 0 has not come within"), (2, "not all workers of the expert")):
+        leads = Leader(tmp_path, leader) if leader else None
+        with pytest.raises(CollectiveError, match=why):
+            member(tmp_path, 0).meet()
+        if leads is not None:
+            leads.close()
+
+
+def test_a_step_waits_a_moment_for_those_of_the_last_one(tmp_path):
+    """So two busy workers run together, and an idle one delays the other once."""
+    ran: list[str] = []
+    leader = Leader(tmp_path, 2)
+    members = [
+        Member({"rank": rank}, tmp_path, lambda rank=rank: ran.append(f"idle {rank}"))
+        for rank in range(2)
+    ]
+    for each in members:
+        each.start()
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda each: each.meet(), members))
+        members[0].take()
+        members[0].done()
+        wait_until(lambda: ran == ["idle 1"])
+        leader._ran = {0, 1}
+        for _ in range(3):
+            began_s = time.monotonic()
+            both = [threads.submit(each.take) for each in members]
+            for each in both:
+                each.result(5)
+            for each in members:
+                each.done()
+            assert time.monotonic() - began_s < 1
+        assert ran == ["idle 1"]
+    for each in members:
+        each.close()
+    leader.close()
+
+
+REFUSED = {
+    "expert_group here must be FOLDER": ("mixtral", {"expert_group": "here"}),
+    "expert_group: 1 ranks must be 2 to 64": ("mixtral", {"expert_group": "g?rank=0&ranks=1"}),
+    "expert_group: rank 2 must be below ranks 2": ("mixtral", {"expert_group": "g?rank=2&ranks=2"}),
+    "expert_group needs tp 1 and pp 1": ("mixtral", {"tp": 2}),
+    "speculation mtp cannot be set with expert_group": ("mixtral", {"speculation": "mtp"}),
+    "expert_group is for models with experts, and this one has none": ("llama", {}),
+    "expert_group with 3 ranks does not fit this model: it does not divide 4 experts; these fit: 1,"
+    " 2, 4$": ("mixtral", {"expert_group": "g?rank=0&ranks=3"}),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_cannot_be_in_a_group_is_refused_before_weights_are_read(why, tmp_path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise AssertionError("weights are read")
+
+    monkeypatch.setattr("engine.model.loading.fill", refuse)
+    monkeypatch.chdir(tmp_path)
+    family, options = REFUSED[why]
+    path = write_tiny_model(tmp_path, tokenizer=False, **FAMILIES[family])
+    with pytest.raises((EngineError, ModelError), match=f"^{why}"):
+        build(path, **{"expert_group": "g?rank=0&ranks=2"} | options)
+
+
+def test_a_group_on_gpus_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    path = write_tiny_model(tmp_path, tokenizer=False, **FAMILIES["mixtral"])
+    with pytest.raises(EngineError, match="expert_group works on CPUs for now: set device to cpu"):
+        build(path, device="cuda", expert_group="g?rank=0&ranks=2")
