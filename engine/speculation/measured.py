@@ -22,8 +22,12 @@ MEMORY: Final = 1000
 FITTED: Final = 256
 """Steps after which what a fit knows is mostly new: some of them are probes."""
 PROBE_STEPS: Final = 64
-"""Every so many steps one has the next width: at width 1 nothing else shows when drafts are worth
-it again (`bench/README.md`: some 5 % of the tokens of full batches)."""
+"""After so many steps one has the next width: at width 1 nothing else shows when drafts are worth
+it again (`bench/README.md`: some 5 % of the tokens of full batches). As long as that changes
+nothing, the next such step comes twice as late."""
+MOST_PROBE_STEPS: Final = 512
+"""A head drafts only where a step is to verify, so of 256 rows a probe takes as long as two steps
+more: 1 to 2 % of the tokens, one of 64, and 0.3 % one of 512 (simulated)."""
 
 
 class MeasuredWidths:
@@ -50,7 +54,11 @@ class MeasuredWidths:
         self._seen = np.ones(self.most)
         """Rows that the share was learnt from, and one whose drafts were all accepted: what the
         first row shows is chance."""
-        self._turn = 0
+        self._turn = self._probes = 0
+        self._best, self._interval = 0, PROBE_STEPS
+        """The width chosen last, and steps between probes."""
+        self._next_probe = PROBE_STEPS
+        """The turn from which on the next width is tried."""
         self._drafts_by_width = drafts_by_width
         self._drafted = self.most
         """Tokens of a row for which the step before has made drafts."""
@@ -64,9 +72,22 @@ class MeasuredWidths:
             if width <= max(room, 1) and rows <= self._rows[width][-1]
         ]
         best = max(fitting, key=lambda width: self._rate(rows, width))
+        return self._neighbour(fitting, best) if self._is_probe(best) else best
+
+    def _is_probe(self, best: int) -> bool:
+        """Whether this turn tries another width than the best one."""
+        if best != self._best:
+            self._best, self._interval = best, PROBE_STEPS
+            self._next_probe = min(self._next_probe, self._turn + PROBE_STEPS)
+        since = self._turn - self._next_probe
+        if since < 0:
+            return False
         # Of a probe that has to make its own drafts only the second step tells something.
-        is_probe = self._turn % PROBE_STEPS < (2 if self._drafts_by_width else 1)
-        return self._neighbour(fitting, best) if is_probe else best
+        if since >= self._drafts_by_width:
+            self._probes += 1
+            self._interval = min(2 * self._interval, MOST_PROBE_STEPS)
+            self._next_probe = self._turn + self._interval
+        return True
 
     def settled(self, plan: StepPlan, result: StepResult, step_s: float) -> None:
         """A step with decode rows has settled."""
@@ -80,6 +101,11 @@ class MeasuredWidths:
         if plan.width == 1 or result.counts is None or not has_drafts:
             return
         counts = result.counts[: plan.num_decodes]
+        if self._drafts_by_width and result.drafted is not None:
+            # A row's first step verifies none, whatever its head is worth.
+            counts = counts[result.drafted[: plan.num_decodes] > 0]
+        if len(counts) == 0:
+            return
         for column in range(1, min(plan.width, self.most)):
             share = float((counts > column).mean())
             self._seen[column] += len(counts)
@@ -115,7 +141,7 @@ class MeasuredWidths:
 
     def _neighbour(self, fitting: list[int], width: int) -> int:
         """The next width above or below, in turns."""
-        at, up = fitting.index(width), self._turn // PROBE_STEPS % 2 == 0
+        at, up = fitting.index(width), self._probes % 2 == 0
         if up and at + 1 < len(fitting):
             return fitting[at + 1]
         return fitting[at - 1] if at else fitting[min(1, len(fitting) - 1)]
