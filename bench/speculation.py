@@ -1,8 +1,8 @@
 """What verifying drafts brings one engine on a GPU, in turns with an engine without.
 
-    python -m bench.speculation [--drafters suffix eagle3] [--precisions bf16 fp8]
-                                [--cases NAME ...] [--repeats 5] [--copying] [--profile]
-                                [--json FILE] and the options of engines of bench.engine
+    python -m bench.speculation [--drafters suffix eagle3 mtp] [--precisions bf16 fp8]
+                                [--shape NAME] [--cases NAME ...] [--repeats 5] [--copying]
+                                [--profile] [--json FILE] and the options of engines of bench.engine
 
 Dummy weights of the 8B shape, greedy, lengths forced, three drafts a row. Random weights accept
 nothing, so `debug.synthetic_acceptance` accepts each draft with a probability: the device does all
@@ -14,10 +14,12 @@ from the first token of the last sequence to the end of the first sequence. `x` 
 `off`, medians of the repeats. `tokens` are those of a row and step, `width` that of most steps.
 
 `eagle3` is a head of random weights with the sizes of those published for Llama 3.1 8B: one layer,
-32,000 tokens that may be drafted. `prompts` are prompts alone, of which it keeps K and V.
+32,000 tokens that may be drafted. `mtp` is the own layer of a shape that has one, such as `--shape
+glm-4.5-air-cut`. `prompts` are prompts alone, of which a head keeps K and V.
 
 `--copying`: one row, seven drafts of the suffix drafter whose matches all hold (a probability of
-0.97), as in an answer that copies its prompt. `--profile`: the kernels of a step of four tokens.
+0.97), as in an answer that copies its prompt. `--profile`: the kernels of a step of four tokens,
+and of prompts in both engines.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ CASES: Final = {
     "prompts": Case(24, 4096, 1, 0, 0, 0),
 }
 PROMPTS: Final = "prompts"
-DRAFTERS: Final = {"suffix": "suffix", "eagle3": str(SHAPE.with_name("eagle3-llama-8b"))}
+DRAFTERS: Final = {
+    "suffix": "suffix", "eagle3": str(SHAPE.with_name("eagle3-llama-8b")), "mtp": "mtp"
+}  # fmt: skip
 ALPHAS: Final = (0.8, 0.6)
 DRAFTS: Final = 3
 COPIED: Final = 7
@@ -152,7 +156,7 @@ def build(
             "speculation": DRAFTERS[drafter], "draft_tokens": drafts,
             "synthetic_acceptance": ALPHAS[0],
         }  # fmt: skip
-    return build_engine(arguments, options=options)
+    return build_engine(arguments, model=SHAPE.with_name(arguments.shape), options=options)
 
 
 def drafting(engine: Engine) -> Any:
@@ -250,6 +254,7 @@ def main() -> None:
     add_engine_options(parser)
     parser.add_argument("--precisions", nargs="+", default=["bf16"], choices=list(PRECISIONS))
     parser.add_argument("--drafters", nargs="+", default=["suffix"], choices=list(DRAFTERS))
+    parser.add_argument("--shape", default=SHAPE.name, help="of bench/shapes")
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--copying", action="store_true")
@@ -283,9 +288,10 @@ def with_drafter(
     print_captured(on)
     for name in arguments.cases:
         figures += compare(kind, name, off, on, steps, arguments.repeats)
-        if arguments.profile and name not in ("256", PROMPTS):
+        if arguments.profile and name != "256":
             accept(on, ALPHAS[0])
-            print(profile(on, name, rows=22, cases=CASES), flush=True)
+            for engine in (off, on) if name == PROMPTS else (on,):
+                print(profile(engine, name, rows=22, cases=CASES), flush=True)
     on.stop()
     return figures
 

@@ -51,8 +51,9 @@ from engine.cuda.ranks.drawing import (
     with_rest,
 )
 from engine.cuda.ranks.passing import NoSampling
-from engine.cuda.speculation.drawing import Drafting, DraftSampling, widths_of
-from engine.cuda.speculation.heads import FusedHead, HeadParts, HeadStep
+from engine.cuda.speculation.draft_layers import HeadParts
+from engine.cuda.speculation.drawing import Drafting, draft_sampling, widths_of
+from engine.cuda.speculation.heads import FusedHead, HeadStep
 from engine.cuda.steps.graphs import StepGraph, captured, replay_s
 from engine.cuda.steps.handing import Handing
 from engine.cuda.steps.inputs import Inputs, attention_of, ends_of, narrowed_of
@@ -121,14 +122,14 @@ class CudaExecutor:
         self._nobody = bounds.max_sequences
         """Slot of padding rows: the last entry of the token table."""
         self._beams = BeamTables(self._nobody, pools, self._write, device)
-        if drafting is None or sampler is None:
+        if drafting is None:
             self._token_table = torch.zeros(self._nobody + 1, dtype=torch.int32, device=device)
             self._drawing: Drawing = NoSampling(model.config.vocab_size)
             if model.shard.is_last:
                 self._drawing = drawing_of(model, sampler, self._token_table, self._beams)
         else:
             self._token_table = drafting.tables.next
-            self._drawing = DraftSampling(sampler, drafting, self._beams)
+            self._drawing = draft_sampling(model, sampler, drafting, self._beams)
         self._most_chosen = min(hooked.graph_pages, max_pages)
         """Pages that a KV head of a narrowed row reads in a graph."""
         self._kv_heads = pools.first.num_kv_heads

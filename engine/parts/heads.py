@@ -8,16 +8,16 @@ from engine.attention.paged import PagedAttention
 from engine.config import MTP, EngineConfig
 from engine.eager.heads import HeadDrafter
 from engine.hooks.attention import MakeBackend
-from engine.model import LoadedModel
+from engine.model import LoadedModel, Model
 from engine.model.drafts.eagle3 import Eagle3
 from engine.model.drafts.loading import HeadFolder
-from engine.model.drafts.mtp import MtpLayers
+from engine.model.drafts.mtp import Mtp, MtpLayers
 from engine.parts.paging import dtype_of
 from engine.pool.pools import KvPools
 from engine.speculation.choosing import has_head
 
 if TYPE_CHECKING:
-    from engine.cuda.speculation.heads import HeadParts
+    from engine.cuda.speculation.draft_layers import HeadParts
 
 
 def head_folder(config: EngineConfig) -> HeadFolder | MtpLayers | None:
@@ -53,12 +53,13 @@ def bytes_of_taps(config: EngineConfig, loaded: LoadedModel) -> int:
 
 def head_parts(loaded: LoadedModel, pools: KvPools, make: MakeBackend) -> HeadParts | None:
     """What the head is made of on a GPU; None: there is none."""
-    from engine.cuda.speculation.heads import HeadParts
+    from engine.cuda.speculation.draft_layers import HeadParts
 
     if loaded.head is None or pools.drafts is None:
         return None
     module = loaded.head.module
     attention = make(pools.drafts, module.specs)
-    assert isinstance(module, Eagle3), "others are refused on GPUs"
+    assert isinstance(module, Eagle3 | Mtp), "there are no others"
     assert isinstance(attention, PagedAttention), "the model's own is"
-    return HeadParts(module, pools.drafts, attention)
+    assert isinstance(loaded.model, Model), "others have no heads"
+    return HeadParts(module, pools.drafts, attention, loaded.model)

@@ -202,8 +202,10 @@ def make_pools(
     return KvPools(specs, own_pools, data, last, drafts)
 
 
-def one_group(pool: KvPool) -> KvPools:
-    """A pool that holds all layers of a model, as the only group."""
-    plane = Plane(tuple(range(pool.num_layers)), pool.head_bytes, pool.precision)
-    spec = GroupSpec("full", Full(), (plane,), pool.num_kv_heads)
+def one_group(pool: KvPool, first: int = 0) -> KvPools:
+    """A pool that holds all layers of a model from the `first` on, as the only group."""
+    layers = tuple(range(first, first + pool.num_layers))
+    spec = GroupSpec(
+        "full", Full(), (Plane(layers, pool.head_bytes, pool.precision),), pool.num_kv_heads
+    )
     return KvPools([spec], [pool], pool.data.view(-1))

@@ -40,20 +40,6 @@ def check(config: EngineConfig, device: str) -> None:
             f"draft_tokens {config.draft_tokens} must be from 1 to {MOST_DRAFTS}"
         )
     on_gpu = device != "cpu"
-    if on_gpu and own:
-        raise SpeculationError(
-            f"speculation {MTP} runs on CPUs only for now: there are no fused kernels for a"
-            f" checkpoint's own draft layer; set it to {SUFFIX}, {OFF}, or the folder of a head"
-        )
-    if on_gpu and has_head(config) and config.tp > 1:
-        raise SpeculationError(
-            f"speculation {config.speculation} is a draft head, which needs one rank on a GPU: tp"
-            f" is {config.tp}"
-        )
-    if on_gpu and config.speculates and config.tp > 1:
-        raise SpeculationError(
-            f"speculation {config.speculation} needs one rank on a GPU: tp is {config.tp}"
-        )
     if config.synthetic_acceptance >= 0:
         _check_synthetic(config, on_gpu=on_gpu)
 

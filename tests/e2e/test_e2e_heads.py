@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 from cluster import running
+from fetching_policy import FETCHING
 from heads_kit import write_head
 from streams import at_once, prompt_of
 from tiny_models import write_tiny_model
@@ -28,7 +29,8 @@ def heads(model, tmp_path_factory):
 
 def with_heads(model, logs, heads, **options):
     drafts = {"speculation": str(heads[0]), "draft_tokens": 3, "prefix_cache": False}
-    return running(model, logs, failpoints="live", local_prefill="never", **drafts, **options)
+    usual = {**drafts, "failpoints": "live", "local_prefill": "never"}
+    return running(model, logs, **{**usual, **options})
 
 
 def requests(client, **options) -> list[list[int]]:
@@ -93,3 +95,35 @@ def test_ranks_hand_off_what_a_head_keeps(model, heads, tmp_path) -> None:
                 assert requests(client, temperature=0.0) == wanted
             assert degraded(cluster, "peer_without") + degraded(cluster, "peer_differs") == 0
             cluster.check_baseline()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["auto", "fp8"])
+def test_fetched_pages_do_without_what_a_head_keeps(model, heads, tmp_path, precision) -> None:
+    """Turns of conversations, whose pages a prefill worker gets from the decode worker. FP8 pages
+    have the same rules."""
+    options = {"prefill": 2, "prefix_cache": True, "kv_cache_dtype": precision}
+    fetching = {"router": {FETCHING: "decode-0"}}
+    with with_heads(model, tmp_path, heads, **options, own=fetching) as cluster:
+        for worker in ("prefill-0", "prefill-1"):
+            cluster.wait_measured(worker, "decode-0")
+        said: dict[bool, list[list[int]]] = {True: [], False: []}
+        loaded = 0
+        with cluster.client() as client:
+            for drafts, found in said.items():
+                for seed in range(3):
+                    prompt = prompt_of(100, seed=seed)
+                    for turn in range(3):
+                        answer = client.generate(
+                            token_ids=prompt, speculation=drafts, max_tokens=TOKENS,
+                            temperature=0.0, ignore_eos=True,
+                        )  # fmt: skip
+                        found.append(list(answer.token_ids))
+                        loaded += answer.usage.loaded_prompt_tokens.get("peer", 0)
+                        more = prompt_of(20, seed=100 * seed + turn)
+                        prompt = [*prompt, *answer.token_ids, *more]
+        assert said[True] == said[False]
+        assert loaded > 0
+        assert degraded(cluster, "pages_without") > 0
+        assert degraded(cluster, "peer_without") + degraded(cluster, "peer_differs") == 0
+        cluster.check_baseline()

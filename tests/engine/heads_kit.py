@@ -28,7 +28,7 @@ def write_head(
     folder: Path, model: Path, form: str = "original", *, seed: int = 0, scale: float = 0.2, **more
 ) -> Path:
     """A random head for a model, in one of the two formats; `more` goes into its config."""
-    target = config_of(model)
+    target, taps = config_of(model), more.pop("taps", TAPS)
     hidden, heads, kv = target["hidden_size"], 4, 2
     dim, wide = hidden // heads, 2 * hidden
     drafted = more.pop("drafted", DRAFTED)
@@ -60,6 +60,7 @@ def write_head(
         form,
         tensors,
         {**_layer_of(hidden, target["vocab_size"]), "draft_vocab_size": drafted, **more},
+        taps,
     )
 
 

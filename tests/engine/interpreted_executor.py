@@ -27,6 +27,7 @@ from tiny_models import write_tiny_model
 from triton.runtime import interpreter
 
 from engine.attention.grouped import Member, PagedGroups
+from engine.attention.latents import LatentBackend
 from engine.attention.recurrent.states import RecurrentBackend
 from engine.attention.triton import TritonBackend
 from engine.beams.params import BeamParams
@@ -34,6 +35,8 @@ from engine.cuda import executor as executors
 from engine.cuda.adapters import kernels as adding
 from engine.cuda.adapters.sites import CudaAdapterSites
 from engine.cuda.decode_attention import decode_attention
+from engine.cuda.kv.latent_decode import decode_latents
+from engine.cuda.kv.latent_prompt import prompt_latents
 from engine.cuda.kv.prompt_attention import prompt_attention
 from engine.cuda.ranks import drawing
 from engine.cuda.speculation import drawing as verified
@@ -55,20 +58,26 @@ def fake(*_arguments: object, **_options: object) -> Any:
     return SimpleNamespace(record=nothing, synchronize=nothing, wait_stream=nothing)
 
 
+def attention_over(pool, specs) -> Member:
+    """Attention with kernels of our own."""
+    if specs[0].latents is not None:
+        return LatentBackend(pool, specs, prompt_latents, decode_latents)
+    return TritonBackend(pool, specs, prompt_attention, decode_attention)
+
+
 def on_a_device(config, loaded, pools, sampler, hooks, progress=None):
     """`building.cuda_executor`, with attention of our own."""
     specs = loaded.model.attention_specs
-    kernels = prompt_attention, decode_attention
     own: list[Member] = []
     for pool, layers in zip(pools, pools.held, strict=True):
         of_layers = tuple(specs[layer] for layer in layers)
         if isinstance(pool, StatePool):
             own.append(RecurrentBackend(pool, of_layers))
         else:
-            own.append(TritonBackend(pool, of_layers, *kernels))
+            own.append(attention_over(pool, of_layers))
     groups = PagedGroups(own, pools.places)
     drafting = building._drafting(config, loaded, pools.first.device)
-    head = head_parts(loaded, pools, lambda pool, specs: TritonBackend(pool, specs, *kernels))
+    head = head_parts(loaded, pools, attention_over)
     parts = {"drafting": drafting, "head": head, "adapters": building.cuda_sites_of(loaded)}
     return executors.CudaExecutor(loaded.model, pools, groups, sampler, config, **parts)
 

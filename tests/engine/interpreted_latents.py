@@ -118,7 +118,8 @@ def check_store(shape: Shape, *, neighbours: bool) -> None:
     """As the mixer norms and rotates."""
     pool, half = pool_of(shape, 7, torch.float32), shape.turned // 2
     tokens, width = 5, shape.made + shape.turned
-    kept, q = torch.randn(tokens, shape.dim), torch.randn(tokens, shape.heads * width)
+    raw, q = torch.randn(tokens, shape.dim), torch.randn(tokens, shape.heads * width)
+    kept = raw.clone()
     norm = RmsNorm(shape.rank, 1e-6, Build(torch.float32, CPU, None, None, None))
     norm.weight.data.uniform_(0.5, 1.5)
     rope = Rope(tuple(0.5**i for i in range(half)), scale=1.2, neighbours=neighbours)
@@ -145,6 +146,9 @@ def check_store(shape: Shape, *, neighbours: bool) -> None:
     torch.testing.assert_close(q.view_as(want_q), want_q, atol=1e-6, rtol=1e-5)
     stored = pool.layer(1)[0][stores // 16, 0, stores % 16]
     assert torch.equal(stored, kept)
+    again, alone = pool_of(shape, 7, torch.float32), raw.clone()
+    latent_store(alone, None, norm, table, *to[:2], again, 1, 0)
+    assert torch.equal(again.elements, pool.elements)
     left = pool.elements.eq(JUNK).sum()
     assert left == pool.elements.numel() - tokens * shape.dim, "nothing else is written"
 

@@ -147,5 +147,6 @@ def check_best(count: int, vocab: int, dtype: torch.dtype, device: torch.device)
     got = best_of_ranks(torch.stack(told), slots, tables[1])
     assert torch.equal(got, want)
     assert torch.equal(*tables)
+    assert torch.equal(best_of_ranks(torch.stack(told)), want)
     assert want[0, [1, 2, 5]].tolist() == [each, each - 1, 0]
     assert want[1].tolist() == [1, 1, 1, 0, 0, 1]

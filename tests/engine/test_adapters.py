@@ -8,6 +8,7 @@ import pytest
 import torch
 from adapters_kit import EVERY, adapted, answers, write_adapter
 from engine_kit import build, check_baseline, finish, hand_off, held, submit
+from heads_kit import write_head
 from paths_kit import prompt_of
 from references import references
 from test_model_logits import Runner
@@ -200,14 +201,19 @@ def test_a_name_that_means_another_content(path, three):
         engine.stop()
 
 
-def test_drafts_of_rows_with_adapters(path, three):
-    engine = engine_with(path, three[:2], speculation="suffix")
+@pytest.mark.parametrize("drafter", ["suffix", "head"])
+def test_drafts_of_rows_with_adapters(path, three, drafter, tmp_path):
+    """A head drafts for the model as it is: its drafts are worse, and no token changes."""
+    if drafter == "head":
+        drafter = str(write_head(tmp_path, path, "speculators", taps=(0, 1, 2)))
+    engine = engine_with(path, three[:2], speculation=drafter)
     try:
         for which, adapter in enumerate(digests(engine)):
             for _ in range(2):
                 run = submit(engine, prompt_of(40) * 2, 24, adapter=adapter, ignore_eos=True)
                 finish(run)
                 answers(path, three[which]).check(run, 24)
+        assert engine.load().speculation.drafted_tokens > 0 or drafter == "suffix"
         check_baseline(engine)
     finally:
         engine.stop()

@@ -15,8 +15,11 @@ from heads_kit import PlainHead, config_of, write_head, write_oracle
 from references import references
 from test_heads import ALL_TAPS, SHORT, drafting, prompts_of
 from test_tiers_engine import SMALL, conversations, talk
+from test_tiers_stores import SMALL as STORED
+from test_tiers_stores import conversations as stored_conversations
 from tiny_families import EVERY, HYBRIDS
 from tiny_models import write_tiny_model
+from waiting import wait_until
 
 from engine.types import Mode
 
@@ -102,17 +105,24 @@ def test_windows_and_states(tmp_path, family: str) -> None:
 
 
 @pytest.mark.slow
-def test_pages_from_host_memory_do_without(model, tmp_path) -> None:
-    head, prompts = write_head(tmp_path / "head", model), conversations(24)
-    large = build(model, num_pages=1600)
-    wanted = talk(large, prompts, 2)
-    large.stop()
-    with drafting(model, head, **SMALL) as (engine, _):
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_pages_from_lower_tiers_do_without(model, tmp_path, tier: str) -> None:
+    head = write_head(tmp_path / "head", model)
+    prompts, small, large = conversations(24), SMALL, {"num_pages": 1600}
+    if tier == "disk":
+        prompts, small = stored_conversations(24), STORED
+        large |= {"page_size": STORED["page_size"]}
+        small |= {"kv_stores": (f"disk:{tmp_path}/kv?gib=0.1",), "max_context_tokens": 1024}
+    plain = build(model, **large)
+    wanted = talk(plain, prompts, 2)
+    plain.stop()
+    with drafting(model, head, **small) as (engine, _):
         assert talk(engine, prompts, 2) == wanted
-        assert engine.load().tiers.loaded_tokens["host"] > 0
+        assert engine.load().tiers.loaded_tokens[tier] > 0
         lacking = engine._loop._scheduler.blocks.arrivals._lacks
         assert lacking.any()
         assert not lacking.all()
+        wait_until(lambda: engine.load().tiers.held_slots == 0)
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -37,7 +37,7 @@ ENGINES = (
     "rounded",
 )
 """Whole engines on the executor of a GPU: hidden states, tokens, drafts, states."""
-HEADS = ("steps", "handoff")
+HEADS = ("steps", "handoff", "mtp", "ranks")
 STAGES = ("llama", "gemma3", "qwen2")
 SLOW = pytest.mark.matrix
 

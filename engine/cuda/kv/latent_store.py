@@ -77,7 +77,7 @@ def _latent_store(
 
 def latent_store(
     kept: Tensor,
-    q: Tensor,
+    q: Tensor | None,
     norm: RmsNorm,
     rope: RopeTable,
     positions: Tensor,
@@ -90,14 +90,14 @@ def latent_store(
 
     Args:
         kept: [T, C + R], contiguous: latents, and the part of K that is rotated.
-        q: [T, Hq * (N + R)], contiguous.
+        q: [T, Hq * (N + R)], contiguous; None: there is none.
         norm: of latents.
         rope: cos and sin of R numbers.
         positions: [T] int32.
         stores: [T] int32, page * page_size + offset of each token.
         pool: the pool for latents.
         layer: layer of the pool.
-        heads: Hq.
+        heads: Hq, 0 without q.
     """
     half = rope.angles.shape[1] // 2
     rank = kept.shape[1] - 2 * half
@@ -105,7 +105,7 @@ def latent_store(
         _latent_store,
         (len(kept), 1 + triton.cdiv(heads, HEADS_AT_ONCE)),
         kept,
-        q,
+        kept if q is None else q,
         norm.weight,
         norm.eps,
         rope.angles,
@@ -120,7 +120,7 @@ def latent_store(
         triton.next_power_of_2(half),
         rope.neighbours,
         heads,
-        q.shape[1] // heads,
+        0 if q is None else q.shape[1] // heads,
         pool.page_size,
         early(),
         HEADS_AT_ONCE,

@@ -16,6 +16,7 @@ from engine.cuda.mixers.base import RowEnds, StepTokens
 from engine.model.mixers.attention import Attention
 from engine.model.mixers.head_norms import HeadNorm, WholeNorm
 from engine.model.mixers.rope import Rope, Ropes
+from engine.model.precision.dense import Dense
 from engine.model.precision.rounding import Rounded, Rounding
 from engine.pool.pools import KvPools
 
@@ -105,8 +106,23 @@ class FusedAttention:
         return self._output(step.attend(self._keeper, q, k, v), made.gated)
 
     def store(self, x: Tensor | Rounded, step: StepTokens) -> None:
-        """See `FusedMixer`."""
-        self._project(self._made(x).heads, step)
+        """See `FusedMixer`. q is left out where it can be."""
+        if isinstance(x, Tensor) and (kept := self._kept(x)) is not None:
+            to = step.positions, step.stores[self._group], self._pool
+            self._store(kept, self._rope, *to, self._layer, self._head_norms)
+        else:
+            self._project(self._made(x).heads, step)
+
+    def _kept(self, x: Tensor) -> Tensor | None:
+        """[T, 2 Hkv D]: k and v; None: they are not made without q."""
+        module, own = self._module, self._module.own
+        adds = module.qkv.addition is not None and module.qkv.addition.active
+        if adds or own.gated or own.v_is_k or isinstance(module.qk_norm, WholeNorm):
+            return None
+        method = module.qkv.method
+        if not isinstance(method, Dense):
+            return None
+        return method.product_behind(x, module.heads[0] * own.head_dim, module.qkv.bias)
 
     def run_ends(self, x: Tensor | Rounded, step: StepTokens, ends: RowEnds) -> Tensor:
         """See `FusedMixer`."""

@@ -46,8 +46,8 @@ class FusedLatent:
         return self._output(step.attend(self._module.index, *self._project(x, step)))
 
     def store(self, x: Tensor | Rounded, step: StepTokens) -> None:
-        """See `FusedMixer`."""
-        self._project(x, step)
+        """See `FusedMixer`. q is left out."""
+        self._keep(self._module.kept(x), None, step)
 
     def run_ends(self, x: Tensor | Rounded, step: StepTokens, ends: RowEnds) -> Tensor:
         """See `FusedMixer`."""
@@ -63,11 +63,14 @@ class FusedLatent:
         """q, K and V of the absorbed form. K is also stored in the pool."""
         module, own = self._module, self._module.own
         q, kept = self._queries(x), module.kept(x)
-        heads = q.shape[1] // own.head_dim
-        to = step.positions, step.stores[self._group], self._pool, self._layer
-        latent_store(kept, q, module.kept_norm, self._rope, *to, heads)
+        self._keep(kept, q, step)
         k = kept[:, None]
-        return q.view(len(q), heads, -1), k, k[..., : own.rank]
+        return q.view(len(q), -1, own.head_dim), k, k[..., : own.rank]
+
+    def _keep(self, kept: Tensor, q: Tensor | None, step: StepTokens) -> None:
+        to = step.positions, step.stores[self._group], self._pool, self._layer
+        heads = 0 if q is None else q.shape[1] // self._module.own.head_dim
+        latent_store(kept, q, self._module.kept_norm, self._rope, *to, heads)
 
     def _queries(self, x: Tensor | Rounded) -> Tensor:
         module = self._module

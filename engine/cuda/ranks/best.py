@@ -35,7 +35,16 @@ def _best_of_part(best, ids, finite, bests, first_id, num_blocks, block_count: t
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _choose(bests, slots, token_table, drawn, rows, ranks: tl.constexpr, block: tl.constexpr):
+def _choose(
+    bests,
+    slots,
+    token_table,
+    drawn,
+    rows,
+    keeps: tl.constexpr,
+    ranks: tl.constexpr,
+    block: tl.constexpr,
+):
     row = tl.program_id(0)
     rank = tl.arange(0, block)
     there = rank < ranks
@@ -46,7 +55,8 @@ def _choose(bests, slots, token_table, drawn, rows, ranks: tl.constexpr, block: 
     usable = tl.load(place + 2, mask=there, other=1.0)
     tl.store(drawn + row, token)
     tl.store(drawn + rows + row, tl.min(usable, axis=0).to(tl.int32))
-    tl.store(token_table + tl.load(slots + row), token)
+    if keeps:
+        tl.store(token_table + tl.load(slots + row), token)
 
 
 def best_of_part(logits: Tensor, first_id: int) -> Tensor:
@@ -67,11 +77,15 @@ def best_of_part(logits: Tensor, first_id: int) -> Tensor:
     return bests
 
 
-def best_of_ranks(bests: Tensor, slots: Tensor, token_table: Tensor) -> Tensor:
+def best_of_ranks(
+    bests: Tensor, slots: Tensor | None = None, token_table: Tensor | None = None
+) -> Tensor:
     """As `engine.cuda.kernels.greedy`, from what all ranks sent: [N, S, 3], in the order of
-    ranks."""
+    ranks. Without slots the tokens go nowhere else."""
     ranks, rows, _ = bests.shape
     drawn = torch.empty(2, rows, dtype=torch.int32, device=bests.device)
     block = triton.next_power_of_2(ranks)
-    launch(_choose, (rows,), bests, slots, token_table, drawn, rows, ranks, block)
+    keeps = slots is not None and token_table is not None
+    to = (slots, token_table) if keeps else (drawn, drawn)
+    launch(_choose, (rows,), bests, *to, drawn, rows, keeps, ranks, block)
     return drawn

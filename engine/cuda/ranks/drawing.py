@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 from engine.beams.plan import SearchPlan
-from engine.cuda.kernels import greedy
-from engine.cuda.ranks.best import best_of_part, best_of_ranks
 from engine.cuda.ranks.collective import CudaCollective
+from engine.cuda.ranks.vocabulary import Kept, Vocabulary, VocabularyPart, vocabulary_of
 from engine.cuda.steps.staging import Int32s
 from engine.cuda.waiting import Read
 from engine.hooks.calling import Failures
@@ -104,49 +103,62 @@ def drawing_of(
     model: Decoder, sampler: Sampler | None, token_table: Tensor, beams: BeamTables
 ) -> Drawing:
     """The drawing of a rank. Only the first has a sampler."""
-    ranks = model.collective
-    if sampler is not None and ranks.size == 1:
-        return SingleRankSampling(sampler, token_table, beams)
-    assert isinstance(ranks, CudaCollective)
-    part = _VocabShard(ranks, model.shard.vocab(model.config).start, model.config.vocab_size)
+    vocabulary = vocabulary_of_model(model)
     if sampler is not None:
-        return LeaderSampling(sampler, token_table, beams, part)
-    return FollowerSampling(token_table, beams, part)
+        return LeaderSampling(sampler, token_table, beams, vocabulary)
+    return FollowerSampling(token_table, beams, vocabulary, model.config.vocab_size)
 
 
-class SingleRankSampling:
-    """Draws the tokens of a worker of one rank."""
+def vocabulary_of_model(model: Decoder) -> Vocabulary:
+    """A rank's part of the model's vocabulary."""
+    config = model.config
+    return vocabulary_of(model.collective, model.shard.vocab(config).start, config.vocab_size)
 
-    def __init__(self, sampler: Sampler, token_table: Tensor, beams: BeamTables) -> None:
+
+class LeaderSampling:
+    """Draws the tokens for all ranks, on the first of them, which may be the only one."""
+
+    def __init__(
+        self, sampler: Sampler, token_table: Tensor, beams: BeamTables, vocabulary: Vocabulary
+    ) -> None:
         self._sampler = sampler
         self._token_table = token_table
         self._beams = beams
+        self._vocabulary = vocabulary
         self.vocab_size = sampler.vocab_size
 
     def warm(self, logits: Tensor, slots: Tensor, verified: Verified) -> None:
         """See `Drawing`."""
-        self.best(logits, slots)
-
-    def best(self, logits: Tensor, slots: Tensor) -> Tensor:
-        """Puts the best token of each row into the token table; result as `greedy`."""
-        return greedy(logits, slots, self._token_table)
+        self._vocabulary.best(logits, Kept(slots, self._token_table))
 
     def draw(self, draw: Draw, masks: Masks | None = None) -> Read:
-        """See `Drawing`."""
-        return with_failures(self._drawn(draw, masks), draw.failures)
+        """See `Drawing`. It reports how long several ranks have waited for each other, too."""
+        read = with_failures(self._drawn(draw, masks), draw.failures)
+        ranks = self._vocabulary.ranks if isinstance(self._vocabulary, VocabularyPart) else None
+        if ranks is None or (waits := ranks.waits()) is None:
+            return read
+        waited = to_pinned(waits)
+
+        def read_waits() -> StepResult:
+            ranks.take_waits(waited)
+            return read()
+
+        return read_waits
 
     def _drawn(self, draw: Draw, masks: Masks | None) -> Read:
         plan, scores = draw.plan, draw.scores
         if plan is None:
-            self._end_without()
+            self._vocabulary.end_without()
             draw.then()
             return lambda: nothing_drawn(scores)
-        if self._is_best(draw, masks):
-            drawn = to_pinned(self.best(draw.logits, draw.slots))
+        if not draw.reads_whole:
+            kept = Kept(draw.slots, self._token_table)
+            drawn = to_pinned(self._vocabulary.best(draw.logits, kept))
             draw.then()
             return lambda: _read_greedy(drawn, scores)
-        result = self._sampler.sample(self._whole(draw.logits).float(), plan, masks)
-        self._token_table[draw.slots.long()] = self._shared(result.tokens.int())
+        logits = self._vocabulary.whole(draw.logits).float()
+        result = self._sampler.sample(logits, plan, masks)
+        self._token_table[draw.slots.long()] = self._vocabulary.share(result.tokens.int())
         self._choose(draw.searches, result.top_ids, result.top_logprobs)
         draw.then()
         host = result._replace(
@@ -161,7 +173,7 @@ class SingleRankSampling:
         for start in range(0, len(next_ids), SCORE_ROWS):
             ids = next_ids[start : start + SCORE_ROWS]
             first = wanted.first_token + start
-            logits = self._whole(logits_of(hidden[first : first + len(ids)])).float()
+            logits = self._vocabulary.whole(logits_of(hidden[first : first + len(ids)])).float()
             parts.append(score(logits, ids, wanted.top_n))
         columns = (torch.cat(column) for column in zip(*parts, strict=True))
         return HostScores(wanted.next_ids, Scores(*map(to_pinned, columns)))
@@ -173,118 +185,56 @@ class SingleRankSampling:
         for search in searches:
             assert ids is not None, "rows of beams have candidates"
             assert logprobs is not None, "rows of beams have candidates"
-            self._beams.keep(search, self._shared(self._beams.choose(search, ids, logprobs)))
-
-    def _is_best(self, draw: Draw, masks: Masks | None) -> bool:
-        assert draw.plan is not None
-        return masks is None and draw.plan.is_greedy
-
-    def _end_without(self) -> None:
-        """Ends a step that draws nothing."""
-
-    def _whole(self, logits: Tensor) -> Tensor:
-        return logits
-
-    def _shared(self, tokens: Tensor) -> Tensor:
-        return tokens
-
-
-class _VocabShard(NamedTuple):
-    """A rank's part of the vocabulary, and the ranks."""
-
-    ranks: CudaCollective
-    first_id: int
-    vocab_size: int
-
-    def best(self, logits: Tensor, slots: Tensor, token_table: Tensor) -> Tensor:
-        bests = self.ranks.gather_on_all(best_of_part(logits, self.first_id))
-        return best_of_ranks(bests, slots, token_table)
-
-    def whole(self, logits: Tensor) -> Tensor:
-        return self.ranks.gather(logits, self.vocab_size)
-
-
-class LeaderSampling(SingleRankSampling):
-    """Draws the tokens for all ranks, on the first of them."""
-
-    def __init__(
-        self, sampler: Sampler, token_table: Tensor, beams: BeamTables, part: _VocabShard
-    ) -> None:
-        super().__init__(sampler, token_table, beams)
-        self._part = part
-
-    def draw(self, draw: Draw, masks: Masks | None = None) -> Read:
-        """See `Drawing`. It reports how long the ranks have waited for each other, too."""
-        read, ranks = super().draw(draw, masks), self._part.ranks
-        if (waits := ranks.waits()) is None:
-            return read
-        waited = to_pinned(waits)
-
-        def read_waits() -> StepResult:
-            ranks.take_waits(waited)
-            return read()
-
-        return read_waits
-
-    def best(self, logits: Tensor, slots: Tensor) -> Tensor:
-        """See `SingleRankSampling`."""
-        return self._part.best(logits, slots, self._token_table)
-
-    def _is_best(self, draw: Draw, masks: Masks | None) -> bool:
-        """As all ranks know it, whatever became of the masks."""
-        return not draw.reads_whole
-
-    def _end_without(self) -> None:
-        self._part.ranks.barrier()
-
-    def _whole(self, logits: Tensor) -> Tensor:
-        return self._part.whole(logits)
-
-    def _shared(self, tokens: Tensor) -> Tensor:
-        self._part.ranks.broadcast(tokens)
-        return tokens
+            chosen = self._vocabulary.share(self._beams.choose(search, ids, logprobs))
+            self._beams.keep(search, chosen)
 
 
 class FollowerSampling:
     """Follows the drawing on the other ranks: the same collectives in the same order. The host
     reads nothing."""
 
-    def __init__(self, token_table: Tensor, beams: BeamTables, part: _VocabShard) -> None:
+    def __init__(
+        self, token_table: Tensor, beams: BeamTables, vocabulary: Vocabulary, vocab_size: int
+    ) -> None:
         self._token_table = token_table
         self._beams = beams
-        self._part = part
-        self.vocab_size = part.vocab_size
+        self._vocabulary = vocabulary
+        self.vocab_size = vocab_size
 
     def warm(self, logits: Tensor, slots: Tensor, verified: Verified) -> None:
         """See `Drawing`."""
-        self._best(logits, slots)
+        self._vocabulary.best(logits, Kept(slots, self._token_table))
 
     def draw(self, draw: Draw, masks: Masks | None = None) -> Read:
         """See `Drawing`."""
         if draw.plan is None:
-            self._part.ranks.barrier()
+            self._vocabulary.end_without()
         elif not draw.reads_whole:
-            self._best(draw.logits, draw.slots)
+            self._best(draw)
         else:
-            self._part.whole(draw.logits)
-            tokens = torch.empty_like(draw.slots)
-            self._part.ranks.broadcast(tokens)
-            self._token_table[draw.slots.long()] = tokens
+            self._vocabulary.whole(draw.logits)
+            self._told(draw)
             for search in draw.searches:
-                chosen = tokens.new_empty(2, len(search.slots))
-                self._part.ranks.broadcast(chosen)
-                self._beams.keep(search, chosen)
+                chosen = draw.slots.new_empty(2, len(search.slots))
+                self._beams.keep(search, self._vocabulary.share(chosen))
+        draw.then()
         return with_failures(nothing_drawn, draw.failures)  # They are logged where they happened.
 
-    def _best(self, logits: Tensor, slots: Tensor) -> Tensor:
-        return self._part.best(logits, slots, self._token_table)
+    def _best(self, draw: Draw) -> None:
+        """Finds the tokens of greedy rows, as all ranks do."""
+        self._vocabulary.best(draw.logits, Kept(draw.slots, self._token_table))
+
+    def _told(self, draw: Draw) -> None:
+        """Takes the tokens that rank 0 has drawn."""
+        tokens = self._vocabulary.share(torch.empty_like(draw.slots))
+        self._token_table[draw.slots.long()] = tokens
 
     def score(self, hidden: Tensor, wanted: ScorePlan, logits_of: Logits) -> HostScores:
         """See `Drawing`. Rank 0 has the logits."""
         for start in range(0, len(wanted.next_ids), SCORE_ROWS):
             rows = min(SCORE_ROWS, len(wanted.next_ids) - start)
             first = wanted.first_token + start
-            self._part.whole(logits_of(hidden[first : first + rows]))
+            self._vocabulary.whole(logits_of(hidden[first : first + rows]))
         nothing = torch.empty(0)
         return HostScores(wanted.next_ids, Scores(nothing, nothing, nothing))
 

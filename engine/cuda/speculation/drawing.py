@@ -11,19 +11,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.cuda.kernels import best_of_rows
 from engine.cuda.ranks.drawing import (
     Draw,
+    Drawing,
+    FollowerSampling,
     HostScores,
-    SingleRankSampling,
+    LeaderSampling,
     Verified,
     nothing_drawn,
     to_pinned,
+    vocabulary_of_model,
 )
+from engine.cuda.ranks.vocabulary import Vocabulary
 from engine.cuda.speculation.accepting import accept, read_result
 from engine.cuda.speculation.noise import uniform
 from engine.cuda.speculation.suffix import draft_suffix
 from engine.cuda.waiting import Read
+from engine.model import Decoder
 from engine.pool.pools import KvPools
 from engine.pool.state_pool import StatePool
 from engine.sampling import Sampler, SampleResult
@@ -53,6 +57,39 @@ class Drafting(NamedTuple):
         if self.drafter is not None:
             found = self.drafter.draft(self.tables, slots.long())
             self.tables.set_drafts(slots.long(), *found)
+
+    def end(
+        self, drawn: Tensor, slots: Tensor, verified: Verified, counts: Tensor | None
+    ) -> Tensor:
+        """Accepts drafts and makes the next ones: the result of a step, see `accept`. All ranks do
+        so, with equal numbers.
+
+        Args:
+            drawn: [2, L], tokens, and whether their logits are finite.
+            slots: [S] int32, of all draws.
+            verified: the decode rows.
+            counts: [S] int32, the most of each that may count; None: all.
+        """
+        result = accept(
+            verified.ids,
+            drawn,
+            slots,
+            verified.kept,
+            verified.width,
+            self.tables,
+            allowed=None if self.synthetic is not None else counts,
+            synthetic=self.synthetic,
+        )
+        self.draft(slots)
+        return result
+
+    def warm(
+        self, vocabulary: Vocabulary, logits: Tensor, slots: Tensor, verified: Verified
+    ) -> None:
+        """Runs what ends a step, greedy or drawn."""
+        drawn = vocabulary.best(logits)
+        self.end(drawn, slots, verified, None)
+        self.end(drawn, slots, verified, torch.ones_like(slots))
 
 
 class _Host(NamedTuple):
@@ -98,36 +135,37 @@ class _Host(NamedTuple):
         )
 
 
-class DraftSampling(SingleRankSampling):
-    """Drawing with drafts, on a worker of one rank. Tokens go into the tables by slot, which have
-    the token table."""
+class DraftSampling(LeaderSampling):
+    """Drawing with drafts. Tokens go into the tables by slot, which have the token table."""
 
-    def __init__(self, sampler: Sampler, drafting: Drafting, beams: BeamTables) -> None:
-        super().__init__(sampler, drafting.tables.next, beams)
+    def __init__(
+        self, sampler: Sampler, drafting: Drafting, beams: BeamTables, vocabulary: Vocabulary
+    ) -> None:
+        super().__init__(sampler, drafting.tables.next, beams, vocabulary)
         self._drafting = drafting
         sampler.noise = uniform
 
     def warm(self, logits: Tensor, slots: Tensor, verified: Verified) -> None:
-        """Runs what ends a step, greedy or drawn."""
-        drawn = best_of_rows(logits)
-        self._end(drawn, slots, verified, None)
-        self._end(drawn, slots, verified, torch.ones_like(slots))
+        """See `Drawing`."""
+        self._drafting.warm(self._vocabulary, logits, slots, verified)
         self._sampler.noise(slots.long(), slots.long(), slots.long())
 
     def _drawn(self, draw: Draw, masks: Masks | None) -> Read:
-        plan, verified, scores = draw.plan, draw.verified, draw.scores
+        plan, verified, scores, drafting = draw.plan, draw.verified, draw.scores, self._drafting
         if plan is None:
+            self._vocabulary.end_without()
             draw.then()
             return lambda: nothing_drawn(scores)
         assert verified is not None, "the executor verifies every step"
         sampled = None
-        if self._is_best(draw, masks):
-            result = self._end(best_of_rows(draw.logits), draw.slots, verified, None)
+        if not draw.reads_whole:
+            result = drafting.end(self._vocabulary.best(draw.logits), draw.slots, verified, None)
         else:
             sampled = self._sample(draw, plan, verified, masks)
             assert sampled.counts is not None
             drawn = _columns(sampled.tokens, sampled.finite, verified)
-            result = self._end(drawn, draw.slots, verified, sampled.counts.int())
+            told = torch.cat((drawn.flatten(), sampled.counts.int()))
+            result = drafting.end(*_parts(self._vocabulary.share(told), draw, verified))
             if sampled.top_ids is not None and sampled.top_logprobs is not None:
                 first = sampled.top_ids[:, 0], sampled.top_logprobs[:, 0]
                 self._choose(draw.searches, *first)
@@ -137,35 +175,17 @@ class DraftSampling(SingleRankSampling):
             sampled = SampleResult(result, result, **pinned)
         pinned_result = to_pinned(result)
         draw.then()
-        tables, slots = self._drafting.tables, draw.slots.long()
+        tables, slots = drafting.tables, draw.slots.long()
         drafts = to_pinned(tables.drafts[slots]) if verified.returns_drafts else None
         ready = to_pinned(tables.ready[slots]) if verified.returns_drafts else None
         return _Host(pinned_result, sampled, drafts, ready, scores).read
-
-    def _end(
-        self, drawn: Tensor, slots: Tensor, verified: Verified, counts: Tensor | None
-    ) -> Tensor:
-        """Accepts drafts and makes the next ones. `drawn`: [2, L], tokens, and whether their logits
-        are finite. `counts`: the most that may count."""
-        drafting = self._drafting
-        result = accept(
-            verified.ids,
-            drawn,
-            slots,
-            verified.kept,
-            verified.width,
-            drafting.tables,
-            allowed=None if drafting.synthetic is not None else counts,
-            synthetic=drafting.synthetic,
-        )
-        drafting.draft(slots)
-        return result
 
     def _sample(
         self, draw: Draw, plan: SamplePlan, verified: Verified, masks: Masks | None
     ) -> SampleResult:
         """Draws by the sampler, column after column."""
-        tables, width, device = self._drafting.tables, verified.width, draw.logits.device
+        logits = self._vocabulary.whole(draw.logits)
+        tables, width, device = self._drafting.tables, verified.width, logits.device
         decodes, draws = len(verified.kept), len(draw.slots)
         slots = draw.slots.long()
         lengths = tables.length[slots]
@@ -181,7 +201,50 @@ class DraftSampling(SingleRankSampling):
         given = Draws(
             torch.cat((places, first[:, None].expand(-1, width))), ids, valid, indices.long()
         )
-        return self._sampler.verify(draw.logits.float(), plan, given, masks)
+        return self._sampler.verify(logits.float(), plan, given, masks)
+
+
+class FollowerDraftSampling(FollowerSampling):
+    """Follows the drawing with drafts on the other ranks: the same tables, drafts and
+    collectives."""
+
+    def __init__(
+        self, drafting: Drafting, beams: BeamTables, vocabulary: Vocabulary, vocab_size: int
+    ) -> None:
+        super().__init__(drafting.tables.next, beams, vocabulary, vocab_size)
+        self._drafting = drafting
+
+    def warm(self, logits: Tensor, slots: Tensor, verified: Verified) -> None:
+        """See `Drawing`."""
+        self._drafting.warm(self._vocabulary, logits, slots, verified)
+
+    def _best(self, draw: Draw) -> None:
+        assert draw.verified is not None, "the executor verifies every step"
+        self._drafting.end(self._vocabulary.best(draw.logits), draw.slots, draw.verified, None)
+
+    def _told(self, draw: Draw) -> None:
+        assert draw.verified is not None, "the executor verifies every step"
+        decodes, draws = len(draw.verified.kept), len(draw.slots)
+        length = decodes * draw.verified.width + draws - decodes
+        told = draw.slots.new_empty(2 * length + draws)
+        self._drafting.end(*_parts(self._vocabulary.share(told), draw, draw.verified))
+
+
+def draft_sampling(
+    model: Decoder, sampler: Sampler | None, drafting: Drafting, beams: BeamTables
+) -> Drawing:
+    """The drawing of a rank that verifies drafts. Only the first has a sampler."""
+    vocabulary = vocabulary_of_model(model)
+    if sampler is not None:
+        return DraftSampling(sampler, drafting, beams, vocabulary)
+    return FollowerDraftSampling(drafting, beams, vocabulary, model.config.vocab_size)
+
+
+def _parts(told: Tensor, draw: Draw, verified: Verified) -> tuple[Tensor, Tensor, Verified, Tensor]:
+    """What `Drafting.end` takes, from all that rank 0 has told: [2 * L + S] int32, tokens, whether
+    they are finite, and counts."""
+    draws = len(draw.slots)
+    return told[:-draws].view(2, -1), draw.slots, verified, told[-draws:]
 
 
 def _columns(tokens: Tensor, finite: Tensor, verified: Verified) -> Tensor:

@@ -38,6 +38,11 @@ class Dense(Method):
             return self._kernels.linear(x, self.weight, bias)
         return product(x, self.weight, bias)
 
+    def product_behind(self, x: Tensor, first: int, bias: Tensor | None) -> Tensor:
+        """As `product`, of the outputs from `first` on. On a CPU there is none."""
+        assert self._kernels is not None, "the weight is not packed"
+        return self._kernels.linear(x, self.weight[first:], None if bias is None else bias[first:])
+
     def gated(self, x: Tensor | Rounded) -> Tensor | None:
         """See `Method`."""
         if self._kernels is None or not isinstance(x, Tensor):
