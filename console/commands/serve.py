@@ -42,15 +42,16 @@ def _serve_worker(settings: WorkerSettings) -> None:
 
 def _run_on_one_of(settings: WorkerSettings, place: Place) -> int:
     """On one of several hosts. What only keeps others' processes imports no PyTorch."""
+    if place.node == 0:
+        check_free(listen=settings.listen, admin=settings.admin, leader=place.listen)
+    from worker.hosts import guard
+
+    if (child := guard.guarded()) is not None:
+        return guard.main(child, settings)
     if place.node:
         from worker.hosts import agent
 
         return agent.main(_with_model(settings), place)
-    check_free(listen=settings.listen, admin=settings.admin, leader=place.listen)
-    from worker.hosts import guard
-
-    if (leader := guard.guarded()) is not None:
-        return guard.main(leader, settings)
     from worker.process import main
 
     return main(_with_model(settings), place)

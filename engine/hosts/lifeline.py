@@ -16,6 +16,9 @@ import zmq
 LIFELINE: Final = "lifeline"
 SILENT_S: Final = 3.0
 """Whoever says nothing for so long is lost, seconds."""
+STOPPED_S: Final = 2.0
+"""A rank that was stopped for so long is lost, seconds: all others wait for it. With the time to
+tell them this is as long as silence."""
 BEAT_S: Final = 0.5
 """Who is well says so this often, seconds."""
 EXIT_ALONE: Final = 5

@@ -113,6 +113,26 @@ class RankProcesses:
         return {name: str(value) for name, value in here.items()}
 
 
+class StoppedRanks:
+    """Which ranks of this host are stopped, and for how long."""
+
+    def __init__(self) -> None:
+        self._since_s: dict[int, float] = {}
+
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks that were stopped at the last look."""
+        return list(self._since_s)
+
+    def look(self, pids: Mapping[int, int], least_s: float) -> int | None:
+        """Looks at processes by rank. Returns one that has been stopped for so long."""
+        now_s = time.monotonic()
+        stopped = (rank for rank, pid in pids.items() if is_stopped(pid))
+        self._since_s = {rank: self._since_s.get(rank, now_s) for rank in stopped}
+        long = (rank for rank, since_s in self._since_s.items() if now_s - since_s >= least_s)
+        return next(long, None)
+
+
 def is_stopped(pid: int) -> bool:
     """Whether a process of this host was stopped, by SIGSTOP or a debugger."""
     try:

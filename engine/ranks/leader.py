@@ -31,9 +31,10 @@ import zmq
 
 from engine.config import EngineConfig
 from engine.hosts.control import Control
+from engine.hosts.lifeline import STOPPED_S
 from engine.hosts.meetings import RankMeetings
 from engine.hosts.others import Heard, OtherHosts
-from engine.hosts.processes import RankProcesses, Share
+from engine.hosts.processes import RankProcesses, Share, StoppedRanks
 from engine.ranks import process
 from engine.ranks.copies import DIRECTIONS, LOAD, SAVE, CopyingRanks, MemoryInbox, SharedMover
 from engine.ranks.executor import RankedExecutor
@@ -87,6 +88,7 @@ class HostRanks:
         self._copies: dict[str, list[zmq.Socket[bytes]]] = {name: [] for name in DIRECTIONS}
         self._copying: CopyingRanks | None = None
         self._inbox: MemoryInbox | None = None
+        self._stopped = StoppedRanks()
         self._keeper: Keeper | None = None
         self._meetings: RankMeetings | None = None
         """torch may ask its store later, too."""
@@ -144,11 +146,19 @@ class HostRanks:
         threads = max(1, self._threads // self._share.count)
         torch.set_num_threads(threads)
         self._processes = RankProcesses(self._folder, self._share, threads)
-        self._keeper = Keeper(self._processes, config.ranks, reports, control.beat)
+        beat = self._beat if control.beat else None
+        self._keeper = Keeper(self._processes, config.ranks, reports, beat)
         self._keeper.call_when_lost(self._let_go)
         own, pids = self.stats, self._all_pids
         self._keeper.watch(lambda: own.start_pulse(pids()), lambda: own.why_late(pids()))
         control.begin_elsewhere(text, Heard(own.take, own.take_stopped, self._keeper.lose))
+
+    def _beat(self) -> None:
+        """Over hosts: what is stopped here is lost as soon as what is stopped elsewhere."""
+        if self._control.beat is not None:
+            self._control.beat()
+        if (stopped := self._stopped.look(self.pids, STOPPED_S)) is not None:
+            self._kept.lose(f"rank {stopped} is stopped")
 
     def _let_go(self, reason: str) -> None:
         try:

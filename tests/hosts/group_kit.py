@@ -33,12 +33,12 @@ class Group:
     logs: Path
     agents: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
-    def start_agent(self, **changed: object) -> subprocess.Popen[bytes]:
+    def start_agent(self, *, model: str = "", **changed: object) -> subprocess.Popen[bytes]:
         """Starts node 1 on the other host."""
         settings = {**self.settings, "node": 1, "tls_dir": str(self.certs / "prefill"), **changed}
-        settings |= {"device": "cpu", "name": WORKER, "role": "prefill"}
+        settings = {"device": "cpu", "name": WORKER, "role": "prefill"} | settings
         own = variables_of(settings) | {"UCX_TLS": "tcp"}
-        argv, log = baton("worker", "--model", self.model), self.logs / "agent.log"
+        argv, log = baton("worker", "--model", model or self.model), self.logs / "agent.log"
         self.agents.append(self.host.start(argv, own, log))
         return self.agents[-1]
 
@@ -49,14 +49,22 @@ class Group:
 
     @property
     def agent(self) -> psutil.Process:
-        """The process of the agent itself."""
-        return psutil.Process(self.agents[-1].pid).children()[0]
+        """The agent itself, which is a child of its guard."""
+        return psutil.Process(self.agents[-1].pid).children()[0].children()[0]
 
     @property
     def leader(self) -> psutil.Process:
         """Rank 0, which is a child of its guard."""
         guard = psutil.Process(self.cluster.processes[WORKER].pid)
         return next(one for one in guard.children() if "engine.ranks" not in one.cmdline())
+
+    def restart(self) -> None:
+        """Starts leader and agent again."""
+        self.start_agent()
+        self.cluster.start(WORKER)
+        self.cluster.wait_ready()
+        self.cluster.wait_attached(WORKER)
+        self.cluster.wait_measured("decode-0", WORKER)
 
     def ranks(self) -> list[psutil.Process]:
         """All but rank 0, of both hosts."""

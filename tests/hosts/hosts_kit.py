@@ -73,6 +73,8 @@ class Host:
 
     def processes(self, word: str = "") -> list[psutil.Process]:
         """What runs there and has this word in its command line."""
+        if not self._init.is_running():
+            return []
         inside = os.stat(f"/proc/{self._init.pid}/ns/pid").st_ino
         found = []
         for process in psutil.process_iter():
@@ -85,8 +87,16 @@ class Host:
                 continue
         return found
 
+    def listening(self) -> set[str]:
+        """Addresses at which somebody there takes connections."""
+        lines = self.run(["ss", "-Hltn"]).splitlines()
+        ends = (line.split()[3].rpartition(":")[0].strip("[]") for line in lines)
+        return {end.removeprefix("::ffff:") for end in ends}
+
     def close(self) -> None:
-        """Everything there ends."""
+        """Everything there ends. A second call does nothing."""
+        if not self._init.is_running():
+            return
         self._init.send_signal(signal.SIGKILL)
         self._first.wait(10)
         subprocess.run(["ip", "link", "del", self._ends[0]], capture_output=True, check=False)

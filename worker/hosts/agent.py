@@ -33,8 +33,8 @@ import grpc
 from baton.grpc_options import channel_options
 from baton.version import __version__
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
-from engine.hosts.lifeline import SILENT_S
-from engine.hosts.processes import RankProcesses, Share, is_stopped
+from engine.hosts.lifeline import SILENT_S, STOPPED_S
+from engine.hosts.processes import RankProcesses, Share, StoppedRanks
 from engine.hosts.rows import Rows
 from engine.hosts.wires import Keys, write_ends
 from engine.ranks.process import CONFIG
@@ -98,6 +98,8 @@ class Agent:
         self._folder = Path(tempfile.mkdtemp(prefix="baton-ranks-"))
         self._rows = Rows(self._folder, self._share)
         self._ranks: RankProcesses | None = None
+        self._processes: set[str] = set()
+        """Ranks as routers know them. One that has ended has no name any more."""
         self._digest = model_digest(settings.model)
         self._outbox: queue.SimpleQueue[worker_pb2.JoinRequest | None] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[worker_pb2.JoinResponse | grpc.RpcError] = (
@@ -105,6 +107,7 @@ class Agent:
         )
         self._heard_s = time.monotonic()
         self._told_to_leave = 0
+        self._stopped = StoppedRanks()
 
     def run(self) -> int:
         """Joins, and keeps the ranks until the group ends. Returns the exit code."""
@@ -127,11 +130,10 @@ class Agent:
         """Returns the processes that have ended, as routers know them."""
         if self._ranks is None:
             return set()
-        processes = {process_of(pid) for pid in self._ranks.pids.values()}
         if at_once:
             self._ranks.kill()
         self._ranks.end()
-        return processes
+        return self._processes
 
     def leave(self) -> None:
         """The operator ends this agent: at first in order, and at once if asked again."""
@@ -164,10 +166,7 @@ class Agent:
         while True:
             ended = [ranks[descriptor] for descriptor, _ in poll.poll(LOOK_MS)]
             if ended and self._ranks is not None:
-                how = self._ranks.ending(ended[0])
-                self._outbox.put(worker_pb2.JoinRequest(ended=worker_pb2.RankEnded(how=how)))
-                time.sleep(2 * LOOK_MS / 1e3)  # So that the leader hears it before the stream ends.
-                raise GroupEndedError(how)
+                self._lost(self._ranks.ending(ended[0]))
             now_s = time.monotonic()
             while not self._inbox.empty():
                 if self._take(self._inbox.get()) and self._ranks is not None:
@@ -176,6 +175,9 @@ class Agent:
                         poll.register(descriptor, select.POLLIN)
             if now_s - self._heard_s > SILENT_S and self._ranks is not None:
                 raise GroupEndedError(f"the leader has said nothing for {SILENT_S:.0f} s")
+            pids = self._ranks.pids if self._ranks is not None else {}
+            if (stopped := self._stopped.look(pids, STOPPED_S)) is not None:
+                self._lost(f"rank {stopped} is stopped")
             if self._told_to_leave > 1 or (self._told_to_leave and self._ranks is None):
                 raise GroupEndedError("it was told to end")
             self._outbox.put(worker_pb2.JoinRequest(figures=self._figures()))
@@ -201,13 +203,21 @@ class Agent:
         threads = self._settings.threads or len(os.sched_getaffinity(0))
         self._ranks = RankProcesses(self._folder, self._share, max(1, threads // self._share.count))
         self._ranks.start()
+        self._processes = {process_of(pid) for pid in self._ranks.pids.values()}
         logger.info("ranks started", extra={"ranks": len(self._ranks.pids)})
+
+    def _lost(self, how: str) -> None:
+        """A rank is lost: the leader hears how, unless it has just told the ranks to end."""
+        self._outbox.put(worker_pb2.JoinRequest(ended=worker_pb2.RankEnded(how=how)))
+        time.sleep(2 * LOOK_MS / 1e3)
+        while not self._inbox.empty():
+            self._take(self._inbox.get())
+        raise GroupEndedError(how)
 
     def _figures(self) -> worker_pb2.RankFigures:
         if self._ranks is None:
             return worker_pb2.RankFigures()
-        stopped = [rank for rank, pid in self._ranks.pids.items() if is_stopped(pid)]
-        return worker_pb2.RankFigures(rows=self._rows.here(), stopped=stopped)
+        return worker_pb2.RankFigures(rows=self._rows.here(), stopped=self._stopped.ranks)
 
     def _member(self) -> worker_pb2.GroupMember:
         settings, place = self._settings, self._place

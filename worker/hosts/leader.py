@@ -134,6 +134,8 @@ class Group:
         )
         with self._changed:
             self._heard, lost = heard, self._lost
+            if len(self._agents) < self.nodes - 1:
+                lost = lost or "an agent has left before there were ranks"
             for agent in self._agents.values():
                 agent.outbox.put(worker_pb2.JoinResponse(order=message))
         if lost:

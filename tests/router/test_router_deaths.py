@@ -1,0 +1,96 @@
+"""Lost workers over several hosts: peers hear that one is gone when all is proven, or fenced."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from scripted_worker import DECODE, PREFILL, Cluster, ScriptedWorker, until
+from starlette.requests import Request
+
+from router.deaths.fence import fence_route
+from serving.net.internal_net import agent_name
+
+HOSTS = "boot/1", "boot/2"
+
+
+async def lost_worker(cluster: Cluster) -> tuple[ScriptedWorker, ScriptedWorker]:
+    """One that decodes, and one on two hosts that it knew. The router has lost the latter."""
+    decode = await cluster.add("d0", DECODE)
+    prefill = ScriptedWorker("p0", PREFILL)
+    prefill.identity.endpoint.process = f"{HOSTS[0]}/5/1"
+    prefill.identity.endpoint.ranks.add(process=f"{HOSTS[1]}/5/1")
+    cluster.workers.append(prefill)
+    await prefill.start()
+    cluster.registry.announce(prefill.identity)
+    await until(lambda: cluster.has_load(prefill))
+    await prefill.stop()
+    assert not (await decode.heard("part")).proven_dead
+    await until(lambda: cluster.registry.deaths.unproven)
+    return decode, prefill
+
+
+async def test_a_peer_hears_it_once_both_hosts_have_said_so(cluster: Cluster) -> None:
+    decode, prefill = await lost_worker(cluster)
+    deaths = cluster.registry.deaths
+    assert deaths.witness("p0", HOSTS[0], [f"{HOSTS[0]}/5/1"]) == []
+    assert not decode.count("part")
+    deaths.witness("p0", HOSTS[1], [f"{HOSTS[1]}/5/1"])
+    part = await decode.heard("part")
+    assert (part.agent_name, part.proven_dead) == (prefill.agent_name, True)
+
+
+async def asked(cluster: Cluster, body: Any = None) -> tuple[int, Any]:
+    """Status and answer of the page."""
+    route = fence_route(cluster.registry.deaths, lambda: cluster.registry.members)
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": content, "more_body": False}
+
+    method = "GET" if body is None else "POST"
+    scope = {"type": "http", "method": method, "path": "/fence", "headers": []}
+    answer = await route.endpoint(Request(scope, receive))
+    return answer.status_code, json.loads(answer.body)
+
+
+async def test_an_operator_fences_what_is_lost_and_nothing_that_lives(cluster: Cluster) -> None:
+    decode, prefill = await lost_worker(cluster)
+    epoch = f"{prefill.identity.epoch:016x}"
+    _, shown = await asked(cluster)
+    assert [(one["worker"], one["epoch"], one["processes"]) for one in shown["lost"]] == [
+        ("p0", epoch, 2)
+    ]
+    status, answer = await asked(cluster, {"worker": "d0", "epoch": f"{decode.identity.epoch:x}"})
+    assert (status, "is attached: it lives" in answer["error"]) == (409, True)
+    assert await asked(cluster, {"worker": "p0", "epoch": epoch}) == (
+        200,
+        {"worker": "p0", "epoch": epoch},
+    )
+    part = await decode.heard("part")
+    assert (part.agent_name, part.proven_dead) == (agent_name("p0", prefill.identity.epoch), True)
+    assert await asked(cluster) == (200, {"lost": []})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[" * 9000,
+        {},
+        [],
+        {"worker": "p0"},
+        {"worker": "p0", "epoch": 7},
+        {"worker": "p0", "epoch": "x"},
+        {"worker": "p0", "epoch": "0"},
+        {"worker": "p0", "epoch": "1" * 17},
+        {"worker": 5, "epoch": "7"},
+    ],
+)
+async def test_a_body_that_says_nothing_fences_nothing(cluster: Cluster, body: Any) -> None:
+    status, answer = await asked(cluster, body)
+    assert (status, answer["error"]) == (
+        400,
+        'the body must be {"worker": NAME, "epoch": 16 hexadecimal digits}',
+    )
