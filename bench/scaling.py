@@ -5,7 +5,7 @@
 The cluster is that of `bench.balance`, on a virtual clock with the rates of an H100. What is scaled
 is what the chart in compose/kubernetes scales, by the same figures, targets and behaviour: a
 HorizontalPodAutoscaler looks every 15 s at figures of the last minute, may double a pool in 30 s,
-and takes one pod away in 120 s, once nothing has asked for it for half an hour. A pod serves
+and takes one pod away in 120 s, once nothing has asked for it for 20 minutes. A pod serves
 `--start-s` after it was asked for, and has its drain to leave. `gpus`: the mean over the hour, pods
 that start or leave counted. `turns`: changes of direction of one pool, the most in any hour.
 `fewer` and `more` are the best fixed splits of as many GPUs, rounded down and up.
@@ -40,7 +40,7 @@ from router.workers.balance import DECODE, PREFILL
 SYNC_S, MEAN_S = 15.0, 60.0
 TOLERANCE = 0.1
 FULL, EMPTY_S = 0.9, 120.0
-UP_S, DOWN_S, WINDOW_S = 30.0, 120.0, 1800.0
+UP_S, DOWN_S, WINDOW_S = 30.0, 120.0, 1200.0
 NAMES: Final[Mapping[int, str]] = {PREFILL: "prefill", DECODE: "decode"}
 
 

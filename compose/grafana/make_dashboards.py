@@ -223,6 +223,24 @@ BALANCE: Final = [
         "Sequences that left the batch because pages ran out. They are computed again.",
     ),
     Panel(
+        "Time that stages compute",
+        [
+            (
+                "sum by (worker, stage) (rate(baton_rank_busy_seconds_total[1m]))"
+                " / count by (worker, stage) (baton_rank_busy_seconds_total)",
+                "{{worker}} stage {{stage}}",
+            )
+        ],
+        "percentunit",
+        "Of workers with several ranks, on CPUs. The stage that computes most bounds the others.",
+    ),
+    Panel(
+        "Time that the fastest rank waits",
+        [rate("baton_rank_skew_seconds", "worker")],
+        "percentunit",
+        "For the slowest one, at sums. Near 0 where ranks are alike.",
+    ),
+    Panel(
         "GPUs",
         [("max by (worker) (baton_gpu_utilization_ratio)", "{{worker}}")],
         "percentunit",

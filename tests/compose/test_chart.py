@@ -170,3 +170,43 @@ def test_compose_has_the_settings_of_the_chart() -> None:
         other = found[keeper.removeprefix(f"{RELEASE}-")]["environment"]
         assert given - {"BATON_NAME", "BATON_ADVERTISE"} <= set(other)
         assert {"HF_TOKEN", "BATON_DRAIN_S"} <= set(other)
+
+
+@pytest.mark.parametrize(("rdma", "added"), [("", []), ("rdma/hca", ["IPC_LOCK"])])
+def test_rdma_may_pin_memory_and_nobody_else(rdma: str, added: list[str]) -> None:
+    more = ["--set=model=demo", POOLS + ONE, "--set=pools[0].gpus=2", f"--set=pools[0].rdma={rdma}"]
+    (container,) = dict(pods(manifests(CHART / "values.yaml", *more)))[f"{RELEASE}-all"]["spec"][
+        "containers"
+    ]
+    limits = container["resources"]["limits"]
+    assert limits == {"memory": "16Gi", "nvidia.com/gpu": 2} | ({rdma: 1} if rdma else {})
+    capabilities = container["securityContext"]["capabilities"]
+    assert (capabilities["drop"], capabilities.get("add", [])) == (["ALL"], added)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "traces", "endpoint"),
+    [
+        (1, "", f"grpcs://{RELEASE}-routers:50050"),
+        (2, "", None),  # each would have a part
+        (1, "http://jaeger:4317", "http://jaeger:4317"),
+        (2, "http://jaeger:4317", "http://jaeger:4317"),
+    ],
+)
+def test_where_spans_go_and_who_may_be_evicted(
+    replicas: int, traces: str, endpoint: str | None
+) -> None:
+    more = ["--set=model=demo", POOLS + ONE, f"--set=router.replicas={replicas},traces={traces}"]
+    made = manifests(CHART / "values.yaml", *more)
+    for _, pod in pods(made):
+        (container,) = pod["spec"]["containers"]
+        env = {one["name"]: one.get("value") for one in container["env"]}
+        assert env.get("BATON_OTLP_ENDPOINT") == endpoint
+    budgets = {
+        one["metadata"]["name"]: one["spec"] for one in made if one["kind"] == "PodDisruptionBudget"
+    }
+    assert budgets[f"{RELEASE}-all"]["maxUnavailable"] == 1
+    assert (f"{RELEASE}-router" in budgets) == (replicas > 1)
+    kept = [pod for name, pod in pods(made) if name == f"{RELEASE}-all"]
+    selector = budgets[f"{RELEASE}-all"]["selector"]["matchLabels"].items()
+    assert all(selector <= pod["metadata"]["labels"].items() for pod in kept)

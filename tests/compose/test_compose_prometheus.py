@@ -38,11 +38,14 @@ ELSEWHERE = {
     Metric.GPU_MEMORY_TOTAL,
     f"{Metric.SPECULATION_DRAFTED}_total",
     f"{Metric.SPECULATION_ACCEPTED}_total",
+    f"{Metric.RANK_BUSY}_total",
+    f"{Metric.RANK_SKEW}_total",
     Metric.BALANCE_RATIO,
     Metric.ADAPTER_SLOTS,
     *(f"{name}_total" for name in vars(Metric).values() if str(name).startswith("baton_adapter_")),
 }
-"""Shown by workers on GPUs, by those that draft or take adapters, and by routers that balance."""
+"""Shown by workers on GPUs, by those that draft, have ranks or take adapters, and by routers that
+balance."""
 NAME = re.compile(r"\b(?:baton_|gen_ai_|baton:)[\w:]+")
 SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
 
