@@ -42,7 +42,10 @@ ELSEWHERE = {
     f"{Metric.RANK_SKEW}_total",
     Metric.BALANCE_RATIO,
     Metric.ADAPTER_SLOTS,
-    *(f"{name}_total" for name in vars(Metric).values() if str(name).startswith("baton_adapter_")),
+    f"{Metric.ADAPTER_LOADS}_total",
+    f"{Metric.ADAPTER_EVICTIONS}_total",
+    f"{Metric.ADAPTER_WAITS}_total",
+    f"{Metric.ADAPTER_WAIT_SECONDS}_total",
 }
 """Shown by workers on GPUs, by those that draft, have ranks or take adapters, and by routers that
 balance."""
