@@ -6,10 +6,12 @@ python -m bench.step_time [--rows 4 40 64] [--context 1100] [--spread 0] [--chun
                           [--profile] [--rows-are alike|different] [--json FILE]
 
 A table, in ms: the median step of `rows` rows of `context` tokens each, alone and with `chunks`
-tokens of one prompt of which `behind` tokens are computed, and how long the host is busy launching
-it (`--no-graphs`: kernel by kernel). Dummy weights, random KV, greedy; each step is launched while
-the one before it runs, as the step loop does. `--spread`: the rows' tokens are the quantiles of a
-log-normal distribution of this sigma, around `context`, up to MOST_TOKENS. `--profile` adds the
+tokens of one prompt of which `behind` tokens are computed, and how long the host takes to launch it
+(`--no-graphs`: kernel by kernel), behind a step that runs and alone. The driver's queue may be full
+in the first case, and then the host waits for the device. Dummy weights, random KV, greedy; each
+step is launched while the one before it runs, as the step loop does. `--spread`: the rows' tokens
+are the quantiles of a log-normal distribution of this sigma, around `context`, up to MOST_TOKENS.
+`--profile` adds the
 kernels of the last step. `--rows-are`: what decode attention takes the rows for, whatever their
 lengths.
 """
@@ -134,6 +136,17 @@ class Stepper:
         steps = [a.elapsed_time(b) for a, b in pairwise(counted)]
         return statistics.median(steps), statistics.median(launches[UNCOUNTED:])
 
+    def launch_ms(self, plan: StepPlan, repeats: int) -> float:
+        """Median of launching one while the device has nothing else, so that no launch waits for
+        it."""
+        found = []
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            step = self.executor.launch(plan)
+            found.append(1e3 * (time.perf_counter() - begin))
+            step.result(60)
+        return statistics.median(found)
+
     def profile(self, plan: StepPlan, most: int = 16) -> str:
         """Kernels of one step by time."""
         activity = torch.profiler.ProfilerActivity.CUDA
@@ -194,10 +207,11 @@ def main() -> None:
             for behind in arguments.behind if chunk else [0]:
                 plan = stepper.plan(contexts[rows], chunk, behind)
                 ms, launch_ms = stepper.time_ms(plan, arguments.repeats)
+                alone_ms = stepper.launch_ms(plan, arguments.repeats)
                 step = {"rows": rows, "chunk": chunk, "behind": behind}
-                found.append({**step, "ms": ms, "launch_ms": launch_ms})
-                what = f"{rows:4d} rows, {chunk:4d} tokens behind {behind:5d}"
-                print(f"{what}: {ms:7.2f} ms, {launch_ms:5.2f} of the host", flush=True)
+                found.append({**step, "ms": ms, "launch_ms": launch_ms, "alone_ms": alone_ms})
+                what = f"{rows:4d} rows, {chunk:4d} tokens behind {behind:5d}: {ms:7.2f} ms"
+                print(f"{what}, {launch_ms:5.2f} of the host, {alone_ms:5.2f} alone", flush=True)
     if arguments.profile:
         print(stepper.profile(plan))
     write_json(arguments.json, found)
