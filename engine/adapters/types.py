@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from mmap import mmap
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -18,6 +19,18 @@ DIGEST_BYTES = 32
 
 class AdapterError(Exception):
     """An adapter cannot be used; the message says which field or file, and what would do."""
+
+
+class Opened(Protocol):
+    """Memory that other processes may open (`engine.adapters.shared`)."""
+
+    memory: mmap
+    """All of it."""
+
+    @property
+    def path(self) -> str:
+        """By which they do."""
+        ...
 
 
 class LowRank(NamedTuple):
@@ -42,6 +55,8 @@ class Adapter:
     """Largest one of its modules."""
     base: str = ""
     """The model that it says it was trained on."""
+    file: Opened | None = None
+    """Its memory, where other ranks map it."""
 
     @property
     def num_bytes(self) -> int:

@@ -82,6 +82,8 @@ class LoadedModel:
     """What drafts for it; None: nothing that has weights."""
     adapters: object | None = None
     """Where adapters add to it (`engine.parts.adapters`); None: it takes none."""
+    whole: Model | None = None
+    """All layers, without memory, where a stage has some of them."""
 
 
 def load_model(
@@ -205,7 +207,7 @@ def _load_native(
         _check(whole, source, form, config)
     places = whole if every is None else list(_places(model, form, source.headers))
     revision = fill(places, source, asdict(config), load.progress, whole)
-    loaded = LoadedModel(model, config, revision, str(folder), precision.name)
+    loaded = LoadedModel(model, config, revision, str(folder), precision.name, whole=every)
     return _with_pooling(loaded, pools, source, generates=generates)
 
 

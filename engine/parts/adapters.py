@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from engine.adapters.registry import Adapters
+from engine.adapters.shared import shared
 from engine.adapters.types import Adapter, AdapterError
 from engine.config import EngineConfig
 from engine.cuda import features
@@ -24,41 +25,23 @@ ON_CPU: Final = torch.float32
 """In which pairs are kept and multiplied there."""
 
 
-def check_adapters(config: EngineConfig, device: str) -> None:
+def check_adapters(config: EngineConfig) -> None:
     """Whether an engine can have adapters as configured.
 
     Raises:
         EngineError: it cannot; the reason is named.
     """
-    if not config.max_adapters:
-        if config.adapters:
-            raise EngineError("adapters need max_adapters above 0")
-        return
-    if config.tp > 1:
-        raise EngineError(f"adapters with tp {config.tp} are not built yet: set tp to 1")
-    if device != "cpu" and config.quantization:
-        raise EngineError(_rounds(f"quantization {config.quantization}"))
-
-
-def _rounds(what: str) -> str:
-    return f"adapters on GPUs with {what} are not built yet: their pairs read what is not rounded"
+    if config.adapters and not config.max_adapters:
+        raise EngineError("adapters need max_adapters above 0")
 
 
 def with_adapters(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> LoadedModel:
-    """A model whose products take adapters, if they are wanted.
-
-    Raises:
-        EngineError: it cannot have any; the reason is named.
-    """
+    """A model whose products take adapters, if they are wanted."""
     if not config.max_adapters:
         return loaded
-    if device.type == "cpu":
+    if device.type == "cpu" or features.obstacle(loaded.config):
         return replace(loaded, adapters=AdapterSites(loaded.model))
-    if obstacle := features.obstacle(loaded.config):
-        raise EngineError(f"adapters on GPUs need fused kernels, and {obstacle} has none yet")
-    linears = linears_of(loaded.model, fused=True)
-    if any(linear.method.input is not None for linear in linears):
-        raise EngineError(_rounds("FP8 weights"))
+    linears = linears_of(loaded.model)
     from engine.cuda.adapters.sites import CudaAdapterSites
 
     own = config.max_adapters, config.max_adapter_rank, dtype_of(config.dtype)
@@ -66,10 +49,9 @@ def with_adapters(config: EngineConfig, loaded: LoadedModel, device: torch.devic
 
 
 def sites_of(loaded: LoadedModel) -> AdapterSites | None:
-    """Where adapters add in steps with PyTorch."""
+    """Where adapters add in steps with PyTorch. Attention may not have let a GPU have others."""
     found = loaded.adapters
-    assert found is None or isinstance(found, AdapterSites), "a GPU runs fused steps"
-    return found
+    return found if found is None or isinstance(found, AdapterSites) else AdapterSites(loaded.model)
 
 
 def cuda_sites_of(loaded: LoadedModel) -> CudaAdapterSites | None:
@@ -92,11 +74,13 @@ def adapters_of(config: EngineConfig, loaded: LoadedModel) -> Adapters:
         return Adapters()
     limits = Limits(config.max_adapter_rank, config.adapters_host_bytes)
     on_gpu = config.device != "cpu"
-    shapes = shapes_of(linears_of(loaded.model, fused=on_gpu))
+    shapes = shapes_of(linears_of(loaded.whole or loaded.model))
     dtype = dtype_of(config.dtype) if on_gpu else ON_CPU
 
     def read(folder: Path, within: Path | None) -> Adapter:
         found = read_adapter(folder, shapes, limits, dtype, within)
+        if config.ranks > 1:
+            return shared(found)
         return pinned(found) if on_gpu and torch.cuda.is_available() else found
 
     adapters = Adapters(read, config.adapters_host_bytes)

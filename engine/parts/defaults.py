@@ -36,7 +36,7 @@ def with_defaults(config: EngineConfig) -> EngineConfig:
         choosing.check(config, device)
     except (PoolError, choosing.SpeculationError) as error:
         raise EngineError(str(error)) from error
-    check_adapters(config, device)
+    check_adapters(config)
     on_cpu = device == "cpu"
     _check_ranks(config, device)
     step_tokens = config.max_step_tokens or _usual_step_tokens(config, on_cpu=on_cpu)
@@ -111,8 +111,6 @@ def _ranks_obstacle(config: EngineConfig) -> str:
             f"speculation {config.speculation} needs pp 1, also where nobody decodes: a draft head"
             " reads what layers of all stages have made"
         )
-    if config.max_adapters:
-        return f"adapters with pp {pp} are not built yet: set pp to 1"
     if config.hooks:
         return f"hooks need pp 1: they see all layers, and pp {pp} gives each stage some"
     if config.kv_host_bytes:

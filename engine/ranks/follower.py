@@ -39,6 +39,7 @@ from engine.pool.pools import KvPools
 from engine.ranks.copies import begin_copying, send_memory
 from engine.ranks.groups import RankGroup, device_of
 from engine.ranks.process import (
+    ADAPTER,
     FAILED,
     HELLO,
     LOADED,
@@ -52,7 +53,7 @@ from engine.ranks.process import (
     steps_of,
 )
 from engine.ranks.stats import RankStats, Stage, watched
-from engine.ranks.steps import decode
+from engine.ranks.steps import RankAdapters, decode
 from engine.step.collective import CollectiveError
 from engine.step.executor import Executor, Launched
 from engine.step.grid import Grid
@@ -154,9 +155,13 @@ class Follower:
         run = self._steps(loaded, pools, hooks)
         self._reach(Stage.READY)
         self._report(READY)
-        while (message := self._next())[0] == STEP:
+        adapters = RankAdapters()
+        while (message := self._next())[0] in (STEP, ADAPTER):
+            if message[0] == ADAPTER:
+                adapters.put(message[1:])
+                continue
             failpoints.hit("rank.step", str(self._rank))
-            run(decode(message[1:]))
+            run(adapters.completed(decode(message[1:])))
 
     def _steps(
         self, loaded: LoadedModel, pools: KvPools, hooks: Sequence[Hook]

@@ -41,10 +41,11 @@ from engine.ranks.executor import RankedExecutor
 from engine.ranks.groups import RankGroup
 from engine.ranks.keeper import Keeper, Pulse, RankError
 from engine.ranks.stats import RankLoad, RankStats, Stage, watched
-from engine.ranks.steps import encode
+from engine.ranks.steps import Message, StepMessages
 from engine.step.dispatch import STAY, Dispatch
 from engine.step.executor import Executor
 from engine.step.grid import Grid
+from engine.step.plan import StepPlan
 from engine.tiers.movers import PageMover
 
 MEET_LOOK_MS: Final = 50
@@ -85,6 +86,7 @@ class HostRanks:
         self._control = Control(self._folder, hosts)
         self._processes: RankProcesses | None = None
         self._steps: list[zmq.Socket[bytes]] = []
+        self._messages = StepMessages(away=config.nodes > 1)
         self._copies: dict[str, list[zmq.Socket[bytes]]] = {name: [] for name in DIRECTIONS}
         self._copying: CopyingRanks | None = None
         self._inbox: MemoryInbox | None = None
@@ -231,9 +233,13 @@ class HostRanks:
         return RankedExecutor(
             own,
             self._kept,
-            lambda plan: self._send([process.STEP, *encode(plan)]),
+            self._send_step,
             self.stats.step_ended,
         )
+
+    def _send_step(self, plan: StepPlan) -> None:
+        for message in self._messages.of(plan):
+            self._send(message)
 
     def mover(self, own: PageMover, group: int) -> PageMover:
         """See `Ranks`."""
@@ -286,7 +292,7 @@ class HostRanks:
         assert self._keeper is not None, "they are started"
         return self._keeper
 
-    def _send(self, frames: list[bytes | memoryview]) -> None:
+    def _send(self, frames: Message) -> None:
         for socket in self._steps:
             with suppress(zmq.Again):  # It is gone, and so will be the others.
                 socket.send_multipart(frames, zmq.DONTWAIT)

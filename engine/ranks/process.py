@@ -8,7 +8,8 @@
    steps, such as its part of the hand-off, begins on a thread of its own. It has a socket to
    rank 0, `BESIDE`. Copies to and from host memory have threads and sockets, too. A rank reports
    `READY`.
-4. Rank 0 sends `STEP` after `STEP`, and at last `STOP`.
+4. Rank 0 sends `STEP` after `STEP`, before some of them `ADAPTER` (`engine.ranks.steps`), and at
+   last `STOP`.
 
 A rank that has any error reports `FAILED` and ends. It also ends with the thread that started it.
 """
@@ -30,6 +31,7 @@ REPORTS: Final = "reports"
 """The socket of all reports."""
 PAGES: Final = b"pages"
 STEP: Final = b"step"
+ADAPTER: Final = b"adapter"
 STOP: Final = b"stop"
 LOADED: Final = "loaded"
 READY: Final = "ready"

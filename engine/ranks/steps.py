@@ -4,21 +4,34 @@ A step is a list of frames: `HEAD`, then the columns of `StepPlan` that a rank n
 ids of each prompt that is scored, then the columns of each group beyond group 0, then those of each
 search. All are int32 in the order of the host, which is the same for all ranks. What only rank 0
 needs, such as sampling options and masks, stays there.
+
+A step names slots of adapters alone. Before the first step that wants one in a slot, rank 0 says
+where its memory lies (`engine.adapters.shared`), or sends it to other hosts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.adapters.shared import mapped, opened
+from engine.adapters.slots import NO_SLOT
+from engine.adapters.types import Adapter
 from engine.beams.plan import SearchPlan
+from engine.ranks.process import ADAPTER, STEP
 from engine.step.plan import Begins, GroupTable, ScorePlan, StepPlan
 from engine.step.sampling import SamplePlan
 
 Int32s = NDArray[np.int32]
+Message = list[bytes | memoryview]
+_KEPT_STEPS: Final = 64
+"""More than can be launched and not begun by another rank: till then memory that was named to it
+must not end."""
 
 COLUMNS: Final = (
     "token_ids",
@@ -39,6 +52,7 @@ COLUMNS: Final = (
     "hook_tags",
     "pools",
     "successors",
+    "adapters",
 )
 """Columns that travel. The page table, the hooks' tags and the pools have two dimensions."""
 BEGUN: Final = ("slots", "lens", "prompt_lens", "choices", "seeds", "ids")
@@ -132,3 +146,52 @@ def _group(arrays: Sequence[Int32s]) -> GroupTable:
     pages, skipped, *copies = arrays
     rows = len(skipped)  # There are none where a step only copies pages.
     return GroupTable(pages.reshape(rows, pages.size // max(1, rows)), skipped, *copies)
+
+
+class StepMessages:
+    """What rank 0 sends for its steps."""
+
+    def __init__(self, *, away: bool = False) -> None:
+        """`away`: some ranks are on other hosts."""
+        self._away = away
+        self._sent: dict[int, bytes] = {}
+        """Digests by slot."""
+        self._kept: deque[list[Adapter]] = deque(maxlen=_KEPT_STEPS)
+
+    def of(self, plan: StepPlan) -> Iterator[Message]:
+        """The messages of a step, in order."""
+        new = [
+            (slot, each)
+            for slot, each in plan.adapters_wanted
+            if self._sent.get(slot) != each.digest
+        ]
+        self._kept.append([each for _, each in new])
+        for slot, each in new:
+            assert each.file is not None, "ranks share what they read"
+            self._sent[slot] = each.digest
+            where = (b"", each.file.memory[:]) if self._away else (each.file.path.encode(), b"")
+            yield [ADAPTER, str(slot).encode(), each.digest, *where]
+        yield [STEP, *encode(plan)]
+
+
+class RankAdapters:
+    """What another rank has heard."""
+
+    def __init__(self) -> None:
+        self._by_slot: dict[int, Adapter] = {}
+
+    def put(self, frames: Sequence[bytes]) -> None:
+        """Takes what rank 0 said of a slot.
+
+        Raises:
+            AdapterError, OSError: the memory is not there.
+        """
+        slot, digest, path, content = frames
+        found = mapped(path.decode(), digest) if path else opened(bytearray(content))
+        self._by_slot[int(slot)] = found
+
+    def completed(self, plan: StepPlan) -> StepPlan:
+        """A step with what its slots must have."""
+        found = np.unique(plan.adapters[plan.adapters != NO_SLOT]).tolist()
+        wanted = tuple((slot, self._by_slot[slot]) for slot in found)
+        return replace(plan, adapters_wanted=wanted)

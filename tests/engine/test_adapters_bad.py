@@ -151,8 +151,6 @@ def test_files(folder, shapes):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"pp": 2, "max_adapters": 1}, "adapters with pp 2"),
-        ({"tp": 2, "max_adapters": 1}, "adapters with tp 2"),
         ({"adapters": ("x",), "max_adapters": 1}, "'x' is not name=folder"),
         ({"adapters": ("x=/nowhere",), "max_adapters": 1}, "adapter 'x': /nowhere has no"),
         ({"adapters": ("x=y",)}, "max_adapters above 0"),
