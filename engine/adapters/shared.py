@@ -23,7 +23,7 @@ from engine.adapters.types import DIGEST_BYTES, Adapter, AdapterError, LowRank
 _ALIGNMENT: Final = 64
 """Bytes of a cache line; any tensor may begin there."""
 _LENGTH_BYTES: Final = 8
-"""Of the description's length."""
+"""In which the description has its length."""
 _HEAD_BYTES: Final = DIGEST_BYTES + _LENGTH_BYTES
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.cuda import kernels
+from engine.cuda.adapters.additions import CudaAddition
 from engine.cuda.experts.beside import SharedWeights, beside_of
 from engine.cuda.experts.mixing import parts_of
 from engine.cuda.experts.routing import route
@@ -29,13 +30,13 @@ from engine.model.precision.rounding import Rounded, Rounding, is_alike, plain_o
 
 
 def reader_of(module: Gated | Mlp | Experts | Beside) -> Rounding | None:
-    """How it takes its input; None: in the model's dtype."""
+    """How it takes its input in the step that runs; None: in the model's dtype."""
     if isinstance(module, Mlp):
-        return module.up.method.input
+        return module.up.reads
     if isinstance(module, Experts):  # The router reads them in the model's dtype.
         how = module.gate_up.input
         return None if how is None else how._replace(keeps=True)
-    return module.gate_up.method.input if isinstance(module, Gated) else None
+    return module.gate_up.reads if isinstance(module, Gated) else None
 
 
 def run(module: Gated | Mlp | Experts | Beside, x: Tensor | Rounded) -> Tensor | Parts:
@@ -63,7 +64,7 @@ def layer_input(module: Input, x: Tensor | Rounded, own: Tensor) -> Tensor:
 
 
 def _gated(module: Gated, x: Tensor | Rounded) -> Tensor:
-    reader = module.down.method.input
+    reader = module.down.reads
     if module.activation is Activation.SILU:
         middle = gated(x, module.gate_up, reader)
     else:
@@ -114,7 +115,7 @@ def _experts(module: Experts, x: Tensor | Rounded) -> Parts:
     chosen = route(module.router(plain), module.own.routing, module.choice_bias, module.held)
     if not isinstance(shared, Gated):
         return _parts_of(module, x, chosen)
-    beside = beside_of(module) if len(plain) == 1 else None
+    beside = beside_of(module) if len(plain) == 1 and not shared.gate_up.adds else None
     parts = _parts_of(module, x, chosen, beside)
     if beside is None:
         reader = reader_of(shared)
@@ -129,8 +130,10 @@ def _experts(module: Experts, x: Tensor | Rounded) -> Parts:
 
 def gated(x: Tensor | Rounded, gate_up: Linear, reader: Rounding | None) -> Tensor | Rounded:
     """silu(gate) * up of [T, H] -> [T, I], perhaps rounded as its reader wants."""
-    adds = gate_up.addition is not None and gate_up.addition.active
-    fused = gate_up.method.gated(x) if gate_up.bias is None and not adds else None
+    if gate_up.adds:
+        assert isinstance(gate_up.addition, CudaAddition)
+        return as_read(gate_up.addition.gated(x, gate_up), reader)
+    fused = gate_up.method.gated(x) if gate_up.bias is None else None
     if fused is not None:
         return fused
     both = gate_up(x)

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.attention.grouped import PagedGroups
 from engine.cuda import feed_forward
 from engine.cuda.experts.summing import Parts
-from engine.cuda.joining import Join, Joined, entered, joined, joiner
+from engine.cuda.joining import Join, Joined, Reads, entered, joined, joiner
 from engine.cuda.mixers.attention import RopeTables
 from engine.cuda.mixers.base import FusedMixer, RowEnds, StepTokens
 from engine.cuda.mixers.kinds import fused
@@ -28,7 +28,7 @@ from engine.model.experts.layer import Experts
 from engine.model.feed_forward import Gated, Mlp
 from engine.model.linear import RmsNorm
 from engine.model.mixers.base import Mixer
-from engine.model.precision.rounding import Rounded, Rounding
+from engine.model.precision.rounding import Rounded
 from engine.pool.pools import KvPools
 from engine.step.collective import Collective
 
@@ -41,7 +41,7 @@ class Sublayer(NamedTuple):
 
     layer: int
     before: RmsNorm | None
-    reader: Rounding | None
+    reads: Reads
     """How it takes its input."""
     run: FusedMixer | Behind
     after: RmsNorm | None
@@ -80,16 +80,16 @@ class FusedLayers:
         give. `taps`: the parts before which the residual is wanted; the number of parts: what the
         last one gives."""
         by_all = joiner(collective)
-        self._entry = Join(None, parts[0].before, parts[0].reader, 1.0)
-        readers = [*((part.before, part.reader, part.again, part.rounds_one) for part in parts[1:])]
-        readers.append((norm, None, False, False))
+        self._entry = Join(None, parts[0].before, parts[0].reads, 1.0)
+        readers = [*((part.before, part.reads, part.again, part.rounds_one) for part in parts[1:])]
+        readers.append((norm, _plain, False, False))
         self._parts: list[tuple[Sublayer, Join, Joined]] = [
             (
                 part,
-                Join(part.after, before, reader, part.factor_of(factor), part.scalar, *rest),
+                Join(part.after, before, reads, part.factor_of(factor), part.scalar, *rest),
                 joined if part.is_whole else by_all,
             )
-            for part, (before, reader, *rest) in zip(parts, readers, strict=True)
+            for part, (before, reads, *rest) in zip(parts, readers, strict=True)
         ]
         keepers = [
             at
@@ -236,6 +236,10 @@ class FusedForward:
         return self._model.shaped(self._products.linear(hidden, self._model.head, None))
 
 
+def _plain() -> None:
+    """See `Reads`."""
+
+
 def sublayers_of(layer: Layer, fuse: Callable[[Mixer], FusedMixer]) -> Iterator[Sublayer]:
     """The parts of a layer, in order. `fuse`: the fused form of its mixer."""
     found: list[Sublayer] = []
@@ -243,16 +247,16 @@ def sublayers_of(layer: Layer, fuse: Callable[[Mixer], FusedMixer]) -> Iterator[
     if layer.mixer is not None:
         mixer = fuse(layer.mixer)
         # Two that read the same round it for themselves.
-        reader = None if is_parallel else mixer.reader
-        found.append(Sublayer(layer.index, layer.before_mixer, reader, mixer, layer.after_mixer))
+        reads: Reads = _plain if is_parallel else lambda: mixer.reader
+        found.append(Sublayer(layer.index, layer.before_mixer, reads, mixer, layer.after_mixer))
     if own is not None:
-        before, reader = layer.before_feed_forward, feed_forward.reader_of(own)
+        before, reads = layer.before_feed_forward, partial(feed_forward.reader_of, own)
         if is_parallel:
-            before = reader = None
+            before, reads = None, _plain
         after = layer.after_feed_forward
-        found.append(Sublayer(layer.index, before, reader, own, after, again=is_parallel))
+        found.append(Sublayer(layer.index, before, reads, own, after, again=is_parallel))
     if (given := layer.input) is not None:
-        found.append(Sublayer(layer.index, None, given.gate.method.input, given, given.norm))
+        found.append(Sublayer(layer.index, None, lambda: given.gate.reads, given, given.norm))
     if found and layer.scalar is not None:
         found[-1] = found[-1]._replace(scalar=layer.scalar)
     yield from found

@@ -22,6 +22,9 @@ from engine.model.linear import RmsNorm
 from engine.model.precision.rounding import Rounded, Rounding
 from engine.step.collective import Collective
 
+Reads = Callable[[], Rounding | None]
+"""Says how a product takes its input in the step that runs; None: in the model's dtype."""
+
 
 class Join(NamedTuple):
     """What happens between two parts of the model: the first one's output is added to the residual,
@@ -31,7 +34,7 @@ class Join(NamedTuple):
     """Norm of the output."""
     before: RmsNorm | None
     """Norm of the sum."""
-    reader: Rounding | None
+    reads: Reads
     """How the next product rounds its input."""
     factor: float
     """On the output."""
@@ -50,7 +53,7 @@ class Join(NamedTuple):
 
     def reader_of(self, rows: int) -> Rounding | None:
         """How so many rows are rounded."""
-        return None if self.rounds_one and rows == 1 else self.reader
+        return None if self.rounds_one and rows == 1 else self.reads()
 
 
 Joined = Callable[[Tensor, Tensor | Parts, Join], Tensor | Rounded]
@@ -59,7 +62,7 @@ Joined = Callable[[Tensor, Tensor | Parts, Join], Tensor | Rounded]
 
 def entered(x: Tensor, how: Join) -> Tensor | Rounded:
     """What the first layer reads."""
-    norm, reader = how.before, how.reader
+    norm, reader = how.before, how.reads()
     if norm is None:
         return as_read(x, reader)
     if norm.centred:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from engine.model.precision.base import WeightSlice, parameter
 from engine.model.precision.choice import Precision
-from engine.model.precision.rounding import Rounded
+from engine.model.precision.rounding import Rounded, Rounding
 from engine.model.shard import Shard
 from engine.step.collective import Collective
 from engine.step.dispatch import STAY, Dispatch
@@ -39,8 +39,8 @@ class Addition(Protocol):
         """Whether it adds anything in the step that runs."""
         ...
 
-    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        """[T, inputs] and the product's own [T, outputs] -> [T, outputs]. May overwrite it."""
+    def __call__(self, x: Tensor | Rounded, linear: Linear) -> Tensor:
+        """[T, inputs] -> [T, outputs]: the product `linear.multiply`, and what is added."""
         ...
 
 
@@ -57,11 +57,24 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor | Rounded) -> Tensor:
         """[T, inputs] -> [T, outputs]."""
-        out = self.method.product(x, self.bias)
-        if self.addition is None or not self.addition.active:
-            return out
-        assert isinstance(x, Tensor), "who adds reads what was not rounded"
-        return self.addition(x, out)
+        if self.addition is None or not self.adds:
+            return self.multiply(x)
+        return self.addition(x, self)
+
+    def multiply(self, x: Tensor | Rounded) -> Tensor:
+        """The product alone, [T, inputs] -> [T, outputs]."""
+        return self.method.product(x, self.bias)
+
+    @property
+    def reads(self) -> Rounding | None:
+        """How it takes its input in the step that runs; None: in the model's dtype."""
+        how = self.method.input
+        return how._replace(keeps=True) if how is not None and self.adds else how
+
+    @property
+    def adds(self) -> bool:
+        """Whether adapters add to it in the step that runs."""
+        return self.addition is not None and self.addition.active
 
 
 class RmsNorm(nn.Module):

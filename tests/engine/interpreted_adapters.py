@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from engine.adapters.types import Adapter, LowRank
 from engine.cuda.adapters.sites import CudaAdapterSites
@@ -31,9 +32,22 @@ class Plan:
         self.num_decodes, self.row_slots = decodes, np.zeros(len(adapters), np.int32)
 
 
+class Products:
+    """Products of a device."""
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return F.linear(x, weight, bias)
+
+
 def linear(sizes: list[int], inputs: int, dtype: torch.dtype) -> Linear:
     parts = [WeightSlice(f"p{i}", Region.whole(rows, inputs)) for i, rows in enumerate(sizes)]
-    return Linear(parts, False, Build(dtype, CPU, Precision(CPU, dtype), Shard(), Alone()))
+    made = Linear(parts, True, Build(dtype, CPU, Precision(CPU, dtype), Shard(), Alone()))
+    for each in made.parameters():
+        each.normal_(0.0, 1.0)
+    made.method.finish(Products())  # type: ignore[arg-type]
+    return made
 
 
 def adapter(number: int, sizes: list[int], inputs: int, ranks: list[int]) -> Adapter:
@@ -48,6 +62,11 @@ def adapter(number: int, sizes: list[int], inputs: int, ranks: list[int]) -> Ada
         if rank
     }
     return Adapter(bytes([number]) * 32, modules, max(ranks))
+
+
+def compare(found: torch.Tensor, want: torch.Tensor) -> None:
+    error = (found.float() - want).norm() / want.norm()
+    assert error < (1e-5 if found.dtype is torch.float32 else 1e-2), float(error)
 
 
 def check(sizes: list[int], inputs: int, plan: Plan, shape: Shape, dtype: torch.dtype) -> None:
@@ -68,10 +87,9 @@ def check(sizes: list[int], inputs: int, plan: Plan, shape: Shape, dtype: torch.
     ends = np.full(shape.decode_tokens + shape.prompt_rows, -1)
     ends[: len(decodes)] = decodes
     ends[shape.decode_tokens :][: len(plan.adapters) - real] = plan.adapters[real:]
-    for rows in (slots, ends):
-        x = torch.randn(len(rows), inputs, generator=draw).to(dtype)
-        out = torch.randn(len(rows), sum(sizes), generator=draw).to(dtype)
-        want = out.float().clone()
+    for rows in (slots, ends) if len(ends) != len(slots) else (slots,):
+        x = (0.02 * torch.randn(len(rows), inputs, generator=draw)).to(dtype)
+        want = own.multiply(x).float()
         for token, slot in enumerate(rows.tolist()):
             first = 0
             for part, size in enumerate(sizes):
@@ -80,12 +98,15 @@ def check(sizes: list[int], inputs: int, plan: Plan, shape: Shape, dtype: torch.
                     a, b = pair.a.to(dtype).float(), pair.b.to(dtype).float()
                     want[token, first : first + size] += pair.scale * (x[token].float() @ a.T @ b.T)
                 first += size
-        found = own.addition(x, out.clone())
-        error = (found.float() - want).norm() / want.norm()
-        assert error < (1e-5 if dtype is torch.float32 else 1e-2), float(error)
+        compare(own(x), want)
+        if len({*sizes[-2:]}) == 1 and len(sizes) < 3:
+            gate, up = want.chunk(2, dim=1)
+            compare(own.addition.gated(x, own), F.silu(gate) * up)
 
 
 def main() -> None:
+    one = Shape(1, adapted=True)
+    long = Shape(4, 2, 508, adapted=True)
     alone = Shape(4, adapted=True)
     mixed = Shape(4, 3, 64, adapted=True)
     wide = Shape(2, 2, 40, width=4, adapted=True)
@@ -93,6 +114,11 @@ def main() -> None:
     both = Plan([1, 1, -1, 0, 2], [1, 1, 1, 30, 20], 3)
     drafts = Plan([0, 2, 1], [4, 4, 37], 2)
     for dtype in (torch.float32, torch.float16):  # The interpreter multiplies no bfloat16.
+        for slot in (0, 1, 2, -1):
+            check([48, 16, 16], 200, Plan([slot], [1], 1), one, dtype)
+            check([32, 32], 200, Plan([slot], [1], 1), one, dtype)
+        check([80, 80], 192, both, mixed, dtype)
+        check([70, 70], 72, Plan([0, -1, 2, 1, -1], [1, 1, 1, 300, 90], 3), long, dtype)
         check([128, 64, 64], 192, rows, alone, dtype)
         check([96, 24, 24], 72, both, mixed, dtype)
         check([100], 300, drafts, wide, dtype)

@@ -243,6 +243,15 @@ def check_states(path: Path) -> None:
         engine.stop()
 
 
+def rounding() -> ExitStack:
+    """Until it is closed, FP8 weights are kept as on a GPU."""
+    stack = ExitStack()
+    capability = patch.object(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    stack.enter_context(capability)
+    stack.enter_context(patch.object(Precision, "on_gpu", True))
+    return stack
+
+
 def check_rounded(folder: Path) -> None:
     """In FP8 norms leave rows as they are, too: gates and routers read those."""
     path = write_tiny_model(folder / "rounded", tokenizer=False, **HYBRIDS["qwen3_5_moe"])
@@ -251,8 +260,7 @@ def check_rounded(folder: Path) -> None:
     wanted = submit(plain, PROMPTS[0], 3, ignore_eos=True)
     finish(wanted)
     plain.stop()
-    capability = patch.object(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    with patches(), capability, patch.object(Precision, "on_gpu", True):
+    with patches(), rounding():
         engine = build(path, cuda_graphs=False, **options)
         got = submit(engine, PROMPTS[0], 3, ignore_eos=True)
         finish(got, timeout_s=600)
@@ -260,7 +268,7 @@ def check_rounded(folder: Path) -> None:
     same([got], [wanted])
 
 
-def check_adapters(path: Path) -> None:
+def check_adapters(path: Path, precision: str = "") -> None:
     """Rows of three adapters for two slots and of none, in one crowd; then drafts of such rows."""
     folders = [
         write_adapter(path, path.parent / f"adapter{i}", i, r=rank, target_modules=names)
@@ -268,7 +276,7 @@ def check_adapters(path: Path) -> None:
     ]
     named = tuple(f"a{i}={folder}" for i, folder in enumerate(folders))
     options = OPTIONS | {"max_adapters": 2, "max_adapter_rank": 32, "adapters": named}
-    options |= {"max_context_tokens": 48}
+    options |= {"max_context_tokens": 48, "quantization": precision}
 
     def answered(engine: Engine) -> list[Run]:
         digests = [*(info.digest for info in engine.adapters.named()), b""]
@@ -282,7 +290,7 @@ def check_adapters(path: Path) -> None:
         return runs
 
     def on_a_gpu(config, loaded, _device):
-        linears = linears_of(loaded.model, fused=True)
+        linears = linears_of(loaded.model)
         own = CudaAdapterSites(linears, config.max_adapters, 32, torch.float32)
         return replace(loaded, adapters=own)
 
@@ -290,9 +298,10 @@ def check_adapters(path: Path) -> None:
     wanted = answered(plain)
     plain.stop()
     assert len({tuple(run.tokens[0]) for run in wanted[:4]}) == 4, "they differ"
-    for more in ({}, {"speculation": "suffix", "draft_tokens": 3}):
+    for more in ({}, {"speculation": "suffix", "draft_tokens": 3})[: 1 if precision else 2]:
         one = patch.object(adding, "_SPLITS", ())  # The interpreter is slow.
-        with patches(), one, patch.object(building, "with_adapters", on_a_gpu):
+        adds = patch.object(building, "with_adapters", on_a_gpu)
+        with patches(), one, adds, rounding() if precision else nullcontext():
             engine = build(path, cuda_graphs=False, **options, **more)
             same(answered(engine), wanted)
             engine.stop()
@@ -314,6 +323,9 @@ def main() -> None:
         elif case == "rounded":
             interpreter._convert_float = convert_as_a_gpu_does
             check_rounded(Path(sys.argv[1]))
+        elif case == "adapters-fp8":
+            interpreter._convert_float = convert_as_a_gpu_does
+            check_adapters(path, "fp8")
         else:
             CASES[case](path)
         print(case, "equal", flush=True)

@@ -12,7 +12,7 @@ from heads_kit import write_head
 from paths_kit import prompt_of
 from references import references
 from test_model_logits import Runner
-from tiny_families import DENSE
+from tiny_families import BY_LAYER, DENSE, EXPERTS, HYBRIDS, LATENTS
 from tiny_models import write_tiny_model
 
 from engine.adapters.slots import NO_SLOT
@@ -44,6 +44,14 @@ FAMILIES = {
     "qwen3": ({"family": "qwen3", "head_dim": 32}, {}),
     "gemma3": (DENSE["gemma3"], {}),
 }
+LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]
+ENGINES = {
+    "deepseek_v3": (LATENTS["deepseek_v3"], LATENT, "kv_b_proj"),
+    "qwen3_5_moe": (HYBRIDS["qwen3_5_moe"], EVERY[:4], "in_proj_qkv"),
+    "lfm2": (BY_LAYER["lfm2"], ["q_proj", "v_proj", "w1", "w2"], "in_proj"),
+    "gpt_oss": (EXPERTS["gpt_oss"], EVERY[:4], ""),
+}
+"""Models, products that have pairs there, around latents and states, and one that cannot."""
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +108,27 @@ def test_logits_of_other_families(name, impl, tmp_path):
     own, kind = FAMILIES[name]
     path = write_tiny_model(tmp_path / "model", tokenizer=False, **own)
     check_logits(path, write_adapter(path, tmp_path / "adapter", **kind), impl)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_tokens_of_latents_states_and_mixtures(name, tmp_path):
+    """Beside what has no pairs there: it is refused by its name."""
+    own, targets, refused = ENGINES[name]
+    path = write_tiny_model(tmp_path / "model", tokenizer=False, **own)
+    folder = write_adapter(path, tmp_path / "adapter", target_modules=targets)
+    engine = engine_with(path, [folder], num_pages=60)
+    try:
+        for length in (20, 70):
+            run = submit(engine, prompt_of(length), 12, adapter=digests(engine)[0], ignore_eos=True)
+            finish(run)
+            answers(path, folder).check(run, 12)
+        check_baseline(engine)
+        if refused:
+            other = write_adapter(path, tmp_path / "other", target_modules=[refused])
+            with pytest.raises(AdapterError, match=rf"{refused} can have no pair here: products"):
+                engine.adapters.load("other", other)
+    finally:
+        engine.stop()
 
 
 def test_whole_chunked_cached_handed_off_and_preempted(path, three):

@@ -35,6 +35,7 @@ ENGINES = (
     "qwen3_5",
     "granite4",
     "rounded",
+    "adapters-fp8",
 )
 """Whole engines on the executor of a GPU: hidden states, tokens, drafts, states."""
 HEADS = ("steps", "handoff", "mtp", "ranks")

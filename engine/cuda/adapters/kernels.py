@@ -1,12 +1,16 @@
 """What adapters add to a product, for tokens of several at once, in two steps (Chen et al. 2023,
 "Punica": shrink and expand).
 
-Tokens are sorted by adapter and cut into tiles of 16. A program computes for one tile, whose slot
-says which pair it multiplies by. Tiles that a step does not fill have no slot, so a graph holds as
-many as a step may have. Ranks differ by slot: programs beyond a slot's rank do nothing.
+Tokens are sorted by adapter and cut into tiles. A program computes for one tile, whose slot says
+which pair it multiplies by. Tiles that a step does not fill are empty, so a graph holds as many as
+a step may have. Ranks differ by slot: programs beyond a slot's rank do nothing.
 
-Few tokens do not fill the device, so the inputs are split among programs, and the second kernel
-adds their sums up. Sums are float32.
+The first kernel comes before the product, and the second behind it. Both start while the one before
+them still runs (`engine.cuda.early`), and ask for their first weights then. Few tokens do not fill
+the device, so the inputs are split among programs, and the second kernel adds their sums up. Sums
+are float32.
+
+A product of gate and up need not be written again: the second kernel activates what it has added.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -17,17 +21,23 @@ from typing import Final, NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from engine.cuda.early import early
 from engine.cuda.kernels import launch
 
 TILE: Final = 16
-"""Tokens of a tile, and ranks of a program: the least that a tensor core multiplies."""
-_BLOCK_K: Final = 128
-"""Inputs that a program multiplies at once. Not tuned."""
+"""Ranks are padded to it, and so are few tokens: the least that a tensor core multiplies."""
+_LONG: Final = 512
+"""From so many tokens on, a tile has 64."""
+_SHARED: Final = 160_000
+"""Bytes of shared memory for what a program of `_shrink` loads."""
 BLOCK_N: Final = 64
 """Outputs of a program. Not tuned."""
-_SPLITS: Final = ((8, 16), (32, 4))
-"""Up to so many tiles, inputs are split among so many programs. Not tuned."""
+_SPLITS: Final = ((16, 16), (66, 4))
+"""Up to so many programs, inputs are split among so many more. Not tuned."""
+_MOST_COLUMNS: Final = 128
+"""Columns of a program's sums, of all parts."""
 
 
 class Tiles(NamedTuple):
@@ -36,7 +46,10 @@ class Tiles(NamedTuple):
     order: Tensor
     """[T] int32: tokens, those of one adapter together."""
     tiles: Tensor
-    """[N, 3] int32: slot, place of the first token in `order`, number of tokens; slot -1: none."""
+    """[N, 3] int32: slot, place of the first token in `order`, number of tokens; slot -1: tokens
+    without an adapter."""
+    size: int
+    """Most tokens of a tile."""
 
 
 class Pairs(NamedTuple):
@@ -53,152 +66,295 @@ class Pairs(NamedTuple):
     blocks: Tensor
     """[B, 3] int32: part, first output and end of each `BLOCK_N` outputs, which no part crosses."""
 
+    @property
+    def parts(self) -> int:
+        """P."""
+        return self.scales.shape[1]
 
-def splits_of(tiles: int) -> int:
-    """Programs among which the inputs of each tile are split."""
-    return next((split for most, split in _SPLITS if tiles <= most), 1)
+    @property
+    def columns(self) -> int:
+        """Ranks that a program takes at once."""
+        most: int = triton.next_power_of_2(self.b.shape[2])
+        parts: int = triton.next_power_of_2(self.parts)
+        return min(most, _MOST_COLUMNS // parts)
+
+
+class Low(NamedTuple):
+    """What a product's inputs became, not added up."""
+
+    values: Tensor
+    """float32 memory for splits * T * P * M numbers."""
+    splits: int
+
+
+def size_of(tokens: int) -> int:
+    """Most tokens of a tile."""
+    return TILE if tokens < _LONG else 4 * TILE
+
+
+def splits_of(programs: int) -> int:
+    """Programs among which the inputs of each are split."""
+    return next((split for most, split in _SPLITS if programs <= most), 1)
+
+
+@triton.jit
+def _of_a(a, slot, row, exists, inner, end, inputs, width: tl.constexpr):
+    """A^T of some columns, for these inputs."""
+    place = a + (slot.to(tl.int64) * width + row[None, :]) * inputs + inner[:, None]
+    return tl.load(place, mask=exists[None, :] & (inner < end)[:, None], other=0.0)
+
+
+@triton.jit
+def _of_b(b, slot, output, end, r, outputs, most: tl.constexpr, columns: tl.constexpr):
+    """B^T of some ranks, for these outputs."""
+    inner = r + tl.arange(0, columns)
+    place = b + (slot.to(tl.int64) * outputs + output[None, :]) * most + inner[:, None]
+    return tl.load(place, mask=(inner < most)[:, None] & (output < end)[None, :], other=0.0)
+
+
+@triton.jit
+def _of_x(x, rows, inside, inner, end, x_stride):
+    place = x + rows[:, None] * x_stride + inner[None, :]
+    return tl.load(place, mask=inside[:, None] & (inner < end)[None, :], other=0.0)
+
+
+@triton.jit
+def _of_low(
+    low, place, inside, part, r, low_stride,
+    parts: tl.constexpr, most: tl.constexpr, columns: tl.constexpr, splits: tl.constexpr,
+):  # fmt: skip
+    """The sums of all splits, for some ranks of a part."""
+    inner = r + tl.arange(0, columns)
+    source = low + place[:, None] * (parts * most) + part * most + inner[None, :]
+    mask = inside[:, None] & (inner < most)[None, :]
+    own = tl.zeros((place.shape[0], columns), tl.float32)
+    for split in tl.static_range(splits):
+        own += tl.load(source + split * low_stride, mask=mask, other=0.0)
+    return own
+
+
+@triton.jit
+def _tile(tiles, order, ranks, number, tile: tl.constexpr):
+    """Slot, rank (0: there is nothing to add), places of tokens in `order`, which exist, and the
+    tokens."""
+    slot = tl.load(tiles + 3 * number)
+    first = tl.load(tiles + 3 * number + 1)
+    count = tl.load(tiles + 3 * number + 2)
+    rank = tl.load(ranks + tl.maximum(slot, 0))
+    rank = tl.where(slot >= 0, rank, 0)
+    at = tl.arange(0, tile)
+    rows = tl.load(order + first + at, mask=at < count, other=0).to(tl.int64)
+    return tl.maximum(slot, 0), rank, first + at, at < count, rows
 
 
 @triton.jit
 def _shrink(
-    x,
-    a,
-    low,
-    order,
-    tiles,
-    ranks,
-    inputs,
-    x_stride,
-    split_inputs,
-    low_stride,
-    width: tl.constexpr,
-    most: tl.constexpr,
-    tile: tl.constexpr,
-    block: tl.constexpr,
-):
-    number, first_rank = tl.program_id(0), tl.program_id(1) * tile
-    split = tl.program_id(2)
-    slot = tl.load(tiles + 3 * number)
-    rank = tl.load(ranks + tl.maximum(slot, 0))
-    if (slot >= 0) & (first_rank % most < rank):
-        first = tl.load(tiles + 3 * number + 1)
-        count = tl.load(tiles + 3 * number + 2)
-        at = tl.arange(0, tile)
-        rows = tl.load(order + first + at, mask=at < count, other=0).to(tl.int64)
-        pair = a + (slot.to(tl.int64) * width + first_rank + at[None, :]) * inputs
-        sums = tl.zeros((tile, tile), tl.float32)
-        begin = split * split_inputs
-        for k in range(begin, tl.minimum(begin + split_inputs, inputs), block):
+    x, a, low, order, tiles, ranks, inputs, x_stride, split_inputs, low_stride,
+    parts: tl.constexpr, most: tl.constexpr, columns: tl.constexpr, wide: tl.constexpr,
+    tile: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr,
+):  # fmt: skip
+    """`wide`: columns of all parts."""
+    if pdl:
+        gdc_launch_dependents()
+    first_rank, split = tl.program_id(1) * columns, tl.program_id(2)
+    width: tl.constexpr = parts * most
+    slot, rank, place, inside, rows = _tile(tiles, order, ranks, tl.program_id(0), tile)
+    column = tl.arange(0, wide)
+    row = column // columns * most + first_rank + column % columns
+    exists = (column // columns < parts) & (first_rank + column % columns < most)
+    begin = split * split_inputs
+    end = tl.minimum(begin + split_inputs, inputs)
+    inner = begin + tl.arange(0, block)
+    weight = _of_a(a, slot, row, exists & (first_rank < rank), inner, end, inputs, width)
+    if pdl:
+        gdc_wait()
+    if first_rank < rank:
+        own = _of_x(x, rows, inside, inner, end, x_stride)
+        sums = tl.dot(own.to(weight.dtype), weight, input_precision="ieee")
+        for k in range(begin + block, end, block):
             inner = k + tl.arange(0, block)
-            exists = inner < inputs
-            own = tl.load(
-                x + rows[:, None] * x_stride + inner[None, :],
-                mask=(at < count)[:, None] & exists[None, :],
-                other=0.0,
-            )
-            weight = tl.load(pair + inner[:, None], mask=exists[:, None], other=0.0)
+            weight = _of_a(a, slot, row, exists, inner, end, inputs, width)
+            own = _of_x(x, rows, inside, inner, end, x_stride)
             sums = tl.dot(own.to(weight.dtype), weight, sums, input_precision="ieee")
-        target = low + split * low_stride + (first + at)[:, None] * width
-        tl.store(target + first_rank + at[None, :], sums, mask=(at < count)[:, None])
+        target = low + split * low_stride + place[:, None] * width + row[None, :]
+        tl.store(target, sums, mask=inside[:, None] & exists[None, :])
+
+
+@triton.jit
+def _sums(
+    low, b, weight, slot, rank, place, inside, part, output, end, outputs, low_stride,
+    parts: tl.constexpr, most: tl.constexpr, columns: tl.constexpr, splits: tl.constexpr,
+):  # fmt: skip
+    """What is added, not scaled; `weight` is B of the first ranks."""
+    own = _of_low(low, place, inside, part, 0, low_stride, parts, most, columns, splits)
+    sums = tl.dot(own.to(weight.dtype), weight, input_precision="ieee")
+    for r in range(columns, rank, columns):
+        own = _of_low(low, place, inside, part, r, low_stride, parts, most, columns, splits)
+        more = _of_b(b, slot, output, end, r, outputs, most, columns)
+        sums = tl.dot(own.to(weight.dtype), more, sums, input_precision="ieee")
+    return sums
 
 
 @triton.jit
 def _expand(
-    low,
-    b,
-    out,
-    order,
-    tiles,
-    ranks,
-    scales,
-    blocks,
-    outputs,
-    out_stride,
-    low_stride,
-    parts: tl.constexpr,
-    width: tl.constexpr,
-    most: tl.constexpr,
-    splits: tl.constexpr,
-    tile: tl.constexpr,
-    block: tl.constexpr,
-):
-    number, place = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(tiles + 3 * number)
-    if slot >= 0:
-        first = tl.load(tiles + 3 * number + 1)
-        count = tl.load(tiles + 3 * number + 2)
-        part = tl.load(blocks + 3 * place)
-        begin = tl.load(blocks + 3 * place + 1)
-        end = tl.load(blocks + 3 * place + 2)
-        rank = tl.load(ranks + slot)
-        scale = tl.load(scales + slot * parts + part)
-        at, columns = tl.arange(0, tile), begin + tl.arange(0, block)
-        pair = b + (slot.to(tl.int64) * outputs + columns[None, :]) * most
-        sums = tl.zeros((tile, block), tl.float32)
-        for r in range(0, rank, tile):
-            inner = r + tl.arange(0, tile)
-            source = low + (first + at)[:, None] * width + part * most + inner[None, :]
-            own = tl.zeros((tile, tile), tl.float32)
-            for split in tl.static_range(splits):
-                own += tl.load(source + split * low_stride, mask=(at < count)[:, None], other=0.0)
-            weight = tl.load(pair + inner[:, None], mask=(columns < end)[None, :], other=0.0)
-            sums = tl.dot(own.to(weight.dtype), weight, sums, input_precision="ieee")
-        rows = tl.load(order + first + at, mask=at < count, other=0).to(tl.int64)
-        target = out + rows[:, None] * out_stride + columns[None, :]
-        exists = (at < count)[:, None] & (columns < end)[None, :]
+    low, b, out, order, tiles, ranks, scales, blocks, outputs, out_stride, low_stride,
+    parts: tl.constexpr, most: tl.constexpr, columns: tl.constexpr, splits: tl.constexpr,
+    tile: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr,
+):  # fmt: skip
+    if pdl:
+        gdc_launch_dependents()
+    slot, rank, place, inside, rows = _tile(tiles, order, ranks, tl.program_id(0), tile)
+    part = tl.load(blocks + 3 * tl.program_id(1))
+    begin = tl.load(blocks + 3 * tl.program_id(1) + 1)
+    end = tl.load(blocks + 3 * tl.program_id(1) + 2)
+    scale = tl.load(scales + slot * parts + part)
+    output = begin + tl.arange(0, block)
+    some = tl.where(rank > 0, end, 0)
+    weight = _of_b(b, slot, output, some, 0, outputs, most, columns)
+    if pdl:
+        gdc_wait()
+    if rank > 0:
+        sums = _sums(
+            low, b, weight, slot, rank, place, inside, part, output, end, outputs, low_stride,
+            parts, most, columns, splits,
+        )  # fmt: skip
+        target = out + rows[:, None] * out_stride + output[None, :]
+        exists = inside[:, None] & (output < end)[None, :]
         before = tl.load(target, mask=exists, other=0.0)
         added = (sums * scale).to(before.dtype)
         tl.store(target, (before.to(tl.float32) + added.to(tl.float32)).to(before.dtype), exists)
 
 
-def add_pairs(x: Tensor, out: Tensor, pairs: Pairs, own: Tiles, low: Tensor) -> None:
-    """Adds to a product.
+@triton.jit
+def _expand_gated(
+    low, b, both, out, order, tiles, ranks, scales, size, low_stride,
+    parts: tl.constexpr, most: tl.constexpr, columns: tl.constexpr, splits: tl.constexpr,
+    tile: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr,
+):  # fmt: skip
+    """silu(gate) * up of gate and up with what is added. Of tokens without an adapter, too."""
+    if pdl:
+        gdc_launch_dependents()
+    slot, rank, place, inside, rows = _tile(tiles, order, ranks, tl.program_id(0), tile)
+    scale = tl.load(scales + slot * parts)
+    up_scale = tl.load(scales + slot * parts + parts - 1)
+    output = tl.program_id(1) * block + tl.arange(0, block)
+    some, up_some = tl.where(rank > 0, size, 0), tl.where(rank > 0, 2 * size, 0)
+    weight = _of_b(b, slot, output, some, 0, 2 * size, most, columns)
+    up_weight = _of_b(b, slot, output + size, up_some, 0, 2 * size, most, columns)
+    dtype: tl.constexpr = out.dtype.element_ty
+    exists = inside[:, None] & (output < size)[None, :]
+    source = both + rows[:, None] * (2 * size) + output[None, :]
+    if pdl:
+        gdc_wait()
+    gate = tl.load(source, mask=exists, other=0.0).to(tl.float32)
+    up = tl.load(source + size, mask=exists, other=0.0).to(tl.float32)
+    if rank > 0:
+        sums = _sums(
+            low, b, weight, slot, rank, place, inside, 0, output, size, 2 * size, low_stride,
+            parts, most, columns, splits,
+        )  # fmt: skip
+        gate = (gate + (sums * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+        sums = _sums(
+            low, b, up_weight, slot, rank, place, inside, parts - 1, output + size, 2 * size,
+            2 * size, low_stride, parts, most, columns, splits,
+        )  # fmt: skip
+        up = (up + (sums * up_scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+    activated = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
+    tl.store(out + rows[:, None] * size + output[None, :], (activated * up).to(dtype), exists)
 
-    Args:
-        x: [T, K].
-        out: [T, outputs], added to.
-        pairs: of the product.
-        own: the tokens.
-        low: float32 memory for splits * T * P * M numbers.
-    """
-    (_, width, inputs), (_, outputs, most) = pairs.a.shape, pairs.b.shape
-    number, splits = len(own.tiles), splits_of(len(own.tiles))
-    split_inputs = triton.cdiv(triton.cdiv(inputs, _BLOCK_K), splits) * _BLOCK_K
-    low_stride = len(own.order) * width
+
+def shrink(x: Tensor, pairs: Pairs, own: Tiles, values: Tensor) -> Low:
+    """The first step, of [T, K], in memory of `Low`."""
+    inputs, number = pairs.a.shape[2], len(own.tiles)
+    columns, most = pairs.columns, pairs.b.shape[2]
+    wide = triton.next_power_of_2(pairs.parts) * columns
+    blocks = triton.cdiv(most, columns)
+    splits, block = splits_of(number), _block_of(own.size, wide, x.element_size())
+    split_inputs = triton.cdiv(triton.cdiv(inputs, block), splits) * block
+    low_stride = len(own.order) * pairs.parts * most
     launch(
         _shrink,
-        (number, width // TILE, splits),
+        (number, blocks, splits),
         x,
         pairs.a,
-        low,
-        *own,
+        values,
+        own.order,
+        own.tiles,
         pairs.ranks,
         inputs,
         x.stride(0),
         split_inputs,
         low_stride,
-        width,
+        pairs.parts,
         most,
-        TILE,
-        _BLOCK_K,
+        columns,
+        wide,
+        own.size,
+        block,
+        early(),
+        num_warps=8 if own.size * wide >= 8192 else 4,
+        launch_pdl=early(),
     )
+    return Low(values, splits)
+
+
+def _block_of(tile: int, wide: int, item: int) -> int:
+    """Inputs that a program of `_shrink` multiplies at once: three such steps are on their way."""
+    return next(size for size in (256, 128, 64, 32) if 3 * size * (tile + wide) * item <= _SHARED)
+
+
+def expand(out: Tensor, pairs: Pairs, own: Tiles, low: Low) -> None:
+    """The second step: adds to [T, outputs]."""
+    most = pairs.b.shape[2]
     launch(
         _expand,
-        (number, len(pairs.blocks)),
-        low,
+        (len(own.tiles), len(pairs.blocks)),
+        low.values,
         pairs.b,
         out,
-        *own,
+        own.order,
+        own.tiles,
         pairs.ranks,
         pairs.scales,
         pairs.blocks,
-        outputs,
+        pairs.b.shape[1],
         out.stride(0),
-        low_stride,
-        width // most,
-        width,
+        len(own.order) * pairs.parts * most,
+        pairs.parts,
         most,
-        splits,
-        TILE,
+        pairs.columns,
+        low.splits,
+        own.size,
         BLOCK_N,
+        early(),
+        launch_pdl=early(),
     )
+
+
+def expand_gated(both: Tensor, pairs: Pairs, own: Tiles, low: Low) -> Tensor:
+    """The second step for [T, 2 I], gate then up: silu(gate) * up, [T, I]."""
+    size, most = both.shape[1] // 2, pairs.b.shape[2]
+    out = both.new_empty(len(both), size)
+    launch(
+        _expand_gated,
+        (len(own.tiles), triton.cdiv(size, BLOCK_N)),
+        low.values,
+        pairs.b,
+        both,
+        out,
+        own.order,
+        own.tiles,
+        pairs.ranks,
+        pairs.scales,
+        size,
+        len(own.order) * pairs.parts * most,
+        pairs.parts,
+        most,
+        pairs.columns,
+        low.splits,
+        own.size,
+        BLOCK_N,
+        early(),
+        launch_pdl=early(),
+    )
+    return out

@@ -89,7 +89,7 @@ class FusedAttention:
     @property
     def reader(self) -> Rounding | None:
         """See `FusedMixer`."""
-        return self._module.qkv.method.input
+        return self._module.qkv.reads
 
     @property
     def keeps(self) -> bool:

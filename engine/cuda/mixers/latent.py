@@ -31,7 +31,7 @@ class FusedLatent:
     def reader(self) -> Rounding | None:
         """See `FusedMixer`. Two products read the input; one rounding serves both, or each rounds
         for itself."""
-        one, other = self._module.q.method.input, self._module.kept.method.input
+        one, other = self._module.q.reads, self._module.kept.reads
         if one is None or other is None or one.scale is not None or other.scale is not None:
             return None
         return one if one.group == other.group else None
@@ -77,7 +77,7 @@ class FusedLatent:
         q: Tensor = module.q(x)
         if module.q_norm is None or module.heads_of_q is None:
             return q
-        norm, reader = module.q_norm, module.heads_of_q.method.input
+        norm, reader = module.q_norm, module.heads_of_q.reads
         normed: Tensor | Rounded = (
             kernels.rms_norm(q, norm.weight, norm.eps)
             if reader is None

@@ -196,7 +196,8 @@ def add_rms_norm_rounded(
 
 def silu_mul_rounded(gate_up: Tensor, how: Rounding) -> Rounded:
     """[T, 2 I], gate then up -> [T, I]. By rows with few of them, two kernels are faster."""
-    if how.scale is None and how.group is None and len(gate_up) <= _FEW_ROWS:
+    is_few = how.scale is None and how.group is None and len(gate_up) <= _FEW_ROWS
+    if is_few or how.keeps:
         return rounded(silu_mul(gate_up), how)
     size = gate_up.shape[1] // 2
     out, stride, group = room(gate_up, size, how)

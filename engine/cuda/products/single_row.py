@@ -32,7 +32,7 @@ less so; for all weights it made steps slower (`bench/README.md`, 2026-11-27).""
 
 
 @triton.jit
-def _part(row, start, inputs: tl.constexpr, block: tl.constexpr):
+def part_of(row, start, inputs: tl.constexpr, block: tl.constexpr):
     """A block of a row in float32. Behind the row's end are zeros."""
     at = start + tl.arange(0, block)
     if inputs % block == 0:
@@ -54,12 +54,12 @@ def _dot(
     acc = tl.zeros((block,), tl.float32)
     begun: tl.constexpr = block if ahead else 0
     if ahead:
-        weights = _part(weight + row * inputs, 0, inputs, block)
+        weights = part_of(weight + row * inputs, 0, inputs, block)
         gdc_wait()
-        acc += _part(x, 0, inputs, block) * weights
+        acc += part_of(x, 0, inputs, block) * weights
     for start in range(begun, inputs, block):
-        weights = _part(weight + row * inputs, start, inputs, block)
-        acc += _part(x, start, inputs, block) * weights
+        weights = part_of(weight + row * inputs, start, inputs, block)
+        acc += part_of(x, start, inputs, block) * weights
     total = tl.sum(acc)
     if has_bias:
         total += tl.load(bias + row).to(tl.float32)
@@ -74,9 +74,9 @@ def _gated_dot(x, weight, out, outputs, inputs: tl.constexpr, block: tl.constexp
     gate_acc = tl.zeros((block,), tl.float32)
     up_acc = tl.zeros((block,), tl.float32)
     for start in range(0, inputs, block):
-        value = _part(x, start, inputs, block)
-        gate_acc += value * _part(gate_row, start, inputs, block)
-        up_acc += value * _part(up_row, start, inputs, block)
+        value = part_of(x, start, inputs, block)
+        gate_acc += value * part_of(gate_row, start, inputs, block)
+        up_acc += value * part_of(up_row, start, inputs, block)
     dtype: tl.constexpr = out.dtype.element_ty
     gate = tl.sum(gate_acc).to(dtype).to(tl.float32)
     up = tl.sum(up_acc).to(dtype).to(tl.float32)
@@ -91,7 +91,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     out = x.new_empty(1, len(weight))
     given = out if bias is None else bias
     ahead = early() and len(weight) <= _FEW_PROGRAMS
-    shape = (x.shape[1], _block(x.shape[1]), bias is not None, early(), ahead)
+    shape = (x.shape[1], block_of(x.shape[1]), bias is not None, early(), ahead)
     arguments = (x, weight, given, out, *shape)
     launch(_dot, (len(weight),), *arguments, num_warps=_WARPS, launch_pdl=ahead)
     return out
@@ -104,12 +104,12 @@ def gated(x: Tensor, weight: Tensor) -> Tensor | None:
         return None
     outputs = len(weight) // 2
     out = x.new_empty(1, outputs)
-    arguments = (x, weight, out, outputs, x.shape[1], _block(x.shape[1]))
+    arguments = (x, weight, out, outputs, x.shape[1], block_of(x.shape[1]))
     launch(_gated_dot, (outputs,), *arguments, num_warps=_WARPS)
     return out
 
 
-def _block(inputs: int) -> int:
+def block_of(inputs: int) -> int:
     """Inputs that are loaded at once."""
     whole = min(_WHOLE, triton.next_power_of_2(inputs))
     return next((block for block in _BLOCKS if inputs % block == 0), whole)

@@ -103,8 +103,8 @@ class _Eagle3Layer:
         assert isinstance(own, Gated)
         before = module.norm_of("post_attention_layernorm")
         sublayers = (
-            Sublayer(0, None, mixer.reader, mixer, None),
-            Sublayer(0, before, feed_forward.reader_of(own), own, None),
+            Sublayer(0, None, lambda: mixer.reader, mixer, None),
+            Sublayer(0, before, partial(feed_forward.reader_of, own), own, None),
         )
         norm, ranks = module.norm_of("norm"), parts.model.collective
         self.layers = FusedLayers(sublayers, norm, 1.0, ranks)

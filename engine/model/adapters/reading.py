@@ -151,7 +151,7 @@ def _place(tensor: str, known: Mapping[str, str]) -> tuple[str, str, str]:
     if name is None:
         raise AdapterError(
             f"{TENSORS}: {found[1]} can have no pair here: products of attention and of"
-            " feed-forwards can, experts, routers, embeddings and heads cannot"
+            " feed-forwards can, experts, routers, states, embeddings and heads cannot"
         )
     return name, found[2], found[1]
 

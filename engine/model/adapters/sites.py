@@ -1,7 +1,7 @@
 """Where adapters add: the products of a model whose rows may have one.
 
 A product asks its `Addition` after it has multiplied. Which rows of a step have which adapter is
-given before the step, for all products at once. On a GPU nothing runs these yet.
+given before the step, for all products at once. Fused steps have others (`engine.cuda.adapters`).
 
 Shapes: T tokens of a step, K inputs and N outputs of a product, R a rank.
 """
@@ -18,18 +18,16 @@ from torch import Tensor
 from engine.adapters.slots import NO_SLOT, Wanted
 from engine.adapters.types import Adapter, LowRank
 from engine.model import Decoder
-from engine.model.experts.layer import Experts
 from engine.model.feed_forward import Gated, Mlp
 from engine.model.linear import Linear
 from engine.model.mixers.attention import Attention
 from engine.model.mixers.latent import LatentAttention
+from engine.model.precision.rounding import Rounded, plain_of
 from engine.model.region import Range
 from engine.model.wrapped.decoder import WrappedModel
 
 _OWNERS: Final = (Attention, LatentAttention, Gated, Mlp)
 """Modules of our decoder whose products take adapters."""
-_FUSED: Final = (Attention, Gated, Mlp)
-"""Modules among them whose products are launched by themselves on a GPU, outside of experts."""
 
 
 class Part(NamedTuple):
@@ -50,13 +48,15 @@ class StepRows:
         self.tokens: dict[int, Tensor | None] = {}
         """By slot: [tokens] int64; None: all of the step."""
 
-    def begin(self, slots: NDArray[np.int32], counts: NDArray[np.int32]) -> None:
+    def begin(
+        self, slots: NDArray[np.int32], counts: NDArray[np.int32], device: torch.device
+    ) -> None:
         """A step begins, of rows with these slots and so many tokens."""
         by_token = np.repeat(slots, counts)
         found = [int(slot) for slot in np.unique(by_token) if slot != NO_SLOT]
         alone = len(found) == 1 and bool((by_token == found[0]).all())
         self.tokens = {
-            slot: None if alone else torch.from_numpy(np.flatnonzero(by_token == slot))
+            slot: None if alone else torch.from_numpy(np.flatnonzero(by_token == slot)).to(device)
             for slot in found
         }
 
@@ -68,6 +68,7 @@ class Additions:
         self._rows = rows
         self._pairs: dict[int, list[tuple[Range, LowRank]]] = {}
         self._parts = parts_of(linear)
+        self._device = next(linear.parameters()).device
 
     @property
     def active(self) -> bool:
@@ -79,15 +80,19 @@ class Additions:
         self._pairs[slot] = [
             (
                 part.outputs,
-                pair._replace(a=pair.a[:, part.columns.slice], b=pair.b[part.rows.slice]),
+                pair._replace(
+                    a=pair.a[:, part.columns.slice].to(self._device),
+                    b=pair.b[part.rows.slice].to(self._device),
+                ),
             )
             for part in self._parts
             if (pair := adapter.modules.get(part.module)) is not None
         ]
 
-    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+    def __call__(self, x: Tensor | Rounded, linear: Linear) -> Tensor:
         """See `engine.model.linear.Addition`. The product's rounded output and what is added meet
         in the output's dtype, as in peft."""
+        out, x = linear.multiply(x), plain_of(x)
         for slot, tokens in self._rows.tokens.items():
             own = x if tokens is None else x[tokens]
             for outputs, pair in self._pairs.get(slot, ()):
@@ -108,6 +113,7 @@ class AdapterSites:
         self._contents: dict[int, bytes] = {}
         """Digests by slot."""
         self._additions: list[Additions] = []
+        self._device = next(model.parameters()).device
         for linear in linears_of(model):
             linear.addition = own = Additions(linear, self._rows)
             self._additions.append(own)
@@ -125,7 +131,7 @@ class AdapterSites:
                 for addition in self._additions:
                     addition.put(slot, adapter)
                 self._contents[slot] = adapter.digest
-        self._rows.begin(slots, counts if len(slots) else slots)
+        self._rows.begin(slots, counts if len(slots) else slots, self._device)
 
 
 def parts_of(linear: Linear) -> list[Part]:
@@ -138,17 +144,11 @@ def parts_of(linear: Linear) -> list[Part]:
     return found
 
 
-def linears_of(model: Decoder, *, fused: bool = False) -> list[Linear]:
-    """The products that take adapters. `fused`: those that fused kernels leave by themselves."""
+def linears_of(model: Decoder) -> list[Linear]:
+    """The products that take adapters."""
     if isinstance(model, WrappedModel):
         return model.linears
-    experts = [module for module in model.modules() if isinstance(module, Experts)]
-    inside = {id(each) for own in experts for each in own.modules()}
-    owners = [
-        module
-        for module in model.modules()
-        if isinstance(module, _FUSED if fused else _OWNERS) and not (fused and id(module) in inside)
-    ]
+    owners = [module for module in model.modules() if isinstance(module, _OWNERS)]
     every = [each for owner in owners for each in owner.children() if isinstance(each, Linear)]
     return [each for each in every if all(part.stack is None for part in each.parts)]
 
