@@ -20,6 +20,8 @@ class Meeting(NamedTuple):
     """No other group of this process had it."""
     address: str = LOOPBACK
     """Address of this host. The rank listens there, and nowhere else."""
+    interface: str = "lo"
+    """Network interface that has it."""
 
     @property
     def on_one_host(self) -> bool:

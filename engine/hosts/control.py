@@ -55,8 +55,9 @@ class Control:
     def tell_ranks_here(self) -> None:
         """Leaves for the ranks of this host where the sockets are, once all are bound."""
         if self._hosts is not None and isinstance(self._wires, CurveWires):
-            server, own = self._wires.keys.public, self._hosts.keys
-            write_ends(self._folder, self._wires.addresses, server, own, self._hosts.fabric)
+            server, hosts = self._wires.keys.public, self._hosts
+            where = hosts.keys, hosts.fabric, hosts.interface
+            write_ends(self._folder, self._wires.addresses, server, *where)
 
     def begin_elsewhere(self, config: str, heard: Heard) -> None:
         """Has the agents start the ranks of their hosts, with this configuration."""

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch.distributed as dist
 import zmq
 
-from engine.eager.meeting import LOOPBACK, Meeting, meeting_in
+from engine.eager.meeting import Meeting, meeting_in
 from engine.hosts.store import WireStore
 from engine.hosts.wires import Ends
 
@@ -39,11 +39,11 @@ class RankMeetings:
     def __call__(self, name: str, ranks: Sequence[int]) -> Meeting:
         """The meeting of a name, and of these ranks, for one of them."""
         file = self._folder / f"{STORE}-{name}"
-        if self._store is None:
-            return meeting_in(file, len(ranks))
         hosts = {rank // self._each for rank in ranks}
-        address = self._ends.fabric if len(hosts) > 1 else LOOPBACK
-        return Meeting(_dist.PrefixStore(name, self._store), str(file), address)
+        if self._store is None or len(hosts) == 1:
+            return meeting_in(file, len(ranks))
+        store = _dist.PrefixStore(name, self._store)
+        return Meeting(store, str(file), self._ends.fabric, self._ends.interface)
 
     def close(self) -> None:
         """Nobody meets any more. A context that is merely dropped would wait for its sockets."""

@@ -39,6 +39,8 @@ class OtherHosts(Protocol):
     """This host's, at which the others reach rank 0's sockets."""
     fabric: str
     """This host's in the network of the ranks' own data."""
+    interface: str
+    """Which has that address."""
     keys: Keys
     """Keys of the ranks of this host."""
 

@@ -117,6 +117,10 @@ class WireStore(_dist.Store):  # type: ignore[misc]  # torch's stubs lack it.
         for key in keys:
             self.get(key)
 
+    def delete_key(self, key: str) -> bool:
+        """Nothing is deleted: it ends with the start of the ranks."""
+        return False
+
     def clone(self) -> WireStore:
         """This store itself."""
         return self

@@ -97,7 +97,12 @@ class CurveWires:
 
 
 def write_ends(
-    folder: Path, addresses: Mapping[str, str], server: str, own: Keys, fabric: str
+    folder: Path,
+    addresses: Mapping[str, str],
+    server: str,
+    own: Keys,
+    fabric: str,
+    interface: str,
 ) -> None:
     """Leaves for the ranks of this host how they reach rank 0.
 
@@ -107,8 +112,10 @@ def write_ends(
         server: rank 0's public key.
         own: the keys of this host.
         fabric: this host's address in the network of the ranks' own data.
+        interface: which has that address.
     """
-    content = {"addresses": dict(addresses), "server": server, "fabric": fabric, **own._asdict()}
+    content = {"addresses": dict(addresses), "server": server, **own._asdict()}
+    content |= {"fabric": fabric, "interface": interface}
     path = folder / WIRES
     path.touch(0o600)
     path.write_text(json.dumps(content), encoding="utf-8")
@@ -133,6 +140,11 @@ class Ends:
     def fabric(self) -> str:
         """This host's address for what other hosts send; empty: there are none."""
         return self._told["fabric"] if self._told else ""
+
+    @property
+    def interface(self) -> str:
+        """The network interface that has it."""
+        return self._told["interface"] if self._told else ""
 
     def connect(self, socket: Socket, name: str) -> None:
         """Connects a socket to that of rank 0."""

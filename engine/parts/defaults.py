@@ -80,8 +80,6 @@ def check_memory(config: EngineConfig, weights: Weights, device: torch.device) -
 def _check_ranks(config: EngineConfig, device: str) -> None:
     if obstacle := _ranks_obstacle(config) or _group_obstacle(config, device):
         raise EngineError(obstacle)
-    if config.nodes > 1 and device != "cpu":
-        raise EngineError(f"nodes {config.nodes} works on CPUs for now: set device to cpu")
     if config.ranks > 1 and device != "cpu":
         _check_gpus(config, device)
 
@@ -146,7 +144,7 @@ def _group_obstacle(config: EngineConfig, device: str) -> str:
 
 def _check_gpus(config: EngineConfig, device: str) -> None:
     """Each of several ranks has a GPU. Stages of one rank may share the one that is named."""
-    tp, ranks, count = config.tp, config.ranks, torch.cuda.device_count()
+    tp, ranks, count = config.tp, config.ranks // config.nodes, torch.cuda.device_count()
     if device != "cuda":
         if tp > 1:
             raise EngineError(
@@ -157,6 +155,8 @@ def _check_gpus(config: EngineConfig, device: str) -> None:
         wanted, fewer = f"tp {tp} needs", f"tp to at most {count}"
         if config.pp > 1:
             wanted, fewer = f"pp {config.pp} times tp {tp} need", "less of them"
+        if config.nodes > 1:
+            wanted += f" on each of {config.nodes} hosts"
         raise EngineError(
             f"{wanted} {ranks} GPUs, and {count} can be seen here: set {fewer}, or device to cpu"
         )

@@ -20,31 +20,37 @@ from serving.net.certificates import write_set
 LEADER_PORT = 50970
 ROUTER_PORT = 50950
 WORKER = "prefill-0"
+PAIR = ("decode-0", WORKER)
 
 
 @dataclass
 class Group:
-    """The cluster's worker `prefill-0` leads it; its agent is on `host`."""
+    """A worker of the cluster leads it; its agent is on `host`."""
 
     cluster: Cluster
     host: Host
     settings: Mapping[str, object]
     certs: Path
     logs: Path
+    worker: str
     agents: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start_agent(self, *, model: str = "", **changed: object) -> subprocess.Popen[bytes]:
         """Starts node 1 on the other host."""
-        settings = {**self.settings, "node": 1, "tls_dir": str(self.certs / "prefill"), **changed}
-        settings = {"device": "cpu", "name": WORKER, "role": "prefill"} | settings
+        settings = {**self.settings, "node": 1, "tls_dir": str(self.certs / self.role), **changed}
+        settings = {"device": "cpu", "name": self.worker, "role": self.role} | settings
         own = variables_of(settings) | {"UCX_TLS": "tcp"}
         argv, log = baton("worker", "--model", model or self.model), self.logs / "agent.log"
         self.agents.append(self.host.start(argv, own, log))
         return self.agents[-1]
 
     @property
+    def role(self) -> str:
+        return self.worker.partition("-")[0]
+
+    @property
     def model(self) -> str:
-        argv = list(self.cluster._spec(WORKER).argv)
+        argv = list(self.cluster._spec(self.worker).argv)
         return argv[argv.index("--model") + 1]
 
     @property
@@ -55,16 +61,16 @@ class Group:
     @property
     def leader(self) -> psutil.Process:
         """Rank 0, which is a child of its guard."""
-        guard = psutil.Process(self.cluster.processes[WORKER].pid)
+        guard = psutil.Process(self.cluster.processes[self.worker].pid)
         return next(one for one in guard.children() if "engine.ranks" not in one.cmdline())
 
     def restart(self) -> None:
         """Starts leader and agent again."""
         self.start_agent()
-        self.cluster.start(WORKER)
+        self.cluster.start(self.worker)
         self.cluster.wait_ready()
-        self.cluster.wait_attached(WORKER)
-        self.cluster.wait_measured("decode-0", WORKER)
+        self.cluster.wait_attached(self.worker)
+        self.cluster.wait_measured(*PAIR)
 
     def ranks(self) -> list[psutil.Process]:
         """All but rank 0, of both hosts."""
@@ -80,7 +86,14 @@ class Group:
 
 @contextmanager
 def group(
-    model: Path, folder: Path, host: Host, *, pp: int = 2, tp: int = 1, **settings: object
+    model: Path,
+    folder: Path,
+    host: Host,
+    *,
+    pp: int = 2,
+    tp: int = 1,
+    worker: str = WORKER,
+    **settings: object,
 ) -> Iterator[Group]:
     """A group that is not started: `started` does it. Ends with the block."""
     certs, logs = folder / "certs", folder / "logs"
@@ -98,10 +111,11 @@ def group(
         "threads": 1,
         **settings,
     }
-    own = {WORKER: {**of_group, "node": 0}, "decode-0": {"routers": router}}
+    (other,) = {*PAIR} - {worker}
+    own = {worker: {**of_group, "node": 0}, other: {"routers": router}}
     cluster = make_cluster(model, logs, certs=str(certs), own=own, operator_token="token")
-    cluster.own["decode-0"].update({"UCX_TLS": "tcp", "UCX_NET_DEVICES": host.interface})
-    cluster.own[WORKER].update({"UCX_TLS": "tcp"})
+    cluster.own[other].update({"UCX_TLS": "tcp", "UCX_NET_DEVICES": host.interface})
+    cluster.own[worker].update({"UCX_TLS": "tcp"})
     argv = list(cluster.plan.specs[0].argv)
     internal = argv[argv.index("--internal-listen") + 1]
     specs = [
@@ -109,7 +123,7 @@ def group(
         for spec in cluster.plan.specs
     ]
     cluster.plan = replace(cluster.plan, specs=tuple(specs))
-    made = Group(cluster, host, of_group, certs, logs)
+    made = Group(cluster, host, of_group, certs, logs, worker)
     try:
         yield made
     finally:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from group_kit import STRIKES, WORKER, Group, gone_within, group
+from group_kit import PAIR, STRIKES, WORKER, Group, gone_within, group
 from hosts_kit import NEEDS, Host, can_have_hosts, other_host
 from references import references
 from tiny_models import write_tiny_model
@@ -54,25 +54,41 @@ def listening(processes: list[psutil.Process]) -> set[str]:
     }
 
 
+GRIDS = [
+    ("prefill-0", 2, 1, {}),
+    ("prefill-0", 1, 2, {"kv_host_gib": 0.1}),
+    ("decode-0", 2, 2, {}),
+    ("decode-0", 1, 2, {}),
+]
+"""The worker on two hosts, its stages, the ranks of each, and settings."""
+
+
 @pytest.mark.timeout(400)
-def test_the_tokens_are_those_of_one_process(host: Host, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("worker", "pp", "tp", "settings"),
+    [pytest.param(*grid, marks=pytest.mark.slow if at else ()) for at, grid in enumerate(GRIDS)],
+)
+def test_the_tokens_are_those_of_one_process(
+    worker: str, pp: int, tp: int, settings: dict[str, object], host: Host, tmp_path: Path
+) -> None:
     """All ranks do their part, and listen at loopback and at their addresses in the fabric alone.
     All ends in order, though it begins at the agent."""
     model = write_tiny_model(tmp_path / "model", layers=4)
-    with group(model, tmp_path, host) as made:
+    with group(model, tmp_path, host, pp=pp, tp=tp, worker=worker, **settings) as made:
         made.start_agent()
         with made.cluster.started():
-            assert (len(made.ranks_here()), len(made.ranks())) == (0, 1)
-            made.cluster.wait_measured("decode-0", WORKER)
+            here = pp * tp // 2
+            assert (len(made.ranks_here()), len(made.ranks())) == (here - 1, 2 * here - 1)
+            made.cluster.wait_measured(*PAIR)
             check(made, model)
-            assert made.cluster.metric("baton_prefill_tokens_total", WORKER) >= 245
+            assert made.cluster.metric(COMPUTED, WORKER) >= 245
             assert made.cluster.metric(COMPUTED, "decode-0", source="computed") == 0
             made.cluster.check_baseline()
-            assert listening([made.leader]) <= {"127.0.0.1", host.near}
+            assert listening([made.leader, *made.ranks_here()]) <= {"127.0.0.1", host.near}
             assert made.host.listening() <= {"127.0.0.1", host.address}
             made.agent.terminate()
             assert made.agents[0].wait(30) == 0
-            assert made.cluster.wait_gone(WORKER) == 0
+            assert made.cluster.wait_gone(worker) == 0
 
 
 REFUSED = [
@@ -196,7 +212,7 @@ def test_a_host_without_power_is_fenced(host: Host, tmp_path: Path) -> None:
     with other_host(2) as lost, group(model, tmp_path, lost) as made:
         made.start_agent()
         with made.cluster.started(killed=True):
-            made.cluster.wait_measured("decode-0", WORKER)
+            made.cluster.wait_measured(*PAIR)
             epoch = made.cluster.identity(WORKER).epoch
             admin = dict(made.cluster.plan.router_admin_addresses)["router"]
             assert fenced(admin, WORKER, f"{epoch:x}")[1] == "is attached"

@@ -30,6 +30,7 @@ class Hosts:
 
     nodes = 2
     address = fabric = HOME
+    interface = "lo"
 
     def __init__(self) -> None:
         self.keys, self.theirs = Keys.new(), Keys.new()
@@ -66,7 +67,7 @@ def ends_of(control: Control, hosts: Hosts, folder: Path, keys: Keys | None = No
     assert hosts.order is not None
     folder.mkdir(exist_ok=True)
     order = hosts.order
-    write_ends(folder, order.addresses, order.server, keys or hosts.theirs, HOME)
+    write_ends(folder, order.addresses, order.server, keys or hosts.theirs, HOME, "lo")
     return Ends(folder)
 
 
@@ -108,7 +109,7 @@ def test_nothing_is_readable_on_the_way(control: Control, hosts: Hosts, tmp_path
     assert hosts.order is not None
     door = socket.create_server((HOME, 0))
     told = {**hosts.order.addresses, "steps-1": f"tcp://{HOME}:{door.getsockname()[1]}"}
-    write_ends(tmp_path / "b", told, hosts.order.server, hosts.theirs, HOME)
+    write_ends(tmp_path / "b", told, hosts.order.server, hosts.theirs, HOME, "lo")
 
     def pass_on(source: socket.socket, target: socket.socket) -> None:
         while content := source.recv(65536):

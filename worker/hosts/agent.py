@@ -199,7 +199,8 @@ class Agent:
         config: dict[str, Any] = json.loads(order.config)
         config["model"] = self._settings.model
         (self._folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
-        write_ends(self._folder, order.addresses, order.server_key, self._keys, self._place.fabric)
+        where = self._keys, self._place.fabric, self._place.interface
+        write_ends(self._folder, order.addresses, order.server_key, *where)
         threads = self._settings.threads or len(os.sched_getaffinity(0))
         self._ranks = RankProcesses(self._folder, self._share, max(1, threads // self._share.count))
         self._ranks.start()

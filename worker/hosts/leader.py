@@ -82,7 +82,8 @@ class Group:
         digest: bytes,
         epoch: int,
     ) -> None:
-        self.nodes, self.address, self.fabric = place.nodes, place.address, place.fabric
+        self.nodes, self.address = place.nodes, place.address
+        self.fabric, self.interface = place.fabric, place.interface
         self.keys = Keys.new()
         self._settings = settings
         self._net = net

@@ -29,17 +29,21 @@ if TYPE_CHECKING:
 log = logging.getLogger("baton.engine")
 
 _dist: Any = dist
-NCCL_ENVIRONMENT: Final = {
+_ENVIRONMENT: Final = {
     "NCCL_NVLS_ENABLE": "0",
-    "NCCL_SOCKET_IFNAME": "lo",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
-"""While the group is made: no multicast, nothing that listens outside this host, and none of
-torch's watchdogs, which end the process. Baton's own one names the rank. Torch's would also look
-for a key in the store for ever, whose folder is gone once all ranks are ready."""
+
+
+def nccl_environment(meeting: Meeting) -> dict[str, str]:
+    """Variables while a group is made: no multicast, nothing that listens outside its network, and
+    none of torch's watchdogs, which end the process. Baton's own one names the rank. Torch's would
+    also look for a key in the store for ever, whose folder is gone once all ranks are ready."""
+    exact = "" if meeting.on_one_host else "="
+    return {**_ENVIRONMENT, "NCCL_SOCKET_IFNAME": f"{exact}{meeting.interface}"}
 
 
 class CudaCollective(GroupCollective):
@@ -70,16 +74,17 @@ class CudaCollective(GroupCollective):
         if not _dist.is_nccl_available():
             raise CollectiveError("the PyTorch that is installed has no NCCL: set tp to 1")
         torch.cuda.set_device(self._device)
-        with environment(NCCL_ENVIRONMENT):
+        with environment(nccl_environment(meeting)):
             options = _dist.ProcessGroupNCCL.Options()
             options._timeout = timedelta(seconds=LONGEST_S)
             by_nccl = _dist.PrefixStore("nccl", meeting.store)
             self._group = _dist.ProcessGroupNCCL(by_nccl, self.rank, self.size, options)
             self._word = torch.zeros(1, device=self._device)
             self._most(0)  # The first use connects.
-            by_memory = _dist.PrefixStore("memory", meeting.store)
-            own = (meeting.name, self.rank, self.size, self._device)
-            self._memory = map_memory(by_memory, *own, self._most)
+            if meeting.on_one_host:
+                by_memory = _dist.PrefixStore("memory", meeting.store)
+                own = (meeting.name, self.rank, self.size, self._device)
+                self._memory = map_memory(by_memory, *own, self._most)
             self.waits()  # It is compiled before the first step.
 
     def _most(self, own: int) -> int:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.cuda.ranks.collective import NCCL_ENVIRONMENT, environment
+from engine.cuda.ranks.collective import environment, nccl_environment
 from engine.eager.collective import LONGEST_S, wait
 from engine.eager.meeting import Meeting
 from engine.eager.stages import GlooStages
@@ -51,7 +51,7 @@ class NcclStages:
             raise CollectiveError("the PyTorch that is installed has no NCCL: set pp to 1")
         torch.cuda.set_device(self._device)
         word = torch.zeros(1, device=self._device)
-        with environment(NCCL_ENVIRONMENT):
+        with environment(nccl_environment(meeting)):
             if not self.is_first:
                 self._before = self._pair(meeting, self._stage - 1, 1)
                 self.receive(word)
