@@ -107,14 +107,16 @@ class Outgoing:
     def next_range(self, max_pages: Sequence[int]) -> PageRange | None:
         """What is final and not posted yet, up to a number of pages by group; None: nothing.
 
-        Group 0 is the last: its last push carries the payload.
+        Group 0 is the last: its last push carries the payload. But its full pushes come first: they
+        are long on their way, and those of other groups are posted meanwhile.
         """
         spec = self.spec
         if spec is None or not self.is_live:
             return None
         is_final = self.payload is not None
         finals = self._finals(spec)
-        for group in range(len(finals) - 1, -1, -1):
+        has_full = finals[0] - self.next_pages[0] > max_pages[0]
+        for group in (0,) if has_full else range(len(finals) - 1, -1, -1):
             first = self.next_pages[group]
             end = min(finals[group], first + max_pages[group])
             is_last = not group and is_final and not self.last_posted and end == spec.num_pages

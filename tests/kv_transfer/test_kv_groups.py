@@ -21,9 +21,10 @@ from kv_world import (
 )
 
 from kv_transfer.events import Delivered, PeerFailed, SendFailed, Sent
+from kv_transfer.outgoing import Outgoing
 from kv_transfer.ranks.plan import Side, plan
 from kv_transfer.receiving import ReceiveState
-from kv_transfer.specs import Source, Target
+from kv_transfer.specs import SendSpec, Source, Target
 from kv_transfer.transports.pool import PoolMemory
 from kv_transfer.types import PageGroup, TransportError
 from kv_transfer.wire import Chunk, encode
@@ -188,3 +189,18 @@ def test_groups_that_do_not_fit_the_pool_are_refused(groups: tuple[PageGroup, ..
     with pytest.raises(TransportError, match="bad_pool"):
         PoolMemory.of(torch.zeros(16384, dtype=torch.uint8), tuple(groups))
     assert PoolMemory.of(torch.zeros(ONE[0].end, dtype=torch.uint8), ONE).groups == ONE
+
+
+def test_full_pushes_of_group_0_go_before_other_groups() -> None:
+    """And its last one behind them."""
+    pages = np.arange(1, 8, dtype=np.int32)
+    targets = (Target(pages), Target(pages), Target(pages[:1], 0, 6, is_state=True))
+    send = Outgoing(b"t" * 16, end_token=7 * PAGE_TOKENS, payload=b"")
+    send.sources = [Source(pages), Source(pages), Source(pages[:1], 6)]
+    send.begin(SendSpec(b"t" * 16, "peer", 1, targets, 7 * PAGE_TOKENS, PAGE_TOKENS))
+    posted = []
+    while (found := send.next_range([3, 5, 5])) is not None:
+        posted.append((found.group, found.first, found.end, found.is_last))
+        send.mark_posted(found, 0)
+    others = [(2, 6, 7, False), (1, 0, 5, False), (1, 5, 7, False)]
+    assert posted == [(0, 0, 3, False), (0, 3, 6, False), *others, (0, 6, 7, True)]
