@@ -8,13 +8,18 @@ ended.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from baton.inference.v1 import inference_pb2 as api
 from router.requests.outputs import Finished, Started, TextDelta
 
 if TYPE_CHECKING:
+    from router.jobs import ServedModel
     from router.requests.outputs import Output, OutputBuffer
+
+MAX_BEAM_CANDIDATES: Final = 440
+"""So many of a first token fit into a hand-off's notification
+(`worker_base.messages.MAX_PAYLOAD_BYTES`)."""
 
 
 def runs(generation: api.GenerationInput) -> int:
@@ -27,6 +32,14 @@ def runs(generation: api.GenerationInput) -> int:
 def selects(generation: api.GenerationInput) -> bool:
     """Whether choices are chosen: by a search, or from more than are returned."""
     return generation.HasField("beams") or generation.best_of > max(generation.choices, 1)
+
+
+def beam_candidates(generation: api.GenerationInput, model: ServedModel) -> int:
+    """Tokens that a search reads of each beam, as `engine.beams.params.BeamParams.read`."""
+    stop = generation.stop
+    ends = len({*stop.token_ids, *(() if stop.ignore_eos else model.eos_token_ids)})
+    kept = max(2, 1 + ends) * generation.beams.width
+    return kept + (ends if stop.min_tokens else 0)
 
 
 @dataclass(slots=True, eq=False)

@@ -19,6 +19,7 @@ from baton.inference.v1 import inference_pb2 as api
 from router import errors
 from router.errors import PROMPT, Violation
 from router.requests.bounds import MAX_TURNS
+from router.requests.selecting import MAX_BEAM_CANDIDATES, beam_candidates
 from router.split_names import NO_SPLIT_NAMES, SplitNames
 from router.structure.fields import MAX_ALLOWED_TOKENS, check_answer, check_chat
 from serving.wire import MAX_EXTENSION_BYTES, MAX_EXTENSIONS, extension_bytes
@@ -40,7 +41,7 @@ MAX_LENGTH_PENALTY: Final = 5.0
 """Powers of a length up to this one are far from the limits of float32."""
 MAX_BEAM_STOP_TOKENS: Final = 8
 """Each costs a search as many candidates as it has beams, and those of the first token have to fit
-into a notification (`worker_base.messages.MAX_PAYLOAD_BYTES`)."""
+into a hand-off's notification (`worker_base.messages.MAX_PAYLOAD_BYTES`)."""
 TEMPLATE_OWN: Final = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
 """Variables of a chat template that a client cannot set."""
 
@@ -146,9 +147,10 @@ def check_against_model(
         rule = f"this model's workers have no hook of this name; those that they have: {known}"
         found.add("input.extensions", rule)
     if generation.HasField("beams"):
-        ends = len({*model.eos_token_ids, *generation.stop.token_ids})
-        ok = (1 + max(1, ends)) * generation.beams.width <= model.vocab_size
-        found.unless(ok, "input.beams.width", "looks at more candidates than the model has tokens")
+        candidates, path = beam_candidates(generation, model), "input.beams.width"
+        most = min(MAX_BEAM_CANDIDATES, model.vocab_size)
+        rule = f"looks at {candidates} candidates: the hand-off and the vocabulary allow {most}"
+        found.unless(candidates <= most, path, rule)
     ids = {
         "input.token_ids.ids": (generation.token_ids.ids, model.max_context_tokens),
         "input.stop.token_ids": (generation.stop.token_ids, MAX_STOP_TOKENS),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from frontdoor_kit import served_model
 
 from baton.inference.v1 import inference_pb2 as api
+from engine.beams.params import BeamParams
 from router.jobs import TokenScore
 from router.requests import selecting, validation
 from router.requests.outputs import Finished, Output, TextDelta
@@ -69,6 +71,31 @@ def beams(width: int = 4, **more: Any) -> dict[str, Any]:
 )  # fmt: skip
 def test_bounds_and_what_does_not_go_together(fields: dict[str, Any], wrong: list[str]) -> None:
     assert refused(**fields) == wrong
+
+
+@pytest.mark.parametrize(
+    ("width", "stop", "candidates"),
+    [
+        (220, {}, 440), (221, {}, 442), (219, {"min_tokens": 3}, 439),
+        (220, {"min_tokens": 3}, 441),
+        (146, {"token_ids": [3]}, 438), (147, {"token_ids": [3]}, 441),
+        (147, {"token_ids": [3], "ignore_eos": True}, 294), (600, {}, 1200),
+    ],
+)  # fmt: skip
+def test_a_search_that_no_hand_off_has_room_for_is_refused(
+    width: int, stop: dict[str, Any], candidates: int
+) -> None:
+    """Before anything is computed, with the number; the engine reads as many."""
+    generation = api.GenerationInput(**beams(width), stop=api.StopOptions(**stop))
+    found, model = validation.Violations(), served_model("/nowhere")
+    validation.check_against_model(found, generation, replace(model, vocab_size=1000))
+    ends = len({*stop.get("token_ids", ()), *(() if "ignore_eos" in stop else (2,))})
+    assert BeamParams(width).read(ends, stop.get("min_tokens", 0)) == candidates
+    rules = [one.description for one in found.found]
+    assert len(rules) == (candidates > selecting.MAX_BEAM_CANDIDATES)
+    if rules:
+        assert rules[0].startswith(f"looks at {candidates} candidates: ")
+        assert rules[0].endswith(" 440")
 
 
 def test_what_is_chosen_at_the_end_has_no_stream() -> None:

@@ -9,6 +9,7 @@ from baton.worker.v1 import worker_pb2
 from engine.types import Mode, TokenRecord
 from kv_transfer.types import Endpoint, PageGroup
 from kv_transfer.wire import MAX_PAYLOAD_BYTES as ROOM_BYTES
+from router.requests.selecting import MAX_BEAM_CANDIDATES
 from serving.wire import pack_ids
 from worker_base.messages import (
     MAX_PAYLOAD_BYTES,
@@ -124,6 +125,13 @@ def test_the_payload_fits_a_notification_whatever_was_asked_for() -> None:
         payload = encode_first_tokens([record(20)] * choices, 1 << 60)
         assert len(payload) <= MAX_PAYLOAD_BYTES
         assert {one.token_id for one in decode_first_tokens(payload, choices).records} == {7}
+
+
+def test_the_candidates_of_a_search_that_doors_let_in_fit_a_notification() -> None:
+    logprobs = tuple(float(np.float32(-0.1 * i)) for i in range(MAX_BEAM_CANDIDATES))
+    top = tuple(2**31 - 1 - i for i in range(MAX_BEAM_CANDIDATES))
+    one = TokenRecord(2**31 - 1, -0.5, top, logprobs)
+    assert decode_first_tokens(encode_first_tokens([one], 1 << 62, 1 << 30), 1).records == (one,)
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xff\xff", encode_first_tokens([record(1)] * 3, 0)])
