@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Final
+from typing import Final, NamedTuple
 
 from engine.averages import averaged
 from engine.schedule.scheduler import Scheduler
@@ -26,6 +26,9 @@ LEAST_S: Final = 0.1
 """No gap is long below, seconds."""
 LONG: Final = 5.0
 """A gap is long after so many times the usual one."""
+
+STEPS_A_LANE: Final = 4
+"""Steps that are remembered for each lane: its rows, and prompts between. Not tuned."""
 
 Verb = Callable[[str], AbstractContextManager[object]]
 
@@ -82,6 +85,15 @@ class _Timed:
         self._inner.__exit__(kind, error, trace)
 
 
+class _Ended(NamedTuple):
+    """A step that has ended."""
+
+    plan: StepPlan
+    at_s: float
+    spent_s: dict[str, float]
+    """Time of each verb since the step that ended before it."""
+
+
 class SlowSteps:
     """Belongs to the step loop's thread.
 
@@ -95,8 +107,8 @@ class SlowSteps:
         self._clock = clock
         self._spent = _Spent(clock)
         self._usual_s = 0.0
-        self._before: StepPlan | None = None
-        self._before_s = clock()
+        self._ended: deque[_Ended] = deque()
+        """The last steps, the newest last; with several lanes some for each of them."""
 
     def verb(self, name: str) -> AbstractContextManager[object]:
         """A range around a verb of the loop."""
@@ -104,14 +116,29 @@ class SlowSteps:
 
     def settled(self, scheduler: Scheduler, plan: StepPlan, step_s: float) -> None:
         """A step has ended; it took `step_s` seconds on the device."""
-        now_s, before = self._clock(), self._before
-        gap_s, spent_s = now_s - self._before_s, self._spent.take()
-        if before is not None and before.num_decodes and plan.num_decodes:
+        lanes = scheduler.lanes
+        self._ended.append(_Ended(plan, self._clock(), self._spent.take()))
+        if (since := self._since(plan, has_lanes=lanes.waits)) is not None:
+            gap_s = since[-1].at_s - since[0].at_s
             is_long = self._usual_s and gap_s > max(LEAST_S, LONG * self._usual_s)
-            if is_long and _have_waited(before, plan):
-                self._report(scheduler, plan, (gap_s, step_s), spent_s)
+            if is_long and _have_waited(since[0].plan, plan):
+                self._report(scheduler, plan, (gap_s, step_s), _together(since[1:]))
             self._usual_s = averaged(self._usual_s, gap_s)
-        self._before, self._before_s = plan, now_s
+        while len(self._ended) > (STEPS_A_LANE * lanes.flights if lanes.waits else 1):
+            self._ended.popleft()
+
+    def _since(self, plan: StepPlan, *, has_lanes: bool) -> list[_Ended] | None:
+        """The steps from the one with whose rows this one goes on up to this one, the last; None:
+        it goes on with none. Where all rows decode in each step, that is the one before."""
+        ended = list(self._ended)
+        if not plan.num_decodes:
+            return None
+        if not has_lanes:
+            return ended if len(ended) > 1 and ended[0].plan.num_decodes else None
+        for place in range(len(ended) - 2, -1, -1):
+            if _have_waited(ended[place].plan, plan):
+                return ended[place:]
+        return None
 
     def _report(
         self,
@@ -139,6 +166,15 @@ class SlowSteps:
                 **spent_ms,
             },
         )
+
+
+def _together(steps: Iterable[_Ended]) -> dict[str, float]:
+    """Time of each verb in all of these."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for one in steps:
+        for name, seconds in one.spent_s.items():
+            found[name] += seconds
+    return dict(found)
 
 
 def _have_waited(before: StepPlan, plan: StepPlan) -> bool:

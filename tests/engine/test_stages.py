@@ -3,6 +3,7 @@ end of a rank does; what is refused."""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -105,6 +106,20 @@ def test_several_steps_are_in_flight_and_all_rows_go_on(pair):
     finish(*runs, late)
     check(pair.answers, runs, 24)
     check(pair.answers, [late], 12)
+
+
+def test_streams_that_wait_in_lanes_are_told(pair, caplog):
+    """Steps one after the other have other rows; a gap is from a lane's step to its next one."""
+    caplog.set_level(logging.WARNING, "baton.engine")
+    runs = [submit(pair.several, prompt_of(9 + i), 150, ignore_eos=True) for i in range(4)]
+    wait_until(lambda: all(len(run.records[0]) > 20 for run in runs))
+    pair.several._loop.post(lambda _: time.sleep(1.0))
+    finish(*runs)
+    told = [vars(one) for one in caplog.records if one.message.startswith("streams waited")]
+    long = [one for one in told if one["gap_ms"] >= 1000]
+    assert long
+    assert all(one["decodes"] <= 2 for one in long)
+    assert max(one.get("commands_ms", 0.0) for one in long) >= 1000
 
 
 def test_a_profile_tells_the_wait_for_the_stage_before(pair, tmp_path):
