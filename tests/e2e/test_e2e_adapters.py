@@ -7,11 +7,13 @@ import json
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 import typer
 from adapters_kit import answers, write_adapter
 from cluster import make_cluster
+from fetching_policy import FETCHING
 from references import references
 from streams import prompt_of
 from tiny_models import write_tiny_model
@@ -20,6 +22,7 @@ from waiting import wait_until
 from baton.errors import NotFoundError
 from console.adapters.command import adapters
 from console.operator_calls import OperatorCallError
+from telemetry.names import Metric
 
 TOKENS = 16
 LENGTHS = (1, 17, 100)
@@ -130,8 +133,8 @@ def test_streams_go_on_equally_after_kills(model, folders, tmp_path) -> None:
 TOKEN = "secret"
 
 
-def command(cluster, path: str, body: dict, token: str = TOKEN) -> tuple[int, str]:
-    url = f"http://{cluster.admin_addresses[cluster.routers[0]]}{path}"
+def command(cluster, path: str, body: dict, token: str = TOKEN, router: int = 0) -> tuple[int, str]:
+    url = f"http://{cluster.admin_addresses[cluster.routers[router]]}{path}"
     asked = urllib.request.Request(
         url, json.dumps(body).encode(), {"authorization": f"Bearer {token}"}
     )
@@ -190,3 +193,79 @@ def test_loaded_and_unloaded_while_they_run(model, folders, tmp_path, monkeypatc
         cluster.check_baseline()
     finally:
         cluster.stop()
+
+
+def talk(client, want, names: list[str], seeds: range) -> None:
+    """Conversations that only their names tell apart take turns; every answer is its name's."""
+
+    def one(name: str, seed: int) -> None:
+        prompt = prompt_of(100, seed=seed)
+        for turn in range(3):
+            answer = client.generate(
+                token_ids=prompt, model=name, max_tokens=TOKENS, temperature=0.0, ignore_eos=True
+            )
+            tokens = list(answer.token_ids)
+            assert tokens == want[name](prompt, TOKENS, past_end=True).tokens, (name, seed, turn)
+            prompt = [*prompt, *tokens, *prompt_of(20, seed=100 * seed + turn)]
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        for seed in seeds:
+            list(pool.map(one, names, [seed] * len(names)))
+
+
+@pytest.mark.slow
+def test_two_routers_fetches_kills_and_another_content(model, folders, tmp_path) -> None:
+    """Pages of an adapter are fetched for it alone. What one router loads is the other one's, too;
+    and so is what takes its place, also on a worker that died before."""
+    third = write_adapter(model, folders["law"].parent / "third", 7)
+    want, new = wanted(model, folders), {"law": answers(model, third)}
+    cluster = make_cluster(
+        *(model, tmp_path), prefill=2, decode=2, routers=2, failpoints="live",
+        local_prefill="never", max_sequences=8, poison_freed_pages=True,
+        adapters_dir=str(third.parent), operator_token=TOKEN,
+    )  # fmt: skip
+    cluster.own = {name: {FETCHING: "decode-0,decode-1"} for name in cluster.routers}
+    load, names = "/v1/load_lora_adapter", ["tiny", "law", "poems"]
+    with cluster.started(ends_well=True), ExitStack() as stack:
+        for fetcher in ("prefill-0", "prefill-1"):
+            for holder in ("decode-0", "decode-1"):
+                cluster.wait_measured(fetcher, holder)
+        for router, name in enumerate(("law", "poems")):
+            body = {"lora_name": name, "lora_path": name}
+            assert command(cluster, load, body, router=router)[0] == 200
+        # Connections are spread over the routers.
+        clients = [stack.enter_context(cluster.client(retries=True)) for _ in range(4)]
+        for client in clients:
+            wait_until(lambda: {one.name for one in client.models()} == set(names), 30)
+        for number, client in enumerate(clients):
+            talk(client, want, names, range(2 * number, 2 * number + 2))
+        asked = [cluster.metric("baton_adapter_requests_total", name) for name in cluster.routers]
+        assert sum(asked) == 4 * 2 * 2 * 3, "of either router"
+        got = sum(
+            cluster.metric(f"{Metric.FETCH_PAGES}_total", worker, direction="got")
+            for worker in cluster.workers
+        )
+        assert got > 0
+        for worker, moment in (
+            ("prefill-0", "prefill.chunk=kill@1"),
+            ("decode-0", "decode.tokens=kill@9"),
+        ):
+            cluster.arm(worker, moment)
+            for turn in range(20, 40):
+                talk(clients[turn % 4], want, names, range(turn, turn + 1))
+                if cluster.processes[worker].poll() is not None:
+                    break
+            assert cluster.wait_gone(worker) < 0, "it was not killed"
+        body = {"lora_name": "law", "lora_path": "third", "load_inplace": True}
+        assert command(cluster, load, body, router=1)[0] == 200
+        want |= new
+        digests = {one.name: one.digest for one in clients[0].models()}
+        for client in clients:
+            wait_until(lambda: {one.name: one.digest for one in client.models()} == digests, 30)
+            talk(client, want, names, range(2))
+        for worker in ("prefill-0", "decode-0"):
+            cluster.start(worker)
+            cluster.wait_attached(worker)
+        for number, client in enumerate(clients):
+            talk(client, want, names, range(number, number + 2))
+        cluster.check_baseline()
