@@ -32,7 +32,11 @@ ROLES = {f"{RELEASE}-prefills": PREFILL, f"{RELEASE}-decodes": DECODE}
 
 def made(by: str) -> list[dict[str, Any]]:
     more = [f"scaling.by={by}", "scaling.prometheus=http://prometheus:9090", "model=demo"]
-    more += ["monitor.enabled=true", f"scaling.tokenMillis={TOKEN_S * 1000:.0f}"]
+    more += [
+        "monitor.enabled=true",
+        "monitor.labels.release=stack",
+        f"scaling.tokenMillis={TOKEN_S * 1000:.0f}",
+    ]
     sets = [f"--set={one}" for one in more]
     return manifests(CHART / "values.yaml", *sets, f"--set-json=pools=[{POOLS}]")
 
@@ -73,6 +77,8 @@ def test_a_plain_autoscaler_scales_by_the_same(tmp_path: Path) -> None:
     found, keda = made("hpa"), spec_of(made("keda"), "ScaledObject")
     assert faults(found, tmp_path) == []
     rules = spec_of(found, "PrometheusRule")
+    sought = [one for one in found if one["kind"] in ("PodMonitor", "PrometheusRule")]
+    assert {one["metadata"]["labels"]["release"] for one in sought} == {"stack"}
     (adapter,) = yaml.safe_load((KUBERNETES / "prometheus-adapter.yaml").read_text())["rules"][
         "external"
     ]

@@ -3,6 +3,14 @@ app.kubernetes.io/name: baton
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
+{{/* Of what the Prometheus operator looks for, which may go by labels of its own. */}}
+{{- define "baton.monitor-labels" -}}
+{{ include "baton.labels" . }}
+{{- with .Values.monitor.labels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
 {{- define "baton.image" -}}
 {{- $root := index . 0 -}}{{- $image := index . 1 -}}
 {{- if $root.Values.image.tag }}{{ $image }}:{{ $root.Values.image.tag }}{{ else }}{{ $image }}{{ end -}}
