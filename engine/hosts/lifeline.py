@@ -16,9 +16,9 @@ import zmq
 LIFELINE: Final = "lifeline"
 SILENT_S: Final = 3.0
 """Whoever says nothing for so long is lost, seconds."""
-STOPPED_S: Final = 2.0
+STOPPED_S: Final = 1.5
 """A rank that was stopped for so long is lost, seconds: all others wait for it. With the time to
-tell them this is as long as silence."""
+tell them this takes no longer than silence. A debugger that looks on holds a process for less."""
 BEAT_S: Final = 0.5
 """Who is well says so this often, seconds."""
 EXIT_ALONE: Final = 5

@@ -267,7 +267,7 @@ async def test_a_dying_process_listens_a_little_longer() -> None:
 
 
 async def test_who_listens_and_says_nothing_may_be_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.workers.registry._PROBE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("router.deaths.probe._PROBE_TIMEOUT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = f"127.0.0.1:{listening.getsockname()[1]}"
         assert not await process_is_gone(address, Loss.SOCKET_CLOSED)
