@@ -158,9 +158,17 @@ def test_stages_run_different_steps_at_the_same_time(kind, tmp_path, monkeypatch
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("options", [{"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}], ids=str)
-def test_precisions_are_those_of_one_process(options, tmp_path):
-    path = write_tiny_model(tmp_path, **MODELS["llama"], tokenizer=False, hidden=128)
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("llama", {"quantization": "fp8"}),
+        ("llama", {"kv_cache_dtype": "fp8"}),
+        ("qwen3_moe", {"tp": 2, "expert_parallel": True}),
+    ],
+    ids=str,
+)
+def test_stages_compose_with(model, options, tmp_path):
+    path = write_tiny_model(tmp_path, **MODELS[model], tokenizer=False, hidden=128)
     found = []
     for pp in (1, 2):
         with running(path, pp=pp, max_step_tokens=40, num_pages=40, **options) as engine:
