@@ -1,7 +1,8 @@
 """What a second GPU brings as another stage (`pp`), beside one GPU with the same model.
 
     python -m bench.stages [--stages 2] [--ranks 1] [--precisions bf16] [--model FOLDER]
-                           [--chunks 2048 4096] [--repeats 3] [--alone] [--shared] [--json FILE]
+                           [--cases NAME ...] [--chunks 2048 4096] [--repeats 3] [--alone]
+                           [--shared] [--json FILE]
                            and the options of engines of bench.engine
 
 Dummy weights, random token ids, greedy, lengths forced, no prefix cache. One engine after the
@@ -36,27 +37,39 @@ ROWS: Final = {"rows": Case(64, 1024, 256, 0, 0, 0), "row": Case(1, 1024, 256, 0
 Rates = dict[str, list[float]]
 
 
-def prompts(engine: Engine, chunks: list[int], repeats: int, found: Rates) -> None:
+def prompts(engine: Engine, arguments: argparse.Namespace, found: Rates) -> None:
     """Prompt tokens a second, by case and chunk."""
-    for chunk in chunks:
+    repeats = arguments.repeats
+    for chunk in arguments.chunks:
         engine.limit_prompts(PromptLimits(alone_tokens=chunk))
         for name, case in PROMPTS.items():
+            if name not in arguments.cases:
+                continue
             run_case(engine, Case(min(case.prompts, 2), case.prompt_tokens, 1, 0, 0, 0), 1)
             for repeat in range(repeats * (1 if case.prompts > 1 else 5)):
                 seconds, _ = run_case(engine, case, 100 + repeat)
                 rates = found.setdefault(f"{name} {chunk}", [])
                 rates.append(case.counted_tokens / seconds)
+            tell(f"{name} {chunk}", rates)
     engine.limit_prompts(PromptLimits())
 
 
-def rows(engine: Engine, repeats: int, found: Rates) -> None:
+def rows(engine: Engine, arguments: argparse.Namespace, found: Rates) -> None:
     """Output tokens a second while all decode, by case."""
     for name, case in ROWS.items():
-        for repeat in range(-1, repeats):
+        if name not in arguments.cases:
+            continue
+        for repeat in range(-1, arguments.repeats):
             watch = DecodeWatch(case.prompts)
             run_case(engine, case, 100 + repeat, watch=watch)
             if repeat >= 0:
                 found.setdefault(name, []).append(watch.decode_rate)
+        tell(name, found[name])
+
+
+def tell(name: str, rates: list[float]) -> None:
+    """Prints each repeat."""
+    print(f"  {name}: " + " ".join(f"{rate:,.0f}" for rate in rates), flush=True)
 
 
 def measured(arguments: argparse.Namespace, precision: str, stages: int) -> dict[str, float]:
@@ -67,12 +80,10 @@ def measured(arguments: argparse.Namespace, precision: str, stages: int) -> dict
     engine = build(arguments, 16, arguments.model, {**PRECISIONS[precision], **grid})
     found: Rates = {}
     try:
-        prompts(engine, arguments.chunks, arguments.repeats, found)
-        rows(engine, arguments.repeats, found)
+        prompts(engine, arguments, found)
+        rows(engine, arguments, found)
     finally:
         engine.stop()
-    for name, rates in found.items():
-        print(f"  {name}: " + " ".join(f"{rate:,.0f}" for rate in rates), flush=True)
     return {name: statistics.median(rates) for name, rates in found.items()}
 
 
@@ -101,6 +112,8 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--precisions", nargs="+", default=["bf16"], choices=list(PRECISIONS))
+    cases = [*PROMPTS, *ROWS]
+    parser.add_argument("--cases", nargs="+", default=cases, choices=cases)
     parser.add_argument("--chunks", type=int, nargs="+", default=[2048, 4096])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--alone", action="store_true")
