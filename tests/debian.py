@@ -18,6 +18,7 @@ PROGRAMS = {
     "cc": "gcc libc6-dev",
     "curl": "curl",
     "docker-compose": "docker-compose",
+    "ip": "iproute2",
     "node": "nodejs",
     "npm": "npm",
     "openssl": "openssl",

@@ -29,6 +29,7 @@ import pytest
 from certificate_kit import authority
 from chart_kit import AGENT, pods
 from compose_kit import COMPOSE, ROOT
+from debian import program
 from waiting import wait_until
 
 from serving.net.certificates import issue
@@ -43,6 +44,7 @@ NAMES = Path("/etc/netns")
 @cache
 def check_rights() -> None:
     """Skips where namespaces cannot be made."""
+    program("ip")
     done = subprocess.run(
         ["unshare", "--net", "--mount", "--pid", "--fork", "mount", "-t", "tmpfs", "t", "/mnt"],
         capture_output=True,
