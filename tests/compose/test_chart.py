@@ -60,6 +60,29 @@ def _check_pod(name: str, pod: dict[str, Any], patch: pytest.MonkeyPatch) -> Non
     assert pod["securityContext"]["runAsNonRoot"]
 
 
+def test_adapters_come_from_a_claim_on_every_worker(tmp_path: Path) -> None:
+    values = next(path for path in VALUES if path.stem == "two-pools")
+    more = ("--set=adapters.claim=tuned", "--set=adapters.loaded.law=law-v2,adapters.loaded.b=b")
+    made = manifests(values, *more)
+    assert faults(made, tmp_path) == []
+    for name, pod in pods(made):
+        (container,) = pod["spec"]["containers"]
+        env = {one["name"]: one.get("value") for one in container["env"]}
+        mounts = {one["name"]: one for one in container["volumeMounts"]}
+        volumes = {one["name"]: one for one in pod["spec"]["volumes"]}
+        if container["name"] == "router":
+            assert "adapters" not in volumes.keys() | mounts.keys(), name
+            continue
+        settings = WorkerSettings(model="m", **{
+            key.removeprefix("BATON_").lower(): env[key]
+            for key in ("BATON_ADAPTERS", "BATON_ADAPTERS_DIR")
+        })  # fmt: skip
+        assert settings.adapters == ("b=/adapters/b", "law=/adapters/law-v2")
+        assert settings.adapters_dir == mounts["adapters"]["mountPath"] == "/adapters"
+        assert volumes["adapters"]["persistentVolumeClaim"]["claimName"] == "tuned"
+        assert mounts["adapters"]["readOnly"]
+
+
 def test_a_field_that_no_schema_knows_is_a_fault(tmp_path: Path) -> None:
     made = manifests(next(path for path in VALUES if path.stem == "two-pools"))
     for one in made:
@@ -75,6 +98,8 @@ def test_a_field_that_no_schema_knows_is_a_fault(tmp_path: Path) -> None:
     ("set_", "message"),
     [
         (["--set=model="], "at '/model': minLength"),
+        (["--set=adapters.loaded.law=x", "--set=adapters.claim="], "loaded needs adapters.claim"),
+        (["--set=adapters.loaded.law=/x"], "at '/adapters/loaded/law'"),
         ([POOLS + "[]"], "at '/pools': minItems"),
         ([POOLS + '[{"name": "a", "role": "decode", "replicas": 1}]'], "nobody could answer"),
         ([POOLS + '[{"name": "a", "role": "other", "replicas": 1}]'], "at '/pools/0/role'"),

@@ -50,6 +50,18 @@ spec:
         - {name: BATON_TP, value: {{ div (mul (max 1 (int $pool.gpus)) $nodes) $pp | quote }}}
         - {name: BATON_PP, value: {{ $pp | quote }}}
         - {name: BATON_DRAIN_S, value: {{ $drain | quote }}}
+        {{- with $root.Values.adapters }}
+        {{- if .claim }}
+        - {name: BATON_ADAPTERS_DIR, value: /adapters}
+        {{- end }}
+        {{- $loaded := list }}
+        {{- range $adapter, $folder := .loaded }}
+        {{- $loaded = append $loaded (printf "%s=/adapters/%s" $adapter $folder) }}
+        {{- end }}
+        {{- with $loaded }}
+        - {name: BATON_ADAPTERS, value: {{ join "," . | quote }}}
+        {{- end }}
+        {{- end }}
         {{- range $key, $value := $pool.env }}
         - {name: {{ $key }}, value: {{ $value | quote }}}
         {{- end }}
@@ -92,8 +104,15 @@ spec:
       volumeMounts:
         {{- include "baton.mounts" $root | nindent 8 }}
         - {name: shm, mountPath: /dev/shm}
+        {{- if $root.Values.adapters.claim }}
+        - {name: adapters, mountPath: /adapters, readOnly: true}
+        {{- end }}
   volumes:
     {{- include "baton.volumes" (list $root $name) | nindent 4 }}
     - name: shm
       emptyDir: {medium: Memory, sizeLimit: 2Gi}
+    {{- with $root.Values.adapters.claim }}
+    - name: adapters
+      persistentVolumeClaim: {claimName: {{ . }}, readOnly: true}
+    {{- end }}
 {{- end }}
