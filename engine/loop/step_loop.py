@@ -91,6 +91,7 @@ class StepLoop:
             tiers=scheduler.tiers.load(),
             hook_failures={} if scheduler.hooks else None,
             speculation=scheduler.drafts.load() if scheduler.drafts else None,
+            adapters=scheduler.batch.adapters.load() if scheduler.config.max_adapters else None,
         )
         self.max_step_tokens = scheduler.config.max_step_tokens
         self._scheduler = scheduler

@@ -98,6 +98,13 @@ def test_answers_and_lists(workers, model, folders, tmp_path) -> None:
         assert pages == {"tiny": None, "law": "tiny", "poems": "tiny"}
         body = {"model": "law", "prompt": prompt_of(17), "max_tokens": 2, "temperature": 0}
         assert got(cluster, "/v1/completions", body)["model"] == "law"
+        counted = cluster.metric("baton_adapter_requests_total", adapter="law", outcome="ok")
+        assert counted == len(LENGTHS) + 1
+        for worker in cluster.workers:
+            slots = {state: cluster.metric("baton_adapter_slots", worker, state=state)
+                     for state in ("used", "idle", "empty")}  # fmt: skip
+            assert slots == {"used": 0, "idle": 2, "empty": 6}, worker
+            assert cluster.metric("baton_adapter_loads_total", worker) == 2
         cluster.check_baseline()
     finally:
         cluster.stop()
