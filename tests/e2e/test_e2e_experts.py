@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ from test_e2e_ranks import PREFILL_TOKENS, check
 from tiny_families import EXPERTS
 from tiny_models import write_tiny_model
 
-from worker.watchdog import EXIT_DEVICE_LOST
+from baton.errors import ServerError
+from worker.watchdog import EXIT_DEVICE_LOST, EXIT_HUNG
 
 MODEL = EXPERTS["qwen3_moe"]
 WHOLE: Mapping[str, object] = {"tp": 2, "expert_parallel": True}
@@ -69,4 +72,28 @@ def test_a_worker_that_is_killed_ends_its_group_and_requests_go_on(tmp_path: Pat
             for name in ("prefill-0", "prefill-1"):
                 cluster.wait_attached(name)
             check(cluster, model, (41, 201))
+        cluster.check_baseline()
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(400)
+def test_a_worker_that_stands_still_is_noticed_by_the_others(tmp_path: Path) -> None:
+    """By their own watchdogs, once they have a step."""
+    model, own = write_tiny_model(tmp_path / "model", **MODEL), group(tmp_path, "prefill")
+    cluster = make_cluster(model, tmp_path / "logs", own=own, prefill=3, step_timeout_s=5)
+    with cluster.started():
+        check(cluster, model)
+        cluster.kill("prefill-0", signal.SIGSTOP)
+        with cluster.client(retries=True) as client:
+            for prompt in range(12):
+                with suppress(ServerError):  # It has met both workers of the group.
+                    client.generate(token_ids=[prompt + 1] * 40, max_tokens=2)
+        assert cluster.wait_gone("prefill-1") == EXIT_HUNG
+        cluster.kill("prefill-0")
+        check(cluster, model)
+        for name in ("prefill-0", "prefill-1"):
+            cluster.start(name)
+        for name in ("prefill-0", "prefill-1"):
+            cluster.wait_attached(name)
+        check(cluster, model, (41, 201))
         cluster.check_baseline()
