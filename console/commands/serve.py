@@ -51,7 +51,7 @@ def _run_on_one_of(settings: WorkerSettings, place: Place) -> int:
     if place.node:
         from worker.hosts import agent
 
-        return agent.main(_with_model(settings), place)
+        agent.main(_with_model(settings), place)
     from worker.process import main
 
     return main(_with_model(settings), place)

@@ -21,12 +21,13 @@ import queue
 import select
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import grpc
 
@@ -39,7 +40,13 @@ from engine.hosts.rows import Rows
 from engine.hosts.wires import Keys, write_ends
 from engine.ranks.process import CONFIG
 from kv_transfer.transports.processes import process_of
-from serving.net.internal_net import InternalNet, TlsNet, server_name_of, workers_net
+from serving.net.internal_net import (
+    InternalNet,
+    TlsNet,
+    is_untrusted,
+    server_name_of,
+    workers_net,
+)
 from serving.net.tls import TlsError
 from telemetry.logs import setup_logging
 from telemetry.names import Service
@@ -65,8 +72,15 @@ class GroupEndedError(Exception):
     """The group has ended; the message says why. Empty: in order."""
 
 
-def main(settings: WorkerSettings, place: Place) -> int:
-    """Runs the agent of a host; returns its exit code."""
+def main(settings: WorkerSettings, place: Place) -> NoReturn:
+    """Runs the agent of a host. It never returns: nothing is left to tidy up, and threads of gRPC's
+    would keep a process whose ranks have ended."""
+    code = _run(settings, place)
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _run(settings: WorkerSettings, place: Place) -> int:
     name, debug = f"{settings.name}/{place.node}", settings.debug
     setup_logging(Service.BOTH, name, debug.log_level, settings.log_format)
     keep_data_plane_on(place.interface)
@@ -260,6 +274,10 @@ class Agent:
             raise GroupEndedError("the leader is gone") from error
         if code is grpc.StatusCode.FAILED_PRECONDITION:
             raise GroupEndedError(f"the leader refuses it: {details}") from error
+        if is_untrusted(details):
+            raise GroupEndedError(
+                f"the leader {self._place.leader} shows no valid certificate of its name"
+            ) from error
         if time.monotonic() > ends_s:
             raise GroupEndedError(
                 f"the leader {self._place.leader} is not reached: {details}"
