@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 from chart_kit import CHART, KUBERNETES, RELEASE, manifests, pods, run_helm
-from pod_kit import Cluster, Peer, Pod, admits, image_environment, named_ports, run_in, within
+from pod_kit import Cluster, Pod, image_environment, run_in, within
+from policy_kit import Peer, admits, named_ports
 from tiny_models import write_tiny_model
 from waiting import wait_until
 
