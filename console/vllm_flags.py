@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Final
 
 SAME: Final = "the same"
-_STAGES: Final = "`--pp` of `baton worker`, on CPUs for now"
+_STAGES: Final = "`--pp` of `baton worker`"
 _RANKS: Final = "`--tp` of `baton worker`"
 _BY_TEMPLATE: Final = "nothing: the chat template shows how a model calls tools and thinks"
 

@@ -197,7 +197,7 @@ class WorkerSettings(BaseModel):
     pp: int = Field(default=_ENGINE.pp, ge=1, le=MOST_RANKS)
     """Divides the model's layers among so many stages (pipeline parallelism), of `tp` ranks each.
     They run different steps at the same time: more prompts a second, and each token as late as with
-    one stage. On CPUs for now. It may differ between prefill and decode workers."""
+    one stage. On GPUs each rank has one. It may differ between prefill and decode workers."""
     expert_parallel: bool = _ENGINE.expert_parallel
     """Gives each of `tp` ranks whole experts instead of some of the width of each (expert
     parallelism). `tp` must divide the number of experts, and no longer their width. It may differ
