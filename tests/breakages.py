@@ -541,6 +541,22 @@ BREAKAGES = (
         ("engine/test_adapters_bad.py",),
     ),
     Breakage(
+        "adapter-slots-ignored",
+        "prompts go past workers that have their adapter in a slot",
+        "router/placement/cost.py",
+        "seconds += slot_s(worker, digest)",
+        "seconds += 0.0",
+        ("router/test_adapter_places.py",),
+    ),
+    Breakage(
+        "adapters-share-stored-pages",
+        "pages of one adapter in a tier are found by another",
+        "engine/pages/prefix.py",
+        "salt_of(config.kv_precision, request.cache_salt, request.adapter)",
+        "salt_of(config.kv_precision, request.cache_salt)",
+        ("engine/test_adapters_stores.py",),
+    ),
+    Breakage(
         "another-tenants-adapter",
         "a tenant may use what it is not bound to",
         "router/visible.py",
