@@ -25,7 +25,8 @@ import itertools
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -219,8 +220,8 @@ def profile(
 
 
 def profiled(name: str, work: Callable[[], float], rows: int = 14) -> str:
-    """Where the device's time goes in some work, which returns its seconds: kernels by time, and
-    the share that it idles."""
+    """Where the device's time goes in some work, which returns its seconds: kernels by time, the
+    share that it idles, and between which kernels it waits longest."""
     activity = torch.profiler.ProfilerActivity.CUDA
     with torch.profiler.profile(activities=[activity]) as profiler:
         seconds = work()
@@ -234,7 +235,28 @@ def profiled(name: str, work: Callable[[], float], rows: int = 14) -> str:
         f" {e.self_device_time_total / e.count:8.1f} us  {e.key[:90]}"
         for e in averages[:rows]
     ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_gaps(profiler)])
+
+
+def _gaps(profiler: Any, rows: int = 8) -> Iterator[str]:
+    """The longest waits of the device, by the kernels around them."""
+    spans = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profiler.events() or ()
+        if event.device_type.name == "CUDA"
+    )
+    waits: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
+    last, before = (spans[0][0], "") if spans else (0, "")
+    for start, end, name in spans:
+        if start > last:
+            waits[before, name] += start - last
+            counts[before, name] += 1
+        if end > last:
+            last, before = end, name
+    for (left, right), wait in waits.most_common(rows):
+        count = counts[left, right]
+        yield f"{wait / 1e3:10.1f} ms {count:7d} x idle: {left[:40]} -> {right[:40]}"
 
 
 def build(

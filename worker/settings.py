@@ -284,9 +284,8 @@ class WorkerSettings(BaseModel):
     speculation: str = _ENGINE.speculation
     """Chooses what guesses tokens, several of which one step then verifies: `suffix` looks for the
     newest tokens earlier in the same sequence, and needs no weights. A folder has an EAGLE-3 head
-    for the model; GPUs run it with one rank. `mtp` is the draft layer of its own checkpoint, on
-    CPUs for now. The tokens stay the same. A prefill worker drafts nothing, and computes what a
-    head or a draft layer keeps of prompts."""
+    for the model. `mtp` is the draft layer of its own checkpoint. The tokens stay the same. A
+    prefill worker drafts nothing, and computes what a head or a draft layer keeps of prompts."""
     draft_tokens: int = Field(default=_ENGINE.draft_tokens, ge=1, le=MOST_DRAFTS)
     """Limits the tokens that are guessed at a time."""
     scheduling: Scheduling = _ENGINE.scheduling

@@ -175,9 +175,10 @@ class DraftSampling(LeaderSampling):
             sampled = SampleResult(result, result, **pinned)
         pinned_result = to_pinned(result)
         draw.then()
-        tables, slots = drafting.tables, draw.slots.long()
-        drafts = to_pinned(tables.drafts[slots]) if verified.returns_drafts else None
-        ready = to_pinned(tables.ready[slots]) if verified.returns_drafts else None
+        drafts = ready = None
+        if verified.returns_drafts:
+            tables, slots = drafting.tables, draw.slots.long()
+            drafts, ready = to_pinned(tables.drafts[slots]), to_pinned(tables.ready[slots])
         return _Host(pinned_result, sampled, drafts, ready, scores).read
 
     def _sample(
