@@ -13,8 +13,8 @@ from torch import Tensor
 from engine.adapters.types import Adapter
 from engine.cuda.adapters.kernels import (
     BLOCK_N,
-    Low,
     Pairs,
+    Room,
     Tiles,
     expand,
     expand_gated,
@@ -35,8 +35,7 @@ class StepTiles:
         """Whether the step has rows with adapters."""
         self.own: dict[int, Tiles] = {}
         """By number of rows: those of all tokens, and of the ends of prompts."""
-        self.low: Tensor
-        """See `engine.cuda.adapters.kernels.Low`."""
+        self.room: Room
 
 
 class CudaAddition:
@@ -88,23 +87,22 @@ class CudaAddition:
         """See `Addition`."""
         if not len(plain_of(x)):
             return linear.multiply(x)
-        out, own, low = self._begun(x, linear)
-        expand(out, self.pairs, own, low)
+        out, own = self._begun(x, linear)
+        expand(out, self.pairs, own, self._step.room.low)
         return out
 
     def gated(self, x: Tensor | Rounded, linear: Linear) -> Tensor:
         """[T, inputs] -> [T, I]: silu(gate) * up of a product of gate and up, with what is
         added."""
-        out, own, low = self._begun(x, linear)
-        return expand_gated(out, self.pairs, own, low)
+        out, own = self._begun(x, linear)
+        return expand_gated(out, self.pairs, own, self._step.room.low)
 
-    def _begun(self, x: Tensor | Rounded, linear: Linear) -> tuple[Tensor, Tiles, Low]:
+    def _begun(self, x: Tensor | Rounded, linear: Linear) -> tuple[Tensor, Tiles]:
         """The product, and the first step beside it."""
         plain, method = plain_of(x), linear.method
-        own, values = self._step.own[len(plain)], self._step.low
+        own, room = self._step.own[len(plain)], self._step.room
         if len(plain) == 1 and isinstance(method, Dense):
             weight, bias = method.weight, linear.bias
-            out, low = dot_and_shrink(plain, weight, bias, self.pairs, own, values)
-            return out, own, low
-        low = shrink(plain, self.pairs, own, values)
-        return linear.multiply(x), own, low
+            return dot_and_shrink(plain, weight, bias, self.pairs, own, room.low), own
+        shrink(plain, self.pairs, own, room)
+        return linear.multiply(x), own
