@@ -7,6 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -230,10 +231,10 @@ class Engine:
             self._submit(request, sink, adapter)
         except BaseException:  # The scheduler has not heard of it, so nobody else lets it go.
             if adapter is not None:
-                self.adapters.release(adapter.digest)
+                self.adapters.release(request.adapter, adapter)
             raise
 
-    def _submit(self, request: Request, sink: Sink, adapter: Adapter | None) -> None:
+    def _submit(self, request: Request, sink: Sink, adapter: Future[Adapter] | None) -> None:
         if not self._matchers.are_wanted(request):
             self._loop.submit(request, sink, adapter=adapter)
             return

@@ -122,11 +122,7 @@ class Worker:
             self.report,
             self._net,
             self.role,
-            AdapterService(
-                engine.adapters,
-                settings.adapters_dir,
-                lambda said: self.servicer.send_to_routers(said),
-            ),
+            self._make_adapters(engine),
         )
         self.admin = AdminServer(
             settings.admin,
@@ -238,6 +234,15 @@ class Worker:
         self._lag.stop()
         await self.admin.stop()
         return clean and left_nothing
+
+    def _make_adapters(self, engine: Engine) -> AdapterService:
+        made = AdapterService(
+            engine.adapters,
+            self.settings.adapters_dir,
+            lambda said: self.servicer.send_to_routers(said),
+        )
+        engine.adapters.on_gone = lambda: self.inbox.call_on_loop(made.report)
+        return made
 
     def _watch_parts(self) -> None:
         """Exports the figures of what this engine has."""

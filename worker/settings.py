@@ -130,7 +130,7 @@ class WorkerDebug(BaseModel):
     max_adapter_rank: int = Field(default=_ENGINE.max_adapter_rank, ge=1, le=4096)
     """Limits the rank of an adapter."""
     adapters_host_gib: float = Field(default=_ENGINE.adapters_host_bytes / (1 << 30), gt=0)
-    """Limits the host memory of all adapters together, GiB."""
+    """Limits the host memory of adapters, GiB. Others are read again when they are asked for."""
     synthetic_acceptance: float = Field(default=_ENGINE.synthetic_acceptance, ge=-1, le=1)
     """Accepts drafts with this probability, whatever was drawn: measures speculation with dummy
     weights, on a GPU. What the model says has no meaning then. -1: accepts what is right."""

@@ -51,6 +51,11 @@ class AdapterService:
         ]
         return worker_pb2.WorkResponse(adapters=worker_pb2.Adapters(adapters=named))
 
+    def report(self) -> None:
+        """Every router hears of the adapters that there are now."""
+        if (message := self.message()) is not None:
+            self._send(message)
+
     def load(self, asked: worker_pb2.LoadAdapter, outbox: Outbox) -> None:
         """Loads one, and answers."""
 
@@ -92,8 +97,7 @@ class AdapterService:
             logger.exception("a command about an adapter failed")
             done.error = "it failed: the worker's log has the cause"
         else:
-            if (message := self.message()) is not None:
-                self._send(message)
+            self.report()
         outbox.send(worker_pb2.WorkResponse(adapter_done=done))
 
 

@@ -2,17 +2,27 @@
 
 A name leads new requests to a digest. Requests hold the content by its digest: when a name goes, or
 comes to mean another content, those under way end with what they began with.
+
+Host memory has room for some. The content that was used longest ago makes room for another, unless
+a request holds it; when a request wants it, it is read again, and the request waits for it. Who
+waits for room waits in turn: as long as the first one has none, those whose content is there wait
+behind it, so that it gets some.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from engine.adapters.types import Adapter, AdapterError, AdapterInfo
+
+log = logging.getLogger("baton.engine")
 
 MOST_NAME_BYTES: Final = 128
 Read = Callable[[Path, Path | None], Adapter]
@@ -21,6 +31,23 @@ Read = Callable[[Path, Path | None], Adapter]
 Raises:
     AdapterError: it does not fit the model; the message says why.
 """
+
+
+class _Source(NamedTuple):
+    """Where a content can be read again."""
+
+    path: Path
+    within: Path | None
+    num_bytes: int
+
+
+@dataclass(eq=False)
+class _Wait:
+    """Requests that wait for a content."""
+
+    source: _Source
+    requests: int = 0
+    done: Future[Adapter] = field(default_factory=Future)
 
 
 class Adapters:
@@ -35,11 +62,24 @@ class Adapters:
         """
         self._read = read
         self._most_bytes = most_bytes
-        self._lock = threading.Lock()
+        self.on_gone: Callable[[], None] = lambda: None
+        """Is called, on some thread, when names are gone because their content is."""
+        self._changed = threading.Condition()
+        """Guards all else here. Room may be there when it is notified."""
         self._named: dict[str, AdapterInfo] = {}
-        self._contents: dict[bytes, Adapter] = {}
+        self._sources: dict[bytes, _Source] = {}
+        """Where contents that have a name can be read again."""
+        self._contents: OrderedDict[bytes, Adapter] = OrderedDict()
+        """What is in memory; what was used longest ago comes first."""
         self._users: Counter[bytes] = Counter()
-        """Requests and names that hold each content."""
+        """Requests that have each content."""
+        self._waits: OrderedDict[bytes, _Wait] = OrderedDict()
+        self._reading_bytes = 0
+        """Bytes of what is being read again."""
+        self._lacks_room = False
+        """Whether the first wait does."""
+        self._reads = False
+        """Whether there is a thread for the waits."""
 
     @property
     def on(self) -> bool:
@@ -63,14 +103,19 @@ class Adapters:
         if self._read is None:
             raise AdapterError("this worker takes no adapters: start it with max_adapters above 0")
         _check_name(name)
-        return self.add(name, self._read(path, within), str(path), again=again)
+        adapter = self._read(path, within)
+        return self._add(name, adapter, _Source(path, within, adapter.num_bytes), again=again)
 
-    def add(
-        self, name: str, adapter: Adapter, path: str = "", *, again: bool = False
+    def add(self, name: str, adapter: Adapter, *, again: bool = False) -> AdapterInfo:
+        """Takes an adapter that stays in memory as long as it has a name. See `load`."""
+        return self._add(name, adapter, None, again=again)
+
+    def _add(
+        self, name: str, adapter: Adapter, source: _Source | None, *, again: bool
     ) -> AdapterInfo:
-        """Takes an adapter that was read. See `load`."""
+        path = "" if source is None else str(source.path)
         info = AdapterInfo(name, adapter.digest, adapter.rank, adapter.num_bytes, path)
-        with self._lock:
+        with self._changed:
             before = self._named.get(name)
             if before is not None and before.digest == info.digest:
                 return before
@@ -79,67 +124,201 @@ class Adapters:
                     f"the name {name!r} is taken by another adapter: unload that one, or load in"
                     " place of it"
                 )
-            self._check_room(adapter)
-            self._hold(self._contents.setdefault(adapter.digest, adapter).digest)
+            self._keep_new(adapter, source)
             self._named[name] = info
             if before is not None:
-                self._let_go(before.digest)
+                self._forget(before.digest)
         return info
+
+    def _keep_new(self, adapter: Adapter, source: _Source | None) -> None:
+        digest = adapter.digest
+        if digest not in self._contents:
+            has_room = self._make_room(adapter.num_bytes)
+            if adapter.num_bytes > self._most_bytes or not (has_room or source):
+                raise AdapterError(
+                    f"an adapter would take {adapter.num_bytes >> 20} MiB of host memory, and"
+                    f" {self._most_bytes >> 20} MiB are allowed for all (adapters_host_gib)"
+                )
+            if has_room:
+                self._contents[digest] = adapter
+        if source is not None:
+            self._sources[digest] = source
 
     def unload(self, name: str) -> bool:
         """Forgets a name; whether there was one. Its content stays until no request holds it."""
-        with self._lock:
+        with self._changed:
             info = self._named.pop(name, None)
             if info is not None:
-                self._let_go(info.digest)
+                self._forget(info.digest)
         return info is not None
 
     def named(self) -> tuple[AdapterInfo, ...]:
         """All that have a name, by name."""
-        with self._lock:
+        with self._changed:
             return tuple(info for _, info in sorted(self._named.items()))
 
     def has(self, digest: bytes) -> bool:
         """Whether a request for this content can run."""
-        with self._lock:
-            return digest in self._contents
+        with self._changed:
+            return digest in self._contents or digest in self._sources or digest in self._waits
 
-    def hold(self, digest: bytes) -> Adapter | None:
-        """The content, which stays until `release`; None: it is not here."""
-        with self._lock:
+    @property
+    def in_host(self) -> tuple[bytes, ...] | None:
+        """Digests of the contents in memory, those that were used last first; None: all that can be
+        asked for."""
+        with self._changed:
+            if self._sources.keys() <= self._contents.keys():
+                return None
+            return tuple(reversed(self._contents))
+
+    def hold(self, digest: bytes) -> Future[Adapter] | None:
+        """The content, which stays until `release`; it may have to be read first. None: it is not
+        here. The future raises AdapterError if it cannot be read any more."""
+        with self._changed:
             found = self._contents.get(digest)
-            if found is not None:
-                self._hold(digest)
-            return found
+            if found is not None and not self._lacks_room:
+                self._users[digest] += 1
+                self._contents.move_to_end(digest)
+                done: Future[Adapter] = Future()
+                done.set_result(found)
+                return done
+            return self._wait_for(digest, found)
 
-    def release(self, digest: bytes) -> None:
-        """A request that held the content has ended."""
-        with self._lock:
-            self._let_go(digest)
+    def _wait_for(self, digest: bytes, found: Adapter | None) -> Future[Adapter] | None:
+        wait = self._waits.get(digest)
+        if wait is None:
+            source = self._sources.get(digest)
+            if source is None and found is not None:  # It is there, and stays.
+                source = _Source(Path(), None, found.num_bytes)
+            if source is None:
+                return None
+            wait = self._waits[digest] = _Wait(source)
+        wait.requests += 1
+        if not self._reads:
+            self._reads = True
+            threading.Thread(target=self._work, name="baton-adapters", daemon=True).start()
+        return wait.done
+
+    def release(self, digest: bytes, held: Future[Adapter]) -> None:
+        """A request that held the content has ended, or does not wait for it any more."""
+        with self._changed:
+            wait = self._waits.get(digest)
+            if wait is not None and wait.done is held:
+                wait.requests -= 1
+            elif not (held.done() and held.exception()):
+                self._let_go(digest)
+            self._changed.notify_all()
 
     @property
     def held(self) -> int:
         """How many holds of requests there are."""
-        with self._lock:
-            return sum(self._users.values()) - len(self._named)
-
-    def _hold(self, digest: bytes) -> None:
-        self._users[digest] += 1
+        with self._changed:
+            return self._users.total() + sum(wait.requests for wait in self._waits.values())
 
     def _let_go(self, digest: bytes) -> None:
         self._users[digest] -= 1
         if not self._users[digest]:
-            del self._users[digest], self._contents[digest]
+            del self._users[digest]
+            self._drop_unnamed(digest)
 
-    def _check_room(self, adapter: Adapter) -> None:
-        others = {digest: each for digest, each in self._contents.items() if digest in self._users}
-        others[adapter.digest] = adapter
-        wanted = sum(each.num_bytes for each in others.values())
-        if wanted > self._most_bytes:
-            raise AdapterError(
-                f"all adapters together would take {wanted >> 20} MiB of host memory, and"
-                f" {self._most_bytes >> 20} MiB are allowed (adapters_host_gib): unload one first"
-            )
+    def _forget(self, digest: bytes) -> None:
+        """A name means a content no more."""
+        if all(info.digest != digest for info in self._named.values()):
+            self._sources.pop(digest, None)
+            self._drop_unnamed(digest)
+
+    def _drop_unnamed(self, digest: bytes) -> None:
+        named = any(info.digest == digest for info in self._named.values())
+        if not named and digest not in self._users:
+            self._contents.pop(digest, None)
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Whether there is room, now that what nobody holds and can be read again is gone."""
+        idle = [
+            digest
+            for digest in self._contents
+            if digest not in self._users and digest in self._sources
+        ]
+        used = sum(each.num_bytes for each in self._contents.values()) + self._reading_bytes
+        for digest in idle:
+            if used + num_bytes <= self._most_bytes:
+                break
+            used -= self._contents.pop(digest).num_bytes
+        return used + num_bytes <= self._most_bytes
+
+    # -- the thread of the waits ------------------------------------------------------------------
+
+    def _work(self) -> None:
+        """Serves waits in turn, until there are none."""
+        while True:
+            with self._changed:
+                digest = next(iter(self._waits), None)
+                if digest is None:
+                    self._reads = False
+                    return
+                wait = self._waits[digest]
+                found = self._contents.get(digest)
+                if found is None and not self._has_room_for(wait):
+                    del self._waits[digest]  # Nobody waits any more.
+                    continue
+            error: AdapterError | None = None
+            if found is None:
+                try:
+                    found = self._again(digest, wait.source)
+                except AdapterError as failed:
+                    error = failed
+            self._end(digest, wait, found)
+            if found is not None:
+                wait.done.set_result(found)
+            else:
+                wait.done.set_exception(error)
+
+    def _has_room_for(self, wait: _Wait) -> bool:
+        """Waits until there is room, which is kept for it, or nobody waits any more."""
+        size = wait.source.num_bytes
+        self._lacks_room = True
+        while wait.requests and not self._make_room(size):
+            self._changed.wait()
+        self._lacks_room = False
+        self._reading_bytes = size if wait.requests else 0
+        return wait.requests > 0
+
+    def _again(self, digest: bytes, source: _Source) -> Adapter:
+        """Reads a content again.
+
+        Raises:
+            AdapterError: its folder has it no more.
+        """
+        assert self._read is not None
+        try:
+            found = self._read(source.path, source.within)
+        except AdapterError:
+            raise
+        except Exception as failed:
+            log.exception("an adapter cannot be read again")
+            raise AdapterError("it cannot be read again") from failed
+        if found.digest != digest:
+            raise AdapterError("its folder has another content now")
+        return found
+
+    def _end(self, digest: bytes, wait: _Wait, found: Adapter | None) -> None:
+        """A wait is over: those who waited have the content, or its names are gone."""
+        with self._changed:
+            self._reading_bytes = 0
+            del self._waits[digest]
+            if found is not None:
+                self._contents[digest] = found
+                self._contents.move_to_end(digest)
+                if wait.requests:
+                    self._users[digest] += wait.requests
+                self._drop_unnamed(digest)
+                return
+            gone = [name for name, info in self._named.items() if info.digest == digest]
+            for name in gone:
+                log.warning("adapter %s is gone: its folder has it no more", name)
+                del self._named[name]
+            self._forget(digest)
+        self.on_gone()
 
 
 def _check_name(name: str) -> None:

@@ -38,6 +38,7 @@ class AdapterSlots:
         self._slot_of: dict[bytes, int] = {}
         """By digest, those that were used longest ago first."""
         self._contents: dict[int, Adapter] = {}
+        """Contents of the slots in use. What nobody uses need not be in host memory, too."""
         self._users: Counter[bytes] = Counter()
 
     def has_room(self, adapter: Adapter | None) -> bool:
@@ -51,12 +52,13 @@ class AdapterSlots:
         device fills it before the first of them."""
         digest = adapter.digest
         if digest not in self._slot_of:
-            self._slot_of[digest] = slot = self._free.pop() if self._free else self._idle()
-            self._contents[slot] = adapter
+            self._slot_of[digest] = self._free.pop() if self._free else self._idle()
             self.loads += 1
+        slot = self._slot_of[digest]
+        self._contents[slot] = adapter
         self._users[digest] += 1
         self._told = None
-        return self._slot_of[digest]
+        return slot
 
     def give_back(self, adapter: Adapter) -> None:
         """A request uses its adapter no more."""
@@ -64,7 +66,9 @@ class AdapterSlots:
         self._users[digest] -= 1
         self._told = None
         assert self._users[digest] >= 0, "an adapter is given back once"
-        self._slot_of[digest] = self._slot_of.pop(digest)
+        self._slot_of[digest] = slot = self._slot_of.pop(digest)
+        if not self._users[digest]:
+            del self._contents[slot]
 
     def wanted(self, slots: NDArray[np.int32]) -> Wanted:
         """What a step of rows with these slots wants to be there."""

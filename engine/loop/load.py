@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
+from engine.loads import AdapterLoad
 from engine.loop.rates import StepRates
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequences import ActiveRequest, RequestState
@@ -75,8 +77,13 @@ def load_of(
         prompt_tokens_unresumable=admission.unresumable_tokens,
         hook_failures=dict(scheduler.hooks.failures) if scheduler.hooks else None,
         speculation=scheduler.drafts.load() if scheduler.drafts else None,
-        adapters=batch.adapters.load() if scheduler.config.max_adapters else None,
+        adapters=_adapters(scheduler) if scheduler.config.max_adapters else None,
     )
+
+
+def _adapters(scheduler: Scheduler) -> AdapterLoad:
+    in_host = scheduler.requests.adapters.in_host
+    return replace(scheduler.batch.adapters.load(), in_host=in_host)
 
 
 def most_sequences(scheduler: Scheduler) -> int:

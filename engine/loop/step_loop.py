@@ -137,7 +137,7 @@ class StepLoop:
         request: Request,
         sink: Sink,
         matchers: Future[list[TokenMatcher]] | None = None,
-        adapter: Adapter | None = None,
+        adapter: Future[Adapter] | None = None,
     ) -> None:
         """Accepts a request. The prompt's keys are made here, on the caller's thread, so that no
         step waits for them. Those of 8,000 tokens take some 0.4 ms.
@@ -146,17 +146,19 @@ class StepLoop:
             request: the request.
             sink: receives its events.
             matchers: for a request whose tokens are restricted, which waits for them.
-            adapter: the content of its adapter, which is held for it.
+            adapter: the content of its adapter, which is held for it; it waits for that, too.
         """
         keys = prompt_keys(self._scheduler.config, request, request.prompt_ids)
         rest = keys, matchers, adapter
         self.post(lambda scheduler: scheduler.requests.submit(request, sink, *rest))
+
+        def look(_: object) -> None:
+            self.post(lambda scheduler: scheduler.requests.end_if_unprepared(request.id))
+
         if matchers is not None:
-            matchers.add_done_callback(
-                lambda _: self.post(
-                    lambda scheduler: scheduler.requests.matchers_are_made(request.id)
-                )
-            )
+            matchers.add_done_callback(look)
+        if adapter is not None and not adapter.done():
+            adapter.add_done_callback(look)
 
     def lose(self) -> None:
         """No step will run any more: the owner is notified, on the loop's thread."""

@@ -164,7 +164,7 @@ class Batch:
 
     def take_adapter(self, active: ActiveRequest) -> None:
         """A request is admitted: the device has its adapter from the next step on."""
-        if active.adapter is not None and active.adapter_slot == NO_SLOT:
+        if active.adapter_slot == NO_SLOT and active.adapter is not None:
             active.adapter_slot = self.adapters.take(active.adapter)
             if active.slot_wanted_s:
                 self.adapters.waits.ended(active.slot_wanted_s)
@@ -172,7 +172,7 @@ class Batch:
 
     def give_adapter_back(self, active: ActiveRequest) -> None:
         """Nothing of a request will be planned any more."""
-        if active.adapter is not None and active.adapter_slot != NO_SLOT:
+        if active.adapter_slot != NO_SLOT and active.adapter is not None:
             self.adapters.give_back(active.adapter)
             active.adapter_slot = NO_SLOT
 

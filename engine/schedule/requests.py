@@ -89,7 +89,7 @@ class Requests:
         self._batch = batch
         self._tiers = tiers
         self._hooks = hooks
-        self._adapters = adapters
+        self.adapters = adapters
         self._arrivals = 0
         self._events: list[tuple[Sink, Event]] = []
         self._delivered: list[tuple[Sequence, int, int]] = []
@@ -106,13 +106,14 @@ class Requests:
         sink: Sink,
         keys: Iterable[bytes] = (),
         matchers: Future[list[TokenMatcher]] | None = None,
-        adapter: Adapter | None = None,
+        adapter: Future[Adapter] | None = None,
     ) -> None:
         """Accepts a request. `keys` are the known leading keys of its prompt. A request whose
-        tokens are restricted waits for its `matchers`. It holds its `adapter` already."""
+        tokens are restricted waits for its `matchers`, and one with an adapter for its content,
+        which it holds already."""
         request = with_candidates(request, self._config.eos_token_ids)
         active = ActiveRequest(request, sink, self._arrivals, keys=list(keys), matchers=matchers)
-        active.adapter = adapter
+        active.held_adapter = adapter
         self._arrivals += 1
         if request.id in self.by_id:
             self._refuse(active, RequestFailed(request.id, FailureReason.INTERNAL))
@@ -133,9 +134,9 @@ class Requests:
         self.emit(active.sink, refusal)
 
     def _let_adapter_go(self, active: ActiveRequest) -> None:
-        if active.adapter is not None:
-            self._adapters.release(active.adapter.digest)
-            active.adapter = None
+        if active.held_adapter is not None:
+            self.adapters.release(active.request.adapter, active.held_adapter)
+            active.held_adapter = None
 
     def _can_ever_hold(self, request: Request) -> bool:
         """Whether an empty batch could take a request to its end."""
@@ -195,13 +196,13 @@ class Requests:
             self.end(sequence, reason)
             self.let_go()
 
-    def matchers_are_made(self, request_id: bytes) -> None:
-        """The matchers of a request are made; or cannot be, and the request fails."""
+    def end_if_unprepared(self, request_id: bytes) -> None:
+        """What a request waited for is made; or cannot be, and the request fails."""
         active = self.by_id.get(request_id)
-        if active is None or active.matchers is None or active.matchers.exception() is None:
-            return
-        self.cancel(request_id)
-        self.emit(active.sink, RequestFailed(request_id, FailureReason.STRUCTURE))
+        reason = None if active is None else active.lacks
+        if active is not None and reason is not None:
+            self.cancel(request_id)
+            self.emit(active.sink, RequestFailed(request_id, reason))
 
     def cancel(self, request_id: bytes) -> None:
         """Ends a request at any point. Pages that a transfer may use wait for `release`."""

@@ -18,7 +18,7 @@ from engine.hooks.requests import HookedRequest
 from engine.masks.matchers import TokenMatcher
 from engine.pooling.requests import Pooled
 from engine.tiers.protocol import Wait
-from engine.types import PageIds, Request, Sink, TokenIds, TokenRecord
+from engine.types import FailureReason, PageIds, Request, Sink, TokenIds, TokenRecord
 
 NO_IDS: PageIds = np.zeros(0, np.int32)
 
@@ -85,8 +85,8 @@ class ActiveRequest:
     """Scores of its sequences that the device gets with the next step; None: it has them."""
     heard: dict[int, Candidates] = field(default_factory=dict)
     """What its chooser is to choose from next, by slot."""
-    adapter: Adapter | None = None
-    """The content of its adapter, which it holds."""
+    held_adapter: Future[Adapter] | None = None
+    """The content of its adapter, which it holds as soon as that is there."""
     adapter_slot: int = NO_SLOT
     """Where the device has that, from its admission on."""
     slot_wanted_s: float = 0.0
@@ -105,11 +105,27 @@ class ActiveRequest:
         return np.concatenate([prompt, generated[choice]]) if generated else prompt
 
     @property
+    def adapter(self) -> Adapter | None:
+        """The content of its adapter, once the request is prepared."""
+        return None if self.held_adapter is None else self.held_adapter.result()
+
+    @property
     def is_prepared(self) -> bool:
-        """Whether it need not wait for its matchers. Where they cannot be made it waits until it is
-        told so, and fails."""
-        made = self.matchers
-        return made is None or (made.done() and made.exception() is None)
+        """Whether it need not wait for its matchers or its adapter. Where it cannot have them it
+        waits until it is told so, and fails."""
+        awaited = (each for each in (self.matchers, self.held_adapter) if each is not None)
+        return all(each.done() and each.exception() is None for each in awaited)
+
+    @property
+    def lacks(self) -> FailureReason | None:
+        """Why it cannot run, of what it waited for; None: nothing has failed."""
+        for awaited, reason in (
+            (self.matchers, FailureReason.STRUCTURE),
+            (self.held_adapter, FailureReason.ADAPTER),
+        ):
+            if awaited is not None and awaited.done() and awaited.exception() is not None:
+                return reason
+        return None
 
     def goes_with(self, sequence: Sequence) -> bool:
         """Whether its sequences run only together with this one."""

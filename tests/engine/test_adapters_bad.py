@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from waiting import wait_until
 
 from engine.adapters.registry import Adapters
 from engine.adapters.slots import AdapterSlots
-from engine.adapters.types import AdapterError
+from engine.adapters.types import Adapter, AdapterError
 from engine.adapters.waits import FRESH_S, SlotWaits
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -28,7 +29,7 @@ from engine.model import load_model
 from engine.model.adapters.reading import Limits, read_adapter
 from engine.model.adapters.sites import linears_of, shapes_of
 from engine.parts.paging import EngineError
-from engine.types import SamplingParams
+from engine.types import FailureReason, SamplingParams
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
 FIELDS = [
@@ -229,54 +230,149 @@ def test_a_request_that_waits_for_a_slot_is_counted(path):
         engine.stop()
 
 
+ROOM = 3
+
+
 @given(st.data())
 @settings(max_examples=40, deadline=None)
 def test_books_agree_in_any_order(data):
-    """Names, contents and slots, beside the same written out with sets."""
+    """Names, contents, waits for room in host memory, and slots, beside the same written out with
+    sets. There is room for three contents; each is what its folder's name says."""
     count = data.draw(st.integers(1, 3), "slots")
-    content = {"now": 0}
-    adapters = Adapters(lambda *_: adapter(content["now"]), 3 * adapter(0).num_bytes)
-    slots, named, running = AdapterSlots(count), {}, []
-    for _ in range(50):
-        match data.draw(st.sampled_from(["load", "unload", "begin", "begin", "end"])):
+    adapters = Adapters(lambda path, _: adapter(int(path.name)), ROOM * adapter(0).num_bytes)
+    slots, named = AdapterSlots(count), {}
+    waiting: list[tuple[bytes, Future[Adapter]]] = []
+    running: list[tuple[Adapter, int, Future[Adapter]]] = []
+
+    def settle() -> None:
+        """Reads end, or lack room, since requests hold as many contents as there may be."""
+
+        def is_settled() -> bool:
+            with adapters._changed:
+                first = next(iter(adapters._waits.values()), None)
+                full = adapters._lacks_room and len(adapters._users) == ROOM
+                return first is None or (full and first.requests > 0)
+
+        wait_until(is_settled, poll_s=1e-4)
+
+    def have() -> set[bytes]:
+        done = {digest for digest, held in waiting if held.done()}
+        return done | {own.digest for own, _, _ in running}
+
+    for _ in range(40):
+        match data.draw(st.sampled_from(["load", "unload", "begin", "begin", "admit", "end"])):
             case "load":
-                name = data.draw(st.sampled_from("abc"))
-                content["now"] = data.draw(st.integers(0, 5))
-                kept = {own.digest[0] for own, _ in running} | {*named.values(), content["now"]}
-                try:
-                    adapters.load(name, Path(), again=True)
-                    named[name] = content["now"]
-                except AdapterError:
-                    assert len(kept) > 3
+                name, number = data.draw(st.sampled_from("abc")), data.draw(st.integers(0, 5))
+                adapters.load(name, Path(str(number)), again=True)
+                named[name] = number
             case "unload":
                 name = data.draw(st.sampled_from("abc"))
                 assert adapters.unload(name) == (named.pop(name, None) is not None)
             case "begin" if named:
                 digest = bytes([data.draw(st.sampled_from(sorted(named.values())))]) * 32
-                own = adapters.hold(digest)
-                assert own is not None
-                if slots.has_room(own):
-                    running.append((own, slots.take(own)))
+                held = adapters.hold(digest)
+                assert held is not None
+                waiting.append((digest, held))
+            case "admit":
+                for each in [each for each in waiting if each[1].done()]:
+                    own = each[1].result()
+                    assert own.digest == each[0]
+                    if slots.has_room(own):
+                        waiting.remove(each)
+                        running.append((own, slots.take(own), each[1]))
+                    else:
+                        assert slots.used == count
+            case "end" if running or waiting:
+                at = data.draw(st.integers(0, len(running) + len(waiting) - 1))
+                if at < len(running):
+                    own, _, held = running.pop(at)
+                    slots.give_back(own)
+                    adapters.release(own.digest, held)
                 else:
-                    used = {each.digest for each, _ in running}
-                    assert len(used) == count
-                    assert digest not in used
-                    adapters.release(digest)
-            case "end" if running:
-                own, _ = running.pop(data.draw(st.integers(0, len(running) - 1)))
-                slots.give_back(own)
-                adapters.release(own.digest)
+                    adapters.release(*waiting.pop(at - len(running)))
+        settle()
         by_slot: dict[int, bytes] = {}
-        for own, slot in running:
+        for own, slot, _ in running:
             assert by_slot.setdefault(slot, own.digest) == own.digest, "another content"
-        assert len(by_slot) == len({own.digest for own, _ in running}) == slots.used
-        assert adapters.held == len(running)
+        assert len(by_slot) == len({own.digest for own, _, _ in running}) == slots.used
+        assert adapters.held == len(running) + len(waiting)
         assert {info.name: info.digest[0] for info in adapters.named()} == named
-    for own, _ in running:
-        adapters.release(own.digest)
+        assert len(adapters._contents) <= ROOM
+        assert have() <= adapters._contents.keys()
+        if not all(held.done() for _, held in waiting):
+            assert len(have()) == ROOM, "what waits has no room"
+    for own, _, held in running:
+        adapters.release(own.digest, held)
+    while waiting:  # All get theirs in turn.
+        settle()
+        done = [each for each in waiting if each[1].done()]
+        assert done
+        for each in done:
+            adapters.release(*each)
+            waiting.remove(each)
     for name in list(named):
         adapters.unload(name)
     assert not adapters._contents
+    assert not adapters.has(adapter(0).digest)
+
+
+def test_what_a_folder_has_no_more(path, tmp_path):
+    """Requests for it fail, and its name is gone, as soon as it would have to be read again."""
+    one, other = (write_adapter(path, tmp_path / str(i), i) for i in range(2))
+    size = sum(each.numel() * 4 for each in load_file(one / "adapter_model.safetensors").values())
+    engine = build(path, max_adapters=1, adapters_host_bytes=int(1.5 * size))
+    told: list[bool] = []
+    engine.adapters.on_gone = lambda: told.append(True)
+    try:
+        first = engine.adapters.load("one", one).digest
+        want = submit(engine, prompt_of(20), 6, adapter=first, ignore_eos=True)
+        finish(want)
+        assert engine.adapters.in_host is None
+        second = engine.adapters.load("other", other).digest
+        assert engine.adapters.in_host == (second,)
+        runs = [
+            submit(engine, prompt_of(20), 6, adapter=digest, ignore_eos=True)
+            for digest in (first, second, first)
+        ]
+        finish(*runs)
+        assert runs[0].tokens == runs[2].tokens == want.tokens != runs[1].tokens
+        submitted = submit(engine, prompt_of(20), 6, adapter=second, ignore_eos=True)
+        finish(submitted)
+        for file in other.iterdir():
+            (one / file.name).write_bytes(file.read_bytes())
+        gone = submit(engine, prompt_of(20), 6, adapter=first)
+        assert gone.done.wait(30)
+        assert gone.failed is not None
+        assert gone.failed.reason is FailureReason.ADAPTER
+        assert [info.name for info in engine.adapters.named()] == ["other"]
+        assert told
+        check_baseline(engine)
+        assert engine.adapters.held == 0
+    finally:
+        engine.stop()
+
+
+def test_nobody_passes_who_waits_for_room():
+    """While the first that waits has no room, others wait behind it, those in memory, too."""
+    adapters = Adapters(lambda path, _: adapter(int(path.name)), 2 * adapter(0).num_bytes)
+    digests = [adapters.load(str(i), Path(str(i))).digest for i in range(3)]
+    held = [adapters.hold(digest) for digest in digests[1:]]
+    lacks = adapters.hold(digests[0])
+    wait_until(lambda: adapters._lacks_room)
+    behind = adapters.hold(digests[1])
+    assert not lacks.done()
+    assert not behind.done()
+    adapters.release(digests[2], held[1])
+    assert lacks.result(10).digest == digests[0]
+    assert behind.result(10).digest == digests[1]
+    cancelled = adapters.hold(digests[2])
+    wait_until(lambda: adapters._lacks_room)
+    adapters.release(digests[2], cancelled)
+    wait_until(lambda: not adapters._waits)
+    assert not cancelled.done()
+    for digest, each in ((digests[1], held[0]), (digests[0], lacks), (digests[1], behind)):
+        adapters.release(digest, each)
+    assert adapters.held == 0
 
 
 def test_a_request_that_cannot_be_submitted_holds_no_adapter(path):
@@ -291,7 +387,9 @@ def test_a_request_that_cannot_be_submitted_holds_no_adapter(path):
 def test_an_engine_under_random_commands(path, tmp_path):
     """Every request ends, with the content with which it began, and nothing is left."""
     folders = [write_adapter(path, tmp_path / str(i), i, r=2 + i) for i in range(4)]
-    engine = build(path, max_adapters=2, num_pages=40, max_sequences=4)
+    size = max(sum(file.stat().st_size for file in folder.iterdir()) for folder in folders)
+    room = {"adapters_host_bytes": 2 * size}
+    engine = build(path, max_adapters=2, num_pages=40, max_sequences=4, **room)
     draw = random.Random(3)
     answers: dict[tuple[bytes, int], list[list[int]]] = {}
     try:
