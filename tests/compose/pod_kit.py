@@ -12,6 +12,7 @@ import ctypes
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -198,7 +199,7 @@ class Pod:
         if (hook := self.container.get("lifecycle")) is not None:
             time.sleep(hook["preStop"]["sleep"]["seconds"])
         (inner,) = _children(process.pid)
-        os.kill(inner, 15)
+        os.kill(inner, signal.SIGTERM)
         try:
             process.wait(grace_s - (time.monotonic() - began))
         except subprocess.TimeoutExpired:
@@ -212,8 +213,11 @@ class Pod:
         return self.process.wait(within_s)
 
     def kill(self) -> None:
+        """Ends the first process of its namespace, and so all. They would outlive `unshare`, since
+        they have changed their user."""
         if self.process is not None and self.process.poll() is None:
-            self.process.kill()
+            for inner in _children(self.process.pid) or [self.process.pid]:
+                os.kill(inner, signal.SIGKILL)
             self.process.wait(10)
 
     def sockets(self, *what: str) -> Iterator[tuple[tuple[str, int], tuple[str, int]]]:
