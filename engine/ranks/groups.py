@@ -15,7 +15,7 @@ from engine.step.grid import Grid
 from engine.step.stages import OneStage, Stages
 
 if TYPE_CHECKING:
-    from engine.cuda.ranks.stages import CudaStages
+    from engine.cuda.ranks.stages import NcclStages
 
 Meetings = Callable[[str, list[int]], Meeting]
 """The meeting of a name, and of these ranks."""
@@ -87,13 +87,13 @@ def _collective_on(device: torch.device, rank: int, size: int) -> GroupCollectiv
 
 def _stages_on(
     device: torch.device, stage: int, count: int, *, apart: bool
-) -> GlooStages | CudaStages:
+) -> GlooStages | NcclStages:
     """How hidden states go from a stage on this device to others. `apart`: each rank has a GPU of
     its own."""
     if device.type == "cpu":
         return GlooStages(stage, count)
-    from engine.cuda.ranks.stages import CudaStages, HostStages
+    from engine.cuda.ranks.stages import HostStages, NcclStages
 
     if apart:
-        return CudaStages(stage, count, device)
+        return NcclStages(stage, count, device)
     return HostStages(stage, count)

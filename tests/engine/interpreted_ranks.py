@@ -13,7 +13,6 @@ from ranks_kit import (
     check_best,
     check_gather,
     check_halves_take_turns,
-    check_handing,
     check_sums,
     check_waits,
 )
@@ -37,8 +36,6 @@ def main() -> None:
         check_waits(ranks)
         check_best(count, 9001 if every else 701, torch.bfloat16, CPU)
     check_halves_take_turns(CPU)
-    for count, dtype in ((2, torch.float32), (3, torch.bfloat16)):
-        check_handing(count, CPU, dtype)
     print("equal")
 
 

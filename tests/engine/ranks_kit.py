@@ -150,21 +150,3 @@ def check_best(count: int, vocab: int, dtype: torch.dtype, device: torch.device)
     assert torch.equal(best_of_ranks(torch.stack(told)), want)
     assert want[0, [1, 2, 5]].tolist() == [each, each - 1, 0]
     assert want[1].tolist() == [1, 1, 1, 0, 0, 1]
-
-
-def check_handing(count: int, device: torch.device, dtype: torch.dtype) -> None:
-    """Stages hand on more steps than the ring has slots, of several sizes, some steps ahead."""
-    from engine.cuda.ranks.handing import Ring
-
-    ranks = Ranks(count, device, half_bytes=1 << 16)
-    rings = [Ring(own, slots=3) for own in ranks.all]
-    drawn = torch.Generator(device).manual_seed(count)
-    for rows in ((1, 5, 40), (64, 2, 3), (7, 1, 64)):
-        steps = [torch.randn(each, 128, generator=drawn, device=device).to(dtype) for each in rows]
-        for stage in range(count - 1):
-            for x in steps:
-                rings[stage].send(x)
-            for x in steps:
-                got = torch.zeros_like(x)
-                rings[stage + 1].receive(got)
-                assert torch.equal(got, x)

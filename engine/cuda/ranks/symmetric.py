@@ -71,7 +71,6 @@ def map_memory(
     ranks: int,
     device: torch.device,
     most: Callable[[int], int],
-    half_bytes: int = HALF_BYTES,
 ) -> SymmetricMemory | None:
     """Maps the memory of all ranks. All call it at once.
 
@@ -82,7 +81,6 @@ def map_memory(
         ranks: number of ranks.
         device: this rank's GPU.
         most: the largest of all ranks' numbers.
-        half_bytes: bytes of each half of a buffer.
 
     Returns:
         None if there is none; the log says why.
@@ -92,15 +90,15 @@ def map_memory(
     memory: SymmetricMemory | None = None
     if not why:
         meetings = most(_meetings)
-        own, why = _attempted(lambda: _prepared(meetings, ranks, device, half_bytes))
+        own, why = _attempted(lambda: _prepared(meetings, ranks, device))
         if most(own is None):
             why = why or "another rank has no memory for them"
         else:
-            memory, why = _attempted(lambda: _met(store, name, rank, ranks, own, half_bytes))
+            memory, why = _attempted(lambda: _met(store, name, rank, ranks, own))
             if most(memory is None):
                 memory, why = None, why or "another rank cannot map the memory"
     if memory is None:
-        log.warning("what goes between ranks goes by NCCL: %s", why)
+        log.warning("sums over ranks go by NCCL: %s", why)
     return memory
 
 
@@ -112,7 +110,7 @@ def _attempted(do: Callable[[], Any]) -> tuple[Any, str]:
         return None, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-def _prepared(meetings: int, ranks: int, device: torch.device, half_bytes: int) -> Tensor:
+def _prepared(meetings: int, ranks: int, device: torch.device) -> Tensor:
     """This rank's memory: its pad, which is all 0, and the two halves of its buffer.
 
     Torch names what ranks send each other by the number of meetings that a process has had. Rank
@@ -124,21 +122,19 @@ def _prepared(meetings: int, ranks: int, device: torch.device, half_bytes: int) 
     while _meetings < meetings:
         name = f"baton-rank-alone-{_meetings}"
         _rendezvous(_allocated(16, device), _dist.HashStore(), name, 0, 1)
-    own = _allocated(pad_bytes(programs_of(ranks), ranks) + 2 * half_bytes, device)
+    own = _allocated(pad_bytes(programs_of(ranks), ranks) + 2 * HALF_BYTES, device)
     own.zero_()
     torch.cuda.synchronize(device)
     return own
 
 
-def _met(
-    store: Any, name: str, rank: int, ranks: int, own: Tensor, half_bytes: int
-) -> SymmetricMemory:
+def _met(store: Any, name: str, rank: int, ranks: int, own: Tensor) -> SymmetricMemory:
     from engine.cuda.ranks.shared import shared_at
 
     store.set_timeout(timedelta(seconds=MEET_S))
     handle, group = _rendezvous(own, store, name, rank, ranks)
     bases = [int(base) for base in handle.buffer_ptrs]
-    shared = shared_at(rank, bases, programs_of(ranks), half_bytes, own.device)
+    shared = shared_at(rank, bases, programs_of(ranks), HALF_BYTES, own.device)
     return SymmetricMemory(shared, own, handle, group)
 
 
