@@ -13,8 +13,8 @@ from torch import Tensor
 from engine.adapters.types import Adapter
 from engine.cuda.adapters.kernels import (
     BLOCK_N,
+    Low,
     Pairs,
-    Room,
     Tiles,
     expand,
     expand_gated,
@@ -35,7 +35,8 @@ class StepTiles:
         """Whether the step has rows with adapters."""
         self.own: dict[int, Tiles] = {}
         """By number of rows: those of all tokens, and of the ends of prompts."""
-        self.room: Room
+        self.low: Tensor
+        """See `engine.cuda.adapters.kernels.Low`."""
 
 
 class CudaAddition:
@@ -87,22 +88,23 @@ class CudaAddition:
         """See `Addition`."""
         if not len(plain_of(x)):
             return linear.multiply(x)
-        out, own = self._begun(x, linear)
-        expand(out, self.pairs, own, self._step.room.low)
+        out, own, low = self._begun(x, linear)
+        expand(out, self.pairs, own, low)
         return out
 
     def gated(self, x: Tensor | Rounded, linear: Linear) -> Tensor:
         """[T, inputs] -> [T, I]: silu(gate) * up of a product of gate and up, with what is
         added."""
-        out, own = self._begun(x, linear)
-        return expand_gated(out, self.pairs, own, self._step.room.low)
+        out, own, low = self._begun(x, linear)
+        return expand_gated(out, self.pairs, own, low)
 
-    def _begun(self, x: Tensor | Rounded, linear: Linear) -> tuple[Tensor, Tiles]:
+    def _begun(self, x: Tensor | Rounded, linear: Linear) -> tuple[Tensor, Tiles, Low]:
         """The product, and the first step beside it."""
         plain, method = plain_of(x), linear.method
-        own, room = self._step.own[len(plain)], self._step.room
+        own, values = self._step.own[len(plain)], self._step.low
         if len(plain) == 1 and isinstance(method, Dense):
             weight, bias = method.weight, linear.bias
-            return dot_and_shrink(plain, weight, bias, self.pairs, own, room.low), own
-        shrink(plain, self.pairs, own, room)
-        return linear.multiply(x), own
+            out, low = dot_and_shrink(plain, weight, bias, self.pairs, own, values)
+            return out, own, low
+        low = shrink(plain, self.pairs, own, values)
+        return linear.multiply(x), own, low

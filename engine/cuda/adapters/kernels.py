@@ -7,7 +7,7 @@ a step may have. Ranks differ by slot: programs beyond a slot's rank do nothing.
 
 The first kernel comes before the product, and the second behind it. Both start while the one before
 them still runs (`engine.cuda.early`), and ask for their first weights then. Few tokens do not fill
-the device, so the inputs are split among programs, of which the last one adds their sums up. Sums
+the device, so the inputs are split among programs, and the second kernel adds their sums up. Sums
 are float32.
 
 A product of gate and up need not be written again: the second kernel activates what it has added.
@@ -34,12 +34,11 @@ _SHARED: Final = 160_000
 """Bytes of shared memory for what a program of `_shrink` loads."""
 BLOCK_N: Final = 64
 """Outputs of a program. Not tuned."""
-_SPLITS: Final = ((32, 16), (64, 8), (128, 4))
-"""Up to so many tiles, inputs are split among so many programs. Not tuned."""
-MOST_TILES: Final = 1 << 14
-"""Tiles by programs of ranks whose inputs are split: more than any product has here."""
-_MOST_COLUMNS: Final = 128
-"""Columns of a program's sums, of all parts."""
+_SPLITS: Final = ((66, 4),)
+"""Up to so many tiles, inputs are split among so many programs. 4 and 64 rows take 15 and 7 % less
+so than with 16 for few tiles (H200, 2026-11-27)."""
+_MOST_COLUMNS: Final = 64
+"""Columns of a program's sums, of all parts: with more, splits do not fit into shared memory."""
 
 
 class Tiles(NamedTuple):
@@ -81,13 +80,12 @@ class Pairs(NamedTuple):
         return min(most, _MOST_COLUMNS // parts)
 
 
-class Room(NamedTuple):
-    """Memory that products use in turn."""
+class Low(NamedTuple):
+    """What a product's inputs became, not added up."""
 
-    low: Tensor
-    """float32, for splits * T * P * M numbers: what a product's inputs became."""
-    arrivals: Tensor
-    """[`MOST_TILES`] int32, zeros."""
+    values: Tensor
+    """float32 memory for splits * T * P * M numbers."""
+    splits: int
 
 
 def size_of(tokens: int) -> int:
@@ -123,13 +121,17 @@ def _of_x(x, rows, inside, inner, end, x_stride):
 
 @triton.jit
 def _of_low(
-    low, place, inside, part, r,
-    parts: tl.constexpr, most: tl.constexpr, columns: tl.constexpr,
+    low, place, inside, part, r, low_stride,
+    parts: tl.constexpr, most: tl.constexpr, columns: tl.constexpr, splits: tl.constexpr,
 ):  # fmt: skip
-    """Some ranks of a part."""
+    """The sums of all splits, for some ranks of a part."""
     inner = r + tl.arange(0, columns)
     source = low + place[:, None] * (parts * most) + part * most + inner[None, :]
-    return tl.load(source, mask=inside[:, None] & (inner < most)[None, :], other=0.0)
+    mask = inside[:, None] & (inner < most)[None, :]
+    own = tl.zeros((place.shape[0], columns), tl.float32)
+    for split in tl.static_range(splits):
+        own += tl.load(source + split * low_stride, mask=mask, other=0.0)
+    return own
 
 
 @triton.jit
@@ -148,12 +150,11 @@ def _tile(tiles, order, ranks, number, tile: tl.constexpr):
 
 @triton.jit
 def _shrink(
-    x, a, low, arrivals, order, tiles, ranks, inputs, x_stride, split_inputs, low_stride,
+    x, a, low, order, tiles, ranks, inputs, x_stride, split_inputs, low_stride,
     parts: tl.constexpr, most: tl.constexpr, columns: tl.constexpr, wide: tl.constexpr,
-    tile: tl.constexpr, block: tl.constexpr, splits: tl.constexpr, pdl: tl.constexpr,
+    tile: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """`wide`: columns of all parts. The last split of a tile to arrive adds up all of them, in
-    their order, and sets the counter back."""
+    """`wide`: columns of all parts."""
     if pdl:
         gdc_launch_dependents()
     first_rank, split = tl.program_id(1) * columns, tl.program_id(2)
@@ -176,31 +177,20 @@ def _shrink(
             weight = _of_a(a, slot, row, exists, inner, end, inputs, width)
             own = _of_x(x, rows, inside, inner, end, x_stride)
             sums = tl.dot(own.to(weight.dtype), weight, sums, input_precision="ieee")
-        target = low + place[:, None] * width + row[None, :]
-        stored = inside[:, None] & exists[None, :]
-        tl.store(target + split * low_stride, sums, mask=stored)
-        if splits > 1:
-            arrived = arrivals + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-            tl.debug_barrier()
-            if tl.atomic_add(arrived, 1, sem="acq_rel") == splits - 1:
-                total = tl.zeros((tile, wide), tl.float32)
-                for other in tl.range(0, splits, loop_unroll_factor=4):
-                    part = target + other * low_stride
-                    total += tl.load(part, mask=stored, other=0.0, cache_modifier=".cg")
-                tl.store(target, total, mask=stored)
-                tl.store(arrived, 0)
+        target = low + split * low_stride + place[:, None] * width + row[None, :]
+        tl.store(target, sums, mask=inside[:, None] & exists[None, :])
 
 
 @triton.jit
 def _sums(
-    low, b, weight, slot, rank, place, inside, part, output, end, outputs,
-    parts: tl.constexpr, most: tl.constexpr, columns: tl.constexpr,
+    low, b, weight, slot, rank, place, inside, part, output, end, outputs, low_stride,
+    parts: tl.constexpr, most: tl.constexpr, columns: tl.constexpr, splits: tl.constexpr,
 ):  # fmt: skip
     """What is added, not scaled; `weight` is B of the first ranks."""
-    own = _of_low(low, place, inside, part, 0, parts, most, columns)
+    own = _of_low(low, place, inside, part, 0, low_stride, parts, most, columns, splits)
     sums = tl.dot(own.to(weight.dtype), weight, input_precision="ieee")
     for r in range(columns, rank, columns):
-        own = _of_low(low, place, inside, part, r, parts, most, columns)
+        own = _of_low(low, place, inside, part, r, low_stride, parts, most, columns, splits)
         more = _of_b(b, slot, output, end, r, outputs, most, columns)
         sums = tl.dot(own.to(weight.dtype), more, sums, input_precision="ieee")
     return sums
@@ -208,8 +198,8 @@ def _sums(
 
 @triton.jit
 def _expand(
-    low, b, out, order, tiles, ranks, scales, blocks, outputs, out_stride,
-    parts: tl.constexpr, most: tl.constexpr, columns: tl.constexpr,
+    low, b, out, order, tiles, ranks, scales, blocks, outputs, out_stride, low_stride,
+    parts: tl.constexpr, most: tl.constexpr, columns: tl.constexpr, splits: tl.constexpr,
     tile: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     if pdl:
@@ -226,8 +216,8 @@ def _expand(
         gdc_wait()
     if rank > 0:
         sums = _sums(
-            low, b, weight, slot, rank, place, inside, part, output, end, outputs,
-            parts, most, columns,
+            low, b, weight, slot, rank, place, inside, part, output, end, outputs, low_stride,
+            parts, most, columns, splits,
         )  # fmt: skip
         target = out + rows[:, None] * out_stride + output[None, :]
         exists = inside[:, None] & (output < end)[None, :]
@@ -238,8 +228,8 @@ def _expand(
 
 @triton.jit
 def _expand_gated(
-    low, b, both, out, order, tiles, ranks, scales, size,
-    parts: tl.constexpr, most: tl.constexpr, columns: tl.constexpr,
+    low, b, both, out, order, tiles, ranks, scales, size, low_stride,
+    parts: tl.constexpr, most: tl.constexpr, columns: tl.constexpr, splits: tl.constexpr,
     tile: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """silu(gate) * up of gate and up with what is added. Of tokens without an adapter, too."""
@@ -261,21 +251,21 @@ def _expand_gated(
     up = tl.load(source + size, mask=exists, other=0.0).to(tl.float32)
     if rank > 0:
         sums = _sums(
-            low, b, weight, slot, rank, place, inside, 0, output, size, 2 * size,
-            parts, most, columns,
+            low, b, weight, slot, rank, place, inside, 0, output, size, 2 * size, low_stride,
+            parts, most, columns, splits,
         )  # fmt: skip
         gate = (gate + (sums * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
         sums = _sums(
             low, b, up_weight, slot, rank, place, inside, parts - 1, output + size, 2 * size,
-            2 * size, parts, most, columns,
+            2 * size, low_stride, parts, most, columns, splits,
         )  # fmt: skip
         up = (up + (sums * up_scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
     activated = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
     tl.store(out + rows[:, None] * size + output[None, :], (activated * up).to(dtype), exists)
 
 
-def shrink(x: Tensor, pairs: Pairs, own: Tiles, room: Room) -> None:
-    """The first step, of [T, K]."""
+def shrink(x: Tensor, pairs: Pairs, own: Tiles, values: Tensor) -> Low:
+    """The first step, of [T, K], in memory of `Low`."""
     inputs, number = pairs.a.shape[2], len(own.tiles)
     columns, most = pairs.columns, pairs.b.shape[2]
     wide = triton.next_power_of_2(pairs.parts) * columns
@@ -288,7 +278,7 @@ def shrink(x: Tensor, pairs: Pairs, own: Tiles, room: Room) -> None:
         (number, blocks, splits),
         x,
         pairs.a,
-        *room,
+        values,
         own.order,
         own.tiles,
         pairs.ranks,
@@ -302,11 +292,11 @@ def shrink(x: Tensor, pairs: Pairs, own: Tiles, room: Room) -> None:
         wide,
         own.size,
         block,
-        splits,
         early(),
         num_warps=8 if own.size * wide >= 8192 else 4,
         launch_pdl=early(),
     )
+    return Low(values, splits)
 
 
 def _block_of(tile: int, wide: int, item: int) -> int:
@@ -314,13 +304,13 @@ def _block_of(tile: int, wide: int, item: int) -> int:
     return next(size for size in (256, 128, 64, 32) if 3 * size * (tile + wide) * item <= _SHARED)
 
 
-def expand(out: Tensor, pairs: Pairs, own: Tiles, low: Tensor) -> None:
+def expand(out: Tensor, pairs: Pairs, own: Tiles, low: Low) -> None:
     """The second step: adds to [T, outputs]."""
     most = pairs.b.shape[2]
     launch(
         _expand,
         (len(own.tiles), len(pairs.blocks)),
-        low,
+        low.values,
         pairs.b,
         out,
         own.order,
@@ -330,9 +320,11 @@ def expand(out: Tensor, pairs: Pairs, own: Tiles, low: Tensor) -> None:
         pairs.blocks,
         pairs.b.shape[1],
         out.stride(0),
+        len(own.order) * pairs.parts * most,
         pairs.parts,
         most,
         pairs.columns,
+        low.splits,
         own.size,
         BLOCK_N,
         early(),
@@ -340,14 +332,14 @@ def expand(out: Tensor, pairs: Pairs, own: Tiles, low: Tensor) -> None:
     )
 
 
-def expand_gated(both: Tensor, pairs: Pairs, own: Tiles, low: Tensor) -> Tensor:
+def expand_gated(both: Tensor, pairs: Pairs, own: Tiles, low: Low) -> Tensor:
     """The second step for [T, 2 I], gate then up: silu(gate) * up, [T, I]."""
     size, most = both.shape[1] // 2, pairs.b.shape[2]
     out = both.new_empty(len(both), size)
     launch(
         _expand_gated,
         (len(own.tiles), triton.cdiv(size, BLOCK_N)),
-        low,
+        low.values,
         pairs.b,
         both,
         out,
@@ -356,9 +348,11 @@ def expand_gated(both: Tensor, pairs: Pairs, own: Tiles, low: Tensor) -> Tensor:
         pairs.ranks,
         pairs.scales,
         size,
+        len(own.order) * pairs.parts * most,
         pairs.parts,
         most,
         pairs.columns,
+        low.splits,
         own.size,
         BLOCK_N,
         early(),

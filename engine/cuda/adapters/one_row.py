@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from engine.cuda.adapters.kernels import Pairs, Tiles
+from engine.cuda.adapters.kernels import Low, Pairs, Tiles
 from engine.cuda.early import early
 from engine.cuda.kernels import launch
 from engine.cuda.products.single_row import block_of, part_of
@@ -46,8 +46,8 @@ def _dot_and_shrink(
 
 
 def dot_and_shrink(
-    x: Tensor, weight: Tensor, bias: Tensor | None, pairs: Pairs, own: Tiles, low: Tensor
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, pairs: Pairs, own: Tiles, values: Tensor
+) -> tuple[Tensor, Low]:
     """The product of one row, and its first step. `weight` has the dtype of the pairs."""
     out, most = x.new_empty(1, len(weight)), pairs.b.shape[2]
     launch(
@@ -58,7 +58,7 @@ def dot_and_shrink(
         out if bias is None else bias,
         out,
         pairs.a,
-        low,
+        values,
         own.tiles,
         pairs.ranks,
         len(weight),
@@ -71,4 +71,4 @@ def dot_and_shrink(
         early(),
         num_warps=4,
     )
-    return out
+    return out, Low(values, 1)

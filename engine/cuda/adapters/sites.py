@@ -6,15 +6,13 @@ Shapes: T tokens of a step, K inputs of a product, P its parts, M the largest ra
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from engine.adapters.slots import NO_SLOT, Wanted
 from engine.cuda.adapters.additions import CudaAddition, StepTiles
-from engine.cuda.adapters.kernels import MOST_TILES, TILE, Room, Tiles, size_of, splits_of
+from engine.cuda.adapters.kernels import TILE, Tiles, size_of, splits_of
 from engine.cuda.steps.shapes import Shape
 from engine.cuda.steps.staging import ALIGNMENT, Int32s, StepStaging
 from engine.model.linear import Linear
@@ -54,9 +52,7 @@ class CudaAdapterSites:
         self._staging = StepStaging(integers, self._device)
         counts = range(1, max(tokens, rows) + 1)
         most = max(splits_of(self._tiles(count)) * count for count in counts)
-        zeros = partial(torch.zeros, device=self._device)
-        low = zeros(most * self._width)
-        self._step.room = Room(low, zeros(MOST_TILES, dtype=torch.int32))
+        self._step.low = torch.zeros(most * self._width, device=self._device)
 
     def load(self, wanted: Wanted) -> None:
         """Queues copies of what slots must have."""
