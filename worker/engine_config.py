@@ -52,7 +52,7 @@ def prompt_limits(settings: WorkerSettings, role: Role) -> PromptLimits:
     """How much of prompts a step of a worker of that role takes."""
     debug = settings.debug
     mixed = debug.mixed_prefill_tokens or UNBOUNDED
-    chunks = role is Role.DECODE or (role is Role.BOTH and _on_gpu(settings))
+    chunks = role is Role.DECODE or (role is Role.BOTH and _shares_graphs(settings))
     if chunks and not debug.mixed_prefill_tokens:
         mixed = max(MIXED_PREFILL_TOKENS, debug.page_size_tokens)
     alone = {Role.DECODE: DECODE_STEP_TOKENS, Role.BOTH: BOTH_STEP_TOKENS}.get(role, UNBOUNDED)
@@ -63,9 +63,10 @@ def prompt_limits(settings: WorkerSettings, role: Role) -> PromptLimits:
     )
 
 
-def _on_gpu(settings: WorkerSettings) -> bool:
-    """Whether steps may be graphs. Without, small chunks would only be more steps."""
-    return settings.device != "cpu" and torch.cuda.is_available()
+def _shares_graphs(settings: WorkerSettings) -> bool:
+    """Whether rows and prompts share steps that may be graphs. Without graphs, small chunks would
+    only be more steps. Through stages a chunk is a step of its own, whose size `StageLanes` say."""
+    return settings.pp == 1 and settings.device != "cpu" and torch.cuda.is_available()
 
 
 def _shared(settings: WorkerSettings | WorkerDebug) -> dict[str, Any]:

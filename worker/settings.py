@@ -76,8 +76,8 @@ class WorkerDebug(BaseModel):
     """Sets the number of pages in the KV pool and overrides `kv_memory_gib`. 0: as many as fit."""
     mixed_prefill_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)
     """Limits the prompt tokens in a step that also decodes. Fewer delay running requests less, more
-    compute the prompt sooner. 0: 192 on a decode worker and, on a GPU, on one that does both;
-    elsewhere `max_step_tokens`."""
+    compute the prompt sooner. 0: 192 on a decode worker and, on a GPU without stages, on one
+    that does both; elsewhere `max_step_tokens`."""
     eviction: Eviction = _ENGINE.eviction
     """Chooses the pages that the prefix cache evicts first: least recently used, least frequently
     used, or cheapest to compute again per use."""

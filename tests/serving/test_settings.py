@@ -277,14 +277,15 @@ def test_an_operator_may_choose_every_policy_that_there_is() -> None:
         ("both", True, {"page_size_tokens": 256}, 256, UNBOUNDED),
         ("both", True, {"mixed_prefill_tokens": 640}, 640, 640),
         ("both", True, {"device": "cpu"}, UNBOUNDED, UNBOUNDED),
+        ("both", True, {"pp": 2}, UNBOUNDED, UNBOUNDED),
         ("both", False, {}, UNBOUNDED, UNBOUNDED),
         ("decode", False, {}, 192, UNBOUNDED),
         ("prefill", True, {}, UNBOUNDED, UNBOUNDED),
     ],
 )
 def test_rows_wait_for_small_chunks_of_prompts(monkeypatch, role, gpu, given, mixed, local):
-    """With several rows, of a worker that serves. One that does both has chunks where it has
-    graphs."""
+    """With several rows, of a worker that serves. One that does both has chunks where they
+    share steps that have graphs."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     settings = settings_of(WorkerSettings, role=role, **given)
     assert engine_config(settings).mixed_prefill_tokens == mixed
