@@ -21,7 +21,7 @@ from torch import Tensor
 from engine.eager.collective import at_once, gloo_group, wait
 from engine.eager.meeting import meeting_in
 from engine.expert_groups.member import Member
-from engine.step.collective import Alone, CollectiveError
+from engine.step.collective import CollectiveError
 from engine.step.dispatch import Dispatched
 
 _dist: Any = dist
@@ -38,7 +38,9 @@ class GlooDispatch:
         self._layers: list[Callable[[], None]] = []
         self._group: Any = None
         self._owner = 0
-        """The thread whose step runs."""
+        """The thread whose step runs; 0: none does."""
+        self._without = 0
+        """The thread that runs steps without tokens."""
         self._counts: Sequence[int] = ()
         self._done = 0
         """Layers that this step has passed."""
@@ -53,6 +55,7 @@ class GlooDispatch:
 
     def run_without_tokens(self) -> None:
         """A step for which this worker has no tokens."""
+        self._without = threading.get_ident()
         self._open(0)
         for layer in self._layers:
             layer()
@@ -61,15 +64,11 @@ class GlooDispatch:
         """Closes the connections, so that who waits for this worker hears of it."""
         self._group = None
 
-    def begun(self) -> None:
-        """A step begins on this worker.
-
-        Raises:
-            CollectiveError: the one before has failed in its middle, so others wait in it.
-        """
-        if self._owner == threading.get_ident():
+    def failed(self) -> None:
+        """A step of this worker has failed. In its middle the others wait in it, so the group is
+        lost at once: nobody knows when this worker has a step again."""
+        if self._owner not in (0, self._without):
             self.member.lose("a step failed between two layers, and the others wait in it")
-            raise CollectiveError(self.member.lost)
 
     def dispatch(self, x: Tensor, weights: Tensor, experts: Tensor) -> Dispatched:
         """See `Dispatch`. All travels in float32, which holds every number of 16 bits and every
@@ -120,14 +119,3 @@ class GlooDispatch:
     def _close(self) -> None:
         self._owner, self._counts = 0, ()
         self.member.done()
-
-
-class GroupSteps(Alone):
-    """The only rank of a worker, which says to its group that a step begins."""
-
-    def __init__(self, dispatch: GlooDispatch) -> None:
-        self._dispatch = dispatch
-
-    def begin_step(self) -> None:
-        """See `Collective`."""
-        self._dispatch.begun()

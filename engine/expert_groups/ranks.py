@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.config import EngineConfig
-from engine.expert_groups.gloo import GlooDispatch, GroupSteps
+from engine.expert_groups.executor import GroupExecutor
+from engine.expert_groups.gloo import GlooDispatch
 from engine.expert_groups.leader import GroupError, Leader
 from engine.expert_groups.lines import Message
 from engine.expert_groups.member import Member
@@ -15,6 +16,7 @@ from engine.ranks.keeper import RankError
 from engine.ranks.ranks import NoRanks
 from engine.step.collective import CollectiveError
 from engine.step.dispatch import place_of
+from engine.step.executor import Executor
 
 
 class GroupedRanks(NoRanks):
@@ -26,8 +28,7 @@ class GroupedRanks(NoRanks):
         super().__init__()
         self._place = place_of(config.expert_group)
         dispatch = GlooDispatch(self._place.rank, self._place.ranks)
-        self._gloo = dispatch
-        self.dispatch, self.collective = dispatch, GroupSteps(dispatch)
+        self.dispatch = self._gloo = dispatch
         hello = {"rank": self._place.rank} | _alike(config, self._place.ranks)
         self._member = Member(hello, self._place.folder, dispatch.run_without_tokens)
         dispatch.member, self._member.let_go = self._member, dispatch.let_go
@@ -64,6 +65,10 @@ class GroupedRanks(NoRanks):
         except CollectiveError as error:
             raise RankError(str(error)) from error
         return num_pages
+
+    def executor(self, own: Executor) -> Executor:
+        """See `Ranks`."""
+        return GroupExecutor(own, self._gloo.failed)
 
     def call_when_lost(self, on_lost: Callable[[str], None]) -> None:
         """See `Ranks`."""

@@ -191,7 +191,7 @@ def test_a_killed_worker_ends_the_others(rank, is_busy, tmp_path):
 
 
 def test_a_step_that_fails_between_layers_ends_the_group(tmp_path, monkeypatch):
-    """The others wait in it, and cannot tell which step comes next."""
+    """The others wait in it, and the worker may have no step any more."""
     path = write_tiny_model(tmp_path / "model", tokenizer=False, **FAMILIES["mixtral"])
     with grouped(path, tmp_path / "group", 2) as engines:
         finish(submit(engines[0], prompt_of(5), 2, ignore_eos=True))
@@ -207,7 +207,6 @@ def test_a_step_that_fails_between_layers_ends_the_group(tmp_path, monkeypatch):
         monkeypatch.setattr(dispatch, "combine", fails_once)
         run = submit(engines[0], prompt_of(20), 40, ignore_eos=True)
         assert run.done.wait(10)
-        submit(engines[0], prompt_of(9), 4)
         wait_until(lambda: engines[0].lost and engines[1].lost, 10)
         assert "failed between two layers" in engines[0].lost
 
