@@ -91,17 +91,17 @@ class Deaths:
         Returns:
             The processes of lost starts of the worker there of which nothing is known.
         """
-        for process in ended:
-            if process.startswith(f"{host}/"):  # Nobody sees what happens on another host.
-                self._ended[worker_id, process] = None
+        here = [process for process in ended if _is_on(process, host)]
+        for process in here:
+            self._ended[worker_id, process] = None
         while len(self._ended) > MOST_ENDED:
             del self._ended[next(iter(self._ended))]
         own = [key for key in self._lost if key[0] == worker_id]
         for key in own:
-            self._lost[key].processes -= set(ended)
+            self._lost[key].processes -= set(here)
             self._look(key)
         left = {one for key in own if key in self._lost for one in self._lost[key].processes}
-        return sorted(one for one in left if one.startswith(f"{host}/"))
+        return sorted(one for one in left if _is_on(one, host))
 
     def fence(self, worker_id: str, epoch: int) -> None:
         """An operator says that nothing of this start of a worker runs any more."""
@@ -115,3 +115,10 @@ class Deaths:
             del self._lost[key]
             logger.info("all processes have ended", extra={"worker": key[0]})
             self._proven(lost.agent_name)
+
+
+def _is_on(process: str, host: str) -> bool:
+    """Whether that names a process of a host: nobody sees what happens on another one, and what has
+    no name is on none (`kv_transfer.transports.processes`)."""
+    parts = process.split("/")
+    return len(parts) == 4 and all(parts) and host == "/".join(parts[:2])

@@ -60,12 +60,20 @@ def test_word_may_come_before_the_loss_is_seen(deaths: Deaths, proven: list[str]
 
 @pytest.mark.parametrize(
     ("worker", "host", "ended"),
-    [("q", A, [f"{A}/5/1"]), ("p", A, [f"{A}/5/2"]), ("p", B, [f"{B}/5/1"])],
+    [
+        ("q", A, [f"{A}/5/1"]),
+        ("p", A, [f"{A}/5/2"]),
+        ("p", B, [f"{B}/5/1"]),
+        ("p", B, [f"{A}/5/1"]),
+        ("p", "", [f"{A}/5/1", f"/{A}/5/1"]),
+        ("p", "boot", [f"{A}/5/1"]),
+    ],
 )
 def test_other_words_prove_nothing(
     worker: str, host: str, ended: Sequence[str], deaths: Deaths, proven: list[str]
 ) -> None:
-    """Of another worker, of another process with that number, of another host."""
+    """Of another worker, of another process with that number, of another host, by another host, by
+    one that cannot say which it is, and by one that says it in part."""
     deaths.lost(worker_of(f"{A}/5/1"))
     deaths.witness(worker, host, ended)
     assert proven == []
@@ -80,7 +88,8 @@ def test_nobody_speaks_for_another_host(deaths: Deaths, proven: list[str]) -> No
 
 def test_a_process_that_nobody_can_name_is_never_proven(deaths: Deaths, proven: list[str]) -> None:
     deaths.lost(worker_of(f"{A}/5/1", ""))
-    deaths.witness("p", A, [f"{A}/5/1"])
+    assert deaths.witness("p", A, [f"{A}/5/1", ""]) == []
+    assert deaths.witness("p", "", ["", "/", "///"]) == []
     assert (proven, len(deaths.unproven)) == ([], 1)
     deaths.fence("p", 7)
     assert (proven, deaths.unproven) == ([GONE], [])
