@@ -44,6 +44,7 @@ from telemetry.tracing import Tracing, setup_tracing
 from worker.announcer import ROLES, announced_as_loading
 from worker.engine_config import engine_config
 from worker.hosts.digest import model_digest
+from worker.hosts.guard import Guard
 from worker.hosts.interfaces import keep_data_plane_on
 from worker.hosts.leader import Group, GroupError
 from worker.hosts.place import Place
@@ -62,13 +63,14 @@ _SERVICES: Final = {
 }
 
 
-def main(settings: WorkerSettings, place: Place | None = None) -> int:
-    """Runs a worker process; returns its exit code. `place`: the leader's, of several hosts."""
+def main(settings: WorkerSettings, leads: tuple[Place, Guard] | None = None) -> int:
+    """Runs a worker process; returns its exit code. `leads`: the leader's, of several hosts."""
     prepare_to_serve()
     service = Service.BOTH if settings.flexible else _SERVICES[settings.role]
     setup_logging(service, settings.name, settings.debug.log_level, settings.log_format)
     failpoints.arm(settings.debug.failpoints)
-    if place is not None:
+    if leads is not None:
+        place, _ = leads
         keep_data_plane_on(place.interface)
     elif settings.is_local:
         keep_data_plane_on("lo")
@@ -81,23 +83,27 @@ def main(settings: WorkerSettings, place: Place | None = None) -> int:
         ):
             if gpu:
                 logger.info("GPU claimed", extra={"gpu": gpu})
-            return _run(settings, service, routers, place)
+            return _run(settings, service, routers, leads)
     except (NoSlotError, TlsError, GroupError) as error:
         logger.error("the worker cannot start: %s", error)
         return 1
 
 
 def _run(
-    settings: WorkerSettings, service: str, routers: RouterAddresses, place: Place | None
+    settings: WorkerSettings,
+    service: str,
+    routers: RouterAddresses,
+    leads: tuple[Place, Guard] | None,
 ) -> int:
     net, epoch = workers_net(settings.tls, settings.name), new_epoch()
     if settings.threads:
         torch.set_num_threads(settings.threads)
     with ExitStack() as stack:
         group = None
-        if place is not None:
+        if leads is not None:
+            place, guard = leads
             stack.enter_context(looking(settings.name, routers, net))
-            group = Group(settings, place, net, model_digest(settings.model), epoch)
+            group = Group(settings, place, net, model_digest(settings.model), epoch, guard)
             stack.callback(group.close)
         return _run_with(settings, service, routers, net, epoch, group)
 

@@ -46,15 +46,16 @@ def _run_on_one_of(settings: WorkerSettings, place: Place) -> int:
         check_free(listen=settings.listen, admin=settings.admin, leader=place.listen)
     from worker.hosts import guard
 
-    if (child := guard.guarded()) is not None:
-        return guard.main(child, settings)
+    other = guard.guarded()
+    if isinstance(other, guard.Child):
+        return guard.main(other, settings)
     if place.node:
         from worker.hosts import agent
 
-        agent.main(_with_model(settings), place)
+        agent.main(_with_model(settings), place, other)
     from worker.process import main
 
-    return main(_with_model(settings), place)
+    return main(_with_model(settings), (place, other))
 
 
 def _with_model(settings: WorkerSettings) -> WorkerSettings:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Final
 
@@ -58,6 +58,11 @@ class Control:
             server, hosts = self._wires.keys.public, self._hosts
             where = hosts.keys, hosts.fabric, hosts.interface
             write_ends(self._folder, self._wires.addresses, server, *where)
+
+    def started_here(self, pids: Collection[int]) -> None:
+        """These processes are the ranks of this host."""
+        if self._hosts is not None:
+            self._hosts.keeps(pids)
 
     def begin_elsewhere(self, config: str, heard: Heard) -> None:
         """Has the agents start the ranks of their hosts, with this configuration."""

@@ -49,6 +49,10 @@ class OtherHosts(Protocol):
         """The public keys of all hosts."""
         ...
 
+    def keeps(self, pids: Collection[int]) -> None:
+        """These processes are ranks of this host, and none of them has been reaped yet."""
+        ...
+
     def begin(self, order: Order, heard: Heard) -> None:
         """Has all agents start their ranks."""
         ...

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -42,19 +42,27 @@ class Share:
 class RankProcesses:
     """Started by `start`, on a thread that lives as long as they may."""
 
-    def __init__(self, folder: Path, share: Share, threads: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        share: Share,
+        threads: int,
+        started: Callable[[Collection[int]], None],
+    ) -> None:
         """Starts nothing yet.
 
         Args:
             folder: the private folder of this host.
             share: the ranks here.
             threads: of each rank.
+            started: is told their process ids before any of them can be reaped.
         """
         self.pids: Mapping[int, int] = {}
         """Processes by rank."""
         self._folder = folder
         self._share = share
         self._threads = threads
+        self._started = started
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
@@ -62,6 +70,7 @@ class RankProcesses:
         for rank in self._share.processes:
             self._processes[rank] = self._start(rank)
         self.pids = {rank: process.pid for rank, process in self._processes.items()}
+        self._started(self.pids.values())
 
     def pidfds(self) -> dict[int, int]:
         """Descriptors that become readable when a rank has ended; whose they are. The caller closes

@@ -147,7 +147,7 @@ class HostRanks:
         control.tell_ranks_here()
         threads = max(1, self._threads // self._share.count)
         torch.set_num_threads(threads)
-        self._processes = RankProcesses(self._folder, self._share, threads)
+        self._processes = RankProcesses(self._folder, self._share, threads, control.started_here)
         beat = self._beat if control.beat else None
         self._keeper = Keeper(self._processes, config.ranks, reports, beat)
         self._keeper.call_when_lost(self._let_go)

@@ -206,6 +206,25 @@ def ask(made: Group, number: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+def test_a_rank_that_rank_0_has_reaped_has_a_witness(host: Host, tmp_path: Path) -> None:
+    """Nothing is started again: the guards alone say that all have ended."""
+    model = write_tiny_model(tmp_path / "model", layers=4)
+    with group(model, tmp_path, host, pp=2, tp=2) as made:
+        made.start_agent()
+        with made.cluster.started():
+            made.cluster.wait_measured(*PAIR)
+            admin = dict(made.cluster.plan.router_admin_addresses)["router"]
+            (rank,) = made.ranks_here()
+            rank.kill()
+            made.cluster.wait_gone(WORKER)
+            assert made.agents[-1].wait(60) != 0
+            wait_until(lambda: not listed(admin), 20, show=lambda: (listed(admin), made.tail()))
+            del made.cluster.baselines[WORKER]
+            made.cluster.check_baseline()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_host_without_power_is_fenced(host: Host, tmp_path: Path) -> None:
     """All of it ends at once, and nothing there is started again."""
     model = write_tiny_model(tmp_path / "model", layers=4)

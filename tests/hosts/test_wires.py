@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,9 @@ class Hosts:
     @property
     def known(self) -> list[str]:
         return [self.keys.public, self.theirs.public]
+
+    def keeps(self, pids: Collection[int]) -> None:
+        self.kept = list(pids)
 
     def begin(self, order: Order, heard: Heard) -> None:
         self.order = order

@@ -126,16 +126,20 @@ def test_the_kernel_knows_what_has_ended() -> None:
 
 GUARD = """
 import os, subprocess, sys
-from worker.hosts.guard import guarded
+from kv_transfer.transports.processes import process_of
+from worker.hosts.guard import Child, guarded
 child = guarded()
-if child is None:
-    grandchild = subprocess.Popen(["sleep", "60"])
-    print(grandchild.pid, flush=True)
+if not isinstance(child, Child):
+    grandchild, rank = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
+    child.keeps([rank.pid])
+    print(grandchild.pid, process_of(rank.pid), flush=True)
+    rank.kill()
+    rank.wait()
     if sys.argv[1] == "killed":
         os.kill(os.getpid(), 9)
     sys.exit(3)
 code = child.wait()
-print(code, len(child.processes), all(child.processes))
+print(code, *child.processes)
 """
 
 
@@ -145,7 +149,9 @@ def test_a_guard_waits_for_all_that_its_child_has_started(how: str, code: int) -
     done = subprocess.run(
         [sys.executable, "-c", GUARD, how], capture_output=True, text=True, check=True, timeout=60
     )
-    grandchild, said = done.stdout.splitlines()
-    assert said == f"{code} 2 True"
+    (grandchild, rank), (said, *processes) = map(str.split, done.stdout.splitlines())
+    assert said == str(code)
+    assert len(processes) == 3
+    assert rank in processes, "its parent has reaped it, and then ended"
     with pytest.raises(ProcessLookupError):
         os.kill(int(grandchild), 0)

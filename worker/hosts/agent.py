@@ -51,6 +51,7 @@ from serving.net.tls import TlsError
 from telemetry.logs import setup_logging
 from telemetry.names import Service
 from worker.hosts.digest import model_digest
+from worker.hosts.guard import Guard
 from worker.hosts.interfaces import keep_data_plane_on
 from worker.hosts.leader import FORM_S
 from worker.hosts.place import Place
@@ -72,22 +73,22 @@ class GroupEndedError(Exception):
     """The group has ended; the message says why. Empty: in order."""
 
 
-def main(settings: WorkerSettings, place: Place) -> NoReturn:
+def main(settings: WorkerSettings, place: Place, guard: Guard) -> NoReturn:
     """Runs the agent of a host. It never returns: nothing is left to tidy up, and threads of gRPC's
     would keep a process whose ranks have ended."""
-    code = _run(settings, place)
+    code = _run(settings, place, guard)
     sys.stderr.flush()
     os._exit(code)
 
 
-def _run(settings: WorkerSettings, place: Place) -> int:
+def _run(settings: WorkerSettings, place: Place, guard: Guard) -> int:
     name, debug = f"{settings.name}/{place.node}", settings.debug
     setup_logging(Service.BOTH, name, debug.log_level, settings.log_format)
     keep_data_plane_on(place.interface)
     try:
         net = workers_net(settings.tls, settings.name)
         with RouterAddresses(settings.routers) as routers:
-            agent = Agent(settings, place, net, Witness(settings.name, routers, net))
+            agent = Agent(settings, place, net, Witness(settings.name, routers, net), guard)
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *_: agent.leave())
             with looking(settings.name, routers, net):
@@ -101,9 +102,15 @@ class Agent:
     """See the module. It belongs to the main thread."""
 
     def __init__(
-        self, settings: WorkerSettings, place: Place, net: InternalNet, witness: Witness
+        self,
+        settings: WorkerSettings,
+        place: Place,
+        net: InternalNet,
+        witness: Witness,
+        guard: Guard,
     ) -> None:
         self._witness = witness
+        self._guard = guard
         self._settings = settings
         self._place = place
         self._net = net
@@ -216,7 +223,8 @@ class Agent:
         where = self._keys, self._place.fabric, self._place.interface
         write_ends(self._folder, order.addresses, order.server_key, *where)
         threads = self._settings.threads or len(os.sched_getaffinity(0))
-        self._ranks = RankProcesses(self._folder, self._share, max(1, threads // self._share.count))
+        each = max(1, threads // self._share.count)
+        self._ranks = RankProcesses(self._folder, self._share, each, self._guard.keeps)
         self._ranks.start()
         self._processes = {process_of(pid) for pid in self._ranks.pids.values()}
         logger.info("ranks started", extra={"ranks": len(self._ranks.pids)})

@@ -3,6 +3,9 @@
 Nobody else would see the end of rank 0, or of the ranks of an agent that is killed. The guard does
 nothing else, and needs no torch. If it is killed itself, the kernel kills the others with it, and
 the next start on this host says what became of them (`worker.hosts.witness`).
+
+Who keeps ranks reaps those that end, after which they have no name. So it tells the guard of them
+as soon as they are started, over a pipe.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import ctypes
 import os
 import signal
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -18,7 +22,7 @@ from typing import Final
 from engine.hosts.lifeline import STOPPED_S
 from engine.hosts.processes import is_stopped
 from engine.parent import end_with_parent
-from kv_transfer.transports.processes import process_of
+from kv_transfer.transports.processes import NOWHERE, process_of
 from serving.net.internal_net import workers_net
 from worker.hosts.witness import Witness
 from worker.router_addresses import RouterAddresses
@@ -28,14 +32,33 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 """Number of Linux: who loses its parent below this process gets this one."""
 LOOK_S: Final = 0.2
 """The guard looks this often whether its child lives."""
+_MOST_READ: Final = 1 << 20
+"""Bytes of names. A pipe holds less, unless it was made larger."""
 _PASSED_ON: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
 
-class Child:
-    """The leader or agent, from its parent."""
+class Guard:
+    """The parent, from the leader or agent."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pipe: int) -> None:
+        self._pipe = pipe
+
+    def keeps(self, pids: Collection[int]) -> None:
+        """The guard shall bear witness of these children, none of which has been reaped yet."""
+        os.write(self._pipe, "".join(f"{process_of(pid)}\n" for pid in pids).encode())
+
+
+class Child:
+    """The leader or agent, from its parent.
+
+    Args:
+        pid: its process.
+        pipe: has the names of the ranks that it keeps.
+    """
+
+    def __init__(self, pid: int, pipe: int) -> None:
         self._pid = pid
+        self._pipe = pipe
         self._processes = {process_of(pid)}
         for number in _PASSED_ON:
             signal.signal(number, self._pass_on)
@@ -52,6 +75,9 @@ class Child:
                     os.kill(child, signal.SIGKILL)
             with suppress(ChildProcessError):
                 os.waitpid(-1, 0)
+        # Whatever was below the child has come to this process, or was reaped.
+        with suppress(BlockingIOError):
+            self._processes |= set(os.read(self._pipe, _MOST_READ).decode().splitlines())
         code = os.waitstatus_to_exitcode(status)
         return code if code >= 0 else 128 - code
 
@@ -71,7 +97,7 @@ class Child:
     @property
     def processes(self) -> set[str]:
         """All that have ended, as `Endpoint.process` names them."""
-        return self._processes
+        return self._processes - {NOWHERE}
 
     def _pass_on(self, number: int, _frame: object) -> None:
         with suppress(ProcessLookupError):
@@ -88,14 +114,18 @@ def main(child: Child, settings: WorkerSettings) -> int:
     return code
 
 
-def guarded() -> Child | None:
-    """Forks, before there are threads. Returns None in the child, which goes on."""
+def guarded() -> Child | Guard:
+    """Forks, before there are threads. Returns what each of both has of the other."""
     parent = os.getpid()
+    out, into = os.pipe()
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     if pid := os.fork():
-        return Child(pid)
+        os.close(into)
+        os.set_blocking(out, False)
+        return Child(pid, out)
+    os.close(out)
     end_with_parent(parent)
-    return None
+    return Guard(into)
 
 
 def _children() -> list[int]:

@@ -20,7 +20,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -33,6 +33,7 @@ from engine.hosts.lifeline import BEAT_S, SILENT_S
 from engine.hosts.others import Heard, Order
 from engine.hosts.wires import Keys
 from serving.net.internal_net import InternalNet
+from worker.hosts.guard import Guard
 from worker.hosts.place import Place
 from worker.settings import WorkerSettings
 
@@ -72,6 +73,7 @@ class Group:
         net: by which agents join.
         digest: that of the model here.
         epoch: the worker's.
+        guard: bears witness of the ranks of this host.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Group:
         net: InternalNet,
         digest: bytes,
         epoch: int,
+        guard: Guard,
     ) -> None:
         self.nodes, self.address = place.nodes, place.address
         self.fabric, self.interface = place.fabric, place.interface
@@ -89,6 +92,7 @@ class Group:
         self._net = net
         self._digest = digest
         self._epoch = epoch
+        self._guard = guard
         self._each = settings.ranks // place.nodes
         self._agents: dict[int, _Agent] = {}
         self._changed = threading.Condition()
@@ -124,6 +128,10 @@ class Group:
                     names = ", ".join(map(str, missing))
                     raise GroupError(f"no agent of node {names} has joined in {within_s:.0f} s")
             logger.info("all hosts have joined", extra={"nodes": self.nodes})
+
+    def keeps(self, pids: Collection[int]) -> None:
+        """See `OtherHosts`."""
+        self._guard.keeps(pids)
 
     def begin(self, order: Order, heard: Heard) -> None:
         """See `OtherHosts`."""
