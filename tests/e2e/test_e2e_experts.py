@@ -37,11 +37,9 @@ GRIDS: Mapping[str, Any] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "grid",
-    [pytest.param(grid, marks=pytest.mark.matrix if at else ()) for at, grid in enumerate(GRIDS)],
-)
+@pytest.mark.parametrize("grid", GRIDS)
 def test_pages_go_between_workers_that_divide_experts_otherwise(grid: str, tmp_path: Path) -> None:
     """The answers are those of transformers; nothing is computed again on decode."""
     model, own = write_tiny_model(tmp_path / "model", **MODEL), GRIDS[grid](tmp_path)

@@ -87,31 +87,32 @@ def group(request, tmp_path_factory) -> Iterator[tuple[Path, list[Engine]]]:
             check_baseline(engine)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[pytest.param("alone", marks=pytest.mark.matrix)])
 def pair(group) -> Iterator[Pair]:
-    """One worker by itself, and one of the group, whose others have nothing to do."""
+    """One worker by itself, and one of the group, whose others have nothing to do. `make test` has
+    the group at once instead."""
     path, engines = group
     with running(path, **SMALL) as one:
         yield Pair(one, engines[-1], references(path))
 
 
-def test_workers_have_the_identity_of_one(pair):
-    assert pair.one.model == pair.several.model
-    assert pair.one.pool.num_kv_heads == pair.several.pool.num_kv_heads
-
-
-def test_all_workers_run_at_once(group, pair):
-    """Prompts, rows and those with nothing to do, in any mixture; a drawn row is that of one."""
-    _, engines = group
+def test_all_workers_run_at_once(group):
+    """Prompts, rows and those with nothing to do, in any mixture; a drawn row is that of one, and
+    so is the identity."""
+    path, engines = group
     lengths = (3, 150, 17, 40, 64, 90)
     runs = [
         submit(engines[at % len(engines)], prompt_of(length), 6 + 5 * at, ignore_eos=True)
         for at, length in enumerate(lengths)
     ]
-    drawn = [submit(engine, prompt_of(37), 12, sampling=SAMPLED) for engine in (*engines, pair.one)]
-    finish(*runs, *drawn)
+    with running(path, **SMALL) as one:
+        drawn = [submit(engine, prompt_of(37), 12, sampling=SAMPLED) for engine in (*engines, one)]
+        finish(*runs, *drawn)
+        for engine in engines:
+            assert engine.model == one.model
+            assert engine.pool.num_kv_heads == one.pool.num_kv_heads
     for at, run in enumerate(runs):
-        check(pair.answers, [run], 6 + 5 * at)
+        check(references(path), [run], 6 + 5 * at)
     assert len({tuple(run.tokens[0]) for run in drawn}) == 1
 
 

@@ -50,8 +50,8 @@ GRIDS += [("qwen3_moe", 1, 4), ("gpt_oss", 1, 4), ("qwen3_moe", 2, 2)]
 
 def cases() -> list[Any]:
     return [
-        pytest.param(each, id="{}-{}x{}".format(*each), marks=() if at == 0 else pytest.mark.matrix)
-        for at, each in enumerate(dict.fromkeys(GRIDS))
+        pytest.param(each, id="{}-{}x{}".format(*each), marks=pytest.mark.matrix)
+        for each in dict.fromkeys(GRIDS)
     ]
 
 
@@ -62,6 +62,14 @@ def pair(request, tmp_path_factory) -> Iterator[Pair]:
     grid = {"pp": pp, "tp": tp, "expert_parallel": True}
     with running(path, **SMALL) as one, running(path, **grid, **SMALL) as several:
         yield Pair(one, several, references(path))
+
+
+def test_the_tokens_of_two_ranks(tmp_path):
+    """The case of `make test`: `pair` and what uses it are a matrix."""
+    path = write_tiny_model(tmp_path, **FAMILIES["glm4_moe"])
+    with running(path, tp=2, expert_parallel=True, **SMALL) as several:
+        pair = Pair(several, several, references(path))
+        test_whole_in_chunks_from_the_cache_and_resumed(pair)
 
 
 @pytest.mark.matrix

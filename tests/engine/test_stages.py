@@ -275,7 +275,8 @@ def test_a_search_with_beams_is_refused(tmp_path):
     with LLM(write_tiny_model(tmp_path), pp=2, **settings) as llm:
         with pytest.raises(InvalidRequestError, match="beams: need workers of one stage"):
             llm.beam_search("One, two,", width=2, max_tokens=8)
-        assert llm.generate("One, two,", max_tokens=8, choices=2).usage.output_tokens == 16
+        options = {"max_tokens": 8, "choices": 2, "ignore_eos": True}
+        assert llm.generate("One, two,", **options).usage.output_tokens == 16
 
 
 # -- the shape ----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,13 +15,16 @@ from typing import Self
 import psutil
 from waiting import wait_until
 
-NEEDS = "namespaces of network and processes need root"
+NEEDS = "namespaces of network and processes need root, its rights, and iproute2"
 
 
 def can_have_hosts() -> bool:
-    """Whether this process may make them."""
-    made = subprocess.run(["unshare", "-n", "-p", "-f", "true"], capture_output=True, check=False)
-    return os.geteuid() == 0 and made.returncode == 0
+    """Whether this process may make them, with a cable, and has what does it."""
+    if os.geteuid() != 0 or not all(map(shutil.which, ("unshare", "nsenter", "ip"))):
+        return False
+    cable = ["ip", "link", "add", "bt0", "type", "veth", "peer", "name", "bt1"]
+    within = ["unshare", "-n", "-p", "-f", "--mount-proc", *cable]
+    return subprocess.run(within, capture_output=True, check=False).returncode == 0
 
 
 class Host:
