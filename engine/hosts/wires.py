@@ -16,8 +16,8 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 WIRES: Final = "wires.json"
-DOMAIN: Final = "*"
-"""ZAP's: all."""
+DOMAIN: Final = "ranks"
+"""ZAP's, of all sockets."""
 Socket = zmq.Socket[bytes]
 
 
@@ -86,6 +86,9 @@ class CurveWires:
     def bind(self, socket: Socket, name: str) -> None:
         """See `Wires`."""
         socket.curve_server = True
+        # A socket of no domain takes every key where the authenticator has ended.
+        socket.zap_domain = DOMAIN.encode()
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         socket.curve_secretkey = self.keys.secret.encode()
         socket.ipv6 = ":" in self._address
         host = f"[{self._address}]" if ":" in self._address else self._address

@@ -103,6 +103,19 @@ def test_ranks_of_this_start_alone_may_connect(
     assert (tmp_path / "b" / "wires.json").stat().st_mode & 0o077 == 0
 
 
+def test_nobody_may_connect_once_the_authenticator_has_ended(
+    control: Control, hosts: Hosts, tmp_path: Path
+) -> None:
+    context = zmq.Context()
+    context.linger = 0
+    mine = control.bound(zmq.PAIR, "steps-1")
+    control._wires.close()
+    for number, keys in enumerate((Keys.new(), hosts.theirs)):
+        ends = ends_of(control, hosts, tmp_path / str(number), keys)
+        assert exchanged(mine, ends, context) is None
+    context.destroy(linger=0)
+
+
 def test_nothing_is_readable_on_the_way(control: Control, hosts: Hosts, tmp_path: Path) -> None:
     """A relay between the two, which keeps every byte."""
     context, seen = zmq.Context(), bytearray()
