@@ -123,12 +123,42 @@ def test_a_variable_that_is_no_number_is_named() -> None:
         with_place(settings_of(WorkerSettings), {"LWS_GROUP_SIZE": "two"})
 
 
+def looked_up(monkeypatch: pytest.MonkeyPatch, *answers: str) -> None:
+    """What the look-ups say, one after the other; the last of them again and again. Empty: no."""
+    left = list(answers)
+
+    def answer(*_: Any, **__: Any) -> list[Any]:
+        found = left.pop(0) if len(left) > 1 else left[0]
+        if not found:
+            raise OSError(-2, "Name or service not known")
+        return [(0, 0, 0, "", (found, 0))]
+
+    monkeypatch.setattr(place_module.socket, "getaddrinfo", answer)
+    monkeypatch.setattr(place_module, "AGAIN_S", 0.01)
+
+
+@NEEDS
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_leader_may_get_its_name_late(node: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Node 0 may find the address of the container before it under its own name."""
+    looked_up(monkeypatch, "", "", *([THERE] if node == 0 else []), HERE)
+    place = place_of(settings(node=node, leader="lead.svc:1"))
+    assert place is not None
+    assert place.address == (HERE if node == 0 else "")
+
+
+@NEEDS
+def test_a_name_that_is_not_the_leaders_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up(monkeypatch, THERE)
+    monkeypatch.setattr(place_module, "FORM_S", 0.05)
+    with pytest.raises(SettingsError, match=f"leader lead.svc:1 {FOREIGN}"):
+        place_of(settings(leader="lead.svc:1"))
+
+
 @NEEDS
 def test_an_unknown_leader_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any, **__: Any) -> None:
-        raise OSError(-2, "Name or service not known")
-
-    monkeypatch.setattr(place_module.socket, "getaddrinfo", fails)
+    looked_up(monkeypatch, "")
+    monkeypatch.setattr(place_module, "FORM_S", 0.05)
     with pytest.raises(SettingsError, match="leader nowhere is not known here: Name or service"):
         place_of(settings(leader="nowhere:1"))
 

@@ -53,8 +53,7 @@ from telemetry.names import Service
 from worker.hosts.digest import model_digest
 from worker.hosts.guard import Guard
 from worker.hosts.interfaces import keep_data_plane_on
-from worker.hosts.leader import FORM_S
-from worker.hosts.place import Place
+from worker.hosts.place import FORM_S, Place
 from worker.hosts.witness import Witness, looking
 from worker.router_addresses import RouterAddresses
 from worker.settings import WorkerSettings

@@ -34,13 +34,11 @@ from engine.hosts.others import Heard, Order
 from engine.hosts.wires import Keys
 from serving.net.internal_net import InternalNet
 from worker.hosts.guard import Guard
-from worker.hosts.place import Place
+from worker.hosts.place import FORM_S, Place
 from worker.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
 
-FORM_S: Final = 120.0
-"""Hosts get this long to join, seconds: containers start one after the other. Not tuned."""
 LAST_REPORT_S: Final = 0.2
 """A rank that has ended may have said why to rank 0 itself, which is more than its agent knows."""
 END_S: Final = 8.0

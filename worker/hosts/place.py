@@ -7,7 +7,9 @@ count, and where `nodes` is given, torchrun's for the other two.
 from __future__ import annotations
 
 import ipaddress
+import logging
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -17,6 +19,12 @@ from serving.settings import SettingsError
 from worker.hosts.interfaces import Address, addresses
 from worker.settings import WorkerSettings
 
+logger = logging.getLogger(__name__)
+
+FORM_S: Final = 120.0
+"""Hosts get this long to join, seconds: containers start one after the other. Not tuned."""
+AGAIN_S: Final = 1.0
+"""Time between two look-ups of the leader's name."""
 LEADER_PORT: Final = 50070
 """Where the leader listens if nothing else is said."""
 LWS: Final = {
@@ -26,6 +34,10 @@ LWS: Final = {
 }
 TORCHRUN: Final = {"node": ("NODE_RANK", "GROUP_RANK"), "leader": ("MASTER_ADDR",)}
 """Its port is left out: torchrun listens there itself."""
+
+
+class _UnknownYetError(Exception):
+    """The leader's name does not lead to it, or not yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +86,8 @@ def with_place(settings: WorkerSettings, environment: Mapping[str, str]) -> Work
 
 
 def place_of(settings: WorkerSettings) -> Place | None:
-    """This host's place; None: the worker has one host.
+    """This host's place; None: the worker has one host. Where the leader has a name, it waits at
+    most FORM_S until that is known here, and for node 0 until it is this host's.
 
     Args:
         settings: with all that the environment says.
@@ -89,16 +102,11 @@ def place_of(settings: WorkerSettings) -> Place | None:
         return None
     if obstacle := _obstacle(settings):
         raise SettingsError(f"worker: {obstacle}")
-    resolved = _resolved(host_of(settings.leader))
-    own = addresses()
-    if node == 0 and resolved not in own:
-        raise SettingsError(
-            f"worker: node 0 is the leader, and leader {settings.leader} is no address of this host"
-        )
-    network = _network(settings.fabric)
+    network, own = _network(settings.fabric), addresses()
     fabric = next((one for one in own if one in network), None)
     if fabric is None:
         raise SettingsError(f"worker: this host has no address in fabric {network}")
+    resolved = _found(settings)
     address = str(resolved) if node == 0 else ""
     return Place(nodes, node, settings.leader, address, str(fabric), own[fabric])
 
@@ -130,16 +138,41 @@ def _obstacle(settings: WorkerSettings) -> str:
     return ""
 
 
-def _resolved(host: str) -> Address:
+def _found(settings: WorkerSettings) -> Address:
+    """The leader's address. Its name may come, or change, only when its container runs."""
+    ends_s, told = time.monotonic() + FORM_S, False
+    while True:
+        try:
+            return _resolved(settings)
+        except _UnknownYetError as error:
+            if time.monotonic() >= ends_s:
+                raise SettingsError(str(error)) from None
+            if not told:
+                logger.warning("%s; it is looked up for %.0f s", error, FORM_S)
+                told = True
+        time.sleep(AGAIN_S)
+
+
+def _resolved(settings: WorkerSettings) -> Address:
+    """Raises SettingsError, and _UnknownYetError where another look may help."""
+    host = host_of(settings.leader)
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
     except OSError as error:
-        raise SettingsError(f"worker: leader {host} is not known here: {error.strerror}") from None
+        raise _UnknownYetError(
+            f"worker: leader {host} is not known here: {error.strerror}"
+        ) from None
     if is_loopback(str(found)):
         raise SettingsError(
             f"worker: leader {host} is loopback here, which other hosts do not reach"
         )
-    return ipaddress.ip_address(str(found))
+    address = ipaddress.ip_address(str(found))
+    if settings.node == 0 and address not in addresses():
+        kind = SettingsError if str(found) == host else _UnknownYetError
+        raise kind(
+            f"worker: node 0 is the leader, and leader {settings.leader} is no address of this host"
+        )
+    return address
 
 
 def _network(fabric: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
