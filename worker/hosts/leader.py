@@ -39,6 +39,9 @@ from worker.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
 
+FIRST_WORD_S: Final = 5.0
+"""An agent says who it is as soon as its stream is open: one that is silent for so long holds a
+thread in vain."""
 LAST_REPORT_S: Final = 0.2
 """A rank that has ended may have said why to rank 0 itself, which is more than its agent knows."""
 END_S: Final = 8.0
@@ -172,10 +175,12 @@ class Group:
 
     # -- what agents say, each on a thread of its own ---------------------------------------------
 
+    def refusal(self, context: Any) -> str:
+        """Why nobody with this certificate is an agent; empty: one may be."""
+        return self._net.admit(context, self._settings.name).refusal
+
     def joins(self, member: worker_pb2.GroupMember, context: Any) -> _Agent | str:
         """Takes an agent in; or says why not."""
-        if refusal := self._net.admit(context, member.worker_id).refusal:
-            return refusal
         if refusal := self._mismatch(member):
             return refusal
         with self._changed:
@@ -263,8 +268,15 @@ class _Servicer(worker_pb2_grpc.GroupServiceServicer):
         self, request_iterator: Iterator[worker_pb2.JoinRequest], context: Any
     ) -> Iterator[worker_pb2.JoinResponse]:
         """Serves one agent."""
-        first = next(request_iterator, worker_pb2.JoinRequest())
-        agent = self._group.joins(first.member, context)
+        agent: _Agent | str = self._group.refusal(context)
+        if not agent:
+            silent = threading.Timer(FIRST_WORD_S, context.cancel)
+            silent.start()
+            try:
+                first = next(request_iterator, None)
+            finally:
+                silent.cancel()
+            agent = self._group.joins(first.member, context) if first else "it has said nothing"
         if isinstance(agent, str):
             logger.warning("agent refused", extra={"cause": agent, "peer": context.peer()})
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, agent)

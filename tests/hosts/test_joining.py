@@ -1,0 +1,104 @@
+"""Who may open a stream to the leader, and for how long it may say nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+import pytest
+from settings_kit import settings_of
+
+from baton.version import __version__
+from baton.worker.v1 import worker_pb2, worker_pb2_grpc
+from serving.net.certificates import write_set
+from serving.net.internal_net import TlsNet, server_name_of, workers_net
+from worker.hosts import leader as leader_module
+from worker.hosts.guard import Guard
+from worker.hosts.leader import Group
+from worker.hosts.place import Place
+from worker.settings import WorkerSettings
+
+HOME = "127.0.0.1"
+NAME = "prefill-0"
+NODES = 2
+MEMBER = worker_pb2.GroupMember(
+    worker_id=NAME, node=1, nodes=NODES, tp=2, pp=1, release=__version__, model_digest=b"d"
+)
+
+
+class Door:
+    """A leader, and streams to it. All end with the block."""
+
+    def __init__(self, folder: Path) -> None:
+        write_set(folder, ("prefill", "decode"), (), days=30)
+        self._folder = folder
+        self._over, self._stack = threading.Event(), ExitStack()
+        place = Place(NODES, 0, f"{HOME}:0", HOME, HOME, "lo")
+        net = self._net("prefill", NAME)
+        self._shown = server_name_of(net.rotating.certificate.names, NAME)
+        self._address, bind = "", net.bind
+
+        def bound(server: Any, address: str) -> str:
+            self._address = bind(server, address)
+            return self._address
+
+        cast("Any", net).bind = bound
+        settings = settings_of(WorkerSettings, name=NAME, tp=2, nodes=NODES, node=0)
+        self.group = Group(settings, place, net, b"d", 7, Guard(-1))
+
+    def open(self, pool: str, *messages: worker_pb2.JoinRequest) -> Any:
+        """A stream of one with a certificate of a pool, which then says nothing more."""
+        net = self._net(pool, f"{pool}-0")
+        channel = net.open(self._address, self._shown, [("grpc.use_local_subchannel_pool", 1)])
+        self._stack.enter_context(channel)
+
+        def said() -> Iterator[worker_pb2.JoinRequest]:
+            yield from messages
+            self._over.wait()
+
+        return worker_pb2_grpc.GroupServiceStub(channel).Join(said())
+
+    def close(self) -> None:
+        """Ends all."""
+        self._over.set()
+        self._stack.close()
+        self.group.close()
+
+    def _net(self, pool: str, name: str) -> TlsNet:
+        tls = str(self._folder / pool)
+        net = workers_net(settings_of(WorkerSettings, tls_dir=tls).tls, name)
+        assert isinstance(net, TlsNet)
+        return net
+
+
+@pytest.fixture
+def door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
+    monkeypatch.setattr(leader_module, "FIRST_WORD_S", 0.5)
+    made = Door(tmp_path)
+    yield made
+    made.close()
+
+
+def test_a_foreign_certificate_is_refused_before_it_says_a_word(door: Door) -> None:
+    with pytest.raises(grpc.RpcError) as found:
+        next(door.open("decode"))
+    error: Any = found.value
+    assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "its certificate is not of that name" in error.details()
+
+
+def test_silent_streams_keep_no_agent_out(door: Door) -> None:
+    """As many as the leader has threads, each of a channel of its own."""
+    silent = [door.open("prefill") for _ in range(2 * NODES + 2)]
+    agent = door.open("prefill", worker_pb2.JoinRequest(member=MEMBER))
+    door.group.form(10)
+    assert agent.is_active()
+    for stream in silent:
+        with pytest.raises(grpc.RpcError) as found:
+            next(stream)
+        error: Any = found.value
+        assert error.code() is grpc.StatusCode.CANCELLED
