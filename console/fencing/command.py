@@ -9,7 +9,7 @@ import typer
 
 from console.commands.tls_options import CaOption, CertOption, KeyOption, read_admin_over
 from console.commands.trace import ROUTER_ADMIN_ADDRESS, AdminOption
-from console.operator_calls import ask_router_json
+from console.operator_calls import OperatorCallError, ask_router_json
 from console.top.scrape import TIMEOUT_S
 from serving.output import stdout
 
@@ -31,11 +31,13 @@ def fence(
     Pages that a lost worker may still write are kept from others until all of its processes are
     known to have ended. A host without power cannot say so, and an operator who has cut it off can.
     If it still runs, it may write into pages of other requests, whose answers are then wrong.
-    Fence at every router. BATON_OPERATOR_TOKEN must be the router's operator token.
+    Fence at every router: each has a list of its own. A name or epoch that is not in it is refused.
+    BATON_OPERATOR_TOKEN must be the routers' operator token.
 
-    Example: [cyan]baton fence prefill-1 --epoch 4be1c0d5a9f20317[/]
+    Example: [cyan]baton fence prefill-1 --epoch 4be1c0d5a9f20317 --admin A:9090,B:9090[/]
     """
     addresses = (admin or ROUTER_ADMIN_ADDRESS).split(",")
+    refused = []
     for address in addresses:
         read_admin_over(tls_ca, tls_cert, tls_key, address)
         if worker is None:
@@ -44,8 +46,14 @@ def fence(
         if not epoch:
             raise typer.BadParameter("say which start is gone: --epoch", param_hint="epoch")
         change = {"worker": worker, "epoch": epoch}
-        done: Any = ask_router_json(address, _PAGE, change, timeout_s=TIMEOUT_S)
+        try:
+            done: Any = ask_router_json(address, _PAGE, change, timeout_s=TIMEOUT_S)
+        except OperatorCallError as error:  # The other routers may know it.
+            refused.append(f"{address}: {error}")
+            continue
         _print(f"{done['worker']} of epoch {done['epoch']}: gone, its pages are free again")
+    if refused:
+        raise OperatorCallError("; ".join(refused))
 
 
 def _show(lost: list[dict[str, Any]]) -> None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from router.deaths.witness import NotLostError
+
 if TYPE_CHECKING:
     from starlette.requests import Request
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 def fence_route(deaths: Deaths, members: Callable[[], Sequence[WorkerLink]]) -> Route:
     """GET lists the lost workers whose end nobody has seen; POST with a worker and its epoch says
-    that it is gone.
+    that it is gone. What is not in the list is refused: a wrong epoch frees no page.
 
     Args:
         deaths: of the router.
@@ -40,7 +42,12 @@ def fence_route(deaths: Deaths, members: Callable[[], Sequence[WorkerLink]]) -> 
         if (worker, epoch) in attached:
             why = f"{worker} of epoch {epoch:016x} is attached: it lives, and may write pages"
             return JSONResponse({"error": why}, 409)
-        deaths.fence(worker, epoch)
+        try:
+            deaths.fence(worker, epoch)
+        except NotLostError:
+            start = f"{worker} of epoch {epoch:016x}"
+            why = f"this router knows no lost {start}: `baton fence` lists those that it knows"
+            return JSONResponse({"error": why}, 404)
         return JSONResponse({"worker": worker, "epoch": f"{epoch:016x}"})
 
     return Route("/fence", page, methods=["GET", "POST"])

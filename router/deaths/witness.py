@@ -26,10 +26,14 @@ from serving.net.internal_net import agent_name
 logger = logging.getLogger(__name__)
 
 MOST_LOST: Final = 256
-"""Lost workers that are remembered. The oldest go: an operator can still name them."""
+"""Lost workers that are remembered. The oldest go: their pages wait for the ends of their peers."""
 MOST_ENDED: Final = 4096
 """Processes whose end was told before their worker was lost. The oldest go. Not tuned."""
 Key = tuple[str, int]
+
+
+class NotLostError(LookupError):
+    """This router knows no such start of a worker as lost."""
 
 
 @dataclass(slots=True)
@@ -104,8 +108,13 @@ class Deaths:
         return sorted(one for one in left if _is_on(one, host))
 
     def fence(self, worker_id: str, epoch: int) -> None:
-        """An operator says that nothing of this start of a worker runs any more."""
-        self._lost.pop((worker_id, epoch), None)
+        """An operator says that nothing of this start of a worker runs any more.
+
+        Raises:
+            NotLostError: it is not lost here, or was never heard of.
+        """
+        if self._lost.pop((worker_id, epoch), None) is None:
+            raise NotLostError
         logger.warning("fenced", extra={"worker": worker_id, "epoch": f"{epoch:016x}"})
         self._proven(agent_name(worker_id, epoch))
 

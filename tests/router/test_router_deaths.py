@@ -73,6 +73,19 @@ async def test_an_operator_fences_what_is_lost_and_nothing_that_lives(cluster: C
     assert await asked(cluster) == (200, {"lost": []})
 
 
+@pytest.mark.parametrize("change", [{"worker": "p1"}, {"epoch": "7"}])
+async def test_what_is_not_lost_here_is_refused_and_frees_nothing(
+    cluster: Cluster, change: dict[str, str]
+) -> None:
+    decode, prefill = await lost_worker(cluster)
+    named = {"worker": "p0", "epoch": f"{prefill.identity.epoch:016x}"} | change
+    status, answer = await asked(cluster, named)
+    said = f"this router knows no lost {named['worker']} of epoch {int(named['epoch'], 16):016x}"
+    assert (status, answer["error"].partition(":")[0]) == (404, said)
+    assert not decode.count("part")
+    assert len((await asked(cluster))[1]["lost"]) == 1
+
+
 @pytest.mark.parametrize(
     "body",
     [

@@ -1,0 +1,46 @@
+"""`baton fence` at several routers, each of which has a list of its own."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from typer.testing import CliRunner
+
+from console.cli import app
+
+
+@contextmanager
+def router(status: int, answer: dict[str, str]) -> Iterator[str]:
+    """An admin port that answers so."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(answer).encode())
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_router_that_does_not_know_it_keeps_no_other_from_hearing_it() -> None:
+    with ExitStack() as stack:
+        forgot = stack.enter_context(router(404, {"error": "this router knows no lost p"}))
+        knows = stack.enter_context(router(200, {"worker": "p", "epoch": "7"}))
+        words = ["fence", "p", "--epoch", "7", "--admin", f"{forgot},{knows}"]
+        done = CliRunner().invoke(app, words)
+    assert "p of epoch 7: gone" in done.output
+    assert done.exit_code == 1
+    assert f"{forgot}: this router knows no lost p" in done.output
