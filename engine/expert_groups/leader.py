@@ -17,6 +17,7 @@ import logging
 import os
 import selectors
 import socket
+import stat
 import threading
 import time
 from pathlib import Path
@@ -44,10 +45,10 @@ class Leader:
         """Binds the socket.
 
         Raises:
-            GroupError: another rank 0 serves this folder.
+            GroupError: another rank 0 serves this folder, or others than this user may use it.
             OSError: the folder cannot be used.
         """
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_own(folder)
         self._lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -169,3 +170,17 @@ class Leader:
         self._selector.close()
         for name in (SOCKET, self._store):
             (self._folder / name).unlink(missing_ok=True)
+
+
+def _make_own(folder: Path) -> None:
+    """Makes the folder. One that is there must be no link, and only this user may use it: whoever
+    reaches it could join the group.
+
+    Raises:
+        GroupError: it is another one.
+        OSError: it cannot be made.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    held = folder.lstat()
+    if not stat.S_ISDIR(held.st_mode) or held.st_uid != os.geteuid() or held.st_mode & 0o077:
+        raise GroupError(f"{folder} must be a folder of this user's own, with mode 0700")

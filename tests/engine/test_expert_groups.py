@@ -245,6 +245,19 @@ def test_who_does_not_fit_is_told_and_the_group_forms_without_it(tmp_path):
     leader.close()
 
 
+@pytest.mark.parametrize("kind", ["open", "link"])
+def test_a_folder_that_others_could_reach_is_refused(tmp_path, kind):
+    folder = tmp_path / "group"
+    if kind == "open":
+        folder.mkdir()
+        folder.chmod(0o750)
+    else:
+        folder.symlink_to(tmp_path)
+    with pytest.raises(GroupError, match="must be a folder of this user's own, with mode 0700"):
+        Leader(folder, 2)
+    assert not (folder / "lock").exists()
+
+
 def test_a_group_that_does_not_form_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr("engine.expert_groups.member.FORM_S", 0.3)
     for leader, why in ((None, "rank 0 has not come within"), (2, "not all workers of the expert")):
