@@ -191,9 +191,9 @@ class WorkerSettings(BaseModel):
     device: str = Field(default=_ENGINE.device, pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """Sets the device: `auto`, `cpu`, `cuda` or `cuda:N`. `auto`: the first GPU if there is one."""
     tp: int = Field(default=_ENGINE.tp, ge=1, le=MOST_RANKS)
-    """Divides the model among so many ranks (tensor parallelism), processes of this host that run
-    each step together. On GPUs each has one. It must divide the model's heads and feed-forward
-    width. It may differ between prefill and decode workers."""
+    """Divides the model among so many ranks (tensor parallelism), processes that run each step
+    together, on this host or on `nodes`. On GPUs each has one. It must divide the model's heads and
+    feed-forward width. It may differ between prefill and decode workers."""
     pp: int = Field(default=_ENGINE.pp, ge=1, le=MOST_RANKS)
     """Divides the model's layers among so many stages (pipeline parallelism), of `tp` ranks each.
     They run different steps at the same time: more prompts a second, and each token as late as with

@@ -50,6 +50,7 @@ COLUMNS = ("setting", "takes", "default", "what it is for")
 UNITS = {"_s": "seconds", "_gib": "GiB", "_tokens": "tokens", "_gigabytes_per_s": "GB/s"}
 BOUNDS = {"ge": "at least {}", "gt": "above {}", "le": "at most {}", "pattern": "`{}`"}
 TYPES = {int: "integer", float: "number", bool: "`true`, `false`", str: "text", Path: "path"}
+LISTS = {str: "list of texts", int: "list of integers"}
 
 
 def page() -> str:
@@ -82,7 +83,7 @@ def _takes(name: str, field: FieldInfo) -> str:
     if isinstance(kind, type) and issubclass(kind, Role):
         return ", ".join(f"`{role}`" for role in Role)
     if get_origin(kind) is tuple:
-        return "list of texts" if get_args(kind)[0] is str else "list of `HOST:PORT`"
+        return LISTS.get(get_args(kind)[0], "list of `HOST:PORT`")
     addresses = name in ("admin", "listen", "internal_listen", "http_listen")
     words = ["`HOST:PORT`" if addresses else TYPES[kind]]
     words += [unit for suffix, unit in UNITS.items() if name.endswith(suffix)][-1:]
