@@ -20,7 +20,9 @@ FLAGS: Final[Mapping[str, str]] = {
     "--block-size": "the variable `BATON_DEBUG_PAGE_SIZE_TOKENS`",
     "--chat-template": SAME,
     "--cpu-offload-gb": "not yet: weights stay on the GPU",
-    "--data-parallel-size": "`--both` of `baton up`: workers that do both legs",
+    "--data-parallel-size": "`--both` of `baton up`: workers that do both legs;"
+    " where they shall share a model's experts, `--expert-group` of `baton worker`, on CPUs"
+    " ([Experts](experts.md#expert-groups))",
     "--disable-log-requests": "nothing: prompts are never logged",
     "--download-dir": "`HF_HOME`, the variable of the Hugging Face library",
     "--dtype": "`--dtype` of `baton worker`",

@@ -49,7 +49,7 @@ def _check_pod(name: str, pod: dict[str, Any], patch: pytest.MonkeyPatch) -> Non
         settings, sources, _ = resolve(RouterSettings, "router", {})
     else:
         settings, sources, _ = resolve(WorkerSettings, "worker", {})
-    assert set(given) - {"POD_IP", "GROUP"} <= set(sources.values())
+    assert set(given) - {"POD_IP", "GROUP", "UCX_NET_DEVICES"} <= set(sources.values())
     # Routers hear of a drain from the worker itself. Of a router's, balancers hear later.
     is_router = container["name"] == "router"
     pause = container["lifecycle"]["preStop"]["sleep"]["seconds"] if is_router else 0

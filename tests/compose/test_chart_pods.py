@@ -69,9 +69,10 @@ class Running:
 
 
 LAPTOP = ("laptop-cpu", ["models.claim=weights"])
+NIC = "env.UCX_NET_DEVICES=eth0"
 SPREAD = (
     "two-hosts",
-    [f"pools[{pool}].{one}" for pool in (0, 1) for one in ("gpus=0", "rdma=")]
+    [f"pools[{pool}].{one}" for pool in (0, 1) for one in ("gpus=0", "rdma=", NIC)]
     + ["pools[0].fabric=trusted:10.77.0.0/24"]
     + [f"pools[1].{one}" for one in ("fabric=", "nodes=1", "pp=1")]
     + ["router.replicas=1", "monitor.enabled=false"],

@@ -8,8 +8,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 ROW = re.compile(r"^\| ([^|]+) \| ([^|]+) \| `([^`]+)` \|$", re.MULTILINE)
 
-MOST_WORDS = 40
-"""A reader learns no more of a house before its code."""
+MOST_WORDS = 48
+"""A reader learns no more of a house before its code. Eight are of workers that have several hosts,
+or share experts, of which a single worker knows nothing."""
 
 
 def test_each_word_stands_once_and_names_a_file() -> None:
