@@ -262,12 +262,13 @@ def kv_transfer_failed(attempts: int, retry_after_s: float = 1.0) -> RouterError
     return _unavailable("KV_TRANSFER_FAILED", message, {"attempts": str(attempts)}, retry_after_s)
 
 
-def worker_lost_mid_stream(tokens_sent: int) -> RouterError:
-    """A worker was lost after the first token, and the stream could not be resumed."""
+def worker_lost_mid_stream(tokens_sent: int, *, lacks_adapter: bool = False) -> RouterError:
+    """A worker was lost after the first token, and no other could resume the stream."""
+    why = ", and no others have the adapter as it was when the stream began"
     return RouterError(
         grpc.StatusCode.ABORTED,
         "WORKER_LOST_MID_STREAM",
-        f"the worker was lost after {tokens_sent} tokens",
+        f"the worker was lost after {tokens_sent} tokens{why if lacks_adapter else ''}",
         {"tokens_sent": str(tokens_sent)},
     )
 

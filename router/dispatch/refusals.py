@@ -49,7 +49,8 @@ def error_of(group: ChoiceGroup, fault: Fault, max_workers_lost: int) -> errors.
                 job.prompt_tokens, job.stopping.max_tokens, limit_tokens, _KV_POOL
             )
     if run.started:
-        return errors.worker_lost_mid_stream(run.tokens_sent)
+        lacks_adapter = fault.reason == worker_pb2.FAILURE_REASON_ADAPTER
+        return errors.worker_lost_mid_stream(run.tokens_sent, lacks_adapter=lacks_adapter)
     match fault.reason:
         case None | worker_pb2.FAILURE_REASON_DRAINING:
             return errors.worker_lost(group.attempts)

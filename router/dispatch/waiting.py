@@ -161,7 +161,7 @@ class WaitingGroups:
         if not run.started and not self.may_come(group):
             self._fail(run, error)
         elif run.started and not self._is_expected(group):
-            self._fail(run, errors.worker_lost_mid_stream(run.tokens_sent))
+            self._fail(run, self._lost(run))
         elif not group.in_grace:
             group.in_grace = True
             grace_s = self._settings.debug.resume_grace_s if run.started else WAKES_S
@@ -186,14 +186,18 @@ class WaitingGroups:
         elif not group.run.started:
             self._fail(group.run, error)
         else:
-            self._fail(group.run, errors.worker_lost_mid_stream(group.run.tokens_sent))
+            self._fail(group.run, self._lost(group.run))
 
     def _timed_out(self, group: ChoiceGroup) -> None:
         run, timeout_s = group.run, self._settings.queue_timeout_s
         if run.started:
-            self._fail(run, errors.worker_lost_mid_stream(run.tokens_sent))
+            self._fail(run, self._lost(run))
         else:
             self._fail(run, errors.queue_timeout(timeout_s, self._retry_after_s(group)))
+
+    def _lost(self, run: JobRun) -> errors.RouterError:
+        lacks_adapter = self._models.lacks_adapter(run.job.model)
+        return errors.worker_lost_mid_stream(run.tokens_sent, lacks_adapter=lacks_adapter)
 
     def _retry_after_s(self, group: ChoiceGroup) -> float:
         return self.queue.retry_after_s(group.model, now_s())

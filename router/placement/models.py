@@ -115,11 +115,15 @@ class Models:
     def is_changing(self, model: ServedModel) -> bool:
         """Whether an adapter cannot run, but some of its model's workers have the name, and those
         of the model can run. So what it means may run soon."""
-        if not model.digest or self._can_run(model):
-            return False
         named = self._named(model.name)
         has_name = any(model.adapter in worker.adapters for worker in named)
-        return has_name and routing.can_run(named, self._local)
+        return has_name and self.lacks_adapter(model)
+
+    def lacks_adapter(self, model: ServedModel) -> bool:
+        """Whether it cannot run for want of its adapter's content alone."""
+        if not model.digest or self._can_run(model):
+            return False
+        return routing.can_run(self._named(model.name), self._local)
 
     def loading(self, worker: worker_pb2.WorkerIdentity, now_s: float) -> None:
         """Notes that a worker loads its model."""
@@ -241,7 +245,7 @@ class Models:
 def adapter_changes(name: str) -> errors.RouterError:
     """The error while workers load or replace an adapter, and cannot run together what a request
     has of it."""
-    why = "is an adapter that was replaced, or that not all workers have yet"
+    why = "is an adapter that was replaced, or that not all workers have yet or can read now"
     return errors.model_loading(name, 1.0, why)
 
 

@@ -16,6 +16,7 @@ from scripted_worker import (
     ScriptedWorker,
     error_of,
     job,
+    tokens_of,
     until,
     with_settings,
 )
@@ -23,6 +24,7 @@ from scripted_worker import (
 from baton.worker.v1 import worker_pb2
 from console.adapters import command
 from prefixes.keys import prompt_short_keys
+from router.dispatch.merge import unpack_ids
 from router.errors import RouterError
 from router.workers import live_adapters
 from router.workers.live_adapters import AdapterRefusedError
@@ -171,6 +173,42 @@ async def test_a_refusal_that_crosses_a_new_content_is_no_unknown_model(cluster:
             attempt = (await worker.heard("submit")).attempt_id
     error = await error_of(reader)
     assert (error.reason, "was replaced" in error.message) == ("MODEL_LOADING", True)
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+@with_settings(resume_grace_s=0.3)
+async def test_a_stream_ends_with_the_content_with_which_it_began(
+    cluster: Cluster, is_kept: bool
+) -> None:
+    """Its worker was lost after a name got another content: only who has the one of its tokens
+    goes on, also under another name."""
+    prefill, decode = await cluster.pair()
+    other = await cluster.add("d1", DECODE)
+    for worker in (prefill, decode):
+        await has(cluster, worker, law=ONE)
+    reader = cluster.read(replace(job(max_tokens=4), model=cluster.dispatcher.model("law")))
+    attempt = (await prefill.heard("submit")).attempt_id
+    await decode.heard("submit")
+    prefill.first_token(attempt, 10)
+    prefill.prefill_done(attempt)
+    decode.delivered(attempt)
+    decode.tokens(attempt, 0, 10, 11)
+    await until(lambda: len(tokens_of(reader.events)) == 2)
+    kept = {"old": ONE} if is_kept else {}
+    for worker in (prefill, other):
+        await has(cluster, worker, law=TWO, **kept)
+    await decode.stop()
+    for _ in range(cluster.settings.debug.max_retries + 1 if is_kept else 0):
+        again = await prefill.heard("submit")
+        assert (again.adapter, (await other.heard("submit")).adapter) == (ONE, ONE)
+        assert [unpack_ids(tokens.token_ids) for tokens in again.generated] == [(10, 11)]
+        other.failed(again.attempt_id, worker_pb2.FAILURE_REASON_ADAPTER)  # It was gone by then.
+    error = await error_of(reader)
+    assert error.reason == "WORKER_LOST_MID_STREAM"
+    assert "no others have the adapter as it was" in error.message
+    assert tokens_of(reader.events) == [10, 11]
+    for worker in (prefill, other):
+        assert worker.count("submit") == 0
 
 
 async def test_a_name_that_half_a_pair_has_is_to_be_asked_for_again(cluster: Cluster) -> None:
