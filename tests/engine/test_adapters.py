@@ -230,6 +230,16 @@ def test_a_name_that_means_another_content(path, three):
         engine.stop()
 
 
+@torch.inference_mode()
+def prompt_and_few(path, folder, prompt, few, count) -> list[int]:
+    """A prompt and peft's greedy answer of few tokens."""
+    model, ids = adapted(path, folder), list(prompt)
+    for _ in range(count):
+        scores = model(torch.tensor([ids])).logits[0, -1]
+        ids.append(max(few, key=lambda token: float(scores[token])))
+    return ids
+
+
 @pytest.mark.parametrize("drafter", ["suffix", "head"])
 def test_drafts_of_rows_with_adapters(path, three, drafter, tmp_path):
     """A head drafts for the model as it is: its drafts are worse, and no token changes."""
@@ -238,11 +248,21 @@ def test_drafts_of_rows_with_adapters(path, three, drafter, tmp_path):
     engine = engine_with(path, three[:2], speculation=drafter)
     try:
         for which, adapter in enumerate(digests(engine)):
+            drafted = engine.load().speculation.drafted_tokens
+            prompt, few = (
+                prompt_of(40) * 2,
+                (5, 9, 11),
+            )  # Answers of three tokens repeat themselves.
+            sampling = SamplingParams(temperature=0.0, allowed_token_ids=few)
+            run = submit(engine, prompt, 24, adapter=adapter, ignore_eos=True, sampling=sampling)
+            finish(run)
+            assert run.tokens == [prompt_and_few(path, three[which], prompt, few, 24)[80:]]
             for _ in range(2):
                 run = submit(engine, prompt_of(40) * 2, 24, adapter=adapter, ignore_eos=True)
                 finish(run)
                 answers(path, three[which]).check(run, 24)
-        assert engine.load().speculation.drafted_tokens > 0 or drafter == "suffix"
+            assert engine.load().speculation.drafted_tokens > drafted
+        assert engine.load().speculation.accepted_tokens > 0 or drafter != "suffix"
         check_baseline(engine)
     finally:
         engine.stop()
