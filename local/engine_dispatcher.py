@@ -41,6 +41,7 @@ from router.dispatch import merge
 from router.dispatch.clocks import Clocks
 from router.dispatch.job_run import JobRun
 from router.dispatch.refusals import beams_refused, extension_refused
+from router.placement.models import adapter_changes
 from router.quotas import Quotas
 from worker_base.messages import (
     end_reason_message,
@@ -61,10 +62,12 @@ _ID_BYTES: Final = 16
 class _Running:
     """A job in the engine."""
 
-    def __init__(self, run: JobRun, pool_tokens: int) -> None:
+    def __init__(self, run: JobRun, pool_tokens: int, has: Callable[[bytes], bool]) -> None:
+        """`has`: whether the engine has the adapter of a digest."""
         self.id = secrets.token_bytes(_ID_BYTES)
         self.run = run
         self._pool_tokens = pool_tokens
+        self._has = has
         self._clocks = Clocks(run.job.arrived_ns)
         self._clocks.dispatched_ns = self._clocks.work.received_unix_ns = time.time_ns()
 
@@ -141,7 +144,9 @@ class _Running:
             case FailureReason.BEAMS:
                 return beams_refused()
             case FailureReason.ADAPTER:
-                return errors.model_not_found(self.run.job.model.called)
+                model = self.run.job.model
+                is_there = self._has(model.digest)  # But cannot be read now.
+                return (adapter_changes if is_there else errors.model_not_found)(model.called)
             case FailureReason.INTERNAL:
                 return errors.internal()
 
@@ -231,7 +236,8 @@ class EngineDispatcher:
         async with self._room:
             if self._hearing.device_is_lost:
                 raise errors.internal()
-            running = _Running(JobRun(job, send), self.largest_pool_tokens(job))
+            most, has = self.largest_pool_tokens(job), self._engine.adapters.has
+            running = _Running(JobRun(job, send), most, has)
             self._hearing.running[running.id] = running
             try:
                 self._engine.submit(request_of(running.submit()), self._sink)

@@ -7,12 +7,17 @@ Host memory has room for some. The content that was used longest ago makes room 
 a request holds it; when a request wants it, it is read again, and the request waits for it. Who
 waits for room waits in turn: as long as the first one has none, those whose content is there wait
 behind it, so that it gets some.
+
+Where a folder has another content by then, its name goes. Where it cannot be read, the requests
+that wait fail and the name stays: a later request tries again, `REST_S` after that at the earliest.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -20,11 +25,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from engine.adapters.types import Adapter, AdapterError, AdapterInfo
+from engine.adapters.types import Adapter, AdapterError, AdapterInfo, AdapterUnreadError
 
 log = logging.getLogger("baton.engine")
 
 MOST_NAME_BYTES: Final = 128
+REST_S: Final = 1.0
+"""Time in which a content that could not be read is not tried again, seconds: the wait that routers
+ask of clients then."""
 Read = Callable[[Path, Path | None], Adapter]
 """Reads a folder. Of one below the second path, nothing outside of that is read; None: no bound.
 
@@ -74,6 +82,8 @@ class Adapters:
         self._users: Counter[bytes] = Counter()
         """Requests that have each content."""
         self._waits: OrderedDict[bytes, _Wait] = OrderedDict()
+        self._unread_s: dict[bytes, float] = {}
+        """When each content that has a name could not be read, since it last could."""
         self._reading_bytes = 0
         """Bytes of what is being read again."""
         self._lacks_room = False
@@ -117,9 +127,7 @@ class Adapters:
         info = AdapterInfo(name, adapter.digest, adapter.rank, adapter.num_bytes, path)
         with self._changed:
             before = self._named.get(name)
-            if before is not None and before.digest == info.digest:
-                return before
-            if before is not None and not again:
+            if before is not None and before.digest != info.digest and not again:
                 raise AdapterError(
                     f"the name {name!r} is taken by another adapter: unload that one, or load in"
                     " place of it"
@@ -141,6 +149,7 @@ class Adapters:
                 )
             if has_room:
                 self._contents[digest] = adapter
+        self._unread_s.pop(digest, None)
         if source is not None:
             self._sources[digest] = source
 
@@ -173,7 +182,8 @@ class Adapters:
 
     def hold(self, digest: bytes) -> Future[Adapter] | None:
         """The content, which stays until `release`; it may have to be read first. None: it is not
-        here. The future raises AdapterError if it cannot be read any more."""
+        here. The future raises AdapterUnreadError if it cannot be read now, and AdapterError if its
+        folder has it no more."""
         with self._changed:
             found = self._contents.get(digest)
             if found is not None and not self._lacks_room:
@@ -192,6 +202,10 @@ class Adapters:
                 source = _Source(Path(), None, found.num_bytes)
             if source is None:
                 return None
+            if found is None and time.monotonic() < self._unread_s.get(digest, -REST_S) + REST_S:
+                failed: Future[Adapter] = Future()
+                failed.set_exception(AdapterUnreadError("it could not be read a moment ago"))
+                return failed
             wait = self._waits[digest] = _Wait(source)
         wait.requests += 1
         if not self._reads:
@@ -225,6 +239,7 @@ class Adapters:
         """A name means a content no more."""
         if all(info.digest != digest for info in self._named.values()):
             self._sources.pop(digest, None)
+            self._unread_s.pop(digest, None)
             self._drop_unnamed(digest)
 
     def _drop_unnamed(self, digest: bytes) -> None:
@@ -267,7 +282,7 @@ class Adapters:
                     found = self._again(digest, wait.source)
                 except AdapterError as failed:
                     error = failed
-            self._end(digest, wait, found)
+            self._end(digest, wait, found, error)
             if found is not None:
                 wait.done.set_result(found)
             else:
@@ -287,6 +302,7 @@ class Adapters:
         """Reads a content again.
 
         Raises:
+            AdapterUnreadError: it cannot be read now.
             AdapterError: its folder has it no more.
         """
         assert self._read is not None
@@ -294,15 +310,17 @@ class Adapters:
             found = self._read(source.path, source.within)
         except AdapterError:
             raise
-        except Exception as failed:
-            log.exception("an adapter cannot be read again")
-            raise AdapterError("it cannot be read again") from failed
+        except Exception as failed:  # Such as no memory, or no file number, to put it in.
+            raise AdapterUnreadError("it cannot be read again") from failed
         if found.digest != digest:
             raise AdapterError("its folder has another content now")
         return found
 
-    def _end(self, digest: bytes, wait: _Wait, found: Adapter | None) -> None:
-        """A wait is over: those who waited have the content, or its names are gone."""
+    def _end(
+        self, digest: bytes, wait: _Wait, found: Adapter | None, error: AdapterError | None
+    ) -> None:
+        """A wait is over: those who waited have the content, or it cannot be read, or its names are
+        gone."""
         with self._changed:
             self._reading_bytes = 0
             del self._waits[digest]
@@ -311,7 +329,11 @@ class Adapters:
                 self._contents.move_to_end(digest)
                 if wait.requests:
                     self._users[digest] += wait.requests
+                self._unread_s.pop(digest, None)
                 self._drop_unnamed(digest)
+                return
+            if isinstance(error, AdapterUnreadError):
+                self._rest(digest, error)
                 return
             gone = [name for name, info in self._named.items() if info.digest == digest]
             for name in gone:
@@ -319,6 +341,17 @@ class Adapters:
                 del self._named[name]
             self._forget(digest)
         self.on_gone()
+
+    def _rest(self, digest: bytes, error: AdapterUnreadError) -> None:
+        """A content could not be read. Its names stay."""
+        names = [name for name, info in self._named.items() if info.digest == digest]
+        if names:
+            self._unread_s[digest] = time.monotonic()
+        cause = error.__cause__
+        why = "a file is missing" if cause is None else type(cause).__name__
+        if isinstance(cause, OSError) and cause.errno is not None:
+            why = errno.errorcode.get(cause.errno, why)
+        log.warning("adapter %s cannot be read now: %s", ", ".join(names) or "of no name", why)
 
 
 def _check_name(name: str) -> None:

@@ -21,6 +21,10 @@ class AdapterError(Exception):
     """An adapter cannot be used; the message says which field or file, and what would do."""
 
 
+class AdapterUnreadError(AdapterError):
+    """Its files cannot be read now: one is missing, or reading fails. Another time they may be."""
+
+
 class Opened(Protocol):
     """Memory that other processes may open (`engine.adapters.shared`)."""
 

@@ -157,7 +157,7 @@ class StepLoop:
 
         if matchers is not None:
             matchers.add_done_callback(look)
-        if adapter is not None and not adapter.done():
+        if adapter is not None and (not adapter.done() or adapter.exception() is not None):
             adapter.add_done_callback(look)
 
     def lose(self) -> None:

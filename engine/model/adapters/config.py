@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple, TypeVar
 
-from engine.adapters.types import AdapterError
+from engine.adapters.types import AdapterError, AdapterUnreadError
 from engine.model.config import UnsupportedModelError
 from engine.model.precision.formats.expressions import Expressions
 
@@ -159,12 +159,15 @@ def read_lora_config(folder: Path, within: Path | None = None) -> LoraConfig:
     """Reads a folder's config. `within` is as in `open_within`.
 
     Raises:
-        AdapterError: there is none, or a field has a value that cannot be had.
+        AdapterUnreadError: there is none, or it cannot be read.
+        AdapterError: a field has a value that cannot be had.
     """
     try:
         with open_within(folder / CONFIG, within) as opened:
             found = json.loads(opened.read())
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise AdapterUnreadError(f"{folder} has no {CONFIG} that can be read") from error
+    except (ValueError, RecursionError) as error:
         raise AdapterError(f"{folder} has no {CONFIG} that can be read") from error
     if not isinstance(found, dict):
         raise AdapterError(f"{folder} has no {CONFIG} that can be read")

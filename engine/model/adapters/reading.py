@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.adapters.types import Adapter, AdapterError, LowRank
+from engine.adapters.types import Adapter, AdapterError, AdapterUnreadError, LowRank
 from engine.model.adapters.config import ALL_LINEAR, CONFIG, Rules, open_within, read_lora_config
 from engine.model.places import FLOATS
 
@@ -59,6 +59,7 @@ def read_adapter(
         within: as in `open_within`.
 
     Raises:
+        AdapterUnreadError: its files cannot be read.
         AdapterError: it does not fit; the field or tensor is named.
     """
     config = read_lora_config(folder, within)
@@ -66,12 +67,12 @@ def read_adapter(
     if not file.is_file():
         others = sorted(each.name for each in folder.glob("adapter_model*"))
         has = f", but {others[0]}" if others else ""
-        raise AdapterError(f"{folder} has no {TENSORS}{has}: only safetensors are read")
+        raise AdapterUnreadError(f"{folder} has no {TENSORS}{has}: only safetensors are read")
     try:
         with open_within(file, within) as opened:  # Once, so that what is hashed is what is used.
             content = opened.read(limits.most_bytes + 1)
     except OSError as error:
-        raise AdapterError(f"{file} cannot be read") from error
+        raise AdapterUnreadError(f"{file} cannot be read") from error
     if len(content) > limits.most_bytes:
         raise AdapterError(
             f"{file} has more than the {limits.most_bytes >> 20} MiB that are allowed"
