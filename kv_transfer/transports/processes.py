@@ -10,11 +10,15 @@ see, is never proven gone here.
 from __future__ import annotations
 
 import os
+import re
 import select
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
+_DIGITS: Final = re.compile("[0-9]{1,20}")
+_MOST_PID: Final = 1 << 22
+"""Largest number of a process on Linux; see proc(5)."""
 NOWHERE = ""
 """Stands for a process that nobody here can watch."""
 
@@ -151,8 +155,11 @@ def _parse(process: str) -> _Process | None:
     """None where it is not a process of this host."""
     try:
         boot, namespace, pid, started = process.split("/")
+        if not _DIGITS.fullmatch(pid) or not _DIGITS.fullmatch(started):
+            return None
         found = _Process(f"{boot}/{namespace}", int(pid), started)
-        return found if found.host == _host() and found.pid != os.getpid() else None
+        known = found.pid <= _MOST_PID and found.host == _host()
+        return found if known and found.pid != os.getpid() else None
     except (OSError, ValueError):
         return None
 

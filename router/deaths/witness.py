@@ -18,7 +18,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from baton.worker.v1 import worker_pb2
 from serving.net.internal_net import agent_name
@@ -27,8 +27,12 @@ logger = logging.getLogger(__name__)
 
 MOST_LOST: Final = 256
 """Lost workers that are remembered. The oldest go: their pages wait for the ends of their peers."""
-MOST_ENDED: Final = 4096
-"""Processes whose end was told before their worker was lost. The oldest go. Not tuned."""
+MOST_ENDED: Final = 256
+"""Processes of a worker whose end was told before it was lost. The oldest go. Not tuned."""
+MOST_WORKERS: Final = 512
+"""Workers of which such processes are remembered. The oldest go. Not tuned."""
+MOST_LETTERS: Final = 128
+"""Letters of a name. A process's has a boot id, a namespace and two numbers, which are fewer."""
 Key = tuple[str, int]
 
 
@@ -55,8 +59,8 @@ class Deaths:
     def __init__(self, proven: Callable[[str], None]) -> None:
         self._proven = proven
         self._lost: dict[Key, _Lost] = {}
-        self._ended: dict[tuple[str, str], None] = {}
-        """(worker, process)."""
+        self._ended: dict[str, dict[str, None]] = {}
+        """Processes by worker."""
 
     @property
     def unproven(self) -> list[dict[str, object]]:
@@ -78,11 +82,10 @@ class Deaths:
             return
         name = worker.worker_id
         processes = {one.process for one in (endpoint, *endpoint.ranks)}
-        left = {one for one in processes if (name, one) not in self._ended}
+        left = {one for one in processes if one not in self._ended.get(name, {})}
         key = name, worker.epoch
         self._lost[key] = _Lost(endpoint.agent_name, left, time.time())
-        if len(self._lost) > MOST_LOST:
-            del self._lost[next(iter(self._lost))]
+        _keep_last(self._lost, MOST_LOST)
         self._look(key)
 
     def attached(self, worker: worker_pb2.WorkerIdentity) -> None:
@@ -96,10 +99,10 @@ class Deaths:
             The processes of lost starts of the worker there of which nothing is known.
         """
         here = [process for process in ended if _is_on(process, host)]
-        for process in here:
-            self._ended[worker_id, process] = None
-        while len(self._ended) > MOST_ENDED:
-            del self._ended[next(iter(self._ended))]
+        if here and len(worker_id) <= MOST_LETTERS:
+            known = self._ended[worker_id] = self._ended.pop(worker_id, {}) | dict.fromkeys(here)
+            _keep_last(known, MOST_ENDED)
+            _keep_last(self._ended, MOST_WORKERS)
         own = [key for key in self._lost if key[0] == worker_id]
         for key in own:
             self._lost[key].processes -= set(here)
@@ -129,5 +132,11 @@ class Deaths:
 def _is_on(process: str, host: str) -> bool:
     """Whether that names a process of a host: nobody sees what happens on another one, and what has
     no name is on none (`kv_transfer.transports.processes`)."""
-    parts = process.split("/")
+    parts = process.split("/") if len(process) <= MOST_LETTERS else ()
     return len(parts) == 4 and all(parts) and host == "/".join(parts[:2])
+
+
+def _keep_last(kept: dict[Any, Any], most: int) -> None:
+    """Drops the first entries until there are no more than so many."""
+    while len(kept) > most:
+        del kept[next(iter(kept))]

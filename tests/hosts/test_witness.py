@@ -6,17 +6,35 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from baton.worker.v1 import worker_pb2
 from kv_transfer.transports.processes import has_ended, process_of, this_host
-from router.deaths.witness import MOST_LOST, Deaths
+from router.deaths.witness import MOST_ENDED, MOST_LOST, MOST_WORKERS, Deaths
+from worker.hosts import witness as witness_module
 from worker.hosts.guard import guarded
+from worker.hosts.witness import Witness, looking
 
 A, B = "boot/1", "boot/2"
 GONE = "p-0000000000000007"
+NO_NAMES = [
+    f"{this_host()}/{pid}/{started}"
+    for pid, started in [
+        (1 << 31, 1),
+        (1 << 22 | 1, 1),
+        (-1, 1),
+        (" 999999", 1),
+        ("9" * 99, 1),
+        (999_999, "1\n"),
+        (999_999, "x"),
+        (999_999, ""),
+    ]
+]
+"""Nobody ever had such a number, or began then."""
 
 
 def worker_of(*processes: str, epoch: int = 7) -> worker_pb2.WorkerIdentity:
@@ -108,6 +126,36 @@ def test_what_lives_again_is_not_lost_and_memory_is_bounded(
     assert proven == []
 
 
+def test_what_is_told_in_advance_is_bounded_for_each_worker(
+    deaths: Deaths, proven: list[str]
+) -> None:
+    """One that says much costs no other worker its word."""
+    deaths.witness("p", A, [f"{A}/5/1", f"{A}/6/{'1' * 10_000}"])
+    for number in range(MOST_WORKERS - 1):
+        deaths.witness(f"q{number}", A, [f"{A}/7/{number}" for number in range(MOST_ENDED + 9)])
+    deaths.witness("q" * 10_000, A, [f"{A}/7/1"])
+    deaths.lost(worker_of(f"{A}/5/1"))
+    assert proven == [GONE]
+    assert len(deaths._ended) == MOST_WORKERS
+    assert {len(ended) for ended in deaths._ended.values()} == {1, MOST_ENDED}
+
+
+def test_looking_goes_on_after_a_look_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, enough = [], threading.Event()
+
+    def look(_: Witness) -> None:
+        looks.append(len(looks))
+        if len(looks) > 1:
+            enough.set()
+        raise OverflowError
+
+    monkeypatch.setattr(Witness, "look", look)
+    monkeypatch.setattr(witness_module, "LOOK_S", 0.01)
+    nobody: Any = None
+    with looking("p", nobody, nobody):
+        assert enough.wait(10)
+
+
 def test_the_kernel_knows_what_has_ended() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     name = process_of(child.pid)
@@ -120,8 +168,8 @@ def test_the_kernel_knows_what_has_ended() -> None:
     assert has_ended(name)
     start = name.rpartition("/")[0]
     assert has_ended(f"{this_host()}/{os.getppid()}/1"), "its number is another's now"
-    for foreign in ("", "x", f"{start}", f"boot/1/{os.getpid()}/1"):
-        assert not has_ended(foreign)
+    for foreign in ("", "x", f"{start}", f"boot/1/{os.getpid()}/1", *NO_NAMES):
+        assert not has_ended(foreign), foreign
 
 
 GUARD = """

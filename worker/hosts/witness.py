@@ -42,7 +42,10 @@ def looking(worker_id: str, routers: RouterAddresses, net: InternalNet) -> Itera
 
     def look() -> None:
         while not over.wait(LOOK_S):
-            witness.look()
+            try:
+                witness.look()
+            except Exception as error:
+                logger.warning("cannot bear witness now", extra={"cause": type(error).__name__})
 
     threading.Thread(target=look, name="baton-witness", daemon=True).start()
     try:
