@@ -47,6 +47,8 @@ class _Lost:
     """Processes that are not proven to have ended."""
     since_s: float
     """`time.time`."""
+    idle: bool
+    """It left in order, with nothing to do: no page waits for it."""
 
 
 class Deaths:
@@ -64,7 +66,7 @@ class Deaths:
 
     @property
     def unproven(self) -> list[dict[str, object]]:
-        """Lost workers, as operators see them."""
+        """Lost workers, as operators see them: without those that left in order."""
         return [
             {
                 "worker": worker,
@@ -73,10 +75,12 @@ class Deaths:
                 "since": lost.since_s,
             }
             for (worker, epoch), lost in self._lost.items()
+            if not lost.idle
         ]
 
-    def lost(self, worker: worker_pb2.WorkerIdentity) -> None:
-        """A worker is lost, and nobody knows what of it still runs."""
+    def lost(self, worker: worker_pb2.WorkerIdentity, *, idle: bool = False) -> None:
+        """A worker is lost, and nobody knows what of it still runs. `idle`: it left in order, and
+        did nothing any more for this router."""
         endpoint = worker.endpoint
         if not endpoint.agent_name:
             return
@@ -84,9 +88,11 @@ class Deaths:
         processes = {one.process for one in (endpoint, *endpoint.ranks)}
         left = {one for one in processes if one not in self._ended.get(name, {})}
         key = name, worker.epoch
-        self._lost[key] = _Lost(endpoint.agent_name, left, time.time())
-        _keep_last(self._lost, MOST_LOST)
+        self._lost[key] = _Lost(endpoint.agent_name, left, time.time(), idle)
         self._look(key)
+        if len(self._lost) > MOST_LOST:
+            oldest = next(iter(self._lost))
+            del self._lost[next((key for key, one in self._lost.items() if one.idle), oldest)]
 
     def attached(self, worker: worker_pb2.WorkerIdentity) -> None:
         """This start lives."""

@@ -214,12 +214,13 @@ class Registry:
             logger.info("worker left", extra=details)
         else:
             logger.warning("worker lost", extra=details)
+        idle = link.left_in_order(loss) and not link.estimate.open_reservations
         self.pages.lost(link)
         self._owner.lost(link, loss, was)
         if loss is not Loss.CLOSED and link.agent_name:
-            self._spawn(self._part(link, loss))
+            self._spawn(self._part(link, loss, idle=idle))
 
-    async def _part(self, link: WorkerLink, loss: Loss) -> None:
+    async def _part(self, link: WorkerLink, loss: Loss, *, idle: bool) -> None:
         proven_dead = await self._is_gone(link, loss)
         members = self.members
         if any(member.agent_name == link.agent_name for member in members):
@@ -229,7 +230,7 @@ class Registry:
             if may_exchange(link, member):
                 member.send(worker_pb2.WorkRequest(part=part))
         if not proven_dead:
-            self.deaths.lost(link.identity)
+            self.deaths.lost(link.identity, idle=idle)
 
     def _proven(self, agent_name: str) -> None:
         """Tells all workers of a start that is gone. Those that never knew it drop that."""

@@ -123,6 +123,8 @@ def test_what_lives_again_is_not_lost_and_memory_is_bounded(
     for epoch in range(1, MOST_LOST + 9):
         deaths.lost(worker_of(f"{A}/5/{epoch}", epoch=epoch))
     assert len(deaths.unproven) == MOST_LOST
+    deaths.lost(worker_of(f"{A}/5/1"), idle=True)
+    assert len(deaths.unproven) == MOST_LOST, "one that left in order pushes out none"
     assert proven == []
 
 

@@ -10,9 +10,27 @@ from scripted_worker import DECODE, PREFILL, Cluster, ScriptedWorker, until
 from starlette.requests import Request
 
 from router.deaths.fence import fence_route
+from router.workers.load_estimate import Reservation
 from serving.net.internal_net import agent_name
 
 HOSTS = "boot/1", "boot/2"
+
+
+@pytest.mark.parametrize(("draining", "busy"), [(True, False), (True, True), (False, False)])
+async def test_who_leaves_in_order_with_nothing_to_do_is_not_listed(
+    cluster: Cluster, draining: bool, busy: bool
+) -> None:
+    """Its end can be proven all the same."""
+    worker = await cluster.add("d0", DECODE)
+    worker.report(draining=draining)
+    await until(lambda: cluster.link(worker).draining is draining)
+    if busy:
+        cluster.link(worker).estimate.reserve(b"a", Reservation(sequences=1))
+    await worker.stop()
+    await until(lambda: cluster.registry.deaths._lost)
+    assert bool(cluster.registry.deaths.unproven) is (busy or not draining)
+    cluster.registry.deaths.fence("d0", worker.identity.epoch)
+    assert not cluster.registry.deaths._lost
 
 
 async def lost_worker(cluster: Cluster) -> tuple[ScriptedWorker, ScriptedWorker]:
