@@ -146,7 +146,7 @@ class CudaExecutor:
         most_rows = max(shape.rows for shape in shapes)
         tables = None if drafting is None else drafting.tables
         if adapters is not None:
-            adapters.reserve(most_tokens, most_rows)
+            adapters.reserve(most_tokens, most_rows, buffers)
         self._make_inputs = partial(Inputs, max_pages=widest, device=device, drafts=tables)
         self._inputs = self._make_inputs(shapes[0], most_rows)
         self._head: FusedHead | None = None

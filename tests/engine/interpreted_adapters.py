@@ -22,6 +22,7 @@ from engine.step.collective import Alone
 
 CPU = torch.device("cpu")
 SLOTS = 3
+BUFFERS = 8  # Of three stages.
 
 
 class Plan:
@@ -72,7 +73,8 @@ def compare(found: torch.Tensor, want: torch.Tensor) -> None:
 def check(sizes: list[int], inputs: int, plan: Plan, shape: Shape, dtype: torch.dtype) -> None:
     own = linear(sizes, inputs, dtype)
     sites = CudaAdapterSites([own], SLOTS, 40, dtype)
-    sites.reserve(shape.tokens, shape.rows)
+    sites.reserve(shape.tokens, shape.rows, BUFFERS)
+    assert len(sites._staging._host) == BUFFERS, "a step may be packed before others have run"
     kinds = [[8] * len(sizes), [40, *[0] * (len(sizes) - 1)], [16] * len(sizes)]
     adapters = [adapter(i, sizes, inputs, ranks) for i, ranks in enumerate(kinds)]
     sites.load(tuple(enumerate(adapters)))

@@ -44,12 +44,13 @@ class CudaAdapterSites:
         self._contents: dict[int, bytes] = {}
         self._staging: StepStaging
 
-    def reserve(self, tokens: int, rows: int) -> None:
-        """Takes memory for steps of so many tokens and rows."""
+    def reserve(self, tokens: int, rows: int, buffers: int) -> None:
+        """Takes memory for steps of so many tokens and rows, and of as many staging buffers as
+        steps have."""
         integers = sum(
             count + 3 * self._tiles(count) + 2 * ALIGNMENT for count in (tokens, tokens, rows)
         )
-        self._staging = StepStaging(integers, self._device)
+        self._staging = StepStaging(integers, self._device, buffers)
         counts = range(1, max(tokens, rows) + 1)
         most = max(splits_of(self._tiles(count)) * count for count in counts)
         self._step.low = torch.zeros(most * self._width, device=self._device)
