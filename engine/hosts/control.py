@@ -16,6 +16,9 @@ from engine.hosts.wires import CurveWires, FolderWires, write_ends
 
 MOST_WAITING: Final = 0
 """Messages that may wait for a rank: any number."""
+_BEATS: Final = 0b10
+_ALL_ELSE: Final = 0b01
+"""Threads of zmq's that encrypt and write, by bit: beats wait for nothing large."""
 Socket = zmq.Socket[bytes]
 
 
@@ -32,7 +35,7 @@ class Control:
         """Says to other hosts that this process is well. For one thread."""
         self._folder = folder
         self._hosts = hosts
-        self._context: zmq.Context[Socket] = zmq.Context()
+        self._context: zmq.Context[Socket] = zmq.Context(1 if hosts is None else 2)
         self._wires: FolderWires | CurveWires = FolderWires(folder)
         self._store: StoreServer | None = None
 
@@ -47,6 +50,7 @@ class Control:
     def bound(self, kind: int, name: str) -> Socket:
         """A socket of a kind of zmq's, to which ranks connect. Raises zmq.ZMQError."""
         socket = self._context.socket(kind)
+        socket.affinity = _BEATS if name == LIFELINE else _ALL_ELSE
         if kind == zmq.PAIR:
             socket.set_hwm(MOST_WAITING)
         self._wires.bind(socket, name)

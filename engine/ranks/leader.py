@@ -86,7 +86,7 @@ class HostRanks:
         self._control = Control(self._folder, hosts)
         self._processes: RankProcesses | None = None
         self._steps: list[zmq.Socket[bytes]] = []
-        self._messages = StepMessages(away=config.nodes > 1)
+        self._messages = StepMessages()
         self._copies: dict[str, list[zmq.Socket[bytes]]] = {name: [] for name in DIRECTIONS}
         self._copying: CopyingRanks | None = None
         self._inbox: MemoryInbox | None = None
@@ -183,7 +183,7 @@ class HostRanks:
                 raise RankError(f"rank {rank} has read other weights than rank 0: did they change?")
         least = min(num_pages, *(int(report["num_pages"]) for report in reports))
         self._meet(self._steps)
-        self._send([process.PAGES, json.dumps(least).encode()])
+        _send(self._steps, [process.PAGES, json.dumps(least).encode()])
         return least
 
     def join(self) -> None:
@@ -238,8 +238,11 @@ class HostRanks:
         )
 
     def _send_step(self, plan: StepPlan) -> None:
-        for message in self._messages.of(plan):
-            self._send(message)
+        here = len(self._share.processes)
+        for near, far in self._messages.of(plan):
+            _send(self._steps[:here], near)
+            # An adapter's memory is sent from where it is, since it never changes.
+            _send(self._steps[here:], far, copy=far[0] != process.ADAPTER)
 
     def mover(self, own: PageMover, group: int) -> PageMover:
         """See `Ranks`."""
@@ -274,7 +277,7 @@ class HostRanks:
             return
         self._closed = True
         if self._keeper is not None:
-            self._keeper.close(lambda: self._send([process.STOP]))
+            self._keeper.close(lambda: _send(self._steps, [process.STOP]))
             torch.set_num_threads(self._threads)
         self._control.stop_elsewhere(self.lost)
         self._group.close()
@@ -292,7 +295,8 @@ class HostRanks:
         assert self._keeper is not None, "they are started"
         return self._keeper
 
-    def _send(self, frames: Message) -> None:
-        for socket in self._steps:
-            with suppress(zmq.Again):  # It is gone, and so will be the others.
-                socket.send_multipart(frames, zmq.DONTWAIT)
+
+def _send(to: Sequence[zmq.Socket[bytes]], frames: Message, *, copy: bool = True) -> None:
+    for socket in to:
+        with suppress(zmq.Again):  # It is gone, and so will be the others.
+            socket.send_multipart(frames, zmq.DONTWAIT, copy=copy)

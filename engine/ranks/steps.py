@@ -6,7 +6,7 @@ search. All are int32 in the order of the host, which is the same for all ranks.
 needs, such as sampling options and masks, stays there.
 
 A step names slots of adapters alone. Before the first step that wants one in a slot, rank 0 says
-where its memory lies (`engine.adapters.shared`), or sends it to other hosts.
+where its memory lies (`engine.adapters.shared`), or sends it, in pieces, to ranks of other hosts.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ from engine.step.sampling import SamplePlan
 
 Int32s = NDArray[np.int32]
 Message = list[bytes | memoryview]
+_PIECE_BYTES: Final = 4 << 20
+"""A frame has so much of an adapter's memory. It is encrypted whole, which takes some milliseconds;
+what goes to other ranks waits so long."""
 _KEPT_STEPS: Final = 64
 """More than can be launched and not begun by another rank: till then memory that was named to it
 must not end."""
@@ -151,15 +154,14 @@ def _group(arrays: Sequence[Int32s]) -> GroupTable:
 class StepMessages:
     """What rank 0 sends for its steps."""
 
-    def __init__(self, *, away: bool = False) -> None:
-        """`away`: some ranks are on other hosts."""
-        self._away = away
+    def __init__(self) -> None:
         self._sent: dict[int, bytes] = {}
         """Digests by slot."""
         self._kept: deque[list[Adapter]] = deque(maxlen=_KEPT_STEPS)
 
-    def of(self, plan: StepPlan) -> Iterator[Message]:
-        """The messages of a step, in order."""
+    def of(self, plan: StepPlan) -> Iterator[tuple[Message, Message]]:
+        """The messages of a step, in order: to a rank of this host, and to one of another. That of
+        an adapter has its memory, not a copy."""
         new = [
             (slot, each)
             for slot, each in plan.adapters_wanted
@@ -169,9 +171,13 @@ class StepMessages:
         for slot, each in new:
             assert each.file is not None, "ranks share what they read"
             self._sent[slot] = each.digest
-            where = (b"", each.file.memory[:]) if self._away else (each.file.path.encode(), b"")
-            yield [ADAPTER, str(slot).encode(), each.digest, *where]
-        yield [STEP, *encode(plan)]
+            told: Message = [ADAPTER, str(slot).encode(), each.digest]
+            memory = memoryview(each.file.memory)
+            firsts = range(0, len(memory), _PIECE_BYTES)
+            pieces = [memory[first : first + _PIECE_BYTES] for first in firsts]
+            yield [*told, each.file.path.encode()], [*told, b"", *pieces]
+        step: Message = [STEP, *encode(plan)]
+        yield step, step
 
 
 class RankAdapters:
@@ -186,8 +192,8 @@ class RankAdapters:
         Raises:
             AdapterError, OSError: the memory is not there.
         """
-        slot, digest, path, content = frames
-        found = mapped(path.decode(), digest) if path else opened(bytearray(content))
+        slot, digest, path, *pieces = frames
+        found = mapped(path.decode(), digest) if path else opened(bytearray().join(pieces))
         self._by_slot[int(slot)] = found
 
     def completed(self, plan: StepPlan) -> StepPlan:

@@ -135,17 +135,22 @@ def a_plan() -> StepPlan:
 
 
 @pytest.mark.parametrize("away", [False, True])
-def test_what_another_rank_hears(away):
-    """A slot's memory, before the first step that wants it, and once."""
+def test_what_another_rank_hears(away, monkeypatch):
+    """A slot's memory, before the first step that wants it, and once: where it lies, and on other
+    hosts its pieces."""
+    monkeypatch.setattr("engine.ranks.steps._PIECE_BYTES", 100)
     own = [shared(adapter(number)) for number in range(2)]
-    messages, rank = StepMessages(away=away), RankAdapters()
+    messages, rank = StepMessages(), RankAdapters()
     for wanted, count in (((0, own[0]), 2), ((0, own[0]), 1), ((0, own[1]), 2), ((1, own[1]), 2)):
         plan = replace(
             a_plan(), adapters=np.array([wanted[0]], np.int32), adapters_wanted=(wanted,)
         )
-        found = [[bytes(frame) for frame in message] for message in messages.of(plan)]
+        found = [[bytes(frame) for frame in both[away]] for both in messages.of(plan)]
         assert [message[0] for message in found] == [ADAPTER, STEP][-count:]
         for message in found[:-1]:
+            path, *pieces = message[3:]
+            assert (bool(path), len(pieces) > 1) == (not away, away)
+            assert all(len(piece) <= 100 for piece in pieces)
             rank.put(message[1:])
         heard = rank.completed(decode(found[-1][1:])).adapters_wanted
         assert [(slot, each.digest) for slot, each in heard] == [(wanted[0], wanted[1].digest)]

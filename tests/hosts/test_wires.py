@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import zmq
 from engine.eager.collective import GlooCollective
 from engine.eager.meeting import Meeting
 from engine.hosts.control import Control
-from engine.hosts.lifeline import SILENT_S
+from engine.hosts.lifeline import LIFELINE, SILENT_S
 from engine.hosts.meetings import RankMeetings
 from engine.hosts.others import Heard, Order
 from engine.hosts.wires import Ends, Keys, write_ends
@@ -113,6 +114,35 @@ def test_nobody_may_connect_once_the_authenticator_has_ended(
     for number, keys in enumerate((Keys.new(), hosts.theirs)):
         ends = ends_of(control, hosts, tmp_path / str(number), keys)
         assert exchanged(mine, ends, context) is None
+    context.destroy(linger=0)
+
+
+def test_beats_wait_for_nothing_large(control: Control, hosts: Hosts, tmp_path: Path) -> None:
+    """They are encrypted and written by a thread of their own."""
+    context = zmq.Context(2)
+    mine = control.bound(zmq.PAIR, "steps-1")
+    ends = ends_of(control, hosts, tmp_path / "b")
+    theirs, beats = context.socket(zmq.PAIR), context.socket(zmq.SUB)
+    theirs.affinity, beats.affinity = 1, 2
+    beats.subscribe(b"")
+    ends.connect(theirs, "steps-1")
+    ends.connect(beats, LIFELINE)
+    theirs.send(b"hello")
+    mine.recv()
+    assert control.beat is not None
+    while not beats.poll(50):
+        control.beat()
+    while beats.poll(50):
+        beats.recv()
+    mine.send(bytes(64 << 20))
+    sent_s, late_s = time.monotonic(), 0.0
+    while not theirs.poll(0):
+        began_s = time.monotonic()
+        control.beat()
+        beats.recv()
+        late_s = max(late_s, time.monotonic() - began_s)
+    whole_s = time.monotonic() - sent_s
+    assert late_s < whole_s / 5, "behind it, a beat takes a third of the time and more"
     context.destroy(linger=0)
 
 
