@@ -3,7 +3,8 @@
 1. Each worker says HELLO. When all have come they are told the name of the store by which they find
    each other.
 2. Each worker says that it has loaded, and what. When all have, they are told so.
-3. A worker that has a step asks for it. The leader waits for those that ran in the last step, but
+3. Each worker says that its experts are ready for steps. When all are, they are told so.
+4. A worker that has a step asks for it. The leader waits for those that ran in the last step, but
    not longer than `GRACE_S`; then all workers run, those that did not ask without tokens. So steps
    begin on all workers in one order.
 
@@ -66,6 +67,7 @@ class Leader:
         self._members: dict[int, socket.socket] = {}
         self._hello: Message = {}
         self._loaded: dict[int, str] = {}
+        self._finished: set[int] = set()
         self._wants: set[int] = set()
         self._ran: set[int] = set()
         self._since_s = 0.0
@@ -121,6 +123,10 @@ class Leader:
                 rank = self._meet(connection, message)
             elif "loaded" in message:
                 self._take(rank, str(message["loaded"]))
+            elif "finished" in message:
+                self._finished.add(rank)
+                if len(self._finished) == self._ranks:
+                    self._tell({"open": True})
             elif "want" in message:
                 self._since_s = self._since_s if self._wants else time.monotonic()
                 self._wants.add(rank)

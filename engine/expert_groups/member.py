@@ -68,6 +68,16 @@ class Member:
         send(self._socket, {"loaded": revision})
         self._wait("ready", LOAD_S, "not all workers of the expert group have loaded")
 
+    def finished(self) -> None:
+        """Says that this worker can run a step without tokens, and waits until all can.
+
+        Raises:
+            CollectiveError: another one has ended.
+        """
+        assert self._socket is not None
+        send(self._socket, {"finished": True})
+        self._wait("open", LOAD_S, "not all workers of the expert group have finished loading")
+
     def take(self) -> None:
         """Waits until this worker's step begins.
 

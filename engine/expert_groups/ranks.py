@@ -66,6 +66,13 @@ class GroupedRanks(NoRanks):
             raise RankError(str(error)) from error
         return num_pages
 
+    def wait_until_ready(self) -> None:
+        """See `Ranks`. Until then a step of one would run experts that another has not finished."""
+        try:
+            self._member.finished()
+        except CollectiveError as error:
+            raise RankError(str(error)) from error
+
     def executor(self, own: Executor) -> Executor:
         """See `Ranks`."""
         return GroupExecutor(own, self._gloo.failed)

@@ -35,11 +35,14 @@ from tiny_families import HYBRIDS
 from tiny_models import write_tiny_model
 from waiting import wait_until
 
+from engine.config import EngineConfig
 from engine.engine import Engine, EngineError
 from engine.expert_groups.leader import GroupError, Leader
 from engine.expert_groups.member import Member
 from engine.model import ModelError
+from engine.parts.building import build_executor
 from engine.step.collective import CollectiveError
+from engine.step.executor import Executor
 
 pytestmark = pytest.mark.timeout(300)
 __all__ = [
@@ -147,6 +150,31 @@ def test_options_are_those_of_one_worker(options, tmp_path):
             finish(*runs)
             found.append([run.tokens for run in runs])
     assert found[0] == found[1]
+
+
+def test_nobody_serves_before_all_have_finished_their_weights(tmp_path, monkeypatch):
+    """A step of one runs the experts of all."""
+    path = write_tiny_model(tmp_path / "model", tokenizer=False, **FAMILIES["mixtral"])
+    done: list[str] = []
+
+    def slow(config: EngineConfig, *others: Any) -> Executor:
+        late = config.expert_group.endswith("rank=1&ranks=2")
+        made = build_executor(config, *others)
+        time.sleep(0.5 * late)
+        done.append("finished")
+        return made
+
+    def worker(rank: int) -> Engine:
+        made = build(path, expert_group=f"{tmp_path}/group?rank={rank}&ranks=2")
+        done.append("serves")
+        return made
+
+    monkeypatch.setattr("engine.engine.build_executor", slow)
+    with ThreadPoolExecutor(2) as threads:
+        engines = list(threads.map(worker, range(2)))
+    for engine in engines:
+        engine.stop()
+    assert done == ["finished", "finished", "serves", "serves"]
 
 
 # -- the end of a worker ------------------------------------------------------------------------
