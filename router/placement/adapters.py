@@ -26,19 +26,20 @@ of a few dozen tokens takes as long."""
 
 def is_in_slot(worker: WorkerLink, digest: bytes) -> bool:
     """Whether a slot has an adapter, or will. Of workers that do not say so all have."""
-    load = worker.estimate.load
-    if not load.HasField("adapters") or digest in worker.estimate.adapters:
+    estimate = worker.estimate
+    if (slots := estimate.in_slots) is None or short_key(digest) in slots:
         return True
-    return short_key(digest) in load.adapters.in_slots
+    return digest in estimate.adapters
 
 
 def finds_slot(worker: WorkerLink, digest: bytes) -> bool:
     """Whether a request with an adapter would wait for no other adapter to leave its slot."""
     if is_in_slot(worker, digest):
         return True
-    places = worker.estimate.load.adapters
-    coming = sum(short_key(each) not in places.in_slots for each in worker.estimate.adapters)
-    return places.idle_slots > coming
+    estimate = worker.estimate
+    slots = estimate.in_slots or ()
+    coming = sum(short_key(each) not in slots for each in estimate.adapters)
+    return estimate.load.adapters.idle_slots > coming
 
 
 def slot_s(worker: WorkerLink, digest: bytes) -> float:

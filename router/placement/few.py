@@ -10,13 +10,12 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from router.placement.adapters import is_in_slot
 
 if TYPE_CHECKING:
-    from router.jobs import Demand
+    from router.jobs import Demand, ServedModel
     from router.workers.link import WorkerLink
 
     Test = Callable[[Demand, WorkerLink], bool]
@@ -49,12 +48,12 @@ def few_of(
     """
     names = frozenset(holders)
     found = [one for one in workers if one.worker_id in names] if names else []
-    if digest := demand.model.digest:
-        there = (one for one in workers if one.serves(demand.model) and is_in_slot(one, digest))
-        found += islice(there, DRAWN)
     firsts, seconds = [0, 0], [0, 0]
     start = random.randrange(len(workers))
-    for worker in (*workers[start:], *workers[:start]):
+    turned = (*workers[start:], *workers[:start])
+    if demand.model.digest:
+        found += _with_adapter(turned, demand.model)
+    for worker in turned:
         if not worker.serves(demand.model):
             continue
         capacity = worker.capacity()
@@ -72,6 +71,22 @@ def few_of(
             counts[may] += 1
             found.append(worker)
     return sorted(set(found), key=lambda one: one.worker_id)
+
+
+def _with_adapter(workers: Iterable[WorkerLink], model: ServedModel) -> list[WorkerLink]:
+    """The first DRAWN workers of each role that have a model's adapter in a slot."""
+    firsts: list[WorkerLink] = []
+    seconds: list[WorkerLink] = []
+    for worker in workers:
+        if not is_in_slot(worker, model.digest) or not worker.serves(model):
+            continue
+        if worker.prefills and len(firsts) < DRAWN:
+            firsts.append(worker)
+        elif worker.decodes and len(seconds) < DRAWN:
+            seconds.append(worker)
+        elif len(firsts) >= DRAWN and len(seconds) >= DRAWN:
+            break
+    return firsts + seconds
 
 
 def largest_of(workers: Iterable[WorkerLink]) -> list[WorkerLink]:

@@ -19,9 +19,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Set
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from baton.worker.v1 import worker_pb2
+
+MOST_ADAPTERS: Final = 64
+"""Adapters of a report that are looked at, of each list. Workers name no more."""
 
 
 class Reservation(NamedTuple):
@@ -96,6 +99,8 @@ class LoadEstimate:
 
     def __init__(self) -> None:
         self._load = worker_pb2.Load()
+        self.in_slots: frozenset[int] | None = None
+        """Short keys of the adapters in slots; None: the worker does not say."""
         self.draining = False
         """Whether the last report refuses new work."""
         self._entries: dict[bytes, _Entry] = {}
@@ -126,6 +131,10 @@ class LoadEstimate:
         """Takes a new report."""
         self._load, self._capacity, self.draining = load, None, load.draining
         self._returned = Reservation()
+        self.in_slots = None
+        if load.HasField("adapters"):
+            del load.adapters.in_slots[MOST_ADAPTERS:], load.adapters.in_host[MOST_ADAPTERS:]
+            self.in_slots = frozenset(load.adapters.in_slots)
         for attempt_id in load.known_attempts:
             entry = self._entries.get(attempt_id)
             if entry is not None and not entry.known:
