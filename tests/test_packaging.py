@@ -166,7 +166,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in filter(os.path.lexists, (ROOT / name for name in names.split("\0") if name)):
         copy = folder / name.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(name, copy)
+        shutil.copy2(name, copy, follow_symlinks=False)
     return folder
 
 
