@@ -236,7 +236,6 @@ REFUSED = {
         "decodes": False,
     },
     "hooks need pp 1": {"pp": 2, "hooks": ("quest",)},
-    "adapters with pp 2 are not built yet": {"pp": 2, "max_adapters": 2},
     "kv_host_gib needs pp 1": {"pp": 2, "kv_host_bytes": 1 << 20},
     "pp 2 cannot be set: transformers' own code": {"pp": 2, "model_impl": "transformers"},
     "tp 3 does not fit this model": {"pp": 2, "tp": 3},
