@@ -96,11 +96,6 @@ class Eagle3(SharingHead):
         if self.head is not None and kernels is None:
             self.head = pack(self.head)
 
-    @property
-    def head_weight(self) -> Tensor:
-        """[V, H], of the tokens that may be drafted."""
-        return self._target.head if self.head is None else self.head
-
     def features(self, tapped: Tensor) -> Tensor:
         """Taps [T, N * H] -> [T, H]. What is no number becomes one, since K and V are kept."""
         made: Tensor = self.fc(tapped)
