@@ -116,8 +116,7 @@ class FusedAttention:
     def _kept(self, x: Tensor) -> Tensor | None:
         """[T, 2 Hkv D]: k and v; None: they are not made without q."""
         module, own = self._module, self._module.own
-        adds = module.qkv.addition is not None and module.qkv.addition.active
-        if adds or own.gated or own.v_is_k or isinstance(module.qk_norm, WholeNorm):
+        if module.qkv.adds or own.gated or own.v_is_k or isinstance(module.qk_norm, WholeNorm):
             return None
         method = module.qkv.method
         if not isinstance(method, Dense):

@@ -152,8 +152,7 @@ class _MtpLayer:
         token, feature = self._module.norm_of("enorm"), self._module.norm_of("hnorm")
         gains, joined = (token.weight, feature.weight), self._module.joined
         both = enter(self._model.embed(ids), features, gains, token.eps, normed=False)
-        reader = joined.method.input
-        residual: Tensor = joined(feed_forward.as_read(both, reader))
+        residual: Tensor = joined(feed_forward.as_read(both, joined.reads))
         return Entered(residual, self.layers.entered(residual))
 
 
