@@ -25,7 +25,12 @@ from torch import Tensor
 
 from engine.beams.plan import SearchPlan
 from engine.cuda.ranks.collective import CudaCollective
-from engine.cuda.ranks.vocabulary import Kept, Vocabulary, VocabularyPart, vocabulary_of
+from engine.cuda.ranks.vocabulary import (
+    Kept,
+    Vocabulary,
+    VocabularyPart,
+    vocabulary_of_model,
+)
 from engine.cuda.steps.staging import Int32s
 from engine.cuda.waiting import Read
 from engine.hooks.calling import Failures
@@ -107,12 +112,6 @@ def drawing_of(
     if sampler is not None:
         return LeaderSampling(sampler, token_table, beams, vocabulary)
     return FollowerSampling(token_table, beams, vocabulary, model.config.vocab_size)
-
-
-def vocabulary_of_model(model: Decoder) -> Vocabulary:
-    """A rank's part of the model's vocabulary."""
-    config = model.config
-    return vocabulary_of(model.collective, model.shard.vocab(config).start, config.vocab_size)
 
 
 class LeaderSampling:

@@ -9,6 +9,7 @@ from torch import Tensor
 from engine.cuda.kernels import best_of_rows, greedy
 from engine.cuda.ranks.best import best_of_part, best_of_ranks
 from engine.cuda.ranks.collective import CudaCollective
+from engine.model import Decoder
 from engine.step.collective import Collective
 
 
@@ -95,3 +96,9 @@ def vocabulary_of(collective: Collective, first_id: int, size: int) -> Vocabular
         return WholeVocabulary()
     assert isinstance(collective, CudaCollective)
     return VocabularyPart(collective, first_id, size)
+
+
+def vocabulary_of_model(model: Decoder) -> Vocabulary:
+    """A rank's part of the model's vocabulary."""
+    config = model.config
+    return vocabulary_of(model.collective, model.shard.vocab(config).start, config.vocab_size)

@@ -19,7 +19,7 @@ from engine.cuda.mixers.attention import RopeTables
 from engine.cuda.mixers.base import FusedMixer
 from engine.cuda.mixers.kinds import fused
 from engine.cuda.products import CudaProducts
-from engine.cuda.ranks.vocabulary import Vocabulary, vocabulary_of
+from engine.cuda.ranks.vocabulary import Vocabulary, vocabulary_of, vocabulary_of_model
 from engine.cuda.speculation.head_kernels import enter
 from engine.model.decoder import Model
 from engine.model.drafts.eagle3 import Eagle3
@@ -158,9 +158,7 @@ class _MtpLayer:
 
 def _of_model(model: Model) -> Drafted:
     """All tokens of the model, by its own head."""
-    config = model.config
-    vocabulary = vocabulary_of(model.collective, model.shard.vocab(config).start, config.vocab_size)
-    return Drafted(model.head, vocabulary, config.vocab_size)
+    return Drafted(model.head, vocabulary_of_model(model), model.config.vocab_size)
 
 
 class _Fuse(Protocol):

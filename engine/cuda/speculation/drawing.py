@@ -20,9 +20,8 @@ from engine.cuda.ranks.drawing import (
     Verified,
     nothing_drawn,
     to_pinned,
-    vocabulary_of_model,
 )
-from engine.cuda.ranks.vocabulary import Vocabulary
+from engine.cuda.ranks.vocabulary import Vocabulary, vocabulary_of_model
 from engine.cuda.speculation.accepting import accept, read_result
 from engine.cuda.speculation.noise import uniform
 from engine.cuda.speculation.suffix import draft_suffix
