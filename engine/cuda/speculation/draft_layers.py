@@ -5,6 +5,7 @@ Shapes: T tokens, H hidden size, N taps.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -161,11 +162,9 @@ def _of_model(model: Model) -> Drafted:
     return Drafted(model.head, vocabulary_of_model(model), model.config.vocab_size)
 
 
-class _Fuse(Protocol):
-    def __call__(self, mixer: Mixer) -> FusedMixer: ...
-
-
-def _fuse(parts: HeadParts, layer: int, max_tokens: int) -> tuple[PagedGroups, _Fuse]:
+def _fuse(
+    parts: HeadParts, layer: int, max_tokens: int
+) -> tuple[PagedGroups, Callable[[Mixer], FusedMixer]]:
     """Attention of a head whose only layer has this number, and what fuses its mixer."""
     pools = one_group(parts.pool, layer)
     groups = PagedGroups([parts.attention], pools.places)
