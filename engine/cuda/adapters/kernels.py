@@ -293,7 +293,6 @@ def shrink(x: Tensor, pairs: Pairs, own: Tiles, values: Tensor) -> Low:
         own.size,
         block,
         early(),
-        num_warps=8 if own.size * wide >= 8192 else 4,
         launch_pdl=early(),
     )
     return Low(values, splits)
