@@ -89,6 +89,8 @@ class Low(NamedTuple):
     values: Tensor
     """float32 memory for splits * T * P * M numbers."""
     splits: int
+    stride: int
+    """Numbers of a split: T * P * M."""
 
 
 def size_of(tokens: int) -> int:
@@ -275,7 +277,7 @@ def shrink(x: Tensor, pairs: Pairs, own: Tiles, values: Tensor) -> Low:
     blocks = triton.cdiv(most, columns)
     splits, block = splits_of(number), _block_of(own.size, wide, x.element_size())
     split_inputs = triton.cdiv(triton.cdiv(inputs, block), splits) * block
-    low_stride = len(own.order) * pairs.parts * most
+    low = Low(values, splits, len(own.order) * pairs.parts * most)
     launch(
         _shrink,
         (number, blocks, splits),
@@ -288,7 +290,7 @@ def shrink(x: Tensor, pairs: Pairs, own: Tiles, values: Tensor) -> Low:
         inputs,
         x.stride(0),
         split_inputs,
-        low_stride,
+        low.stride,
         pairs.parts,
         most,
         columns,
@@ -298,7 +300,7 @@ def shrink(x: Tensor, pairs: Pairs, own: Tiles, values: Tensor) -> Low:
         early(),
         launch_pdl=early(),
     )
-    return Low(values, splits)
+    return low
 
 
 def _block_of(tile: int, wide: int, item: int) -> int:
@@ -306,9 +308,14 @@ def _block_of(tile: int, wide: int, item: int) -> int:
     return next(size for size in (256, 128, 64, 32) if 3 * size * (tile + wide) * item <= _SHARED)
 
 
+def _of_sums(pairs: Pairs, own: Tiles, low: Low) -> tuple[int, ...]:
+    """What both kernels of the second step are told of the first one and of their shape."""
+    shape = low.stride, pairs.parts, pairs.b.shape[2], pairs.columns, low.splits
+    return (*shape, own.size, BLOCK_N, early())
+
+
 def expand(out: Tensor, pairs: Pairs, own: Tiles, low: Low) -> None:
     """The second step: adds to [T, outputs]."""
-    most = pairs.b.shape[2]
     launch(
         _expand,
         (len(own.tiles), len(pairs.blocks)),
@@ -322,21 +329,14 @@ def expand(out: Tensor, pairs: Pairs, own: Tiles, low: Low) -> None:
         pairs.blocks,
         pairs.b.shape[1],
         out.stride(0),
-        len(own.order) * pairs.parts * most,
-        pairs.parts,
-        most,
-        pairs.columns,
-        low.splits,
-        own.size,
-        BLOCK_N,
-        early(),
+        *_of_sums(pairs, own, low),
         launch_pdl=early(),
     )
 
 
 def expand_gated(both: Tensor, pairs: Pairs, own: Tiles, low: Low) -> Tensor:
     """The second step for [T, 2 I], gate then up: silu(gate) * up, [T, I]."""
-    size, most = both.shape[1] // 2, pairs.b.shape[2]
+    size = both.shape[1] // 2
     out = both.new_empty(len(both), size)
     launch(
         _expand_gated,
@@ -350,14 +350,7 @@ def expand_gated(both: Tensor, pairs: Pairs, own: Tiles, low: Low) -> Tensor:
         pairs.ranks,
         pairs.scales,
         size,
-        len(own.order) * pairs.parts * most,
-        pairs.parts,
-        most,
-        pairs.columns,
-        low.splits,
-        own.size,
-        BLOCK_N,
-        early(),
+        *_of_sums(pairs, own, low),
         launch_pdl=early(),
     )
     return out

@@ -71,4 +71,4 @@ def dot_and_shrink(
         early(),
         num_warps=4,
     )
-    return out, Low(values, 1)
+    return out, Low(values, 1, pairs.parts * most)
