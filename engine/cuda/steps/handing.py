@@ -7,7 +7,6 @@ the next step takes the memory when this one's states are copied on their way.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from engine.model import Decoder
@@ -23,7 +22,7 @@ class Handing:
         self._states: Tensor | None = None
         if model.shard.stages > 1:
             assert isinstance(model, Model), "our decoder has stages"
-            self._states = states_of(model, most_tokens)
+            self._states = model.embedding.new_zeros(most_tokens, model.config.hidden_size)
             self._stages = model.stages
 
     def states(self, tokens: int) -> Tensor | None:
@@ -44,9 +43,3 @@ class Handing:
         """A step without tokens: one row says that it is done so far."""
         self.take(1)
         self.give(1)
-
-
-def states_of(model: Model, tokens: int) -> Tensor:
-    """Memory for the hidden states of so many tokens."""
-    weight = model.embedding
-    return torch.zeros(tokens, model.config.hidden_size, dtype=weight.dtype, device=weight.device)
