@@ -70,9 +70,14 @@ def _among(count: int, shard: Shard) -> Shard:
     return Shard(0, count if shard.count > 1 else 1, experts=Held(0, count))
 
 
-def _mixtures(config: ModelConfig) -> Iterator[ExpertsConfig]:
+def _feed_forwards(config: ModelConfig) -> Iterator[GatedConfig | MlpConfig | ExpertsConfig]:
+    """What the feed-forwards of all layers are made of."""
     for own in dict.fromkeys(layer.feed_forward for layer in config.layers):
-        yield from (part for part in _parts_of(own) if isinstance(part, ExpertsConfig))
+        yield from _parts_of(own)
+
+
+def _mixtures(config: ModelConfig) -> Iterator[ExpertsConfig]:
+    yield from (part for part in _feed_forwards(config) if isinstance(part, ExpertsConfig))
 
 
 def _obstacle(config: ModelConfig, precision: Precision, shard: Shard) -> str:
@@ -174,10 +179,9 @@ def _even_ends(sizes: Sequence[int], parts: int) -> list[int]:
 
 def _widths(config: ModelConfig, shard: Shard) -> Iterator[int]:
     """Widths of all feed-forwards that are cut."""
-    for own in dict.fromkeys(layer.feed_forward for layer in config.layers):
-        for part in _parts_of(own):
-            if shard.experts is None or not isinstance(part, ExpertsConfig):
-                yield part.width
+    for part in _feed_forwards(config):
+        if shard.experts is None or not isinstance(part, ExpertsConfig):
+            yield part.width
 
 
 def _cut(part: WeightSlice, precision: Precision) -> str:
