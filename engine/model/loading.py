@@ -191,8 +191,8 @@ def _load_native(
     shard, every = load.shard, None
     if shard.stages > 1 or shard.experts is not None:
         every = Model(config, dtype, torch.device("meta"), precision)
-    if shard.stages > 1 and every is not None:
-        shard = staged(every, shard, load.stage_layers)
+        if shard.stages > 1:
+            shard = staged(every, shard, load.stage_layers)
     if load.check is not None:
         load.check(_weights(config, dtype, precision, shard))
     model = Model(
