@@ -28,7 +28,7 @@ import torch
 
 from bench.engine import PRECISIONS, SHAPE, Case, add_engine_options, build, free_memory, run_case
 from bench.harness import write_json
-from bench.speculation import DecodeWatch
+from bench.speculation import run
 from engine.bounds import PromptLimits
 from engine.engine import Engine
 
@@ -60,10 +60,9 @@ def rows(engine: Engine, arguments: argparse.Namespace, found: Rates) -> None:
         if name not in arguments.cases:
             continue
         for repeat in range(-1, arguments.repeats):
-            watch = DecodeWatch(case.prompts)
-            run_case(engine, case, 100 + repeat, watch=watch)
+            _, rate = run(engine, case, 100 + repeat)
             if repeat >= 0:
-                found.setdefault(name, []).append(watch.decode_rate)
+                found.setdefault(name, []).append(rate)
         tell(name, found[name])
 
 
