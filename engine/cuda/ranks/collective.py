@@ -46,6 +46,19 @@ def nccl_environment(meeting: Meeting) -> dict[str, str]:
     return {**_ENVIRONMENT, "NCCL_SOCKET_IFNAME": f"{exact}{meeting.interface}"}
 
 
+def nccl_group(
+    meeting: Meeting, name: str, rank: int, size: int, most_ctas: int | None = None
+) -> Any:
+    """A group of NCCL's, with those of the same meeting and name. Its first use connects.
+    `most_ctas`: blocks of an operation; None: NCCL chooses."""
+    options = _dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=LONGEST_S)
+    if most_ctas is not None:
+        options.config.max_ctas = most_ctas
+    store = _dist.PrefixStore(name, meeting.store)
+    return _dist.ProcessGroupNCCL(store, rank, size, options)
+
+
 class CudaCollective(GroupCollective):
     """See the module. Before `join` every rank is by itself: memory is measured so."""
 
@@ -75,10 +88,7 @@ class CudaCollective(GroupCollective):
             raise CollectiveError("the PyTorch that is installed has no NCCL: set tp to 1")
         torch.cuda.set_device(self._device)
         with environment(nccl_environment(meeting)):
-            options = _dist.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=LONGEST_S)
-            by_nccl = _dist.PrefixStore("nccl", meeting.store)
-            self._group = _dist.ProcessGroupNCCL(by_nccl, self.rank, self.size, options)
+            self._group = nccl_group(meeting, "nccl", self.rank, self.size)
             self._word = torch.zeros(1, device=self._device)
             self._most(0)  # The first use connects.
             if meeting.on_one_host:

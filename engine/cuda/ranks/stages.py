@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from datetime import timedelta
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.cuda.ranks.collective import environment, nccl_environment
-from engine.eager.collective import LONGEST_S, wait
+from engine.cuda.ranks.collective import environment, nccl_environment, nccl_group
+from engine.eager.collective import wait
 from engine.eager.meeting import Meeting
 from engine.eager.stages import GlooStages
 from engine.step.collective import CollectiveError
@@ -86,11 +85,7 @@ class NcclStages:
 
     def _pair(self, meeting: Meeting, first: int, rank: int) -> Any:
         """A communicator of the stages `first` and the one behind it, of which this has a rank."""
-        store = _dist.PrefixStore(str(first), meeting.store)
-        options = _dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=LONGEST_S)
-        options.config.max_ctas = _MOST_CTAS
-        return _dist.ProcessGroupNCCL(store, rank, 2, options)
+        return nccl_group(meeting, str(first), rank, 2, _MOST_CTAS)
 
 
 class HostStages(GlooStages):
