@@ -51,7 +51,7 @@ from worker.hosts.place import Place
 from worker.hosts.witness import looking
 from worker.loading import loading_progress, terminal
 from worker.router_addresses import RouterAddresses
-from worker.server import Worker, new_epoch
+from worker.server import Worker
 from worker.settings import Role, WorkerSettings
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ def _run(
     routers: RouterAddresses,
     leads: tuple[Place, Guard] | None,
 ) -> int:
-    net, epoch = workers_net(settings.tls, settings.name), new_epoch()
+    net = workers_net(settings.tls, settings.name)
     if settings.threads:
         torch.set_num_threads(settings.threads)
     with ExitStack() as stack:
@@ -103,9 +103,9 @@ def _run(
         if leads is not None:
             place, guard = leads
             stack.enter_context(looking(settings.name, routers, net))
-            group = Group(settings, place, net, model_digest(settings.model), epoch, guard)
+            group = Group(settings, place, net, model_digest(settings.model), guard)
             stack.callback(group.close)
-        return _run_with(settings, service, routers, net, epoch, group)
+        return _run_with(settings, service, routers, net, group)
 
 
 def _run_with(
@@ -113,7 +113,6 @@ def _run_with(
     service: str,
     routers: RouterAddresses,
     net: InternalNet,
-    epoch: int,
     group: Group | None,
 ) -> int:
     try:
@@ -131,7 +130,7 @@ def _run_with(
     exporter = exporter_to_router(net, endpoint)
     tracing = setup_tracing(service, settings.name, endpoint, exporter=exporter)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        return runner.run(_serve(settings, engine, tracing, routers, net, epoch))
+        return runner.run(_serve(settings, engine, tracing, routers, net))
 
 
 async def _serve(
@@ -140,10 +139,9 @@ async def _serve(
     tracing: Tracing | None,
     routers: RouterAddresses,
     net: InternalNet,
-    epoch: int,
 ) -> int:
     log_loop_errors(asyncio.get_running_loop())
-    worker = Worker(settings, engine, routers, net, epoch)
+    worker = Worker(settings, engine, routers, net)
     if tracing is not None:
         worker.metrics.watch_spans(lambda: tracing.counts)
     signals = EndSignals()  # First: a worker that is seen to serve may be signalled.

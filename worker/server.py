@@ -87,12 +87,11 @@ class Worker:
         engine: Engine,
         routers: RouterAddresses,
         net: InternalNet | None = None,
-        epoch: int = 0,
     ) -> None:
         self.settings = settings
         self._net = net or ClearNet()
         self.engine = engine
-        self.epoch = epoch or new_epoch()
+        self.epoch = secrets.randbits(64) or 1
         self.identity = stamp(
             worker_pb2.WorkerIdentity(
                 worker_id=settings.name,
@@ -408,11 +407,6 @@ class Worker:
     def _stop_announcing(self) -> None:
         if self._announcer is not None:
             self._announcer.cancel()
-
-
-def new_epoch() -> int:
-    """A number that no other start of a worker has."""
-    return secrets.randbits(64) or 1
 
 
 def _layout_of(engine: Engine) -> PageLayout:

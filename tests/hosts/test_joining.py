@@ -48,7 +48,7 @@ class Door:
 
         cast("Any", net).bind = bound
         settings = settings_of(WorkerSettings, name=NAME, tp=2, nodes=NODES, node=0)
-        self.group = Group(settings, place, net, b"d", 7, Guard(-1))
+        self.group = Group(settings, place, net, b"d", Guard(-1))
 
     def open(self, pool: str, *messages: worker_pb2.JoinRequest) -> Any:
         """A stream of one with a certificate of a pool, which then says nothing more."""

@@ -73,7 +73,6 @@ class Group:
         place: this host's, which is the leader's.
         net: by which agents join.
         digest: that of the model here.
-        epoch: the worker's.
         guard: bears witness of the ranks of this host.
     """
 
@@ -83,7 +82,6 @@ class Group:
         place: Place,
         net: InternalNet,
         digest: bytes,
-        epoch: int,
         guard: Guard,
     ) -> None:
         self.nodes, self.address = place.nodes, place.address
@@ -92,7 +90,6 @@ class Group:
         self._settings = settings
         self._net = net
         self._digest = digest
-        self._epoch = epoch
         self._guard = guard
         self._each = settings.ranks // place.nodes
         self._agents: dict[int, _Agent] = {}
@@ -140,7 +137,6 @@ class Group:
             config=order.config,
             addresses=order.addresses,
             server_key=order.server,
-            epoch=self._epoch,
         )
         with self._changed:
             self._heard, lost = heard, self._lost

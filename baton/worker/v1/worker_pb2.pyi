@@ -257,9 +257,7 @@ class JoinRequest(_message.Message):
 
     @_builtins.property
     def figures(self) -> Global___RankFigures:
-        """All is well. Sent five times a second once there are ranks, and as often
-        before.
-        """
+        """All is well. Sent five times a second, before there are ranks, too."""
 
     @_builtins.property
     def ended(self) -> Global___RankEnded:
@@ -471,13 +469,10 @@ class GroupOrder(_message.Message):
     CONFIG_FIELD_NUMBER: _builtins.int
     ADDRESSES_FIELD_NUMBER: _builtins.int
     SERVER_KEY_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
     config: _builtins.str
     """The engine's configuration, as JSON. The model's folder is the host's own."""
     server_key: _builtins.str
     """Rank 0's public Curve key, in Z85."""
-    epoch: _builtins.int
-    """The worker's epoch."""
     @_builtins.property
     def addresses(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Addresses of rank 0's sockets, by name."""
@@ -488,11 +483,10 @@ class GroupOrder(_message.Message):
         config: _builtins.str = ...,
         addresses: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         server_key: _builtins.str = ...,
-        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "config", b"config", "epoch", b"epoch", "server_key", b"server_key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "config", b"config", "server_key", b"server_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
