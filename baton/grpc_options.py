@@ -81,6 +81,12 @@ def channel_options(ping_timeout_ms: int = PING_TIMEOUT_MS) -> Options:
     ]
 
 
+def direct_options() -> Options:
+    """`channel_options` of a channel that takes no proxy: `no_proxy` may exempt a name, but not the
+    addresses that the name stands for."""
+    return [*channel_options(), ("grpc.enable_http_proxy", 0)]
+
+
 def client_options(*, retries: bool) -> ClientOptions:
     """Options of a channel to the public API.
 

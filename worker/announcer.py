@@ -23,7 +23,7 @@ from typing import Final
 
 import grpc
 
-from baton.grpc_options import channel_options
+from baton.grpc_options import direct_options
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from serving.net.internal_net import ROUTER_NAME, ClearNet, InternalNet, is_untrusted
 from serving.net.refusals import Cause
@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 UNATTACHED_INTERVAL_S: Final = 1.0
 ATTACHED_INTERVAL_S: Final = 3.0
 TIMEOUT_S: Final = 2.0
-_OPTIONS: Final = [*channel_options(), ("grpc.enable_http_proxy", 0)]
-"""No proxy: `no_proxy` may exempt a name, but not the addresses that the name stands for."""
+"""Seconds. A router that has come hears of a worker within the first; once it holds a stream, an
+announcement repeats what it knows. None is tuned."""
 _TOLD_WHY: Final = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.PERMISSION_DENIED)
 CLEAR: Final = ClearNet()
 
@@ -77,7 +77,7 @@ def _say_loading(
                 if over.is_set():
                     return
                 if address not in channels:
-                    channel = net.open(address, ROUTER_NAME, _OPTIONS)
+                    channel = net.open(address, ROUTER_NAME, direct_options())
                     channels[address] = stack.enter_context(channel)
                 with suppress(grpc.RpcError):  # The router is not there, or not yet.
                     registry = worker_pb2_grpc.RegistryServiceStub(channels[address])
@@ -112,7 +112,7 @@ async def _announce(
     was_attached: bool | None = None
     while True:
         version = net.version
-        async with net.open_aio(address, ROUTER_NAME, _OPTIONS) as channel:
+        async with net.open_aio(address, ROUTER_NAME, direct_options()) as channel:
             registry = worker_pb2_grpc.RegistryServiceStub(channel)
             while net.version == version:
                 request = worker_pb2.AnnounceRequest(worker=worker)  # Its role may change.

@@ -31,7 +31,7 @@ from typing import Any, Final, NoReturn
 
 import grpc
 
-from baton.grpc_options import channel_options
+from baton.grpc_options import direct_options
 from baton.version import __version__
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from engine.hosts.lifeline import SILENT_S, STOPPED_S
@@ -64,8 +64,6 @@ LOOK_MS: Final = 200
 """The agent looks at its ranks this often, and tells the leader of them. One that ends wakes it."""
 AGAIN_S: Final = 1.0
 """Time between two tries to reach the leader."""
-
-_OPTIONS: Final = [*channel_options(), ("grpc.enable_http_proxy", 0)]
 
 
 class GroupEndedError(Exception):
@@ -258,7 +256,7 @@ class Agent:
         net, shown = self._net, ""
         if isinstance(net, TlsNet):
             shown = server_name_of(net.rotating.certificate.names, self._settings.name)
-        return net.open(self._place.leader, shown, _OPTIONS)
+        return net.open(self._place.leader, shown, direct_options())
 
     def _said(self) -> Iterator[worker_pb2.JoinRequest]:
         outbox = self._outbox

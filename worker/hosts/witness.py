@@ -16,7 +16,7 @@ from typing import Final
 
 import grpc
 
-from baton.grpc_options import channel_options
+from baton.grpc_options import direct_options
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from kv_transfer.transports.processes import has_ended, this_host
 from serving.net.internal_net import ROUTER_NAME, InternalNet
@@ -32,7 +32,6 @@ TIMEOUT_S: Final = 2.0
 LAST_WORDS_S: Final = 30.0
 """Who ends tries for so long to reach the routers: a network may be down for a moment. Then a
 supervisor starts it again, and the next start says it. Not tuned."""
-_OPTIONS: Final = [*channel_options(), ("grpc.enable_http_proxy", 0)]
 
 
 @contextmanager
@@ -91,7 +90,7 @@ class Witness:
             worker_id=self._worker_id, host=this_host(), ended=list(ended)
         )
         try:
-            with self._net.open(address, ROUTER_NAME, _OPTIONS) as channel:
+            with self._net.open(address, ROUTER_NAME, direct_options()) as channel:
                 registry = worker_pb2_grpc.RegistryServiceStub(channel)
                 return list(registry.Witness(request, timeout=TIMEOUT_S).wanted)
         except grpc.RpcError:
