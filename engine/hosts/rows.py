@@ -11,8 +11,19 @@ from engine.hosts.processes import Share
 
 FILE: Final = "stats"
 COLUMNS: Final = 8
+"""Numbers in the row of a rank; `engine.ranks.stats` names them."""
 ROW_BYTES: Final = COLUMNS * 8
-"""Numbers are float64."""
+"""They are float64."""
+
+
+def mapped(folder: Path, count: int, *, create: bool) -> mmap.mmap:
+    """Rows of `count` ranks, of a host's private folder, which may go afterwards. Who creates the
+    file does so before any rank maps it."""
+    path, size = folder / FILE, count * ROW_BYTES
+    if create:
+        path.write_bytes(bytes(size))
+    with path.open("r+b") as file:
+        return mmap.mmap(file.fileno(), size)
 
 
 class Rows:
@@ -20,10 +31,7 @@ class Rows:
 
     def __init__(self, folder: Path, share: Share) -> None:
         """Makes the file. The folder may go afterwards."""
-        path = folder / FILE
-        path.write_bytes(bytes(share.size * ROW_BYTES))
-        with path.open("r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), 0)
+        self._memory = mapped(folder, share.size, create=True)
         self._share = share
 
     def here(self) -> bytes:

@@ -27,7 +27,6 @@ nobody counts.
 from __future__ import annotations
 
 import math
-import mmap
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import IntEnum
@@ -40,7 +39,7 @@ from torch import Tensor
 
 from engine.eager.collective import Float64s, GroupCollective
 from engine.hosts.processes import is_stopped
-from engine.hosts.rows import COLUMNS, FILE, ROW_BYTES
+from engine.hosts.rows import COLUMNS, mapped
 from engine.ranks.keeper import Pulse
 from engine.ranks.skew import SkewHistory
 from engine.step.collective import Alone, Collective
@@ -95,13 +94,8 @@ class RankStats:
         """Maps them. Rank 0 creates the file; the folder may go afterwards. `beside`: ranks of rank
         0's stage, the first ones; None: all. The others run other steps at the same time. `here`:
         ranks of this host, the first ones; None: all."""
-        size = count * ROW_BYTES
-        path = folder / FILE
-        if create:
-            path.write_bytes(bytes(size))
-        with path.open("r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), size)
-        self.rows: Float64s = np.frombuffer(self._memory).reshape(count, COLUMNS)
+        memory = mapped(folder, count, create=create)
+        self.rows: Float64s = np.frombuffer(memory).reshape(count, COLUMNS)
         self.skew = SkewHistory()
         """The wait for the slowest rank. Rank 0 keeps it."""
         self.slowest = [0] * (beside or count)
