@@ -12,7 +12,7 @@ from engine.hosts.lifeline import LIFELINE, Lifeline
 from engine.hosts.meetings import STORE
 from engine.hosts.others import Heard, Order, OtherHosts
 from engine.hosts.store import StoreServer
-from engine.hosts.wires import CurveWires, FolderWires, write_ends
+from engine.hosts.wires import CurveWires, FolderWires, Wires, write_ends
 
 MOST_WAITING: Final = 0
 """Messages that may wait for a rank: any number."""
@@ -36,7 +36,7 @@ class Control:
         self._folder = folder
         self._hosts = hosts
         self._context: zmq.Context[Socket] = zmq.Context(1 if hosts is None else 2)
-        self._wires: FolderWires | CurveWires = FolderWires(folder)
+        self._wires: Wires = FolderWires(folder)
         self._store: StoreServer | None = None
 
     def open(self) -> None:

@@ -38,7 +38,7 @@ class Wires(Protocol):
     """Rank 0's ends. They bind, and the ranks connect."""
 
     def bind(self, socket: Socket, name: str) -> None:
-        """Binds a socket of `context` under a name."""
+        """Binds a socket under a name. Raises zmq.ZMQError."""
         ...
 
     def close(self) -> None:
