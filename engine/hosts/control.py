@@ -12,10 +12,8 @@ from engine.hosts.lifeline import LIFELINE, Lifeline
 from engine.hosts.meetings import STORE
 from engine.hosts.others import Heard, Order, OtherHosts
 from engine.hosts.store import StoreServer
-from engine.hosts.wires import CurveWires, FolderWires, Wires, write_ends
+from engine.hosts.wires import MOST_WAITING, CurveWires, FolderWires, Wires, write_ends
 
-MOST_WAITING: Final = 0
-"""Messages that may wait for a rank: any number."""
 _BEATS: Final = 0b10
 _ALL_ELSE: Final = 0b01
 """Threads of zmq's that encrypt and write, by bit: beats wait for nothing large."""

@@ -18,6 +18,9 @@ from zmq.auth.thread import ThreadAuthenticator
 WIRES: Final = "wires.json"
 DOMAIN: Final = "ranks"
 """ZAP's, of all sockets."""
+MOST_WAITING: Final = 0
+"""Messages of steps that may wait at either end. This is zmq's word for any number: with a bound, a
+rank that is behind would miss steps."""
 Socket = zmq.Socket[bytes]
 
 

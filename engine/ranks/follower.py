@@ -24,7 +24,7 @@ import zmq
 from engine.eager.steps import TorchSteps
 from engine.hosts.lifeline import LIFELINE, hold_on
 from engine.hosts.meetings import RankMeetings
-from engine.hosts.wires import Ends
+from engine.hosts.wires import MOST_WAITING, Ends
 from engine.model import LoadedModel, ModelError
 from engine.parent import end_with_parent
 from engine.parts.building import (
@@ -93,7 +93,7 @@ class Follower:
         self._reports = self._context.socket(zmq.PUSH)
         self._ends.connect(self._reports, REPORTS)
         self._inbox = self._context.socket(zmq.PAIR)
-        self._inbox.set_hwm(0)
+        self._inbox.set_hwm(MOST_WAITING)
         self._ends.connect(self._inbox, steps_of(rank))
         self._inbox.send(HELLO)
         if self._ends.over_hosts:
