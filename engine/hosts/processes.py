@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Final
 
 STOP_S: Final = 5.0
-"""Ranks get this long to end when they are told to, seconds."""
+"""Ranks get this long to end when they are told to, seconds. Steps in flight end first. Not
+tuned."""
 STDERR: Final = 2
 """File descriptor: a rank's output is no protocol, and goes to the log."""
 

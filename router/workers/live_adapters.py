@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ANSWER_S: Final = 120.0
-"""Longest wait for all workers that read an adapter, seconds."""
+"""Longest wait for all workers that read an adapter, seconds. Not tuned."""
 _LOOK_S: Final = 0.5
 """Time between two looks whether a worker that is asked is still there. Not tuned."""
 MOST_GONE: Final = 256

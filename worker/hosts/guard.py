@@ -31,7 +31,8 @@ from worker.settings import WorkerSettings
 _PR_SET_CHILD_SUBREAPER: Final = 36
 """Number of Linux: who loses its parent below this process gets this one."""
 LOOK_S: Final = 0.2
-"""The guard looks this often whether its child lives."""
+"""The guard looks this often whether its child lives, seconds: so late it may see the end. Not
+tuned."""
 _MOST_READ: Final = 1 << 20
 """Bytes of names. A pipe holds less, unless it was made larger."""
 _PASSED_ON: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)

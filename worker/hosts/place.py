@@ -24,9 +24,10 @@ logger = logging.getLogger(__name__)
 FORM_S: Final = 120.0
 """Hosts get this long to join, seconds: containers start one after the other. Not tuned."""
 AGAIN_S: Final = 1.0
-"""Time between two look-ups of the leader's name."""
+"""Time between two look-ups of the leader's name, seconds. Not tuned."""
 LEADER_PORT: Final = 50070
-"""Where the leader listens if nothing else is said."""
+"""Where the leader listens if nothing else is said: near the usual ports of routers, and none of
+them."""
 LWS: Final = {
     "nodes": "LWS_GROUP_SIZE",
     "node": "LWS_WORKER_INDEX",

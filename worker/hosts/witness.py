@@ -28,7 +28,7 @@ LOOK_S: Final = 2.0
 """Time between two questions to a router. Pages wait for the answer in quarantine, and there are
 enough others."""
 TIMEOUT_S: Final = 2.0
-"""For a router's answer."""
+"""For a router's answer, seconds: as long as for that to an announcement."""
 LAST_WORDS_S: Final = 30.0
 """Who ends tries for so long to reach the routers: a network may be down for a moment. Then a
 supervisor starts it again, and the next start says it. Not tuned."""
