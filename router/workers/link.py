@@ -189,7 +189,7 @@ class WorkerLink:
         self.prefills = role in (worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_BOTH)
         self.decodes = role in (worker_pb2.WORKER_ROLE_DECODE, worker_pb2.WORKER_ROLE_BOTH)
         kind = (*self.model, role, self.fingerprint, bool(self.agent_name), self.extensions)
-        adapters = frozenset(self.adapters.values())
+        adapters = frozenset(self.adapter_bytes)
         self._kind = _kinds.setdefault((*kind, self.pools, adapters), len(_kinds) + 1)
 
     @property
@@ -366,7 +366,7 @@ class WorkerLink:
         """Whether it has this revision of a model, and the adapter."""
         if self.model != (model.name, model.revision):
             return False
-        return not model.digest or model.digest in self.adapters.values()
+        return not model.digest or model.digest in self.adapter_bytes
 
     def _read_peers(self, peers: Iterable[worker_pb2.PeerHealth]) -> None:
         paths, complaints = {}, {}

@@ -169,7 +169,7 @@ async def test_a_search_of_a_thousand_workers_is_short(holders: int) -> None:
     links = links_of(JobDispatcher(RouterSettings()), 1000)
     others = [bytes([n, 9]) * 16 for n in range(200)]
     for number, link in enumerate(links):
-        link.adapters = {"law": ONE, **{str(n): one for n, one in enumerate(others)}}
+        link.adapter_bytes = dict.fromkeys((ONE, *others), GIB)
         reports(link, places(*([ONE] if number < holders else []), *others, ONE))
         assert len(link.estimate.load.adapters.in_slots) == MOST_ADAPTERS
     demand = Demand(replace(ServedModel.of(MODEL), adapter="law", digest=ONE), 1024, 256, 1)
@@ -188,7 +188,7 @@ async def test_of_many_workers_residents_are_looked_at() -> None:
     links = links_of(JobDispatcher(RouterSettings()), 300)
     model = replace(ServedModel.of(MODEL), adapter="law", digest=ONE)
     for number, link in enumerate(links):
-        link.adapters = {"law": ONE}
+        link.adapter_bytes = {ONE: GIB}
         reports(link, places(*([ONE] if number in (100, 299) else [])))
     demand = Demand(model, 1024, 256, 1)
     for _ in range(5):
