@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any, Final
 
-import torch
-
 from engine.bounds import UNBOUNDED, PromptLimits
 from engine.config import EngineConfig
 from worker.settings import Role, WorkerDebug, WorkerSettings
@@ -66,6 +64,8 @@ def prompt_limits(settings: WorkerSettings, role: Role) -> PromptLimits:
 def _shares_graphs(settings: WorkerSettings) -> bool:
     """Whether rows and prompts share steps that may be graphs. Without graphs, small chunks would
     only be more steps. Through stages a chunk is a step of its own, whose size `StageLanes` say."""
+    import torch  # Here: `baton plan` reads the numbers above without it.
+
     return settings.pp == 1 and settings.device != "cpu" and torch.cuda.is_available()
 
 

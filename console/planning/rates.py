@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
+from engine.step.lanes import STAGE_CHUNKS
+
 REFERENCE_PARAMETERS: Final = 8.03e9
 REFERENCE_KV_BYTES: Final = 131_072
 """Parameters of Llama-3.1-8B, and bytes of a token's KV in bfloat16."""
 RANKS_EFFICIENCY: Final = 0.83
 """Part of a rank's rate that is left with several: Llama 70B in FP8 on two H200, 13,791 prompt
 tokens a second where two of one rank's would be 16,600."""
-
-
 STAGES_EFFICIENCY: Final = 0.95
 """Part of a stage's rate that is left in prefill: stages are not divided quite evenly. Not measured
 yet."""
-STAGE_CHUNKS: Final = 3
-"""Chunks of a lone prompt for each stage, as a worker cuts it."""
 
 
 class Gpu(NamedTuple):

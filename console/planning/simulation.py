@@ -17,13 +17,10 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from console.planning.rates import CHUNK_SHARE, HAND_OFF_S, PREFILL_STEP_S, ROUTER_S, Rates
+from worker.engine_config import BOTH_STEP_TOKENS, MIXED_PREFILL_TOKENS
 
 MOST_ROWS: Final = 256
 """Rows of a decode batch: the most that a worker has by default on large GPUs."""
-CHUNK_TOKENS: Final = 192
-REPLICA_STEP_TOKENS: Final = 2048
-"""Prompt tokens of a replica's step that decodes as well, and of one that does not, as workers have
-them by default."""
 
 
 class Asked(NamedTuple):
@@ -208,7 +205,7 @@ def _turns(
         if not (worker.rows or queue):
             worker.now_s = max(worker.now_s, worker.waiting[0][0])
         decodes = bool(worker.rows or (worker.waiting and worker.waiting[0][0] <= worker.now_s))
-        most = CHUNK_TOKENS if decodes else REPLICA_STEP_TOKENS
+        most = MIXED_PREFILL_TOKENS if decodes else BOTH_STEP_TOKENS
         room, done = most, []
         while queue and room:
             taken = min(room, queue[0][1])

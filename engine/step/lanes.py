@@ -22,7 +22,7 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-_CHUNKS: Final = 3
+STAGE_CHUNKS: Final = 3
 """Chunks of a prompt for each stage: with two stages, the first and the last one wait for 1/7 of
 the time. Not tuned."""
 _LEAST_CHUNK: Final = 512
@@ -127,7 +127,7 @@ class StageLanes:
 
     def chunk(self, waiting: Iterable[int], most: int) -> int:
         """See `Lanes`."""
-        chunks, total = _CHUNKS * self._stages, 0
+        chunks, total = STAGE_CHUNKS * self._stages, 0
         for tokens in waiting:
             total += tokens
             if total >= chunks * most:
