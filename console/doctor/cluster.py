@@ -54,7 +54,7 @@ def check_cluster(admin: str, *, expected: bool) -> Cluster:
         expected: whether the user named a router: then it is an error if none answers.
     """
     try:
-        seen = scrape(admin)
+        seen = scrape(admin, adapters=True)
     except TopError as failed:
         advice = "start one with `baton up`, or name its admin port: --admin HOST:PORT"
         return Cluster([], [(error if expected else warning)("router", str(failed), advice)])

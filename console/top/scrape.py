@@ -99,7 +99,7 @@ class Scrape:
     balance: str = ""
     """What the first router says of the balance of roles; "": there is none."""
     adapters: Sequence[AdapterAt] = ()
-    """What the first router says of adapters."""
+    """What the first router says of adapters, if that was asked for."""
 
     def routers_of(self, worker: str) -> int | None:
         """Number of routers that a worker is attached to; None if unknown."""
@@ -107,12 +107,13 @@ class Scrape:
         return int(found.total(Metric.WORK_STREAMS)) if found.has(Metric.WORK_STREAMS) else None
 
 
-def scrape(admin: str) -> Scrape:
+def scrape(admin: str, *, adapters: bool = False) -> Scrape:
     """Reads the router, then all workers that it knows, in parallel.
 
     Args:
         admin: HOST:PORT of the router's admin port, or https://HOST:PORT; several are separated by
             commas.
+        adapters: whether the adapters are asked for. The answer has each on each worker.
 
     Raises:
         TopError: one of them is not a router.
@@ -127,7 +128,7 @@ def scrape(admin: str) -> Scrape:
             for worker, answer in zip(known, answers, strict=True)
             if answer is not None
         }
-    own = _balance(admins[0]), _adapters(admins[0])
+    own = _balance(admins[0]), _adapters(admins[0]) if adapters else ()
     return Scrape(time.monotonic(), router, known, samples, len(admins), *own)
 
 

@@ -127,7 +127,7 @@ def seen(*workers: Known, **values: dict[tuple[tuple[str, str], ...], float]) ->
 
 
 def look(monkeypatch: pytest.MonkeyPatch, what: Scrape):
-    monkeypatch.setattr(cluster, "scrape", lambda admin: what)
+    monkeypatch.setattr(cluster, "scrape", lambda admin, **_: what)
     return cluster.check_cluster("somewhere", expected=True)
 
 
@@ -203,7 +203,7 @@ def test_a_foreign_write_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_router_that_is_gone_is_no_traceback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fails(admin: str) -> Scrape:
+    def fails(admin: str, *, adapters: bool) -> Scrape:
         raise TopError("gone")
 
     monkeypatch.setattr(cluster, "scrape", fails)

@@ -242,13 +242,14 @@ def test_adapters_are_shown_by_rate_and_slots(pages: Pages) -> None:
     for name in ("law", "poems"):
         tokens.labels(name, "output").inc(7)
     before = scrape(pages.address)
+    assert not before.adapters, "nobody asked"
     assert view(before, before).workers[0].adapter_slots is None, "it takes none"
     slots = Gauge(Metric.ADAPTER_SLOTS, "", ("state",), registry=pages.registry)
     for state, count in (("used", 3), ("idle", 4), ("empty", 1)):
         slots.labels(state).set(count)
     tokens.labels("law", "output").inc(50)
     tokens.labels("law", "prompt").inc(5000)
-    now = scrape(pages.address)
+    now = scrape(pages.address, adapters=True)
     assert [(one.name, one.digests) for one in now.adapters] == [("law", {"both-0": "aa"})]
     found = view(now, before)
     seconds = now.router.at_s - before.router.at_s
