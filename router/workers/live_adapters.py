@@ -12,7 +12,8 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
@@ -59,16 +60,33 @@ class _Wanted(NamedTuple):
     digest: bytes
 
 
-@dataclass(slots=True)
-class _Call:
-    """What a worker was asked."""
+class _Order(NamedTuple):
+    """What a worker is asked to do."""
 
     name: str
-    loads: bool
-    answer: asyncio.Future[worker_pb2.AdapterDone] | None = None
-    """Where a command waits for it; None: nobody waits, or no more."""
+    path: str = ""
+    """Where to load it from; empty: it is unloaded."""
+    again: bool = False
     digest: bytes = b""
     """What a load must bring; empty: not known before."""
+
+    def message(self, call_id: bytes) -> worker_pb2.WorkRequest:
+        if not self.path:
+            unload = worker_pb2.UnloadAdapter(call_id=call_id, name=self.name)
+            return worker_pb2.WorkRequest(unload_adapter=unload)
+        load = worker_pb2.LoadAdapter(
+            call_id=call_id, name=self.name, path=self.path, again=self.again
+        )
+        return worker_pb2.WorkRequest(load_adapter=load)
+
+
+@dataclass(slots=True)
+class _Call:
+    """An order that a worker has."""
+
+    order: _Order
+    answer: asyncio.Future[worker_pb2.AdapterDone] | None
+    """Where a command waits for it; None: nobody waits, or no more."""
 
 
 class LiveAdapters:
@@ -114,23 +132,18 @@ class LiveAdapters:
             base = links[0].identity.model.name
             self._check_name(name, base)
             had = {link for link in links if name in link.adapters}
-            self._busy = name
-            try:
-                done = await self._ask(links, name, _load(name, path, again=again), loads=True)
+            with self._about(name, set(links) - had):
+                done = await self._ask(links, _Order(name, path, again))
                 digests = {answer.digest for answer in done.values() if not answer.error}
                 errors = _errors(done)
                 if errors or len(digests) != 1:
                     differ = "the workers read different contents from that folder"
                     loaded = [one for one, answer in done.items() if not answer.error]
-                    raise AdapterRefusedError(
-                        (errors or differ) + await self._undo(name, loaded, had)
-                    )
+                    undone = await self._undo(name, loaded, had)
+                    raise AdapterRefusedError((errors or differ) + undone)
                 digest = digests.pop()
                 self._wanted[name] = _Wanted(base, path, digest)
                 self._gone.pop(name, None)
-            finally:
-                self._busy = ""
-                self._even_out(name, set(links) - had)
             logger.info("adapter loaded", extra={"adapter": name, "digest": digest.hex()[:16]})
             return digest
 
@@ -150,12 +163,10 @@ class LiveAdapters:
         """Some workers have loaded what others could not: they let it go, or get back what they
         had. Returns what to say where that is not known here."""
         new, changed = set(loaded) - had, [one for one in loaded if one in had]
-        back = self._ask(new, name, _unload(name), loads=False)
+        back = self._ask(new, _Order(name))
         if changed and (before := self._wanted.get(name)) is not None:
-            again = _load(name, before.path, again=True)
-            _, done = await asyncio.gather(
-                back, self._ask(changed, name, again, loads=True, digest=before.digest)
-            )
+            again = _Order(name, before.path, True, before.digest)
+            _, done = await asyncio.gather(back, self._ask(changed, again))
             changed = [one for one, answer in done.items() if answer.digest != before.digest]
         else:
             await back
@@ -174,12 +185,8 @@ class LiveAdapters:
             having = [link for link in self._members() if name in link.adapters]
             if not having:
                 raise AdapterRefusedError(f"The lora adapter {name!r} cannot be found.", 404)
-            self._busy = name
-            try:
-                done = await self._ask(having, name, _unload(name), loads=False)
-            finally:
-                self._busy = ""
-                self._even_out(name, ())
+            with self._about(name):
+                done = await self._ask(having, _Order(name))
             if errors := _errors(done):
                 raise AdapterRefusedError(errors)
             logger.info("adapter unloaded", extra={"adapter": name})
@@ -201,7 +208,7 @@ class LiveAdapters:
         """A worker reports other adapters. What all have changed was changed by another router."""
         before, now = self._had.get(link, {}), link.adapters
         self._had[link] = now
-        asked = {self._busy, *(call.name for call in self._calls.values() if call.loads)}
+        asked = {self._busy, *(call.order.name for call in self._calls.values() if call.order.path)}
         for name in now.keys() - before.keys() - asked:
             self._gone.pop(name, None)
         for name in before.keys() & self._wanted.keys() - {self._busy}:
@@ -215,14 +222,24 @@ class LiveAdapters:
         members = [one for one in self._members() if one.identity.model.name == wanted.model]
         return any(one.adapters.get(name) == wanted.digest for one in members)
 
+    @contextmanager
+    def _about(self, name: str, new: Collection[WorkerLink] = ()) -> Iterator[None]:
+        """Meanwhile a command is about a name. `new` are workers that had nothing of that name."""
+        self._busy = name
+        try:
+            yield
+        finally:
+            self._busy = ""
+            self._even_out(name, new)
+
     def _even_out(self, name: str, new: Collection[WorkerLink]) -> None:
         """After a command: workers that came meanwhile, or whose answer came too late, get what the
-        others have. `new` are those that had nothing of that name."""
+        others have."""
         for link in self._members():
             if name in self._wanted or name in self._gone:
                 self._bring(link, name)
             elif link in new and name in link.adapters:
-                self._send(link, _Call(name, loads=False), _unload(name))
+                self._send(link, _Order(name))
 
     def _bring(self, link: WorkerLink, name: str) -> None:
         """Sends a worker what makes it have what is wanted, if it has anything else."""
@@ -231,10 +248,9 @@ class LiveAdapters:
             return  # The end of the command looks after it.
         if wanted is None:
             if has is not None and name in self._gone:
-                self._send(link, _Call(name, loads=False), _unload(name))
+                self._send(link, _Order(name))
         elif wanted.model == link.identity.model.name and has != wanted.digest:
-            call = _Call(name, loads=True, digest=wanted.digest)
-            self._send(link, call, _load(name, wanted.path, again=True))
+            self._send(link, _Order(name, wanted.path, True, wanted.digest))
 
     def answered(self, link: WorkerLink, done: worker_pb2.AdapterDone) -> None:
         """A worker has done what it was asked, or says why not."""
@@ -243,20 +259,20 @@ class LiveAdapters:
             call.answer.set_result(done)
         elif done.error:
             logger.warning("%s has not done as asked: %s", link.worker_id, done.error)
-        elif call is not None and call.loads and call.name != self._busy:
-            self._loaded_late(link, call, done.digest)
+        elif call is not None and call.order.path and call.order.name != self._busy:
+            self._loaded_late(link, call.order, done.digest)
 
-    def _loaded_late(self, link: WorkerLink, call: _Call, digest: bytes) -> None:
+    def _loaded_late(self, link: WorkerLink, order: _Order, digest: bytes) -> None:
         """A worker has loaded what no command waits for."""
-        wanted = self._wanted.get(call.name)
+        wanted = self._wanted.get(order.name)
         if wanted is not None and digest == wanted.digest:
             return
-        if wanted is not None and digest != call.digest != wanted.digest:
-            self._bring(link, call.name)  # It was asked for other content, by an earlier command.
+        if wanted is not None and digest != order.digest != wanted.digest:
+            self._bring(link, order.name)  # It was asked for other content, by an earlier command.
             return
         why = "another content than was loaded here" if wanted else "what is wanted no more"
-        logger.warning("%s has loaded %s as %s: unloaded", link.worker_id, why, call.name)
-        self._send(link, _Call(call.name, loads=False), _unload(call.name))
+        logger.warning("%s has loaded %s as %s: unloaded", link.worker_id, why, order.name)
+        self._send(link, _Order(order.name))
 
     def routes(self) -> list[Route]:
         """`/adapters` lists them. The commands have vLLM's paths and words."""
@@ -286,24 +302,21 @@ class LiveAdapters:
         return [one for one in taking if one.identity.model.name == model]
 
     def _send(
-        self, link: WorkerLink, call: _Call, make: Callable[[bytes], worker_pb2.WorkRequest]
+        self,
+        link: WorkerLink,
+        order: _Order,
+        answer: asyncio.Future[worker_pb2.AdapterDone] | None = None,
     ) -> bytes:
         """Asks a worker; returns the id of the call."""
         call_id = secrets.token_bytes(16)
-        self._calls[call_id] = call
+        self._calls[call_id] = _Call(order, answer)
         if len(self._calls) > _MOST_CALLS:
             del self._calls[next(iter(self._calls))]
-        link.send(make(call_id))
+        link.send(order.message(call_id))
         return call_id
 
     async def _ask(
-        self,
-        links: Iterable[WorkerLink],
-        name: str,
-        make: Callable[[bytes], worker_pb2.WorkRequest],
-        *,
-        loads: bool,
-        digest: bytes = b"",
+        self, links: Iterable[WorkerLink], order: _Order
     ) -> dict[WorkerLink, worker_pb2.AdapterDone]:
         """What each of some workers answers. One that leaves, or answers too late, has an error.
         All have the same time."""
@@ -311,7 +324,7 @@ class LiveAdapters:
         ends_s, asked = loop.time() + ANSWER_S, {}
         for link in links:
             answer: asyncio.Future[worker_pb2.AdapterDone] = loop.create_future()
-            asked[link] = self._send(link, _Call(name, loads, answer, digest), make), answer
+            asked[link] = self._send(link, order, answer), answer
         return {link: await self._answer(link, *waits, ends_s) for link, waits in asked.items()}
 
     async def _answer(
@@ -377,19 +390,3 @@ async def _body(request: Request) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return body if isinstance(body, dict) else {}
-
-
-def _load(name: str, path: str, *, again: bool) -> Callable[[bytes], worker_pb2.WorkRequest]:
-    def make(call_id: bytes) -> worker_pb2.WorkRequest:
-        asked = worker_pb2.LoadAdapter(call_id=call_id, name=name, path=path, again=again)
-        return worker_pb2.WorkRequest(load_adapter=asked)
-
-    return make
-
-
-def _unload(name: str) -> Callable[[bytes], worker_pb2.WorkRequest]:
-    def make(call_id: bytes) -> worker_pb2.WorkRequest:
-        asked = worker_pb2.UnloadAdapter(call_id=call_id, name=name)
-        return worker_pb2.WorkRequest(unload_adapter=asked)
-
-    return make
