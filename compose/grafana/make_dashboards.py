@@ -226,7 +226,7 @@ BALANCE: Final = [
         "Time that stages compute",
         [
             (
-                "sum by (worker, stage) (rate(baton_rank_busy_seconds_total[1m]))"
+                f"{rate('baton_rank_busy_seconds', 'worker', 'stage')[0]}"
                 " / count by (worker, stage) (baton_rank_busy_seconds_total)",
                 "{{worker}} stage {{stage}}",
             )
@@ -364,7 +364,7 @@ HANDOFF: Final = [
 ADAPTERS: Final = [
     Panel(
         "Requests by adapter",
-        [("sum by (adapter) (rate(baton_adapter_requests_total[1m]))", "{{adapter}}")],
+        [rate("baton_adapter_requests", "adapter")],
         "reqps",
         "Sixteen names, and `other`.",
         stacked=True,
@@ -398,8 +398,8 @@ ADAPTERS: Final = [
         "Wait for a slot",
         [
             (
-                "sum by (worker) (rate(baton_adapter_slot_wait_seconds_total[1m]))"
-                " / sum by (worker) (rate(baton_adapter_slot_waits_total[1m]))",
+                f"{rate('baton_adapter_slot_wait_seconds', 'worker')[0]}"
+                f" / {rate('baton_adapter_slot_waits', 'worker')[0]}",
                 "{{worker}}",
             )
         ],
@@ -409,8 +409,8 @@ ADAPTERS: Final = [
     Panel(
         "Adapters that come into slots, and leave them",
         [
-            ("sum by (worker) (rate(baton_adapter_loads_total[1m]))", "{{worker}} come"),
-            ("sum by (worker) (rate(baton_adapter_evictions_total[1m]))", "{{worker}} leave"),
+            (rate("baton_adapter_loads", "worker")[0], "{{worker}} come"),
+            (rate("baton_adapter_evictions", "worker")[0], "{{worker}} leave"),
         ],
         "ops",
         "Steadily high: more adapters are in demand than there are slots (`debug.max_adapters`).",
