@@ -251,19 +251,30 @@ def load_of(name: str) -> list[Request]:
     return sorted(found, key=lambda one: one.at_s)
 
 
-def run(name: str, prefill: int, decode: int, balance: Balance | None) -> dict[str, object]:
-    """A row of the table."""
-    requests = load_of(name)
+def served(cluster: Cluster, load: str) -> list[Request]:
+    """A load's requests, once a cluster has served them."""
+    requests = load_of(load)
     counts = [(one.prompt, one.output) for one in requests]
-    cluster = Cluster(prefill, decode, balance)
     cluster.run(requests)
     for one, (prompt, output) in zip(requests, counts, strict=True):
         one.prompt, one.output = prompt, output
+    return requests
+
+
+def kept_of(requests: Sequence[Request]) -> float:
+    """The part of them that was served as it should."""
+    return sum(one.kept for one in requests) / len(requests)
+
+
+def run(name: str, prefill: int, decode: int, balance: Balance | None) -> dict[str, object]:
+    """A row of the table."""
+    cluster = Cluster(prefill, decode, balance)
+    requests = served(cluster, name)
     directions = [to for _, to in cluster.moves]
     return {
         "load": name,
         "plan": f"{prefill}P{decode}D" + (" auto" if balance else ""),
-        "kept": round(sum(one.kept for one in requests) / len(requests), 4),
+        "kept": round(kept_of(requests), 4),
         "late": round(sum(one.first_s > FIRST_S for one in requests) / len(requests), 4),
         "moves": [f"{at_s:.0f} s {to}" for at_s, to in cluster.moves],
         "turns": sum(a != b for a, b in pairwise(directions)),

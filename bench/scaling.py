@@ -1,6 +1,6 @@
 """What the chart's scaling rules do in an hour of real traffic, beside the best fixed split.
 
-    python -m bench.scaling [--start-s 180] [--least 1 2] [--json FILE]
+    python -m bench.scaling [--begins 3:3 2:4] [--start-s 180 60] [--least 1] [--json FILE]
 
 The cluster is that of `bench.balance`, on a virtual clock with the rates of an H100. What is scaled
 is what the chart in compose/kubernetes scales, by the same figures, targets and behaviour: a
@@ -24,24 +24,20 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Final, NamedTuple
 
-from bench.balance import (
-    DRAIN_S,
-    HOUR_S,
-    RATES,
-    TOKEN_S,
-    Cluster,
-    Worker,
-    load_of,
-)
+from bench.balance import DRAIN_S, HOUR_S, RATES, TOKEN_S, Cluster, Worker, kept_of, load_of, served
 from bench.harness import write_json
 from console.planning.simulation import MOST_ROWS
 from router.workers.balance import DECODE, PREFILL
+from router.workers.link import name_of
 
-SYNC_S, MEAN_S = 15.0, 60.0
-TOLERANCE = 0.1
+SYNC_S, TOLERANCE = 15.0, 0.1
+"""Kubernetes' own: an autoscaler looks so often, and does nothing within a tenth of a target."""
+MEAN_S = 60.0
+"""The chart's queries are rates of a minute."""
 FULL, EMPTY_S = 0.9, 120.0
+"""The chart's, for `queue`."""
 UP_S, DOWN_S, WINDOW_S = 30.0, 120.0, 1200.0
-NAMES: Final[Mapping[int, str]] = {PREFILL: "prefill", DECODE: "decode"}
+"""The chart's behaviour (`baton.scaling-behavior`, `scaling.windowSeconds`)."""
 
 
 class Trigger(NamedTuple):
@@ -207,32 +203,22 @@ class Scaled(Cluster):
                 self.workers.remove(worker)
 
 
-def kept_of(cluster: Cluster, load: str) -> float:
-    """The part of a load's requests that a cluster serves as it should."""
-    requests = load_of(load)
-    counts = [(one.prompt, one.output) for one in requests]
-    cluster.run(requests)
-    for one, (prompt, output) in zip(requests, counts, strict=True):
-        one.prompt, one.output = prompt, output
-    return sum(one.kept for one in requests) / len(requests)
-
-
 @cache
 def best_fixed(load: str, gpus: int) -> tuple[float, str]:
     """The best split of so many GPUs, and what it keeps."""
     splits = [(p, gpus - p) for p in range(1, gpus)]
-    return max((kept_of(Cluster(p, d, None), load), f"{p}P{d}D") for p, d in splits)
+    return max((kept_of(served(Cluster(p, d, None), load)), f"{p}P{d}D") for p, d in splits)
 
 
 def run(load: str, begins: tuple[int, int], least: int, start_s: float) -> dict[str, object]:
     """A row of the table."""
     cluster = Scaled(begins, least, 12, start_s)
     cluster.until_s = load_of(load)[-1].at_s
-    kept = kept_of(cluster, load)
+    kept = kept_of(served(cluster, load))
     gpus = cluster.gpu_s / cluster.until_s
     fewer, more = best_fixed(load, int(gpus)), best_fixed(load, ceil(gpus))
     sizes = {
-        NAMES[role]: " ".join(f"{max(0, at_s):.0f}s:{size}" for at_s, size in pool.changes)
+        name_of(role): " ".join(f"{max(0, at_s):.0f}s:{size}" for at_s, size in pool.changes)
         for role, pool in cluster.pools.items()
     }
     return {
@@ -267,8 +253,7 @@ def main() -> None:
             for start_s in arguments.start_s:
                 found.append(run(load, (prefill, decode), arguments.least, start_s))
                 print("  ".join(f"{value!s:<9}" for value in found[-1].values()), flush=True)
-    if arguments.json:
-        write_json(arguments.json, found)
+    write_json(arguments.json, found)
 
 
 if __name__ == "__main__":
