@@ -36,9 +36,9 @@ ANSWER_S: Final = 120.0
 _LOOK_S: Final = 0.5
 """Time between two looks whether a worker that is asked is still there. Not tuned."""
 MOST_GONE: Final = 256
-"""Most names that were unloaded here and are remembered. The oldest go."""
+"""Most names that were unloaded here and are remembered. The oldest go. Not tuned."""
 _MOST_CALLS: Final = 4096
-"""Most calls whose answers are awaited or may come late. The oldest go."""
+"""Most calls whose answers are awaited or may come late. The oldest go. Not tuned."""
 _LOAD_FORM: Final = '{"lora_name": NAME, "lora_path": FOLDER, "load_inplace": false}'
 _UNLOAD_FORM: Final = '{"lora_name": NAME}'
 
