@@ -12,3 +12,14 @@ from tiny_models import write_tiny_model
 def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A llama of two layers without a tokenizer. Nobody writes into its folder."""
     return write_tiny_model(tmp_path_factory.mktemp("tiny"), tokenizer=False)
+
+
+@pytest.fixture
+def weights_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads a model's weights fails."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("weights are read")
+
+    monkeypatch.setattr("engine.model.loading.fill", refuse)
+    monkeypatch.setattr("engine.model.wrapped.loading.fill", refuse)

@@ -339,11 +339,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_what_cannot_be_in_a_group_is_refused_before_weights_are_read(why, tmp_path, monkeypatch):
-    def refuse(*_: object) -> None:
-        raise AssertionError("weights are read")
-
-    monkeypatch.setattr("engine.model.loading.fill", refuse)
+def test_what_cannot_be_in_a_group_is_refused(why, tmp_path, monkeypatch, weights_unread):
     monkeypatch.chdir(tmp_path)
     family, options = REFUSED[why]
     path = write_tiny_model(tmp_path, tokenizer=False, **FAMILIES[family])

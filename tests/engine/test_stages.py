@@ -260,15 +260,6 @@ def test_models_that_cannot_have_stages_are_refused(why, tmp_path, weights_unrea
         build(path, pp=2)
 
 
-@pytest.fixture
-def weights_unread(monkeypatch):
-    def refuse(*_: object) -> None:
-        raise AssertionError("weights are read")
-
-    monkeypatch.setattr("engine.model.loading.fill", refuse)
-    monkeypatch.setattr("engine.model.wrapped.loading.fill", refuse)
-
-
 def test_a_search_with_beams_is_refused(tmp_path):
     settings = {"device": "cpu", "debug": {"num_pages": 40}, "max_sequences": 4}
     with LLM(write_tiny_model(tmp_path), pp=2, **settings) as llm:
