@@ -19,6 +19,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 STORE = Path(__file__).with_name("references.json")
 MODE = os.environ.get("BATON_REFERENCES", "")
 NOISE = 1e-3
@@ -94,6 +96,15 @@ class References:
             found = want.tokens[:given] + tokens
             if found != want.tokens:
                 assert want.margins[first_difference(found, want.tokens)] < self.noise
+
+    def check_client(self, client: Any, lengths: Sequence[int] = (5, 40, 200)) -> None:
+        """A client of a cluster is answered with these tokens, behind prompts of these lengths."""
+        for length in lengths:
+            prompt = np.random.default_rng(length).integers(1, 384, length).tolist()
+            answer = client.generate(
+                token_ids=prompt, max_tokens=12, temperature=0.0, ignore_eos=True
+            )
+            assert list(answer.token_ids) == self(prompt, 12, past_end=True).tokens
 
     def _compute(self, prompt: Sequence[int], max_tokens: int, past_end: bool) -> Reference:
         import torch

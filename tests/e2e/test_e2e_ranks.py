@@ -70,11 +70,7 @@ def check(
     cluster: Cluster, model: Path, lengths: Sequence[int] = (5, 40, 200), *, whole: bool = False
 ) -> None:
     with cluster.client() as client:
-        for length in lengths:
-            prompt = np.random.default_rng(length).integers(1, 384, length).tolist()
-            answer = client.generate(token_ids=prompt, **OPTIONS)
-            want = references(model, whole=whole)(prompt, 12, past_end=True)
-            assert list(answer.token_ids) == want.tokens
+        references(model, whole=whole).check_client(client, lengths)
 
 
 def ranked(model: Path, logs: Path, shape: tuple[int, int], **options: Any) -> Cluster:

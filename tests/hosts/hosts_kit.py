@@ -7,8 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -28,12 +27,13 @@ def can_have_hosts() -> bool:
 
 
 class Host:
-    """Another host: what runs there sees its own processes and its own end of the cable alone."""
+    """Another host: what runs there sees its own processes and its own end of the cable alone. It
+    ends with its block."""
 
-    def __init__(self, number: int) -> None:
-        tag = f"{os.getpid() % 10000}x{number}"
+    def __init__(self) -> None:
+        tag = f"{os.getpid() % 10000}"
         self._ends = f"bt{tag}a", f"bt{tag}b"
-        self.network = f"10.{64 + os.getpid() % 64}.{number}.0/24"
+        self.network = f"10.{64 + os.getpid() % 64}.1.0/24"
         self.near, self.address = (self.network.replace("0/24", end) for end in ("1", "2"))
         """Addresses of this machine's end, and of the host's."""
         within = ["unshare", "-n", "-p", "-f", "--mount-proc", "sleep", "inf"]
@@ -128,10 +128,3 @@ def baton(*words: str) -> list[str]:
 
 def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], capture_output=True, check=True)
-
-
-@contextmanager
-def other_host(number: int = 1) -> Iterator[Host]:
-    """One more host, which ends with the block."""
-    with Host(number) as host:
-        yield host

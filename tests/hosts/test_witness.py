@@ -16,7 +16,6 @@ from baton.worker.v1 import worker_pb2
 from kv_transfer.transports.processes import has_ended, process_of, this_host
 from router.deaths.witness import MOST_ENDED, MOST_LOST, MOST_WORKERS, Deaths
 from worker.hosts import witness as witness_module
-from worker.hosts.guard import guarded
 from worker.hosts.witness import Witness, looking
 
 A, B = "boot/1", "boot/2"
@@ -195,7 +194,6 @@ print(code, *child.processes)
 
 @pytest.mark.parametrize(("how", "code"), [("ends", 3), ("killed", 137)])
 def test_a_guard_waits_for_all_that_its_child_has_started(how: str, code: int) -> None:
-    assert guarded.__doc__
     done = subprocess.run(
         [sys.executable, "-c", GUARD, how], capture_output=True, text=True, check=True, timeout=60
     )
