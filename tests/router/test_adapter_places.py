@@ -4,7 +4,6 @@ workers one term of what the policy weighs."""
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -37,11 +36,8 @@ def places(*in_slots: bytes, idle: int = 1, **others: Any) -> worker_pb2.Adapter
 
 
 @pytest.fixture
-async def cluster() -> AsyncIterator[Cluster]:
-    cluster = Cluster(local_prefill="never")
-    yield cluster
-    cluster.check_nothing_leaked()
-    await cluster.close()
+def usual() -> dict[str, object]:
+    return {"local_prefill": "never"}
 
 
 async def has(cluster: Cluster, worker: ScriptedWorker, *in_slots: bytes, **fields: Any) -> None:

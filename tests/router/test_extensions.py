@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 import pytest
 from frontdoor_kit import served_model
 from scripted_worker import BOTH, DECODE, PREFILL, Cluster, job, tokens_of
@@ -16,11 +14,8 @@ from router.requests.validation import Limits
 
 
 @pytest.fixture
-async def cluster() -> AsyncIterator[Cluster]:
-    cluster = Cluster(local_prefill="never")
-    yield cluster
-    cluster.check_nothing_leaked()
-    await cluster.close()
+def usual() -> dict[str, object]:
+    return {"local_prefill": "never"}
 
 
 def violations(**extensions: bytes) -> list[tuple[str, str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -29,19 +28,13 @@ from router.errors import RouterError
 from router.workers import live_adapters
 from router.workers.live_adapters import AdapterRefusedError
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
 ONE, TWO = b"1" * 32, b"2" * 32
 KEYS = prompt_short_keys(np.arange(64, dtype=np.uint32), 16, "float32", b"", ONE)
 
 
 @pytest.fixture
-async def cluster(request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
-    cluster = Cluster(**{"local_prefill": "never"} | getattr(request, "param", {}))
-    yield cluster
-    cluster.check_nothing_leaked()
-    await cluster.close()
+def usual() -> dict[str, object]:
+    return {"local_prefill": "never"}
 
 
 async def has(cluster: Cluster, worker: ScriptedWorker, **named: bytes) -> None:

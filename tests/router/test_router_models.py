@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import pytest
 from scripted_worker import BOTH, DECODE, PREFILL, Cluster, ScriptedWorker, job, tokens_of, until
@@ -15,16 +14,10 @@ from router.placement import models
 from router.placement.models import MOST_NAMES, Models
 from router.workers.link import Loss
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
 
 @pytest.fixture
-async def cluster() -> AsyncIterator[Cluster]:
-    cluster = Cluster(max_queued_requests=1)
-    yield cluster
-    cluster.check_nothing_leaked()
-    await cluster.close()
+def usual() -> dict[str, object]:
+    return {"max_queued_requests": 1}
 
 
 async def add(cluster: Cluster, model: str, role: int = BOTH, **options: str) -> ScriptedWorker:
