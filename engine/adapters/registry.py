@@ -71,7 +71,8 @@ class Adapters:
         self._read = read
         self._most_bytes = most_bytes
         self.on_gone: Callable[[], None] = lambda: None
-        """Is called, on some thread, when names are gone because their content is."""
+        """Is called, on some thread, when names are gone because their content is. It must return
+        at once."""
         self._changed = threading.Condition()
         """Guards all else here. Room may be there when it is notified."""
         self._named: dict[str, AdapterInfo] = {}
@@ -219,7 +220,7 @@ class Adapters:
             wait = self._waits.get(digest)
             if wait is not None and wait.done is held:
                 wait.requests -= 1
-            elif not (held.done() and held.exception()):
+            elif held.exception() is None:
                 self._let_go(digest)
             self._changed.notify_all()
 
@@ -265,28 +266,27 @@ class Adapters:
 
     def _work(self) -> None:
         """Serves waits in turn, until there are none."""
-        while True:
-            with self._changed:
-                digest = next(iter(self._waits), None)
-                if digest is None:
-                    self._reads = False
-                    return
-                wait = self._waits[digest]
-                found = self._contents.get(digest)
-                if found is None and not self._has_room_for(wait):
-                    del self._waits[digest]  # Nobody waits any more.
-                    continue
-            error: AdapterError | None = None
-            if found is None:
-                try:
-                    found = self._again(digest, wait.source)
-                except AdapterError as failed:
-                    error = failed
-            self._end(digest, wait, found, error)
-            if found is not None:
-                wait.done.set_result(found)
+        while (first := self._first()) is not None:
+            digest, wait, found = first
+            try:
+                found = found or self._again(digest, wait.source)
+            except AdapterError as error:
+                self._fail(digest, wait, error)
             else:
-                wait.done.set_exception(error)
+                self._give(digest, wait, found)
+
+    def _first(self) -> tuple[bytes, _Wait, Adapter | None] | None:
+        """The first wait, once its content is there, or there is room for it; None: the thread
+        ends."""
+        with self._changed:
+            while self._waits:
+                digest, wait = next(iter(self._waits.items()))
+                found = self._contents.get(digest)
+                if found is not None or self._has_room_for(wait):
+                    return digest, wait, found
+                del self._waits[digest]  # Nobody waits any more.
+            self._reads = False
+            return None
 
     def _has_room_for(self, wait: _Wait) -> bool:
         """Waits until there is room, which is kept for it, or nobody waits any more."""
@@ -316,42 +316,47 @@ class Adapters:
             raise AdapterError("its folder has another content now")
         return found
 
-    def _end(
-        self, digest: bytes, wait: _Wait, found: Adapter | None, error: AdapterError | None
-    ) -> None:
-        """A wait is over: those who waited have the content, or it cannot be read, or its names are
-        gone."""
+    # A wait goes in the moment in which its future is done: `release` asks the one or the other.
+
+    def _give(self, digest: bytes, wait: _Wait, found: Adapter) -> None:
+        """Gives the content to those who waited."""
         with self._changed:
             self._reading_bytes = 0
             del self._waits[digest]
-            if found is not None:
-                self._contents[digest] = found
-                self._contents.move_to_end(digest)
-                if wait.requests:
-                    self._users[digest] += wait.requests
-                self._unread_s.pop(digest, None)
-                self._drop_unnamed(digest)
-                return
-            if isinstance(error, AdapterUnreadError):
-                self._rest(digest, error)
-                return
-            gone = [name for name, info in self._named.items() if info.digest == digest]
-            for name in gone:
-                log.warning("adapter %s is gone: its folder has it no more", name)
-                del self._named[name]
-            self._forget(digest)
-        self.on_gone()
+            self._contents[digest] = found
+            self._contents.move_to_end(digest)
+            if wait.requests:
+                self._users[digest] += wait.requests
+            self._unread_s.pop(digest, None)
+            self._drop_unnamed(digest)
+            wait.done.set_result(found)
 
-    def _rest(self, digest: bytes, error: AdapterUnreadError) -> None:
-        """A content could not be read. Its names stay."""
-        names = [name for name, info in self._named.items() if info.digest == digest]
-        if names:
-            self._unread_s[digest] = time.monotonic()
-        cause = error.__cause__
-        why = "a file is missing" if cause is None else type(cause).__name__
-        if isinstance(cause, OSError) and cause.errno is not None:
-            why = errno.errorcode.get(cause.errno, why)
-        log.warning("adapter %s cannot be read now: %s", ", ".join(names) or "of no name", why)
+    def _fail(self, digest: bytes, wait: _Wait, error: AdapterError) -> None:
+        """The content cannot be read now, or its names are gone."""
+        with self._changed:
+            self._reading_bytes = 0
+            names = [name for name, info in self._named.items() if info.digest == digest]
+            if isinstance(error, AdapterUnreadError):
+                if names:
+                    self._unread_s[digest] = time.monotonic()
+                told = ", ".join(names) or "of no name"
+                log.warning("adapter %s cannot be read now: %s", told, _cause_of(error))
+            else:
+                for name in names:
+                    log.warning("adapter %s is gone: its folder has it no more", name)
+                    del self._named[name]
+                self._forget(digest)
+                self.on_gone()  # Before those who waited hear of it.
+            del self._waits[digest]
+            wait.done.set_exception(error)
+
+
+def _cause_of(error: AdapterUnreadError) -> str:
+    """Without any path."""
+    cause = error.__cause__
+    if isinstance(cause, OSError) and cause.errno is not None and cause.errno in errno.errorcode:
+        return errno.errorcode[cause.errno]
+    return "a file is missing" if cause is None else type(cause).__name__
 
 
 def _check_name(name: str) -> None:

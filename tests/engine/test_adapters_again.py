@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import threading
 from pathlib import Path
 
 import pytest
@@ -110,3 +111,26 @@ def test_loaded_from_another_place_and_changed():
     assert not isinstance(error, AdapterUnreadError)
     assert [info.name for info in adapters.named()] == ["other"]
     assert adapters.hold(digest) is None
+
+
+def test_a_request_that_is_cancelled_while_its_content_is_found_gone():
+    """It is let go of once."""
+    places, may_read = {"a": 1, "b": 2}, threading.Event()
+
+    def read(path: Path, _: Path | None):
+        assert may_read.wait(30)
+        return adapter(places[path.name])
+
+    adapters = Adapters(read, adapter(0).num_bytes)
+    may_read.set()
+    digest = adapters.load("name", Path("a")).digest
+    adapters.load("other", Path("b"))
+    places["a"] = 3
+    may_read.clear()
+    held = adapters.hold(digest)
+    assert held is not None
+    adapters.on_gone = lambda: adapters.release(digest, held)
+    may_read.set()
+    assert isinstance(held.exception(30), AdapterError)
+    assert adapters.held == 0
+    assert digest not in adapters._users
