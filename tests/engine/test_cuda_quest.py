@@ -223,6 +223,8 @@ def test_kernels_choose_what_pytorch_chooses(kind):
 
 MINUTES = pytest.mark.timeout(600)
 """Each engine has two processes, and compiles and captures in both."""
+FEW_GRAPHS = {"max_sequences": 2, "max_step_tokens": 128}
+"""For tests that run two requests at a time: a start captures few graphs."""
 
 
 def graphs_of(engine) -> dict[Any, Any]:
@@ -268,9 +270,15 @@ def test_two_ranks_in_graphs_give_what_the_kernels_give(path):
 def test_a_hook_that_raises_on_one_of_two_gpus(path, graphs):
     """In a graph nothing is called in layers. `test_hooks.py` has the same on CPUs."""
     points = POINTS[2:] if graphs == "no" else ("rows_narrowed", "step_began", "step_ended")
-    spec = f"on-rank-1?graphs={graphs}"
-    with running(path, spec, tp=2, prefix_cache=False) as engine:
+    options = {"tp": 2, "prefix_cache": False, **FEW_GRAPHS}
+    with running(path, f"on-rank-1?graphs={graphs}", **options) as engine:
         assert any(shape.narrowed for shape in graphs_of(engine)) == (graphs == "yes")
         check_rank_1(engine, points)
+
+
+@two_gpus
+@MINUTES
+def test_a_hook_that_cannot_be_attached_on_one_of_two_gpus(path):
+    """Rank 0 waits on its device for what rank 1 never sends, and is let go."""
     with pytest.raises(EngineError, match="rank 1: hook on-rank-1 cannot be attached"):
-        build(path, hooks=(f"{spec}&attaches=no",), tp=2, device="cuda")
+        build(path, hooks=("on-rank-1?attaches=no",), tp=2, device="cuda", **FEW_GRAPHS)
