@@ -86,8 +86,9 @@ class Processes:
         if self.name != name:
             self.stop()
             policy, counts = ARRANGEMENTS[name]
+            prefill, decode, both = (self._options.times * count for count in counts)
             began_s = time.monotonic()
-            self._up = self._open.enter_context(Up(policy, self._options, counts))
+            self._up = self._open.enter_context(Up(policy, self._options, (prefill, decode, both)))
             with Client(self._up.address, timeout_s=120) as client:
                 warm_up(client)
             took_s = time.monotonic() - began_s
@@ -301,6 +302,9 @@ def main() -> None:
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--apart", type=int, default=0, help="prompts that share nothing")
     parser.add_argument("--apart-rate", type=float, default=12.0)
+    parser.add_argument(
+        "--times", type=int, default=1, help="2: twice as many workers of each role"
+    )
     parser.add_argument("--model", default="bench/shapes/llama-8b")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--kv-gib", type=float, default=20.0)

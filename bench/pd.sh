@@ -8,6 +8,8 @@
 #   lognormal RATE SECONDS [IN OUT]   the same with log-normal lengths, of IN tokens (2,048) and OUT (28)
 #                             on average
 #   mooncake RATE SECONDS     lengths and shared prefixes of Mooncake's conversation trace, likewise
+#   bursts RATE SECONDS       drawn: in one second of four requests come five times as fast as in the
+#                             others; three of four are log-normal of 600 + 300 tokens, one of 4,000 + 60
 #   waterfall PROMPT OUTPUT   one request, drawn: waterfall.txt
 #
 # LEVELS judges the same requests by several service levels: "400:12,1000:25" (TTFT and p99 of a
@@ -79,6 +81,24 @@ for prompt, output in zip(*columns):
     print(json.dumps({"timestamp": 0, "input_length": prompt, "output_length": output}))' "$@"
 }
 
+bursts() { # bursts RATE SECONDS: in the form of Mooncake's trace, with times of their own
+  "$python" -c '
+import json, sys, numpy
+rate, seconds, seed = map(float, sys.argv[1:])
+draw = numpy.random.default_rng(int(seed))
+count = int(rate * seconds)
+even_s = numpy.cumsum(draw.exponential(1 / rate, count))
+fours, rest = numpy.divmod(even_s, 4)
+at_s = 4 * fours + numpy.where(rest < 2.5, rest / 2.5, 1 + (rest - 2.5) * 2)
+chats = draw.random(count) < 0.75
+lengths = [
+    draw.lognormal(numpy.log(numpy.where(chats, *means)) - 0.32, 0.8).round().clip(1, 8192)
+    for means in ((600, 4000), (300, 60))
+]
+for at, prompt, output in zip(at_s, *lengths):
+    print(json.dumps({"timestamp": 1e3 * at, "input_length": prompt, "output_length": output}))' "$@" "${SEED:-0}"
+}
+
 declare -A idle # TTFT p50 by prompt length, ms: what a queue is simulated with
 IFS=, read -ra list <<<"$rows"
 row_number=0
@@ -97,6 +117,11 @@ for row in "${list[@]}"; do
     lognormal)
       lognormal "${third:-2048}" "${fourth:-28}" >"$out/lognormal.jsonl"
       LENGTHS=lognormal${third:+-$third-$fourth} bench --trace "$out/lognormal.jsonl" --rate "$first" --num 6000 --duration-s "$second" \
+        --slo-ttft-ms "${SLO_TTFT_MS:-400}" --slo-itl-p99-ms "${SLO_ITL_P99_MS:-10}" ;;
+    bursts)
+      bursts "$first" "$second" >"$out/bursts.jsonl"
+      LENGTHS=bursts bench --trace "$out/bursts.jsonl" --arrivals trace --rate "$first" \
+        --num "$(wc -l <"$out/bursts.jsonl")" \
         --slo-ttft-ms "${SLO_TTFT_MS:-400}" --slo-itl-p99-ms "${SLO_ITL_P99_MS:-10}" ;;
     waterfall)
       bench --num 1 --prompt-tokens "$first" --output-tokens "$second" &&
