@@ -249,18 +249,23 @@ class Adapters:
             self._contents.pop(digest, None)
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Whether there is room, now that what nobody holds and can be read again is gone."""
-        idle = [
-            digest
-            for digest in self._contents
-            if digest not in self._users and digest in self._sources
-        ]
+        """Whether there is room, now that enough of what nobody holds and can be read again is
+        gone. Where all of that would not suffice, nothing goes."""
         used = sum(each.num_bytes for each in self._contents.values()) + self._reading_bytes
-        for digest in idle:
-            if used + num_bytes <= self._most_bytes:
+        lacking = used + num_bytes - self._most_bytes
+        idle = {
+            digest: content.num_bytes
+            for digest, content in self._contents.items()
+            if digest not in self._users and digest in self._sources
+        }
+        if lacking > sum(idle.values()):
+            return False
+        for digest, freed in idle.items():
+            if lacking <= 0:
                 break
-            used -= self._contents.pop(digest).num_bytes
-        return used + num_bytes <= self._most_bytes
+            lacking -= freed
+            del self._contents[digest]
+        return True
 
     # -- the thread of the waits ------------------------------------------------------------------
 

@@ -134,3 +134,17 @@ def test_a_request_that_is_cancelled_while_its_content_is_found_gone():
     assert isinstance(held.exception(30), AdapterError)
     assert adapters.held == 0
     assert digest not in adapters._users
+
+
+def test_nothing_is_dropped_for_what_finds_no_room():
+    """While requests hold the rest, a large one that is loaded takes the place of none."""
+    rows = [4, 8, 16]
+    adapters = Adapters(lambda path, _: adapter(int(path.name), rows[int(path.name)]), 20 * 8)
+    small, taken = (adapters.load(str(number), Path(str(number))).digest for number in range(2))
+    held = adapters.hold(taken)
+    assert held is not None
+    large = adapters.load("2", Path("2")).digest
+    assert adapters.in_host == (taken, small)
+    adapters.release(taken, held)
+    adapters.load("2", Path("2"))
+    assert adapters.in_host == (large,)
