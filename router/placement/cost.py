@@ -220,11 +220,12 @@ class Cost:
 
         On a tie the earlier way wins; it moves fewer bytes.
         """
-        own = self._own(demand, worker)
-        ways = [self._way(demand, worker, usual, own.pool_resume, 0.0)]
-        load_s, capacity, here = 0.0, worker.capacity(), _here(worker, own)
+        own, digest = self._own(demand, worker), demand.model.digest
+        load_s = slot_s(worker, digest) if digest else 0.0
+        ways = [self._way(demand, worker, usual, own.pool_resume, load_s)]
+        capacity, here = worker.capacity(), _here(worker, own)
         if here > own.pool_resume:
-            load_s = _bytes(worker, here - own.pool_pages) / capacity.load_bytes_per_s
+            load_s += _bytes(worker, here - own.pool_pages) / capacity.load_bytes_per_s
             ways.append(self._way(demand, worker, usual, here, load_s))
         peer = self._source(worker, own, everyone)
         if peer is not None and (pages := self._fetchable(worker, peer, own)) > here:
@@ -239,12 +240,11 @@ class Cost:
     def _way(
         self, demand: Demand, worker: WorkerLink, usual: Usual, pages: int, moved_s: float
     ) -> Way:
-        """Estimates the time to first token if `pages` leading pages are ready after `moved_s`."""
+        """Estimates the time to first token if `pages` leading pages, and the adapter, are ready
+        after `moved_s`."""
         capacity, tokens = worker.capacity(), demand.prompt_tokens
         cached = min(pages * demand.model.page_size_tokens, tokens - 1)
         seconds = finish_s(capacity, 0, usual.rate) + moved_s
-        if digest := demand.model.digest:
-            seconds += slot_s(worker, digest)
         seconds += rest_s(capacity, cached, tokens, usual.rate)
         seconds += delay_s(capacity, usual.chunk(worker), tokens - cached)
         return Way(seconds, cached)
