@@ -23,3 +23,12 @@ def weights_unread(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("engine.model.loading.fill", refuse)
     monkeypatch.setattr("engine.model.wrapped.loading.fill", refuse)
+
+
+@pytest.fixture
+def no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is late that comes from lower tiers, and no page is computed because that is said to
+    be sooner: a machine that stands still for a moment would decide so."""
+    for module in ("fetching", "lanes"):
+        monkeypatch.setattr(f"engine.tiers.{module}.LEAST_DEADLINE_S", 30.0)
+    monkeypatch.setattr("engine.tiers.tiers.HostTiers.note_rate", lambda *_: None)

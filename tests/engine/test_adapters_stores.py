@@ -89,12 +89,14 @@ def check(path: Path, folders: dict[str, Path], want: Answers, tier: str, **opti
         engine.stop()
 
 
+@pytest.mark.usefixtures("no_hurry")
 def test_host_memory(path, folders, want):
     check(path, folders, want, "host", kv_host_bytes=8 << 20)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["disk", "dir"])
+@pytest.mark.usefixtures("no_hurry")
 def test_a_store_in_files(path, folders, want, tmp_path, kind, secret):  # noqa: F811
     """Also by the next worker, to which a name means another content."""
     store = {"kv_stores": (f"{kind}:{tmp_path}/kv?gib=0.1",), "kv_secret_file": secret}

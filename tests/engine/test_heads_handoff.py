@@ -106,6 +106,7 @@ def test_windows_and_states(tmp_path, family: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.usefixtures("no_hurry")
 def test_pages_from_lower_tiers_do_without(model, tmp_path, tier: str) -> None:
     head = write_head(tmp_path / "head", model)
     prompts, small, large = conversations(24), SMALL, {"num_pages": 1600}
@@ -126,6 +127,7 @@ def test_pages_from_lower_tiers_do_without(model, tmp_path, tier: str) -> None:
 
 
 @pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.usefixtures("no_hurry")
 def test_pages_that_lack_it_are_told_and_not_read(model, tmp_path, whole: bool) -> None:
     """A prefill worker has the first pages of a prompt from host memory. What a head keeps of the
     others is read, and no more. `whole`: the decode worker has had the prompt before."""

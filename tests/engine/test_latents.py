@@ -69,6 +69,7 @@ def test_preempted_and_swapped(host, path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.usefixtures("no_hurry")
 def test_every_rank_has_the_whole_latent_and_some_heads(count, path, tmp_path):
     """What several ranks have stored, one rank reads."""
     secret = tmp_path / "secret"

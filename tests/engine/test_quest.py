@@ -249,6 +249,7 @@ def test_preempted_sequences_come_back(path, dense, tiers):
     engine.stop()
 
 
+@pytest.mark.usefixtures("no_hurry")
 def test_pages_from_a_tier_get_their_summaries(path, sparse):
     engine = build(path, hooks=(SPARSE,), num_pages=60, kv_host_bytes=1 << 24)
     for prompt in (PROMPT, OTHER, [*PROMPT[::-1]], [*OTHER[::-1]]):

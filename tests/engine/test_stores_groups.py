@@ -60,6 +60,7 @@ def want(model):
         pytest.param("dir", 2, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.usefixtures("no_hurry")
 def test_a_resume_point_comes_from_a_store(model, want, tmp_path, kind, ranks):
     """A wrong page of any group makes wrong tokens."""
     secret = tmp_path / "secret"
@@ -86,6 +87,7 @@ def test_a_resume_point_comes_from_a_store(model, want, tmp_path, kind, ranks):
 
 
 @pytest.mark.parametrize("beams", [None, pytest.param(BeamParams(2), marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("no_hurry")
 def test_a_wrong_state_in_a_store_is_found_once_by_a_request(tmp_path, beams):
     """The store still has it when the prompt is computed again."""
     options = {**HYBRIDS["qwen3_next"], "max_positions": 1024}
@@ -116,6 +118,7 @@ def test_a_wrong_state_in_a_store_is_found_once_by_a_request(tmp_path, beams):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_hurry")
 def test_ranks_copy_the_pages_of_all_groups(model):
     prompts = [prompt[: 20 + 3 * at] for at, prompt in enumerate(conversations(24))]
     large = build(model, num_pages=1600)

@@ -51,10 +51,10 @@ def talk(engine: Engine, prompts: list[list[int]], rounds: int) -> list[list[lis
         pytest.param(200, 2, "fp8", 2, marks=pytest.mark.matrix),
     ],
 )
+@pytest.mark.usefixtures("no_hurry")
 def test_a_small_pool_over_a_host_tier_speaks_as_a_large_one(
-    tiny_path, count, rounds, precision, ranks, monkeypatch
+    tiny_path, count, rounds, precision, ranks
 ):
-    monkeypatch.setattr("engine.tiers.lanes.LEAST_DEADLINE_S", 30)  # Whatever else runs here.
     prompts = conversations(count)
     large = build(tiny_path, num_pages=200 * 8, kv_cache_dtype=precision)
     want = talk(large, prompts, rounds)

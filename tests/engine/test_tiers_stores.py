@@ -70,6 +70,7 @@ def speaks(engine: Engine, want) -> None:
         pytest.param("dir", 4, marks=pytest.mark.matrix),
     ],
 )
+@pytest.mark.usefixtures("no_hurry")
 def test_a_store_below_a_small_host_tier(path, want, tmp_path, secret, kind, ranks):
     options = {**SMALL, "tp": ranks, "kv_secret_file": secret}
     if ranks > 2:  # Of two KV heads, each lies on two of four ranks.
@@ -89,6 +90,7 @@ def test_a_store_below_a_small_host_tier(path, want, tmp_path, secret, kind, ran
     again.stop()
 
 
+@pytest.mark.usefixtures("no_hurry")
 def test_a_page_that_is_found_before_and_after_a_fetch_is_let_go(path, tmp_path):
     """The prompt's first page is in the pool, since another one began with it; the rest is not."""
     options = {**SMALL, "kv_host_bytes": 640 << 10}
@@ -108,6 +110,7 @@ def test_a_page_that_is_found_before_and_after_a_fetch_is_let_go(path, tmp_path)
 
 
 @pytest.mark.matrix
+@pytest.mark.usefixtures("no_hurry")
 def test_two_stores(path, want, tmp_path, secret):
     addresses = tuple(f"{kind}:{tmp_path}/{kind}?gib=0.1" for kind in ("disk", "dir"))
     engine = build(path, **SMALL, kv_stores=addresses, kv_secret_file=secret)
