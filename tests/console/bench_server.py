@@ -9,7 +9,7 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Set
 from concurrent.futures import Future
 
 import grpc
@@ -33,9 +33,16 @@ class KnownServer(pb_grpc.InferenceServiceServicer):
     Args:
         service_s: time of one request, before its first token.
         gap_s: between tokens; a request that is decoding holds up no other.
+        refuses: prompts. Their requests find the queue full.
     """
 
-    def __init__(self, service_s: float = 0.0, gap_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        service_s: float = 0.0,
+        gap_s: float = 0.0,
+        refuses: Set[tuple[int, ...]] = frozenset(),
+    ) -> None:
+        self._refuses = refuses
         self._service_s = service_s
         self._gap_s = gap_s
         self._free_s = 0.0
@@ -76,7 +83,7 @@ class KnownServer(pb_grpc.InferenceServiceServicer):
         self.prompts.append(tuple(request.input.token_ids.ids))
         self.connections[context.peer()] += 1
         self._note(context)
-        if wanted == REFUSED:
+        if wanted == REFUSED or self.prompts[-1] in self._refuses:
             await context.abort_with_status(rpc_status.to_status(_full()))
         if wanted == SILENT:
             await asyncio.sleep(60)

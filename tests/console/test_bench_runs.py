@@ -12,75 +12,94 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bench_server import CONTEXT_TOKENS, DOUBLED, MODEL, REFUSED, SHORT, SILENT, KnownServer
-from standing_still import StandingStill
 from typer.testing import CliRunner, Result
 
 from baton.version import __version__
 from console.cli import app
-from console.loadgen.benchmark import BenchOptions, SearchOptions, measure
+from console.loadgen.benchmark import BenchOptions, SearchOptions, Watcher, measure
 from console.loadgen.endpoints import Target
 from console.loadgen.errors import BenchError
 from console.loadgen.report.summary import Slo
 from console.loadgen.report.tables import figure
 from console.loadgen.trace_files import TraceRow
-from console.loadgen.workload import Workload
+from console.loadgen.workload import LoadPlan, Workload, prompt_ids
 
 ANY_LAG_MS = 10_000.0
 """Machines that run tests are busy: no result is called invalid for that."""
 TRIES = 4
 """Of a measurement that a machine's standing still would spoil: it does not stand still always."""
-STILL_S = 0.1
-"""Half of what a request may wait: a machine that stands still for longer decides the result."""
+VOCABULARY = 32_000
 TIMEOUT_S = 3.0
 """Long beside the answers that come, even from a machine that stands still for a second."""
 
 
 def options(server: KnownServer, workload: Workload, **changes: object) -> BenchOptions:
     target = Target("grpc", server.address)
-    return BenchOptions((target,), workload, max_lag_ms=ANY_LAG_MS, **changes)
+    return BenchOptions(
+        (target,), workload, vocabulary=VOCABULARY, max_lag_ms=ANY_LAG_MS, **changes
+    )
 
 
 def bench(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["bench", *arguments], env={"COLUMNS": "100"})
 
 
-@pytest.mark.timeout(300)
+class Known(Watcher):
+    """A server that can serve `PER_S` requests a second, one after the other, by the clock of the
+    plan: how fast this machine is decides nothing. Whose turn would not come within `PATIENCE_S` is
+    refused."""
+
+    PER_S, PATIENCE_S = 667.0, 0.02
+
+    def __init__(self) -> None:
+        self.impatient: set[tuple[int, ...]] = set()
+
+    def run_begins(self, plan: LoadPlan) -> None:
+        free_s = 0.0
+        for request in plan.requests:
+            free_s = max(free_s, request.due_s) + 1 / self.PER_S
+            if free_s - request.due_s > self.PATIENCE_S:
+                self.impatient.add(tuple(prompt_ids(request, plan.seed, VOCABULARY)))
+
+
 def test_goodput_of_a_server_of_known_capacity() -> None:
-    """One request takes 15 ms, so 67 a second is all there is."""
-    for _ in range(TRIES):
-        with StandingStill() as machine, KnownServer(service_s=0.015) as server:
-            found = measure(
-                options(
-                    server,
-                    Workload(num=80, prompt_tokens=10, output_tokens=2),
-                    rate=40.0,
-                    seed=9,  # Its arrivals crowd nowhere: at 40 a second nobody waits for 100 ms.
-                    slo=Slo(ttft_ms=200),
-                    search=SearchOptions(tolerance=0.3, max_probes=6),
-                    warm_ups=1,
-                    idle_ttft_ms=15.0,
-                )
-            )
-        assert all(run.summary.ok == 80 for run in found.runs)
-        assert found.found is None or found.found.rate <= 1.3 / 0.015
-        if machine.waits.longest_s < STILL_S:
-            break
-    else:
-        pytest.skip(f"others use this machine: {machine.waits}")
+    known = Known()
+    with KnownServer(refuses=known.impatient) as server:
+        given = options(
+            server,
+            Workload(num=80, prompt_tokens=10, output_tokens=2),
+            rate=400.0,
+            seed=9,
+            slo=Slo(ttft_ms=ANY_LAG_MS),
+            search=SearchOptions(tolerance=0.3, max_probes=6),
+            warm_ups=1,
+        )
+        found = measure(given, known)
+    assert all(run.summary.statuses.keys() <= {"OK", "QUEUE_FULL"} for run in found.runs)
     assert found.found is not None
-    assert found.found.rate >= 0.6 / 0.015
+    assert 0.6 <= found.found.rate / known.PER_S <= 1.3
     assert found.found.missed_rate is not None
+    assert found.found.missed_rate <= 1.3 * found.found.rate
     by_rate = [probe.attainment for probe in found.found.by_rate()]
     wanted = SearchOptions().wanted_attainment
     assert by_rate[0] is not None
     assert by_rate[-1] is not None
     assert by_rate[-1] < wanted <= by_rate[0]
-    for run in found.runs:  # The server is the queue that is simulated, so they must agree.
-        ours, simulated = run.summary.ttft_ms, run.summary.simulated_ttft_ms
-        assert ours is not None
-        assert simulated is not None
-        assert simulated.p50 - 5 <= ours.p50 <= 1.15 * simulated.p50 + 60
     assert len({run.summary.seed for run in found.runs}) == len(found.runs)
+
+
+def test_a_simulated_queue_waits_as_a_real_one() -> None:
+    """All come at nearly the same time, so the one in the middle waits for a second: that this
+    machine stands still for a part of it does not matter."""
+    with KnownServer(service_s=0.05) as server:
+        workload = Workload(num=40, prompt_tokens=10, output_tokens=2)
+        given = {"rate": 400.0, "seed": 9, "warm_ups": 1, "idle_ttft_ms": 50.0}
+        (run,) = measure(options(server, workload, **given)).runs
+    ours, simulated = run.summary.ttft_ms, run.summary.simulated_ttft_ms
+    assert ours is not None
+    assert simulated is not None
+    assert simulated.p50 > 800
+    assert simulated.p50 - 5 <= ours.p50 <= 1.15 * simulated.p50 + 60
 
 
 def test_every_request_is_sent_as_planned_by_every_sender_and_over_every_url() -> None:
