@@ -28,9 +28,11 @@ class History:
         generated_ids: Tensor,
     ) -> None:
         """Clears slots and fills in the tokens of their new sequences; see `Resets`."""
-        self.counts[slots] = 0
-        self.in_prompt[slots] = False
-        self.in_prompt[prompt_slots, prompt_ids] = True
+        # A number that is set by an index is first copied there, for which the host waits.
+        self.counts.index_fill_(0, slots, 0)
+        self.in_prompt.index_fill_(0, slots, 0)
+        vocab_size = self.in_prompt.shape[1]
+        self.in_prompt.view(-1).index_fill_(0, prompt_slots * vocab_size + prompt_ids, 1)
         self.count(generated_slots, generated_ids)
 
     def count(self, slots: Tensor, token_ids: Tensor, alive: Tensor | None = None) -> None:

@@ -55,12 +55,12 @@ class SlotTables:
 
     def begin(self, begins: Begins) -> None:
         """Sequences have got slots."""
-        slots = self._upload(begins.slots)
+        slots = self._upload(begins.slots).long()
         self.length[slots] = self._upload(begins.lens)
         self.prompt_len[slots] = self._upload(begins.prompt_lens)
         self.choice[slots] = self._upload(begins.choices)
         self.seed[slots] = self._upload(begins.seeds)
-        self.ready[slots] = 0
+        self.ready.index_fill_(0, slots, 0)
         firsts = np.cumsum(begins.lens) - begins.lens
         at = np.arange(len(begins.ids)) - np.repeat(firsts, begins.lens)
         places = np.repeat(begins.slots, begins.lens).astype(np.int64) * self.history.shape[1] + at
@@ -70,7 +70,7 @@ class SlotTables:
         """The first token behind the KV of these sequences is known: [N] int64 each."""
         self.next[slots] = tokens.int()
         self.history[slots, self.length[slots].long()] = tokens.int()
-        self.ready[slots] = 0
+        self.ready.index_fill_(0, slots, 0)
 
     def columns(self, plan: StepPlan) -> Columns:
         """The tokens of a step's decode rows. A column counts only if its draft is there, and if
@@ -101,7 +101,7 @@ class SlotTables:
         last = tokens.gather(1, (counts - 1).clamp(min=0)[:, None]).squeeze(1)
         self.next[slots] = torch.where(counts > 0, last, columns.ids[:, 0]).int()
         self.length[slots] = (columns.lengths + counts).int()
-        self.ready[slots] = 0
+        self.ready.index_fill_(0, slots, 0)
 
     def set_drafts(self, slots: Tensor, ids: Tensor, ready: Tensor) -> None:
         """Sets the drafts of R slots: `ids` [R, K], of which the leading `ready` [R] are there. One

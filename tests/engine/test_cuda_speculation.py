@@ -17,7 +17,9 @@ from tiny_models import write_tiny_model
 
 from engine.engine import Engine
 from engine.speculation.measured import MeasuredWidths
+from engine.speculation.tables import SlotTables
 from engine.speculation.widths import FixedWidth
+from engine.step.plan import Begins
 from engine.types import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -45,6 +47,22 @@ def run(engine: Engine, sampling: SamplingParams) -> list[Run]:
     finish(*runs)
     check_baseline(engine)
     return runs
+
+
+def test_sequences_begin_without_waiting_for_the_device() -> None:
+    tables = SlotTables(4, 64, 3, VOCAB, torch.device("cuda"))
+    slots, lens = np.array([2, 0], np.int32), np.array([3, 2], np.int32)
+    tables.ready.fill_(3)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        tables.begin(
+            Begins(slots, lens, lens, slots, lens.astype(np.int64), np.arange(5, dtype=np.int32))
+        )
+        tables.write(*(torch.full((1,), 3, device="cuda") for _ in range(2)))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert tables.ready.tolist() == [0, 3, 0, 0, 3]
+    assert tables.history[2, :3].tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("precision", [{}, FP8], ids=["bf16", "fp8"])

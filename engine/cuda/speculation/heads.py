@@ -84,7 +84,8 @@ class FusedHead:
         undrafted, source, target = (staging.add(pages) for pages in changed)
         staging.upload()
         if len(undrafted):
-            self._pool.data[undrafted.long()] = 0  # Nothing of another sequence is read there.
+            # Nothing of another sequence is read there.
+            self._pool.data.index_fill_(0, undrafted.long(), 0)
         if len(source):
             self._pool.copy_pages(source.long(), target.long())
 
