@@ -126,6 +126,8 @@ class QuiesceUnanswered:
     transfer_id: bytes
     peer: str
     """The prefill side."""
+    processes: tuple[str, ...] = ()
+    """Its processes, as `Endpoint.process` names them; none: it is not known any more."""
 
 
 @dataclass(frozen=True, slots=True)

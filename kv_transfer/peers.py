@@ -86,6 +86,9 @@ class Peers:
         self._emit = emit
         self._clock = clock
         self._peers: dict[str, _Peer] = {}
+        self._processes: BoundedMemory[str, tuple[str, ...]] = BoundedMemory(
+            MAX_DEAD_PEERS, DEAD_PEER_AGE_S, clock
+        )
         self._dead: BoundedMemory[str, bool] = BoundedMemory(MAX_DEAD_PEERS, DEAD_PEER_AGE_S, clock)
         """Dead peers, and whether nothing of theirs is under way any more."""
         self.on_open: Callable[[str], None] = lambda agent_name: None
@@ -111,6 +114,11 @@ class Peers:
         peer = self._peers.get(endpoint.agent_name)
         return peer is not None and peer.endpoint != endpoint
 
+    def processes_of(self, agent_name: str) -> tuple[str, ...]:
+        """Its processes, as `Endpoint.process` names them, also when its path is lost; none: it was
+        not met for long."""
+        return self._processes.get(agent_name) or ()
+
     @property
     def any_known(self) -> bool:
         """Whether a notification may arrive at any time."""
@@ -132,6 +140,7 @@ class Peers:
         if self.is_dead(name):
             self._emit(PeerFailed(name, "peer_dead"))
             return
+        self._processes.add(name, tuple(part.process for part in endpoint.parts))
         peer = self._peers.get(name)
         if peer is not None and peer.endpoint == endpoint and self.is_open(name):
             peer.parted_s = None

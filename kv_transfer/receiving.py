@@ -307,7 +307,7 @@ class Receiver:
         transfer_id, peer = receive.spec.transfer_id, receive.spec.peer
         self._peers.notify(peer, Quiesce(transfer_id, self._epoch))
         if receive.ask_again_s >= LAST_ASK_AGAIN_S:
-            self._emit(QuiesceUnanswered(transfer_id, peer))
+            self._emit(QuiesceUnanswered(transfer_id, peer, self._peers.processes_of(peer)))
         self._timers.set(transfer_id, receive.ask_again_s)
         receive.ask_again_s = min(2 * receive.ask_again_s, LAST_ASK_AGAIN_S)
 

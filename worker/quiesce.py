@@ -5,7 +5,8 @@ while both live, the quarantine would last until the path is mended. So there is
 
 1. The decode worker's transfer thread finds that its questions are not answered. The worker asks
    every attached router to ask (`quiesce_wanted`), again and again until the quarantine is over.
-2. A router that holds a stream to the prefill worker passes the question on (`quiesce`).
+2. A router that holds a stream to the prefill worker passes the question on (`quiesce`). Another
+   one learns so that this start of it may be lost, and asks witnesses (`router.deaths.witness`).
 3. The prefill worker posts nothing more of that transfer. Once nothing of it can land, it answers
    to all of its routers (`quiesced`). They pass the answer on to the decode worker. Until then it
    says nothing, and it is asked again.
@@ -46,6 +47,7 @@ class QuiesceRelay:
             case QuiesceUnanswered():
                 question = self._message(event.transfer_id, self._epoch, self._agent_name)
                 question.prefill_agent_name = event.peer
+                question.prefill_processes.extend(event.processes)
                 self._send_to_routers(worker_pb2.WorkResponse(quiesce_wanted=question))
             case QuiesceAnswered():
                 answer = self._message(event.transfer_id, event.decode_epoch, event.peer)

@@ -7,14 +7,17 @@ there next under the worker's name. Only what a kernel has told it counts.
 
 Life of a lost worker here:
 
-1. LOST: some of its processes are not proven to have ended. Witnesses are asked about them.
+1. LOST: some of its processes are not proven to have ended. Witnesses are asked about them. A
+   router that was started again knows of none that was lost before. But peers whose pages wait for
+   its end say so again and again, with the names of its processes (`asked`).
 2. PROVEN: all have ended, or an operator says that its hosts have no power (`fence`). Its peers are
-   told, and it is forgotten.
+   told. One that still asks has not heard it, and is told again.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,13 +29,18 @@ from serving.net.internal_net import agent_name
 logger = logging.getLogger(__name__)
 
 MOST_LOST: Final = 256
-"""Lost workers that are remembered. The oldest go: their pages wait for the ends of their peers."""
+"""Lost workers that are remembered, and those that are proven gone. The oldest go. A peer whose
+pages wait for one of them asks again."""
+ASKED_S: Final = 10.0
+"""A peer asks every second. What was known by questions alone goes so long after the last one,
+seconds: its pages are free, or the peer has ended."""
 MOST_ENDED: Final = 256
 """Processes of a worker whose end was told before it was lost. The oldest go. Not tuned."""
 MOST_WORKERS: Final = 512
 """Workers of which such processes are remembered. The oldest go. Not tuned."""
 MOST_LETTERS: Final = 128
 """Letters of a name. A process's has a boot id, a namespace and two numbers, which are fewer."""
+_EPOCH: Final = re.compile("[0-9a-f]{16}")
 Key = tuple[str, int]
 
 
@@ -49,6 +57,8 @@ class _Lost:
     """`time.time`."""
     idle: bool
     """It left in order, with nothing to do: no page waits for it."""
+    asked_s: float | None = None
+    """`time.monotonic` of the last question; None: this router has lost it itself."""
 
 
 class Deaths:
@@ -63,10 +73,12 @@ class Deaths:
         self._lost: dict[Key, _Lost] = {}
         self._ended: dict[str, dict[str, None]] = {}
         """Processes by worker."""
+        self._gone: dict[Key, None] = {}
 
     @property
     def unproven(self) -> list[dict[str, object]]:
         """Lost workers, as operators see them: without those that left in order."""
+        self._forget()
         return [
             {
                 "worker": worker,
@@ -84,19 +96,42 @@ class Deaths:
         endpoint = worker.endpoint
         if not endpoint.agent_name:
             return
-        name = worker.worker_id
         processes = {one.process for one in (endpoint, *endpoint.ranks)}
-        left = {one for one in processes if one not in self._ended.get(name, {})}
-        key = name, worker.epoch
-        self._lost[key] = _Lost(endpoint.agent_name, left, time.time(), idle)
-        self._look(key)
-        if len(self._lost) > MOST_LOST:
-            oldest = next(iter(self._lost))
-            del self._lost[next((key for key, one in self._lost.items() if one.idle), oldest)]
+        lost = _Lost(endpoint.agent_name, processes, time.time(), idle)
+        self._add((worker.worker_id, worker.epoch), lost)
+
+    def asked(self, agent: str, processes: Sequence[str]) -> bool:
+        """A peer waits for the end of a start that is not attached here.
+
+        Args:
+            agent: its agent's name.
+            processes: its processes, as far as the peer knows them.
+
+        Returns:
+            Whether it is proven to be gone, which the peer has not heard then.
+        """
+        worker, _, epoch = agent.rpartition("-")
+        if not _EPOCH.fullmatch(epoch) or not 0 < len(worker) <= MOST_LETTERS:
+            return False
+        key, now_s = (worker, int(epoch, 16)), time.monotonic()
+        if key in self._gone:
+            return True
+        if (lost := self._lost.get(key)) is None:
+            named = set(processes[:MOST_ENDED]) or {
+                ""
+            }  # Nobody is the witness of what has no name.
+            self._add(key, _Lost(agent, named, time.time(), idle=False, asked_s=now_s))
+            return False
+        lost.idle = False
+        if lost.asked_s is not None:
+            lost.asked_s = now_s
+        return False
 
     def attached(self, worker: worker_pb2.WorkerIdentity) -> None:
         """This start lives."""
-        self._lost.pop((worker.worker_id, worker.epoch), None)
+        key = worker.worker_id, worker.epoch
+        self._lost.pop(key, None)
+        self._gone.pop(key, None)
 
     def witness(self, worker_id: str, host: str, ended: Sequence[str]) -> list[str]:
         """Takes what a process of that worker has seen on its host.
@@ -109,6 +144,7 @@ class Deaths:
             known = self._ended[worker_id] = self._ended.pop(worker_id, {}) | dict.fromkeys(here)
             _keep_last(known, MOST_ENDED)
             _keep_last(self._ended, MOST_WORKERS)
+        self._forget()
         own = [key for key in self._lost if key[0] == worker_id]
         for key in own:
             self._lost[key].processes -= set(here)
@@ -122,17 +158,35 @@ class Deaths:
         Raises:
             NotLostError: it is not lost here, or was never heard of.
         """
-        if self._lost.pop((worker_id, epoch), None) is None:
+        key = worker_id, epoch
+        if key not in self._lost:
             raise NotLostError
         logger.warning("fenced", extra={"worker": worker_id, "epoch": f"{epoch:016x}"})
-        self._proven(agent_name(worker_id, epoch))
+        self._end(key)
+
+    def _add(self, key: Key, lost: _Lost) -> None:
+        lost.processes -= self._ended.get(key[0], {}).keys()
+        self._lost[key] = lost
+        self._look(key)
+        if len(self._lost) > MOST_LOST:
+            oldest = next(iter(self._lost))
+            spare = (key for key, one in self._lost.items() if one.idle or one.asked_s)
+            del self._lost[next(spare, oldest)]
 
     def _look(self, key: Key) -> None:
-        lost = self._lost[key]
-        if not lost.processes:
-            del self._lost[key]
+        if not self._lost[key].processes:
             logger.info("all processes have ended", extra={"worker": key[0]})
-            self._proven(lost.agent_name)
+            self._end(key)
+
+    def _end(self, key: Key) -> None:
+        self._gone[key] = None
+        _keep_last(self._gone, MOST_LOST)
+        self._proven(self._lost.pop(key).agent_name)
+
+    def _forget(self) -> None:
+        old_s = time.monotonic() - ASKED_S
+        for key in [key for key, one in self._lost.items() if one.asked_s and one.asked_s < old_s]:
+            del self._lost[key]
 
 
 def _is_on(process: str, host: str) -> bool:

@@ -3,8 +3,8 @@
 A worker may only speak for itself: a message is dropped if it names another sender than the worker
 that it came from. Answers free pages, so nobody else may give them.
 
-- `quiesce_wanted` goes from a decode worker to its prefill worker, and `quiesced` back. If nobody
-  can answer, the question is dropped, since it is asked again.
+- `quiesce_wanted` goes from a decode worker to its prefill worker, and `quiesced` back. If that is
+  not here, its end is what the decode worker waits for: `deaths` is told.
 - `fetch` goes from the worker that lacks pages to the one that is said to hold them. It is sent
   once. So if it cannot be passed on, the router itself refuses it. `fetch_refused` goes back.
 """
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 from baton.worker.v1 import worker_pb2
 
 if TYPE_CHECKING:
+    from router.deaths.witness import Deaths
     from router.workers.link import WorkerLink
 
 FETCHING: Final = frozenset({"nixl", "loopback"})
@@ -48,10 +49,12 @@ class Between:
 
     Args:
         members: the attached workers.
+        deaths: of the router.
     """
 
-    def __init__(self, members: Callable[[], Sequence[WorkerLink]]) -> None:
+    def __init__(self, members: Callable[[], Sequence[WorkerLink]], deaths: Deaths) -> None:
         self._members = members
+        self._deaths = deaths
 
     def passed_on(self, sender: WorkerLink, message: worker_pb2.WorkResponse) -> bool:
         """Whether the message was for another worker. Then it is dealt with."""
@@ -69,9 +72,14 @@ class Between:
         return True
 
     def _ask(self, decode: WorkerLink, question: worker_pb2.Quiesce) -> None:
-        prefill = self._member(question.prefill_agent_name)
-        if prefill is not None and question.decode_agent_name == decode.agent_name:
+        if question.decode_agent_name != decode.agent_name:
+            return
+        name = question.prefill_agent_name
+        if (prefill := self._member(name)) is not None:
             prefill.send(worker_pb2.WorkRequest(quiesce=question))
+        elif self._deaths.asked(name, question.prefill_processes):
+            part = worker_pb2.Part(agent_name=name, proven_dead=True)
+            decode.send(worker_pb2.WorkRequest(part=part))
 
     def _answer(self, prefill: WorkerLink, answer: worker_pb2.Quiesce) -> None:
         decode = self._member(answer.decode_agent_name)

@@ -90,7 +90,7 @@ class Registry:
         self._tasks: set[asyncio.Task[None]] = set()
         self._stalled: dict[Key, int] = {}
         """Last counters of workers that were lost as frozen."""
-        self._between = Between(lambda: self.members)
+        self._between = Between(lambda: self.members, self.deaths)
         self._closed = False
         self._refused: deque[Key] = deque(maxlen=STARTS_KEPT)
         """Workers of other releases whose refusal is logged."""

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ import pytest
 
 from baton.worker.v1 import worker_pb2
 from kv_transfer.transports.processes import has_ended, process_of, this_host
-from router.deaths.witness import MOST_ENDED, MOST_LOST, MOST_WORKERS, Deaths
+from router.deaths import witness as witness_module_of_routers
+from router.deaths.witness import ASKED_S, MOST_ENDED, MOST_LOST, MOST_WORKERS, Deaths
 from worker.hosts import witness as witness_module
 from worker.hosts.witness import Witness, looking
 
@@ -125,6 +127,41 @@ def test_what_lives_again_is_not_lost_and_memory_is_bounded(
     deaths.lost(worker_of(f"{A}/5/1"), idle=True)
     assert len(deaths.unproven) == MOST_LOST, "one that left in order pushes out none"
     assert proven == []
+
+
+def test_what_peers_ask_for_is_lost_though_this_router_never_lost_it(
+    deaths: Deaths, proven: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was started again. What is gone is no longer listed; who asks on is told."""
+    both = [f"{A}/5/1", f"{B}/5/1"]
+    assert not deaths.asked(GONE, both)
+    assert [one["processes"] for one in deaths.unproven] == [2]
+    assert deaths.witness("p", A, [f"{A}/5/1"]) == []
+    assert deaths.witness("p", B, ()) == [f"{B}/5/1"]
+    assert not deaths.asked(GONE, both), "what is proven stays so"
+    assert deaths.witness("p", B, [f"{B}/5/1"]) == []
+    assert proven == [GONE]
+    assert deaths.asked(GONE, both)
+    assert deaths.unproven == []
+    deaths.attached(worker_of(*both))
+    assert not deaths.asked(GONE, both), "it lives after all"
+    assert deaths.asked("q-000000000000000f", []) is False
+    assert deaths.witness("q", "", [""]) == [], "nobody is the witness of what has no name"
+    deaths.fence("q", 15)
+    assert deaths.asked("q-000000000000000f", [])
+    deaths.lost(worker_of(f"{A}/8/1", epoch=8), idle=True)
+    assert deaths.unproven == []
+    assert not deaths.asked("p-0000000000000008", [f"{A}/8/1"])
+    later_s = time.monotonic() + ASKED_S
+    monkeypatch.setattr(witness_module_of_routers.time, "monotonic", lambda: later_s + 1)
+    assert [one["epoch"] for one in deaths.unproven] == ["0000000000000008"], "nobody asks for 7"
+
+
+@pytest.mark.parametrize("name", ["", "-", "p", "-0000000000000007", "p-7", "p-000000000000000G"])
+def test_what_is_no_name_of_a_start_is_none(name: str, deaths: Deaths) -> None:
+    assert not deaths.asked(name, [f"{A}/5/1"])
+    assert not deaths.asked("p" * 200 + name, [f"{A}/5/1"])
+    assert deaths.unproven == []
 
 
 def test_what_is_told_in_advance_is_bounded_for_each_worker(

@@ -61,7 +61,9 @@ def test_a_cut_path_is_told_and_the_answer_frees(cut: World) -> None:
     wait(world, 3.0)
     told = world.decode.of(QuiesceUnanswered)
     assert len(told) >= 2, "again, for as long as it takes"
-    assert set(told) == {QuiesceUnanswered(transfer.id, world.prefill.name)}
+    process = world.prefill.transport.endpoint.process
+    assert process
+    assert set(told) == {QuiesceUnanswered(transfer.id, world.prefill.name, (process,))}
     assert not world.decode.of(ReceiveFreed)
     answered = QuiesceAnswered(transfer.id, world.decode.name, DECODE_EPOCH)
     assert ask(world, transfer) == [answered]

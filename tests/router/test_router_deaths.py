@@ -9,6 +9,7 @@ import pytest
 from scripted_worker import DECODE, PREFILL, Cluster, ScriptedWorker, until
 from starlette.requests import Request
 
+from baton.worker.v1 import worker_pb2
 from router.deaths.fence import fence_route
 from router.workers.load_estimate import Reservation
 from serving.net.internal_net import agent_name
@@ -59,6 +60,29 @@ async def test_a_peer_hears_it_once_both_hosts_have_said_so(cluster: Cluster) ->
     assert (part.agent_name, part.proven_dead) == (prefill.agent_name, True)
 
 
+async def test_a_router_that_is_started_again_learns_it_from_who_waits(cluster: Cluster) -> None:
+    """The fence is then as ever, and reaches who has not heard it the first time."""
+    decode, _ = await cluster.add("d0", DECODE), await cluster.add("d1", DECODE)
+    lost = agent_name("p0", 7)
+    question = worker_pb2.Quiesce(
+        decode_agent_name=decode.agent_name,
+        prefill_agent_name=lost,
+        prefill_processes=[f"{host}/5/1" for host in HOSTS],
+    )
+    posing = worker_pb2.Quiesce(decode_agent_name="d1-1", prefill_agent_name=agent_name("p1", 7))
+    decode.say(quiesce_wanted=posing)
+    decode.say(quiesce_wanted=question)
+    await until(lambda: cluster.registry.deaths.unproven)
+    _, shown = await asked(cluster)
+    assert [(one["worker"], one["processes"]) for one in shown["lost"]] == [("p0", 2)]
+    assert (await asked(cluster, {"worker": "p0", "epoch": "7"}))[0] == 200
+    for _ in range(2):
+        part = await decode.heard("part")
+        assert (part.agent_name, part.proven_dead) == (lost, True)
+        decode.say(quiesce_wanted=question)
+    assert (await asked(cluster))[1] == {"lost": []}
+
+
 async def asked(cluster: Cluster, body: Any = None) -> tuple[int, Any]:
     """Status and answer of the page."""
     route = fence_route(cluster.registry.deaths, lambda: cluster.registry.members)
@@ -87,7 +111,7 @@ async def test_an_operator_fences_what_is_lost_and_nothing_that_lives(cluster: C
         {"worker": "p0", "epoch": epoch},
     )
     part = await decode.heard("part")
-    assert (part.agent_name, part.proven_dead) == (agent_name("p0", prefill.identity.epoch), True)
+    assert (part.agent_name, part.proven_dead) == (prefill.agent_name, True)
     assert await asked(cluster) == (200, {"lost": []})
 
 

@@ -15,6 +15,7 @@ from worker_kit import DECODE, PREFILL, WAIT_S, WHOLE, Attempted, Node, a_pair, 
 from baton.grpc_options import channel_options, server_options
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from faults import failpoints
+from kv_transfer.transports.processes import own_process
 from serving.release import PROTOCOL, stamp
 from worker.load import PrefillRoom, Report, load_message
 from worker.stream import WorkerServicer
@@ -244,7 +245,9 @@ async def test_a_quarantine_ends_over_the_routers_where_the_direct_path_is_cut(
         failpoints.arm("transfer.path=raise")
         await to_d.say(abort=worker_pb2.Abort(attempt_id=attempt.id))
         assert not (await to_d.heard("aborted")).already_ready
-        await to_p.say(quiesce=await to_d.heard("quiesce_wanted"))
+        question = await to_d.heard("quiesce_wanted")
+        assert list(question.prefill_processes) == [own_process()]
+        await to_p.say(quiesce=question)
         await to_p.say(quiesce=await to_d.heard("quiesce_wanted"))
         assert pair.d.decode.stats.quarantined == 1
         assert "quiesced" not in dict(to_p.history)

@@ -1378,6 +1378,7 @@ class Quiesce(_message.Message):
     DECODE_EPOCH_FIELD_NUMBER: _builtins.int
     DECODE_AGENT_NAME_FIELD_NUMBER: _builtins.int
     PREFILL_AGENT_NAME_FIELD_NUMBER: _builtins.int
+    PREFILL_PROCESSES_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.bytes
     """The transfer, random, 16 bytes."""
     decode_epoch: _builtins.int
@@ -1386,6 +1387,12 @@ class Quiesce(_message.Message):
     """Agent name of the decode worker, which asks."""
     prefill_agent_name: _builtins.str
     """Agent name of the prefill worker, which answers."""
+    @_builtins.property
+    def prefill_processes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """In questions: its processes, as in `KvEndpoint.process`. A router to which it
+        is not attached asks witnesses for them.
+        """
+
     def __init__(
         self,
         *,
@@ -1393,10 +1400,11 @@ class Quiesce(_message.Message):
         decode_epoch: _builtins.int = ...,
         decode_agent_name: _builtins.str = ...,
         prefill_agent_name: _builtins.str = ...,
+        prefill_processes: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_agent_name", b"decode_agent_name", "decode_epoch", b"decode_epoch", "prefill_agent_name", b"prefill_agent_name", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_agent_name", b"decode_agent_name", "decode_epoch", b"decode_epoch", "prefill_agent_name", b"prefill_agent_name", "prefill_processes", b"prefill_processes", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
