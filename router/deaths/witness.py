@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from baton.worker.v1 import worker_pb2
-from serving.net.internal_net import agent_name
 
 logger = logging.getLogger(__name__)
 

@@ -22,6 +22,8 @@ from worker.hosts.interfaces import addresses
 
 pytestmark = pytest.mark.gpu
 START_S = 200.0
+SAYING = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
+"""NCCL says by which way ranks reach each other."""
 
 
 def free_port(host: str) -> int:
@@ -32,7 +34,7 @@ def free_port(host: str) -> int:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("pp", "tp"), [(2, 1), (1, 2)])
 def test_the_tokens_are_those_of_one_process(pp: int, tp: int, tmp_path: Path) -> None:
-    """By NCCL over the fabric: no memory is shared over hosts."""
+    """By NCCL over the fabric: no memory is shared over hosts, and NCCL takes each node for one."""
     if torch.cuda.device_count() < 2:
         pytest.skip("it needs two GPUs")
     here = next(str(one) for one in addresses() if not one.is_loopback and one.version == 4)
@@ -51,6 +53,7 @@ def test_the_tokens_are_those_of_one_process(pp: int, tp: int, tmp_path: Path) -
         "leader": f"{here}:{free_port(here)}",
         "fabric": f"trusted:{here}/32",
         "num_pages": 400,
+        "transport": "loopback",  # Nobody hands pages over here, and not every machine has NIXL.
         "routers": internal,
         "admin": "127.0.0.1:0",
         "tls_dir": tmp_path / "certs/both",
@@ -63,7 +66,11 @@ def test_the_tokens_are_those_of_one_process(pp: int, tp: int, tmp_path: Path) -
         "tls_dir": tmp_path / "certs/router",
     }
     started = [("router", router, {})] + [
-        ("worker", {**shared, "node": node}, {"CUDA_VISIBLE_DEVICES": str(node)})
+        (
+            "worker",
+            {**shared, "node": node},
+            {"CUDA_VISIBLE_DEVICES": str(node), "NCCL_HOSTID": f"node-{node}"} | SAYING,
+        )
         for node in range(2)
     ]
     log = (tmp_path / "log").open("wb")
@@ -84,7 +91,9 @@ def test_the_tokens_are_those_of_one_process(pp: int, tp: int, tmp_path: Path) -
         for process in processes:
             process.terminate()
         codes = [process.wait(60) for process in processes]
-    assert codes == [0, 0, 0], (tmp_path / "log").read_text()
+    said = (tmp_path / "log").read_text()
+    assert codes == [0, 0, 0], said
+    assert "via NET/Socket" in said, said
 
 
 def answer_in_time(client: Client, processes: list[subprocess.Popen[bytes]], log: Path) -> None:

@@ -220,8 +220,8 @@ def test_a_rank_that_rank_0_has_reaped_has_a_witness(host: Host, tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_host_without_power_is_fenced(host: Host, tmp_path: Path) -> None:
-    """All of it ends at once, and nothing there is started again. Neither is the leader, so a router
-    that is has only the decode worker's word of both, whose pages wait."""
+    """All of it ends at once, and nothing there is started again. Neither is the leader. So a
+    router that is has only the word of the decode worker, whose pages wait."""
     model = write_tiny_model(tmp_path / "model", layers=4)
     with group(model, tmp_path, host) as made, ThreadPoolExecutor(4) as threads:
         made.start_agent()

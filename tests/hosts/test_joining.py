@@ -1,8 +1,11 @@
-"""Who may open a stream to the leader, and for how long it may say nothing."""
+"""Who may open a stream to the leader, and how long each side waits for the other."""
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,12 +17,15 @@ from settings_kit import settings_of
 
 from baton.version import __version__
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
+from serving.gpu_slots import claimed
 from serving.net.certificates import write_set
 from serving.net.internal_net import TlsNet, server_name_of, workers_net
+from worker.hosts import agent as agent_module
 from worker.hosts import leader as leader_module
+from worker.hosts.agent import Agent
 from worker.hosts.guard import Guard
 from worker.hosts.leader import Group
-from worker.hosts.place import Place
+from worker.hosts.place import FORM_S, Place
 from worker.settings import WorkerSettings
 
 HOME = "127.0.0.1"
@@ -102,3 +108,47 @@ def test_silent_streams_keep_no_agent_out(door: Door) -> None:
             next(stream)
         error: Any = found.value
         assert error.code() is grpc.StatusCode.CANCELLED
+
+
+def agent_of(folder: Path, **changed: Any) -> WorkerSettings:
+    """Settings of node 1, with certificates."""
+    write_set(folder, ("prefill",), (), days=30)
+    own = {"name": NAME, "tp": 2, "nodes": NODES, "node": 1, "model": str(folder)}
+    return settings_of(WorkerSettings, tls_dir=str(folder / "prefill"), **own | changed)
+
+
+def test_an_agent_without_a_leader_ends_when_it_is_told_to(tmp_path: Path) -> None:
+    """And waits for none any more: its tries are refused at once, one after the other."""
+    settings = agent_of(tmp_path)
+    with socket.create_server((HOME, 0)) as door:
+        nobody = f"{HOME}:{door.getsockname()[1]}"
+    net = workers_net(settings.tls, NAME)
+    agent = Agent(settings, Place(NODES, 1, nobody, "", HOME, "lo"), net, Guard(-1))
+    threading.Timer(0.5, agent.leave).start()
+    began_s = time.monotonic()
+    assert agent.run() == 1
+    assert time.monotonic() - began_s < FORM_S / 4
+
+
+def test_an_agent_claims_the_gpus_of_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One of the host's two is another worker's, and each host has a rank."""
+    for name in ("setup_logging", "keep_data_plane_on"):
+        monkeypatch.setattr(agent_module, name, lambda *_: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
+    chosen: list[str] = []
+
+    def begin(*_: object) -> None:
+        chosen.append(os.environ["CUDA_VISIBLE_DEVICES"])
+        raise OSError("enough")
+
+    monkeypatch.setattr(agent_module, "Agent", begin)
+    settings = agent_of(tmp_path, device="cuda", gpu_slots_dir=str(tmp_path), routers="lo:1")
+    place = Place(NODES, 1, f"{HOME}:1", "", HOME, "lo")
+    with claimed(tmp_path, ["6"], "other"):
+        assert agent_module._run(settings, place, Guard(-1)) == 1
+        with claimed(tmp_path, ["7"], "another"):
+            assert agent_module._run(settings, place, Guard(-1)) == 1
+    assert chosen == ["7"]
+    assert "no GPU is left here for prefill-0: claimed are" in caplog.text

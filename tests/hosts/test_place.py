@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from settings_kit import settings_of
 from serving.settings import SettingsError, resolve
 from worker.hosts import place as place_module
 from worker.hosts.digest import model_digest
-from worker.hosts.interfaces import addresses
+from worker.hosts.interfaces import DEVICES, RDMA, addresses, keep_data_plane_on
 from worker.hosts.place import place_of, with_place
 from worker.settings import WorkerSettings
 
@@ -161,6 +162,17 @@ def test_an_unknown_leader_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(place_module, "FORM_S", 0.05)
     with pytest.raises(SettingsError, match="leader nowhere is not known here: Name or service"):
         place_of(settings(leader="nowhere:1"))
+
+
+@pytest.mark.parametrize("named", ["", *RDMA])
+def test_the_data_plane_stays_in_its_network_unless_devices_are_named(
+    named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ = {named: "mlx5_0"} if named else {}
+    monkeypatch.setattr(os, "environ", environ)
+    keep_data_plane_on("eth7")
+    assert {environ[variable] for variable in DEVICES} == {"eth7"}
+    assert environ.get("NCCL_IB_DISABLE", "") == ("" if named else "1")
 
 
 def test_another_model_has_another_digest(tmp_path: Path) -> None:

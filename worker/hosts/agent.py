@@ -1,13 +1,12 @@
-"""The agent of a host that is not the leader: it keeps the ranks there, and bears witness of their
-end.
+"""The agent of a host that is not the leader: it keeps the ranks there, until the group ends.
 
 It needs no torch. Its life:
 
 1. JOINING: it says who it is, again and again until the leader is there, at most `FORM_S`.
 2. KEEPING: it has its order, and its ranks run. It passes on their figures.
 3. ENDING: a rank has ended, the leader says so, or nothing comes from the leader any more. Then no
-   rank is of use. All are killed and reaped, which is told to the leader, or to the routers if the
-   leader is gone: pages that these ranks could write are free from then on.
+   rank is of use. All are killed and reaped. When this process has ended, too, the guard says so to
+   the routers (`worker.hosts.guard`): pages that these ranks could write are free from then on.
 
 The exit code is 0 if the leader has ended in order, and else 1: a supervisor starts it again.
 """
@@ -39,7 +38,7 @@ from engine.hosts.processes import RankProcesses, Share, StoppedRanks
 from engine.hosts.rows import Rows
 from engine.hosts.wires import Keys, write_ends
 from engine.ranks.process import CONFIG
-from kv_transfer.transports.processes import process_of
+from serving.gpu_slots import NoSlotError, claimed_for
 from serving.net.internal_net import (
     InternalNet,
     TlsNet,
@@ -54,7 +53,7 @@ from worker.hosts.digest import model_digest
 from worker.hosts.guard import Guard
 from worker.hosts.interfaces import keep_data_plane_on
 from worker.hosts.place import FORM_S, Place
-from worker.hosts.witness import Witness, looking
+from worker.hosts.witness import looking
 from worker.router_addresses import RouterAddresses
 from worker.settings import WorkerSettings
 
@@ -85,13 +84,16 @@ def _run(settings: WorkerSettings, place: Place, guard: Guard) -> int:
     keep_data_plane_on(place.interface)
     try:
         net = workers_net(settings.tls, settings.name)
-        with RouterAddresses(settings.routers) as routers:
-            agent = Agent(settings, place, net, Witness(settings.name, routers, net), guard)
+        claimed = claimed_for(
+            settings.device, settings.gpu_slots_dir, settings.name, settings.ranks_here
+        )
+        with claimed, RouterAddresses(settings.routers) as routers:
+            agent = Agent(settings, place, net, guard)
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *_: agent.leave())
             with looking(settings.name, routers, net):
                 return agent.run()
-    except (TlsError, OSError) as error:
+    except (NoSlotError, TlsError, OSError) as error:
         logger.error("the agent cannot start: %s", error)
         return 1
 
@@ -100,14 +102,8 @@ class Agent:
     """See the module. It belongs to the main thread."""
 
     def __init__(
-        self,
-        settings: WorkerSettings,
-        place: Place,
-        net: InternalNet,
-        witness: Witness,
-        guard: Guard,
+        self, settings: WorkerSettings, place: Place, net: InternalNet, guard: Guard
     ) -> None:
-        self._witness = witness
         self._guard = guard
         self._settings = settings
         self._place = place
@@ -117,8 +113,6 @@ class Agent:
         self._folder = Path(tempfile.mkdtemp(prefix="baton-ranks-"))
         self._rows = Rows(self._folder, self._share)
         self._ranks: RankProcesses | None = None
-        self._processes: set[str] = set()
-        """Ranks as routers know them. One that has ended has no name any more."""
         self._digest = model_digest(settings.model)
         self._outbox: queue.SimpleQueue[worker_pb2.JoinRequest | None] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[worker_pb2.JoinResponse | grpc.RpcError] = (
@@ -136,23 +130,19 @@ class Agent:
         except GroupEndedError as ended:
             reason = str(ended)
         finally:
-            processes = self._end_ranks(at_once=bool(reason))
+            self._end_ranks(at_once=bool(reason))
             shutil.rmtree(self._folder, ignore_errors=True)
         if not reason:
             return 0
         logger.error("the agent ends: %s", reason)
-        if processes:
-            self._witness.say(processes)
         return 1
 
-    def _end_ranks(self, *, at_once: bool) -> set[str]:
-        """Returns the processes that have ended, as routers know them."""
+    def _end_ranks(self, *, at_once: bool) -> None:
         if self._ranks is None:
-            return set()
+            return
         if at_once:
             self._ranks.kill()
         self._ranks.end()
-        return self._processes
 
     def leave(self) -> None:
         """The operator ends this agent: at first in order, and at once if asked again."""
@@ -176,6 +166,8 @@ class Agent:
                     self._judge(error, ends_s)
                 finally:
                     self._outbox.put(None)
+            if self._told_to_leave:  # Nothing else may look: a refused connection ends at once.
+                raise GroupEndedError("it was told to end")
             time.sleep(AGAIN_S)
 
     def _keep(self) -> None:
@@ -224,7 +216,6 @@ class Agent:
         each = max(1, threads // self._share.count)
         self._ranks = RankProcesses(self._folder, self._share, each, self._guard.keeps)
         self._ranks.start()
-        self._processes = {process_of(pid) for pid in self._ranks.pids.values()}
         logger.info("ranks started", extra={"ranks": len(self._ranks.pids)})
 
     def _lost(self, how: str) -> None:

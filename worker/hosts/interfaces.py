@@ -28,6 +28,9 @@ _PLACES: Final = {int(socket.AF_INET): (4, 4), int(socket.AF_INET6): (8, 16)}
 
 DEVICES: Final = ("UCX_NET_DEVICES", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 """Variables that name the network devices of the data plane's libraries."""
+RDMA: Final = ("NCCL_IB_HCA", "NCCL_NET")
+"""Variables by which an operator chooses how NCCL leaves the host. Without them it would take all
+InfiniBand and RoCE devices that it finds, whatever its sockets' interface is."""
 
 
 def addresses() -> dict[Address, str]:
@@ -54,7 +57,9 @@ def _each(one: ctypes._Pointer[_Interface]) -> Iterator[tuple[Address, str]]:
 
 
 def keep_data_plane_on(interface: str) -> None:
-    """Keeps the sockets of UCX, NCCL and Gloo on one network, unless the operator named devices.
-    Without that they listen on every interface."""
+    """Keeps the sockets of UCX, NCCL and Gloo on one network, and NCCL to sockets, unless the
+    operator named devices. Without that they listen on every interface."""
     for variable in DEVICES:
         os.environ.setdefault(variable, interface)
+    if not any(variable in os.environ for variable in RDMA):
+        os.environ.setdefault("NCCL_IB_DISABLE", "1")
