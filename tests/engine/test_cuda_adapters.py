@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,29 @@ from quantised_folders import write_quantised
 from tiny_families import EXPERTS, HYBRIDS, LATENTS
 from tiny_models import write_tiny_model
 
+from engine.engine import Engine
+from engine.types import SamplingParams
+
 pytestmark = pytest.mark.gpu
 NEW = 12
+LENGTHS = (5, 70, 300, 600)
 NAMED = ({"r": 8}, {"r": 40}, {"r": 16, "target_modules": ["q_proj", "down_proj"]})
-ROUNDED = {"dtype": "bfloat16", "turned": 4, "first": 2}
-"""Near ties turn in 16 bits, so rows are compared by their first tokens."""
+SCORED = SamplingParams(temperature=0.0, top_logprobs=0)
 LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]
 
 
-def answered(path: Path, folders: list[Path], *, fused: bool, **options: Any) -> list:
-    """Tokens of a crowd: more adapters than slots; prompts of a graph, and long ones."""
+def engine_of(path: Path, folders: list[Path], **options: Any) -> Engine:
+    """More adapters than slots; prompts of a graph, and long ones."""
     named = tuple(f"a{i}={folder}" for i, folder in enumerate(folders))
     own = {"num_pages": 400, "max_step_tokens": 640, "max_adapters": 2, "adapters": named}
-    engine = build(path, **own | options)
+    return build(path, **own | options)
+
+
+def answered(
+    path: Path, folders: list[Path], *, fused: bool, **options: Any
+) -> list[tuple[list[int], torch.Tensor]]:
+    """Of a crowd: prompts with what was answered, and the log probabilities of that."""
+    engine = engine_of(path, folders, device="cuda", **options)
     try:
         executor = engine._loop._executor
         executor = getattr(executor, "_own", executor)
@@ -34,39 +45,69 @@ def answered(path: Path, folders: list[Path], *, fused: bool, **options: Any) ->
         if fused:
             assert bool(executor._graphs) == options.get("cuda_graphs", True)
         digests = [*(info.digest for info in engine.adapters.named()), b""]
+        common = {"sampling": SCORED, "ignore_eos": True}
         runs = [
-            submit(engine, prompt_of(length), NEW, adapter=digest, ignore_eos=True)
-            for length in (5, 70, 300, 600)
+            submit(engine, prompt_of(length), NEW, adapter=digest, **common)
+            for length in LENGTHS
             for digest in digests
         ]
         finish(*runs, timeout_s=120)
         check_baseline(engine)
-        return [run.tokens for run in runs]
+        return [
+            (
+                [*run.request.prompt_ids.tolist(), *run.tokens[0]],
+                torch.tensor([record.logprob for record in run.records[0]]),
+            )
+            for run in runs
+        ]
     finally:
         engine.stop()
 
 
-def check(
-    path: Path, folders: list[Path], turned: int = 1, first: int = NEW, **options: Any
-) -> None:
-    """On a GPU as on a CPU. `turned`: rows where a near tie may turn a token of the `first`."""
-    fused = options.pop("fused", True)
-    shared = {"dtype": "float32", **{k: v for k, v in options.items() if k in SHARED}}
-    wanted = answered(path, folders, fused=False, device="cpu", **shared)
-    found = answered(path, folders, fused=fused, device="cuda", **shared | options)
-    pairs = zip(found, wanted, strict=True)
-    same = sum(one[0][:first] == other[0][:first] for one, other in pairs)
-    assert same >= len(wanted) - turned, f"{same} of {len(wanted)}"
-    assert len({str(tokens) for tokens in wanted[: len(folders) + 1]}) == len(folders) + 1
+def scored(
+    path: Path, folders: list[Path], prompts: list[list[int]], **options: Any
+) -> list[torch.Tensor]:
+    """The log probabilities of the last tokens of such prompts, on the CPU."""
+    engine = engine_of(path, folders, device="cpu", **options)
+    try:
+        digests = [*(info.digest for info in engine.adapters.named()), b""]
+        common = {"sampling": SCORED, "ignore_eos": True, "prompt_logprobs": True}
+        runs = [
+            submit(engine, prompt, 1, adapter=digests[at % len(digests)], **common)
+            for at, prompt in enumerate(prompts)
+        ]
+        finish(*runs, timeout_s=120)
+        records = [run.scored.records[-NEW:] for run in runs if run.scored is not None]
+        return [torch.tensor([record.logprob for record in own]) for own in records]
+    finally:
+        engine.stop()
 
 
-SHARED = ("dtype", "model_impl", "quantization", "kv_cache_dtype")
+def check(path: Path, folders: list[Path], *, fused: bool = True, **options: Any) -> None:
+    """A GPU is as near to float32 on the CPU as the CPU is in 16 bits. Of another adapter, log
+    probabilities differ by more than 3 in each row; here they differ by 0.06, in FP8 by 0.3."""
+    ours = answered(path, folders, fused=fused, **{"dtype": "bfloat16"} | options)
+    whole = [tokens for tokens, _ in ours]
+    shared = {k: v for k, v in options.items() if k in ("model_impl", "quantization")}
+    wanted = scored(path, folders, whole, **shared, dtype="float32")
+    own = {k: v for k, v in options.items() if k == "kv_cache_dtype"}
+    others = scored(path, folders, whole, **shared, **own, dtype="bfloat16")
+    errors = torch.stack(
+        [(found - want).abs() for (_, found), want in zip(ours, wanted, strict=True)]
+    )
+    pairs = zip(others, wanted, strict=True)
+    bound = torch.stack([(found - want).abs() for found, want in pairs]).mean()
+    assert errors.mean() <= 1.6 * bound + 2e-3, (float(errors.mean()), float(bound))
+    by_row = errors.mean(dim=1)
+    assert (by_row <= 4 * bound + 2e-3).all(), (by_row.tolist(), float(bound))
+
+
 KINDS: dict[str, dict[str, Any]] = {
-    "graphs": ROUNDED,
-    "no-graphs": ROUNDED | {"cuda_graphs": False},
-    "suffix": ROUNDED | {"speculation": "suffix"},
-    "eager": {"attention": "sdpa", "fused": False},
-    "fp8-kv": ROUNDED | {"kv_cache_dtype": "fp8"},
+    "graphs": {},
+    "no-graphs": {"cuda_graphs": False},
+    "suffix": {"speculation": "suffix"},
+    "eager": {"attention": "sdpa", "fused": False, "dtype": "float32"},
+    "fp8-kv": {"kv_cache_dtype": "fp8"},
 }
 
 
@@ -84,13 +125,15 @@ def test_a_gpu_answers_as_a_cpu(kind, impl, three):
 
 @pytest.mark.parametrize("precision", ["fp8", "compressed-tensors-blocks", "pack-quantized-group"])
 def test_quantised_bases(precision, tmp_path):
-    """Their products read what is rounded, and pairs what is not. 16 bits turn near ties."""
+    """Their products read what is rounded, and pairs what is not."""
     sizes = {"hidden": 128, "head_dim": 32}
     path = write_tiny_model(tmp_path / "tiny", tokenizer=False, **sizes)
     folders = [write_adapter(path, tmp_path / str(i), i, **own) for i, own in enumerate(NAMED)]
-    options: dict[str, Any] = dict(ROUNDED)
+    options: dict[str, Any] = {}
     if precision == "fp8":
         options["quantization"] = "fp8"
+    elif precision.startswith("pack") and find_spec("humming") is None:
+        pytest.skip("humming-kernels is not installed")
     else:
         write_quantised(path, tmp_path / "quantised", precision)
         path = tmp_path / "quantised"
@@ -109,10 +152,10 @@ def test_latents_states_and_mixtures(family, targets, tmp_path):
     own = (EXPERTS | HYBRIDS | LATENTS)[family]
     path = write_tiny_model(tmp_path / "tiny", tokenizer=False, **own)
     folder = write_adapter(path, tmp_path / "adapter", target_modules=targets)
-    check(path, [folder], **ROUNDED)
+    check(path, [folder])
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("precision", ["", "fp8"])
 def test_ranks(precision, three):
-    check(*three, tp=2, **ROUNDED | {"quantization": precision})
+    check(*three, tp=2, quantization=precision)
