@@ -68,7 +68,7 @@ from engine.sampling import Sampler
 from engine.sampling.beams import BeamTables
 from engine.step.executor import Launched
 from engine.step.hooks import Narrowed
-from engine.step.lanes import lanes_of
+from engine.step.lanes import flights_of
 from engine.step.plan import StepPlan, StepResult
 from engine.step.sampling import Masks, words_of
 from faults import failpoints
@@ -140,8 +140,8 @@ class CudaExecutor:
         shapes = self._shapes.all
         most_tokens = max(bounds.max_step_tokens, shapes[0].tokens)
         widest = [max_pages, *(width.columns for width in self._widths(most_tokens))]
-        self._handing = Handing(model, most_tokens)
-        buffers = 2 if stages == 1 else 2 * lanes_of(stages, 1).flights
+        self._handing = Handing(model, most_tokens, self._token_table)
+        buffers = 2 if stages == 1 else 2 * flights_of(stages)
         self._staging = StepStaging(most_integers(bounds, shapes[0], widest), device, buffers)
         most_rows = max(shape.rows for shape in shapes)
         tables = None if drafting is None else drafting.tables
@@ -244,7 +244,7 @@ class CudaExecutor:
         (draw, future), self._waiting = self._waiting, None
         try:
             with torch.inference_mode(), torch.cuda.stream(self.stream):
-                self._finish(with_rest(self._drawing.draw(draw, masks), draw), future)
+                self._finish(self._drawn(draw, masks), future)
         except Exception as error:
             future.set_exception(error)
 
@@ -261,6 +261,7 @@ class CudaExecutor:
             self._adapters.load(plan.adapters_wanted)
         if any(source.size for source, _ in plan.copies) or plan.write_slots.size:
             self._transfer(plan)
+        self._handing.begin(plan)
         if self._head is not None:
             self._head.begin(plan, self._staging)
         shape, narrowed = self._hooked.begin(plan, self._shapes, self._page_size)
@@ -273,7 +274,13 @@ class CudaExecutor:
         if plan.masked.size:
             self._waiting = draw, Future()
             return self._waiting[1]
-        return self._finish(with_rest(self._drawing.draw(draw), draw))
+        return self._finish(self._drawn(draw))
+
+    def _drawn(self, draw: Draw, masks: Masks | None = None) -> Read:
+        read = with_rest(self._drawing.draw(draw, masks), draw)
+        if draw.plan is not None:
+            self._handing.give_tokens(draw.slots)
+        return read
 
     def _transfer(self, plan: StepPlan) -> None:
         """Queues page copies and token table writes before the step. They are rare, so no graph has
@@ -394,6 +401,7 @@ class CudaExecutor:
         )  # fmt: skip
         own = self._make_inputs(shape, shape.rows)
         packed = self._pack(plan, shape, narrowed)
+        self._handing.take(shape.tokens)
         inputs = own.spread(packed, self._token_table, size)
         skips = [np.zeros_like(contexts)]
         skips += [other.skipped[decodes:] * np.int32(size) for other in plan.others]
@@ -411,7 +419,6 @@ class CudaExecutor:
         given = inputs[0].token_ids, inputs[0].positions, [group.stores for group in inputs]
         all_states = plan.reads_all_states
         tapped, states = self._tapped(shape), self._handing.states(shape.tokens)
-        self._handing.take(shape.tokens)
         hidden = self._forward.hidden(*given, None if all_states else ends, hooked, tapped, states)
         if not self._handing.is_last:
             return self._handed_on(packed)

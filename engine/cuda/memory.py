@@ -94,7 +94,7 @@ def _run_largest(model: Decoder, scratch: KvPools, attention: PagedGroups, bound
     attention.prepare([states if isinstance(kind, State) else step for kind in kinds])
     forward = forward_of(model, scratch, attention, bounds.max_context_tokens)
     stores = SCRATCH_PAGE * page_size + positions % page_size
-    tokens, handing = torch.zeros_like(positions), Handing(model, size)
+    tokens, handing = torch.zeros_like(positions), Handing(model, size, lens)
     places = [stores] * len(scratch)
     hidden = forward.hidden(tokens, positions, places, states=handing.states(size))
     if handing.is_last:

@@ -9,7 +9,7 @@ step has ended on rank 0, all ranks have stored its KV.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -30,6 +30,7 @@ from engine.sampling.beams import BeamTables
 from engine.speculation.tables import accepted
 from engine.speculation.verifying import Verification, Verifier
 from engine.step.attention import AttentionBatch, StepAttention
+from engine.step.feedback import Feedback
 from engine.step.plan import SCORE_ROWS, ScorePlan, StepPlan
 from engine.types import SCRATCH_PAGE
 
@@ -62,7 +63,11 @@ class TorchSteps:
         self._head = head
         self._computed: Computed | None = None
         """The step that runs, for the head."""
-        self._token_table = torch.zeros(max_slots, dtype=torch.int64, device=device)
+        self._token_table = torch.zeros(max_slots + 1, dtype=torch.int64, device=device)
+        """The last entry is nobody's."""
+        shard, self._feedback = model.shard, None
+        if shard.stages > 1 and shard.is_first:
+            self._feedback = Feedback(shard.stages, max_slots)
         self._beams = BeamTables(max_slots, pools, self._write, device)
 
     def prepare(self, plan: StepPlan) -> StepPlan:
@@ -80,12 +85,21 @@ class TorchSteps:
             plan = self.verification.plan
         elif plan.write_slots.size:
             self._token_table[self._upload(plan.write_slots)] = self._upload(plan.write_tokens)
+        if self._feedback is not None:
+            self._take_tokens(self._feedback.due(plan))
         if self._adapters is not None:
             self._adapters.begin(plan.adapters_wanted, plan.adapters, plan.query_lens)
         if self.hooks is not None:
             self.hooks.narrow(plan)
             self.hooks.begin(plan)
         return plan
+
+    def _take_tokens(self, due: Iterable[NDArray[np.int32]]) -> None:
+        """Takes what the last stage has drawn, for these slots."""
+        assert isinstance(self.model, Model), "our decoder has stages"
+        for slots in due:
+            tokens = torch.zeros(len(slots), dtype=torch.int64, device=self._device)
+            self._token_table[self._upload(slots)] = self.model.stages.receive(tokens)
 
     def _followed(self, plan: StepPlan) -> StepPlan:
         """The plan with the pages of beams that the host does not know yet."""
@@ -174,6 +188,9 @@ class TorchSteps:
             self.model.collective.broadcast(tokens)
             self._learn(tokens)
             self._token_table[slots] = tokens
+            if self.model.shard.stages > 1:
+                assert isinstance(self.model, Model), "our decoder has stages"
+                self.model.stages.send(tokens)
             self._choose(plan, drawn)
             self.model.collective.end_step()
             return

@@ -118,13 +118,13 @@ class SlowSteps:
         """A step has ended; it took `step_s` seconds on the device."""
         lanes = scheduler.lanes
         self._ended.append(_Ended(plan, self._clock(), self._spent.take()))
-        if (since := self._since(plan, has_lanes=lanes.waits)) is not None:
+        if (since := self._since(plan, has_lanes=not lanes.mixes)) is not None:
             gap_s = since[-1].at_s - since[0].at_s
             is_long = self._usual_s and gap_s > max(LEAST_S, LONG * self._usual_s)
             if is_long and _have_waited(since[0].plan, plan):
                 self._report(scheduler, plan, (gap_s, step_s), _together(since[1:]))
             self._usual_s = averaged(self._usual_s, gap_s)
-        while len(self._ended) > (STEPS_A_LANE * lanes.flights if lanes.waits else 1):
+        while len(self._ended) > (1 if lanes.mixes else STEPS_A_LANE * lanes.flights):
             self._ended.popleft()
 
     def _since(self, plan: StepPlan, *, has_lanes: bool) -> list[_Ended] | None:

@@ -108,7 +108,7 @@ class StepLoop:
         self._thread = threading.Thread(target=self._run, name="baton-step-loop", daemon=True)
         self._filler = MaskFiller()
         self._rates = StepRates()
-        self._pacer: Pacer = Unpaced() if scheduler.lanes.waits else LaunchPacer()
+        self._pacer: Pacer = LaunchPacer() if scheduler.lanes.mixes else Unpaced()
         self._slow = SlowSteps(self.profiler.verb)
         self._progress = 0
         scheduler.tiers.wakes(lambda: self.post(_nothing))

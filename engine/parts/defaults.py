@@ -101,8 +101,8 @@ def _ranks_obstacle(config: EngineConfig) -> str:
         return f"pp {pp} times tp {config.tp} must be at most {MOST_RANKS} ranks"
     if config.speculates:
         return (
-            f"speculation {config.speculation} needs pp 1: drafts are verified a step ahead of the"
-            " tokens that the host knows, and stages wait for these"
+            f"speculation {config.speculation} needs pp 1: the last stage drafts and verifies, and"
+            " the first one would have to embed drafts that it does not know"
         )
     if choosing.has_head(config):
         return (

@@ -4,8 +4,8 @@ Planning runs one step ahead of the host's knowledge. When step N + 1 is planned
 N are only on the device. So positions and page needs are columns that move here, at planning. An
 end of sequence is found when a step settles, one step late. A sequence that will reach `max_tokens`
 is known before and not planned. With drafts (`engine.speculation`), the host knows a least and a
-most of each length, and plans for the most. Through several stages, a sequence is in one of the
-steps in flight at a time (`engine.step.lanes`).
+most of each length, and plans for the most. Through several stages, each of the steps in flight has
+a part of the sequences, or prompts (`engine.step.lanes`).
 
 Decode rows come first, `StepPlan.width` tokens each. The rest of the budget goes to prompts in
 order of admission, in chunks of whole pages, and where layers keep states, of whole multiples that
@@ -88,10 +88,12 @@ class Planner:
         rows = self._decode_rows()
         width = self._width(rows)
         chunks, scores, pools = self._cut_chunks(rows.size, rows.size * width)
+        if not (rows.size or chunks or self._lanes.mixes):
+            rows = self._decode_rows(early=True)
         if not (rows.size or chunks or (self._batch.has_transfers and not self._lanes.is_busy)):
             return None
         plan = self._build(rows, width, chunks, scores, pools)
-        self._lanes.launched(plan.number, rows)
+        self._lanes.launched(plan)
         self._batch.next_step += 1
         if chunks:
             self._batch.chunks[plan.number] = tuple(chunks)
@@ -104,13 +106,17 @@ class Planner:
 
     # -- decode rows -------------------------------------------------------------------------------
 
-    def _decode_rows(self) -> Slots:
-        """Slots that decode in the next step, each with a page for the token it stores."""
-        slots, blocks = self._batch.slots, self._blocks
-        rows = self._lanes.choose(slots.running(), slots.in_flight)
+    def _decode_rows(self, *, early: bool = False) -> Slots:
+        """Slots that decode in the next step, each with a page for the token it stores. `early`:
+        nothing else can be launched."""
+        slots, blocks, lanes = self._batch.slots, self._blocks, self._lanes
+        rows = slots.running()
+        rows = rows[slots.least_kv(rows) + 1 < slots.limit_len[rows]]
+        if self._batch.prefills and lanes.prompts_are_due(rows.size) and not early:
+            return rows[:0]
+        given = slots.in_flight, slots.is_masked, self._batch.next_step
+        rows = lanes.choose(rows, *given, early=early)
         least = slots.least_kv(rows)
-        goes_on = least + 1 < slots.limit_len[rows]
-        rows, least = rows[goes_on], least[goes_on]
         short = rows[least >= slots.page_count[rows] * slots.page_size]
         if short.size == 0:
             return self._with_other_pages(rows)
@@ -207,7 +213,7 @@ class Planner:
         self, decodes: int, decode_tokens: int
     ) -> tuple[list[ChunkPlan], list[ScorePlan], list[Pool]]:
         config, limits, others = self._config, self._limits, self._batch.others
-        if decodes and self._lanes.waits:
+        if decodes and not self._lanes.mixes:
             return [], [], []
         most = limits.mixed_tokens if decodes or self._lanes.is_busy else limits.alone_tokens
         most = min(self._budget.tokens - decode_tokens, most)
@@ -288,8 +294,6 @@ class Planner:
         prompt_positions = [np.arange(c.start, c.end, dtype=np.int32) for c in chunks]
         samples = self._samples(rows, least, width, chunks)
         copies, writes, begins = self._batch.take_transfers()
-        if self._lanes.waits:
-            writes |= dict(zip(rows.tolist(), slots.last_tokens(rows).tolist(), strict=True))
         self._mark_written(row_slots, stored_from, contexts)
         sample = self._sample_plan(samples, known=known)
         adapters, wanted = self._batch.adapter_rows(row_slots)

@@ -32,7 +32,7 @@ from engine.schedule.settling import Settler
 from engine.speculation.stats import DraftStats
 from engine.speculation.widths import Widths
 from engine.step.budget import StepBudget
-from engine.step.lanes import lanes_of
+from engine.step.lanes import Lanes
 from engine.step.sampling import SamplePlanner
 from engine.tiers.peers import Fetches
 from engine.tiers.protocol import NoTiers, PageTiers
@@ -63,7 +63,7 @@ class Scheduler:
         self.fetches = Fetches(blocks, self.tiers, self.others)
         self.budget = StepBudget(config)
         speculates = widths is not None
-        self.lanes = lanes_of(config.pp, config.max_sequences)
+        self.lanes = Lanes(config.pp, config.max_sequences)
         self.batch = Batch(config, blocks, self.others, sampler, hooks, speculates=speculates)
         self.requests = Requests(
             config, blocks, self.batch, self.tiers, hooks, adapters or Adapters()

@@ -229,11 +229,6 @@ class SlotTable:
         """Slots in the batch, in slot order."""
         return np.flatnonzero(self.state == SlotState.RUNNING)
 
-    def last_tokens(self, rows: Rows) -> NDArray[np.int32]:
-        """[R]: the last token of each row, which the host has read."""
-        tokens: NDArray[np.int32] = self.outputs[rows, self.output_len[rows] - 1]
-        return tokens
-
     def count_in_flight(self, drawn: NDArray[np.int32], step: int) -> None:
         """Adds `step` (1 or -1) to the steps in flight of each slot, for each token drawn."""
         self.in_flight += step * np.bincount(drawn, minlength=self.max_slots)

@@ -1,9 +1,13 @@
-"""How hidden states go through the stages of a model.
+"""How hidden states go through the stages of a model, and tokens back.
 
 Every stage runs the same steps in one order. For each step it takes the hidden states of the stage
-before it, runs its layers, and hands on what they make. The chain has no cycle, so no stage waits
-for ever while all of them live. A step without tokens hands on one row: it means that the step is
-done so far, so a step that has ended in the last stage has ended in all of them.
+before it, runs its layers, and hands on what they make. A step without tokens hands on one row: it
+means that the step is done so far, so a step that has ended in the last stage has ended in all of
+them.
+
+The last stage hands the tokens that it draws to the first one (`engine.step.feedback`). That is a
+ring, but a step waits for earlier ones alone, and nobody waits until what it has handed on is
+taken. So no stage waits for ever while all of them live.
 """
 
 from __future__ import annotations
@@ -24,11 +28,12 @@ class Stages(Protocol):
     """Whether the caller waits for the other stages, and not its device."""
 
     def receive(self, x: Tensor) -> Tensor:
-        """Overwrites `x` with what the stage before hands on."""
+        """Overwrites `x` with what the stage before hands on, or the last one to the first."""
         ...
 
     def send(self, x: Tensor) -> None:
-        """Hands `x` on. The caller must not change it afterwards."""
+        """Hands `x` on, from the last stage to the first. The caller must not change it
+        afterwards."""
         ...
 
 

@@ -29,20 +29,20 @@ from engine.step.collective import Alone
 from engine.types import SamplingParams
 
 
-class Chain:
+class Ring:
     """What one stage hands to the other."""
 
     waits_on_host = False
 
-    def __init__(self, stage: int, on_the_way: deque[Tensor]) -> None:
+    def __init__(self, stage: int, on_the_way: tuple[deque[Tensor], deque[Tensor]]) -> None:
         self.is_first, self.is_last = stage == 0, stage == 1
-        self._on_the_way = on_the_way
+        self._from, self._to = on_the_way[1 - stage], on_the_way[stage]
 
     def receive(self, x: Tensor) -> Tensor:
-        return x.copy_(self._on_the_way.popleft())
+        return x.copy_(self._from.popleft())
 
     def send(self, x: Tensor) -> None:
-        self._on_the_way.append(x.clone())
+        self._to.append(x.clone())
 
 
 class FirstStage(NoRanks):
@@ -50,14 +50,14 @@ class FirstStage(NoRanks):
 
     def __init__(self, config) -> None:
         super().__init__()
-        on_the_way: deque[Tensor] = deque()
-        self.stages = Chain(1, on_the_way)
-        self._config, self._chain = config, Chain(0, on_the_way)
+        on_the_way: tuple[deque[Tensor], deque[Tensor]] = deque(), deque()
+        self.stages = Ring(1, on_the_way)
+        self._config, self._ring = config, Ring(0, on_the_way)
 
     def agree(self, revision: str, num_pages: int) -> int:
         config, device = self._config, torch.device("cpu")
         shard = shard_of(config, 1)
-        loaded = building.load(config, device, Alone(), self._chain, shard=shard)
+        loaded = building.load(config, device, Alone(), self._ring, shard=shard)
         assert loaded.revision == revision
         pools = make_pages(num_pages, config, loaded, device)
         config = resolved(config, loaded, pools.first)

@@ -115,16 +115,18 @@ def test_stages_in_float32_have_the_tokens_of_transformers(grid, tmp_path):
 
 @pytest.mark.parametrize("grid", GRIDS)
 def test_fp8_with_stages(grid, tmp_path):
+    """One prompt after the other, so that steps have the same products. In a batch they do not, and
+    this model's tokens hang on each rounding: in FP8 no prompt has two of those that bf16 gives."""
     path = write_tiny_model(tmp_path, tokenizer=False, **SHAPES["llama"] | {"layers": 4})
     found = []
     for own in ({"device": "cuda"}, grid):
         engine = on_gpus(path, own, quantization="fp8", kv_cache_dtype="fp8")
-        found.append(runs_of(engine, PLAIN))
+        found.append([runs_of(engine, PLAIN, (length,))[0] for length in LENGTHS])
         check_baseline(engine)
         engine.stop()
     pairs = zip(*found, strict=True)
-    agree = sum(first_difference(one.tokens[0], other.tokens[0]) for one, other in pairs)
-    assert agree > TOKENS * len(LENGTHS) // 4
+    agree = [first_difference(one.tokens[0], other.tokens[0]) for one, other in pairs]
+    assert sum(agree) > TOKENS * len(LENGTHS) // 2, agree
 
 
 @pytest.mark.parametrize("grid", GRIDS)

@@ -7,9 +7,10 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -47,11 +48,11 @@ from engine.pages.blocks import BlockManager
 from engine.ranks.steps import decode, encode
 from engine.sampling import Sampler
 from engine.schedule.scheduler import Scheduler
+from engine.step.feedback import Feedback
 from engine.step.grid import Grid
-from engine.step.lanes import StageLanes
+from engine.step.lanes import Lanes
 from engine.step.plan import GroupTable
 from engine.types import Mode, Request, StopRules
-from faults import failpoints
 
 pytestmark = pytest.mark.timeout(300)
 __all__ = [
@@ -123,38 +124,50 @@ def test_streams_that_wait_in_lanes_are_told(pair, caplog):
 
 
 def test_a_profile_tells_the_wait_for_the_stage_before(pair, tmp_path):
-    pair.several.profile(6, tmp_path)
+    pair.several.profile(6 + pair.several._loop._scheduler.lanes.flights, tmp_path)
     finish(submit(pair.several, prompt_of(40), 20, ignore_eos=True))
     assert written(tmp_path)["gloo:recv"] >= 6
 
 
-STEP_S = 0.2
+STEP_S, SETTLE_S = 0.2, 0.15
+
+
+def sleeping(seconds: float, do: Callable[..., Any]) -> Callable[..., Any]:
+    """Takes so much longer."""
+
+    def slowly(*arguments: Any) -> Any:
+        done = do(*arguments)
+        time.sleep(seconds)
+        return done
+
+    return slowly
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("kind", ["prompts", "rows"])
-def test_stages_run_different_steps_at_the_same_time(kind, tmp_path, monkeypatch):
-    """Each stage sleeps for a while in each step: two of them take little more than one does. Of
-    prompts' chunks one after the other, and of eight rows."""
-    points = f"engine.step=sleep:{STEP_S},rank.step=sleep:{STEP_S}~1"
-    monkeypatch.setenv("BATON_DEBUG_FAILPOINTS", points)
+@pytest.mark.parametrize(("kind", "count", "most"), [("prompts", 2, 0.75), ("rows", 8, 0.6),
+                                                     ("row", 1, 1.05)])  # fmt: skip
+def test_stages_run_different_steps_at_the_same_time(kind, count, most, tmp_path, monkeypatch):
+    """Each stage sleeps for a while in each step, and the loop when it settles one. Two stages take
+    little more than one: of prompts' chunks one after the other, and of eight rows. A row alone
+    waits for both stages, and not for the loop."""
+    monkeypatch.setenv("BATON_DEBUG_FAILPOINTS", f"rank.step=sleep:{STEP_S}~1")
     path = write_tiny_model(tmp_path, **LAYERS, tokenizer=False)
     with running(path, pp=2, max_step_tokens=32, max_sequences=8, num_pages=80) as engine:
         finish(submit(engine, prompt_of(20), 4, ignore_eos=True))
-        failpoints.arm(points)
+        settler, steps = engine._loop._scheduler.settler, engine._loop._executor._own.steps
+        settler.settle = sleeping(SETTLE_S, settler.settle)
+        steps.forward = sleeping(STEP_S, steps.forward)  # Behind what it waits for.
         before, began_s = engine.load().steps, time.monotonic()
-        if kind == "prompts":
-            finish(*[submit(engine, prompt_of(160 + i), 1, ignore_eos=True) for i in range(2)])
-        else:
-            with held(engine):
-                runs = [submit(engine, prompt_of(3 + i), 8, ignore_eos=True) for i in range(8)]
-            finish(*runs)
+        length, tokens = (160, 1) if kind == "prompts" else (3, 8)
+        with held(engine):
+            runs = [submit(engine, prompt_of(length + i), tokens, ignore_eos=True)
+                    for i in range(count)]  # fmt: skip
+        finish(*runs)
         took_s = time.monotonic() - began_s
-        failpoints.arm("")
-    steps = engine.load().steps - before
-    share = took_s / (2 * steps * STEP_S)
-    print(f"{kind}: {steps} steps in {took_s:.2f} s: {share:.2f} of one stage behind the other")
-    assert share < 0.75
+    number = engine.load().steps - before
+    share = took_s / (2 * number * STEP_S)
+    print(f"{kind}: {number} steps in {took_s:.2f} s: {share:.2f} of one stage behind the other")
+    assert share < most
 
 
 @pytest.mark.matrix
@@ -229,7 +242,7 @@ REFUSED = {
     "pp_layers 2,0 must be 2 numbers above 0": {"pp": 2, "pp_layers": (2, 0)},
     "pp_layers 1,1 must be a number for each of 1 stages": {"pp_layers": (1, 1)},
     "pp 9 times tp 8 must be at most 64 ranks": {"pp": 9, "tp": 8},
-    "speculation suffix needs pp 1: drafts are verified a step": {"pp": 2, "speculation": "suffix"},
+    "speculation suffix needs pp 1: the last stage drafts": {"pp": 2, "speculation": "suffix"},
     "speculation mtp needs pp 1, also where nobody decodes": {
         "pp": 2,
         "speculation": "mtp",
@@ -311,29 +324,106 @@ def test_stages_as_asked_have_these_layers(tmp_path):
         check(references(path), [run], 8)
 
 
+class Rows:
+    """Slots that decode through so many stages, without a scheduler."""
+
+    def __init__(self, stages: int, *, masked: int = -1) -> None:
+        self.lanes = Lanes(stages, 8)
+        self.in_flight = np.zeros(8, np.int32)
+        self.masked = np.arange(8) == masked
+        self.steps: list[list[int]] = []
+
+    def step(self, running: Any, *, early: bool = False) -> list[int]:
+        given = self.in_flight, self.masked, len(self.steps)
+        return self.launch(self.lanes.choose(np.array(running), *given, early=early))
+
+    def launch(self, rows: Any, decodes: bool = True) -> list[int]:
+        if len(rows):
+            own = np.array(rows)
+            plan: Any = SimpleNamespace(
+                number=len(self.steps), sample_slots=own, num_decodes=decodes * own.size
+            )
+            self.lanes.launched(plan)
+            self.in_flight[own] += 1
+            self.steps.append(own.tolist())
+        return list(map(int, rows))
+
+    def end(self, number: int) -> None:
+        self.lanes.over(number)
+        self.in_flight[self.steps[number]] -= 1
+
+
 def test_lanes_share_the_rows_and_merge_again():
-    """So a row that comes later is in no step of its own for ever."""
-    lanes = StageLanes(2, 8)
-    in_flight = torch.zeros(8, dtype=torch.int32).numpy()
-    everybody = torch.arange(7).numpy()
+    """Each goes on while its last step is still in the last stage. A row that comes later is in no
+    step of its own for ever."""
+    rows = Rows(2)
+    assert rows.step(range(6)) == [0, 1, 2]
+    assert rows.step(range(6)) == [3, 4, 5]
+    assert rows.step(range(7)) == [0, 1, 2, 6]
+    rows.end(0)
+    assert rows.step(range(7)) == [3, 4, 5]
+    rows.end(1)
+    assert rows.step(range(7)) == [0, 1, 2, 6]
 
-    def step(number: int, running: Any) -> list[int]:
-        rows = lanes.choose(running, in_flight)
-        lanes.launched(number, rows)
-        in_flight[rows] += 1
-        return rows.tolist()
 
-    def end(number: int, rows: list[int]) -> None:
-        lanes.over(number)
-        in_flight[rows] -= 1
+def test_a_lane_goes_on_early_where_nothing_else_can():
+    """One step ahead of what the host knows, and no further."""
+    rows = Rows(4)
+    assert rows.step([3]) == [3]
+    assert rows.step([3]) == []
+    assert rows.step([3], early=True) == [3]
+    assert rows.step([3], early=True) == []
+    assert rows.step([3, 5]) == [5]
+    rows.end(0)
+    assert rows.step([3, 5]) == []
+    assert rows.step([3, 5], early=True) == [3]
 
-    first, second = step(0, everybody[:6]), step(1, everybody[:6])
-    assert (first, second) == ([0, 1, 2], [3, 4, 5])
-    assert step(2, everybody) == [], "two steps of two stages are in flight"
-    end(0, first)
-    assert step(2, everybody) == [0, 1, 2, 6]
-    end(1, second)
-    assert step(3, everybody) == [3, 4, 5]
+
+def test_a_row_whose_draw_waits_for_masks_goes_on_when_its_token_is_known():
+    rows = Rows(2, masked=1)
+    assert [rows.step(range(4)), rows.step(range(4))] == [[0, 1], [2, 3]]
+    assert rows.step(range(4), early=True) == [0, 2]
+    rows.end(0)
+    assert rows.step(range(4)) == [1, 3]
+
+
+def test_a_chunk_comes_behind_a_step_of_each_lane():
+    rows, due = Rows(2), []
+    for _ in "ab":
+        for decodes in (True, True, False):
+            due.append(rows.lanes.prompts_are_due(6))
+            rows.launch([len(due)], decodes)
+    assert due == [False, False, True] * 2
+    assert rows.lanes.prompts_are_due(0)
+    assert not Lanes(1, 8).prompts_are_due(0)
+
+
+def plan_of(number: int, decodes: list[int], drawn: list[int], written: list[int]) -> Any:
+    columns = {"row_slots": decodes, "sample_slots": drawn, "write_slots": written}
+    return SimpleNamespace(
+        number=number,
+        num_decodes=len(decodes),
+        sample=drawn or None,
+        **{name: np.array(slots, np.int32) for name, slots in columns.items()},
+    )
+
+
+def test_the_first_stage_takes_tokens_when_they_are_asked_for_or_have_been_drawn():
+    """In their order, and none that is older than what the table has."""
+    feedback, nobody = Feedback(2, 8), 8
+
+    def due(number: int, decodes: list[int], written: Any = (), drawn: Any = None) -> Any:
+        plan = plan_of(number, decodes, decodes if drawn is None else drawn, list(written))
+        return [slots.tolist() for slots in feedback.due(plan)]
+
+    assert due(0, [0, 1]) == []
+    assert due(1, [2, 3]) == []
+    assert due(2, [0, 1]) == [[0, 1]]
+    assert due(3, [], drawn=[4]) == [], "chunks wait for no tokens"
+    assert due(4, [], drawn=[]) == [[2, 3]], "step 1 is over"
+    assert due(5, [5], written=[5, 1]) == [[0, nobody]], "the host wrote another sequence's token"
+    assert due(6, [4, 1]) == [[4]]
+    assert due(7, [4]) == [[5], [4, 1]]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from engine.step.sampling import Masks
 
 
 class NoSampling:
-    """`Drawing` of such a stage. The tokens of its rows come with later steps."""
+    """`Drawing` of such a stage."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size

@@ -1,4 +1,4 @@
-"""Stages on GPUs: hidden states go from GPU to GPU by NCCL, or through host memory.
+"""Stages on GPUs: hidden states and tokens go from GPU to GPU by NCCL, or through host memory.
 
 NCCL takes one rank a GPU. Two neighbours have a communicator of their own, made and used once when
 they join: one that is made in service waits for a stage that may be busy with something else. All
@@ -20,6 +20,7 @@ from engine.eager.collective import wait
 from engine.eager.meeting import Meeting
 from engine.eager.stages import GlooStages
 from engine.step.collective import CollectiveError
+from engine.step.lanes import flights_of
 
 _dist: Any = dist
 _UNSENT: Final = 2
@@ -30,7 +31,7 @@ Not tuned: it is 3 of 100 on an H100, where four blocks copy some 80 GB/s."""
 
 
 class NcclStages:
-    """A stage's place in the chain of ranks that have the same place in their stages."""
+    """A stage's place in the ring of ranks that have the same place in their stages."""
 
     waits_on_host = False
 
@@ -38,7 +39,9 @@ class NcclStages:
         """Not joined yet: see `join`."""
         self.is_first = stage == 0
         self.is_last = stage == count - 1
-        self._stage, self._device = stage, device
+        self._stage, self._count, self._device = stage, count, device
+        self._unsent = flights_of(count) if self.is_last else _UNSENT
+        """Tokens that were sent before the steps in flight have been taken."""
         self._before: Any = None
         self._behind: Any = None
         self._sent: deque[tuple[Any, Tensor]] = deque()
@@ -51,12 +54,14 @@ class NcclStages:
         torch.cuda.set_device(self._device)
         word = torch.zeros(1, device=self._device)
         with environment(nccl_environment(meeting)):
-            if not self.is_first:
-                self._before = self._pair(meeting, self._stage - 1, 1)
-                self.receive(word)
-            if not self.is_last:
-                self._behind = self._pair(meeting, self._stage, 0)
-                self.send(word)
+            before = (self._stage - 1) % self._count
+            for first in sorted((before, self._stage)):  # In one order, since pairs wait for both.
+                if first == before:
+                    self._before = self._pair(meeting, first, 1)
+                    self.receive(word)
+                else:
+                    self._behind = self._pair(meeting, first, 0)
+                    self.send(word)
             torch.cuda.current_stream(self._device).synchronize()
 
     def receive(self, x: Tensor) -> Tensor:
@@ -66,7 +71,7 @@ class NcclStages:
 
     def send(self, x: Tensor) -> None:
         """See `Stages`. It is copied, so the caller may change it."""
-        while len(self._sent) >= _UNSENT:
+        while len(self._sent) >= self._unsent:
             wait(self._sent.popleft()[0])
         own = x.clone()
         self._sent.append((self._behind.send([own], 1, 0), own))
@@ -84,7 +89,7 @@ class NcclStages:
                     pair.abort()
 
     def _pair(self, meeting: Meeting, first: int, rank: int) -> Any:
-        """A communicator of the stages `first` and the one behind it, of which this has a rank."""
+        """A communicator of the stages `first` and the next in the ring; this has a rank of it."""
         return nccl_group(meeting, str(first), rank, 2, _MOST_CTAS)
 
 
