@@ -15,7 +15,9 @@ of the busiest one over that of the runs, of one core; warm-ups count, so it is 
 and near 100 % the router is what was measured. `late`: which event loops woke up more than 25 ms
 late, and how often of ten times a second. The hand-off is of the last 48 requests of a row, median
 and largest: `GB` sent, `exposed` from the end of the last chunk's compute to the last push seen
-done, `wire` from the first push to the end of the last.
+done, `wire` from the first push to the end of the last. The last table says where uneven gaps come
+from, by process (p50 / p99, interpolated in the metrics' buckets): `step` from launch to settled,
+`lag` of the event loop, `gap` between two messages of tokens to a client.
 """
 
 from __future__ import annotations
@@ -35,6 +37,10 @@ Counted = dict[str, dict[str, float]]
 CPU = "process_cpu_seconds_total"
 LAG = "baton_event_loop_lag_seconds"
 LATE = "0.025"
+HISTOGRAMS = {
+    "step": "baton_engine_step_seconds", "lag": LAG, "gap": "baton_inter_token_seconds",
+}  # fmt: skip
+"""Histograms that are kept, bucket by bucket."""
 COUNTED = {"routers": "R", "prefill": "P", "decode": "D", "both": "B"}
 """Variables that count processes, and the letter of each."""
 SHOWN = ("BATON_DEBUG_PAGE_SIZE_TOKENS", "BATON_DEBUG_TRANSPORT", "BATON_LOCAL_PREFILL", "UCX_TLS")
@@ -74,7 +80,21 @@ def counted(admins: Sequence[str]) -> Counted:
         name, _, address = admin.partition("=")
         page = metrics(address)
         in_time = page[f'{LAG}_bucket{{le="{LATE}"}}']
-        found[name] = {"cpu_s": page[CPU], "late": page[f"{LAG}_count"] - in_time}
+        found[name] = {
+            "cpu_s": page[CPU], "late": page[f"{LAG}_count"] - in_time, **_buckets(page)
+        }  # fmt: skip
+    return found
+
+
+def _buckets(page: Mapping[str, float]) -> dict[str, float]:
+    """How much was at most so many seconds, as `step<=0.005`, of all labels together."""
+    found: dict[str, float] = {}
+    for short, metric in HISTOGRAMS.items():
+        for name, value in page.items():
+            if name.startswith(f"{metric}_bucket{{"):
+                bound = name.partition('le="')[2].partition('"')[0]
+                key = f"{short}<={bound}"
+                found[key] = found.get(key, 0.0) + value
     return found
 
 
@@ -90,7 +110,7 @@ def add(row: Path, rows: Path, before: Counted | None, now: Counted) -> None:
     """Appends one result, and what was counted meanwhile; without `before`, since the start."""
     grown = {
         name: {
-            key: round(value - (before[name][key] if before else 0), 2)
+            key: round(value - (before[name].get(key, 0) if before else 0), 2)
             for key, value in process.items()
         }
         for name, process in now.items()
@@ -155,6 +175,39 @@ def latencies(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
                 f"{busy:.0%}", late,
                 "late" if run["client"]["complaints"] else "in time",
             ]  # fmt: skip
+
+
+def ticks(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
+    """A line for each row and process: how even its steps, event loop and streams are, ms."""
+    yield ["", "process", "CPU", *HISTOGRAMS]
+    for row in rows:
+        wall_s = sum(run["wall_s"] for run in row["runs"])
+        for name, process in sorted(row["processes"].items()):
+            cells = [_within(process, short) for short in HISTOGRAMS]
+            if any(cells):
+                yield [named(row), name, f"{process['cpu_s'] / wall_s:.0%}", *cells]
+
+
+def _within(process: Mapping[str, float], short: str) -> str:
+    """p50 / p99 of a histogram, ms; empty: it has nothing."""
+    bounds = [
+        (float(key.partition("<=")[2]), n)
+        for key, n in process.items()
+        if key.startswith(f"{short}<=")
+    ]
+    at_most = sorted(bounds)
+    if not at_most or not at_most[-1][1]:
+        return ""
+    cells = []
+    for share in (0.5, 0.99):
+        wanted, low, before = share * at_most[-1][1], 0.0, 0.0
+        for bound, count in at_most:
+            if count >= wanted:
+                part = (wanted - before) / (count - before)
+                cells.append(low if bound == float("inf") else low + part * (bound - low))
+                break
+            low, before = bound, count
+    return " / ".join(f"{1e3 * cell:.1f}" for cell in cells)
 
 
 def handoffs(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
@@ -249,6 +302,9 @@ def main() -> None:
     if any(row.get("levels") for row in rows):
         print()
         print(table(list(by_level(rows))))
+    if len(lines := list(ticks(rows))) > 1:
+        print()
+        print(table(lines))
 
 
 if __name__ == "__main__":
