@@ -183,7 +183,7 @@ class Cluster:
             if not may or not room:
                 return
             worker, one = min(may, key=lambda each: each.free_s), self.prompts.popleft()
-            took_s = PREFILL_STEP_S + one.prompt * RATES.prefill_token_s
+            took_s = PREFILL_STEP_S + RATES.prompt_s(one.prompt)
             begun_s = max(worker.free_s, one.at_s + ROUTER_S, now_s - 0.02)
             worker.free_s = begun_s + took_s
             worker.begun_tokens += one.prompt

@@ -11,7 +11,7 @@ import typer
 
 from console.loadgen.errors import WrongUseError
 from console.loadgen.trace_files import read_trace
-from console.planning.rates import GPUS
+from console.planning.rates import GPUS, routers_for
 from console.planning.shapes import shape_of
 from serving.output import stdout
 
@@ -82,16 +82,17 @@ def plan(
     kinds = [Kind(*each) for each in product(ranks, stages, {False, fp8})]
     found = options(GPUS[gpu], gpus, count, kv, lengths, rate, level, kinds=kinds)
     broken = breaks(found[0], lengths, rate, level)
-    _print(found, broken, rate, as_json=as_json)
+    routers = routers_for(rate * sum(lengths.output) / len(lengths.output))
+    _print(found, broken, rate, routers, as_json=as_json)
 
 
-def _print(found: list[Any], broken: str, rate: float, *, as_json: bool) -> None:
+def _print(found: list[Any], broken: str, rate: float, routers: int, *, as_json: bool) -> None:
     figures = [_figures(one, rate) for one in found]
     why = _verdict(found)
     if as_json:
         is_split = not found[0].plan.both
         said = {"best": found[0].name, "disaggregate": is_split, "why": why}
-        shown = json.dumps({**said, "breaks_first": broken, "options": figures})
+        shown = json.dumps({**said, "breaks_first": broken, "routers": routers, "options": figures})
         stdout.print(shown, markup=False, soft_wrap=True)
         return
     head = {"plan": "workers", "kept": "kept", "goodput": "a second"}
@@ -99,7 +100,7 @@ def _print(found: list[Any], broken: str, rate: float, *, as_json: bool) -> None
     for row in (head, *figures[:SHOWN]):
         cells = [f"{row[key]!s:<{24 if key == 'plan' else 10}}" for key in head]
         stdout.print("  ".join(cells).rstrip(), markup=False, soft_wrap=True)
-    for line in (why, f"Breaks first: {broken}"):
+    for line in (why, f"Breaks first: {broken}", f"Routers: {routers}"):
         stdout.print(line, markup=False, soft_wrap=True)
 
 

@@ -149,7 +149,7 @@ def _apart(
     ready: list[tuple[float, int, float]] = []
     busy_s = 0.0
     for request, one in enumerate(asked):
-        took_s = PREFILL_STEP_S + one.prompt_tokens * rates.prefill_token_s
+        took_s = PREFILL_STEP_S + rates.prompt_s(one.prompt_tokens)
         busy_s += took_s
         free_s = max(heapq.heappop(free), one.at_s + ROUTER_S) + took_s
         heapq.heappush(free, free_s)
@@ -206,17 +206,17 @@ def _turns(
             worker.now_s = max(worker.now_s, worker.waiting[0][0])
         decodes = bool(worker.rows or (worker.waiting and worker.waiting[0][0] <= worker.now_s))
         most = MIXED_PREFILL_TOKENS if decodes else BOTH_STEP_TOKENS
-        room, done = most, []
+        room, done, prompt_s = most, [], 0.0
         while queue and room:
-            taken = min(room, queue[0][1])
+            request, left = queue[0]
+            taken, before = min(room, left), asked[request].prompt_tokens - left
+            prompt_s += worker.rates.prompt_s(taken, before, CHUNK_SHARE if decodes else 1.0)
             queue[0][1] -= taken
             room -= taken
             if queue[0][1]:
                 break
             done.append(queue.popleft()[0])
-        tokens = most - room
-        prompt_s = tokens * worker.rates.prefill_token_s * (CHUNK_SHARE if decodes else 1)
-        prompt_s += 0.0 if decodes or not tokens else PREFILL_STEP_S
+        prompt_s += 0.0 if decodes or room == most else PREFILL_STEP_S
         worker.step(asked, prompt_s, times)
         for request in done:
             done_s = worker.now_s + worker.rates.lag_s(asked[request].prompt_tokens)
