@@ -20,7 +20,8 @@
 # $OUT gets rows.jsonl, which grows from run to run, up.log of the last one (every process), and the
 # table of all rows so far, which is printed last. Every wait is bounded: the default rows take about
 # three minutes after a cold start, with REPEATS=3 about eight; no row begins later than LAST_ROW_S.
-# MODEL, DEVICE, GPUS, KV_GIB, PORT, ADMIN, UP_ARGS (more options of `baton up`) and BATON_* may be set from outside. Seeds are fresh unless
+# MODEL, DEVICE, GPUS, KV_GIB, PORT, ADMIN, UP_ARGS (more options of `baton up`) and BATON_* may be set from outside. SENDERS: of the
+# client, each with a connection, which the kernel gives to one of several routers: 8 share them unevenly. Seeds are fresh unless
 # SEED is set; then each row has one of its own, for prompts of one seed begin alike and would be
 # found cached. The client needs numpy and nothing else beside Baton. On a CPU, to try it:
 # DEVICE=cpu MODEL=bench/shapes/tiny KV_GIB=1 VOCABULARY=4000.
@@ -65,7 +66,7 @@ bench() { # bench OPTION...: one result, into row.json
   local before; before=$("$python" -m bench.pd_table --admin "${admins[@]}")
   timeout "${ROW_S:-400}" "$python" -m baton bench --url 127.0.0.1:"$port" --json \
     --requests "$out/requests.jsonl" --admin 127.0.0.1:"$admin" --vocabulary "${VOCABULARY:-49000}" \
-    ${SEED:+--seed "$((SEED + 1000 * row_number))"} "$@" >"$out/row.json" 2>"$out/row.err" ||
+    ${SENDERS:+--senders "$SENDERS"} ${SEED:+--seed "$((SEED + 1000 * row_number))"} "$@" >"$out/row.json" 2>"$out/row.err" ||
     { echo "row failed or is not valid: $*"; tail "$out/row.err"; }
   [ -s "$out/row.json" ] || { tail -30 "$out/up.log"; return 1; }
   "$python" -m bench.pd_table --admin "${admins[@]}" --before "${before:-null}" \
