@@ -190,7 +190,7 @@ def check_sum_and_norm(tokens: int, hidden: int, how: Rounding | None) -> None:
     norm = RmsNorm(hidden, 1e-6, Build(torch.float16, kit.CPU, precision, Shard(), Alone()))
     norm.weight.data.normal_()
     residual = torch.randn(tokens, hidden).half()
-    other, join = residual.clone(), Join(None, norm, how, 1.0)
+    other, join = residual.clone(), Join(None, norm, lambda: how, 1.0)
     got, want = joined(residual, parts, join), joined(other, add_up(parts), join)
     assert torch.equal(residual, other)
     pairs = [(got, want)] if how is None else zip(got, want, strict=True)

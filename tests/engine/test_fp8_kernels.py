@@ -143,7 +143,7 @@ class Block:
         from engine.cuda.feed_forward import gated
         from engine.cuda.joining import Join, joined
 
-        normed = joined(residual, x, Join(None, self.norm, self.up.method.input, 1.0))
+        normed = joined(residual, x, Join(None, self.norm, lambda: self.up.reads, 1.0))
         return self.down(gated(normed, self.up, self.down.method.input))
 
 
