@@ -1,7 +1,7 @@
 """Moves tokens between the workers of an expert group by gloo, on CPUs.
 
 A forward pass of one worker is one of all: each runs every layer of experts once, with its own
-tokens or without. The first layer waits for the turn, and tells how many tokens each worker has.
+tokens or without. The first layer waits for the turn, in which each worker says how many it has.
 
 Shapes: T tokens of this worker, A of all, C chosen experts of each, H what experts read.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.eager.collective import at_once, gloo_group, wait
 from engine.eager.meeting import meeting_in
-from engine.expert_groups.member import Member
+from engine.expert_groups.member import Asks, Member
 from engine.step.collective import CollectiveError
 from engine.step.dispatch import Dispatched
 
@@ -53,10 +53,10 @@ class GlooDispatch:
         """See `Dispatch`."""
         self._layers.append(without_tokens)
 
-    def run_without_tokens(self) -> None:
+    def run_without_tokens(self, asks: Asks) -> None:
         """A step for which this worker has no tokens."""
         self._without = threading.get_ident()
-        self._open(0)
+        self._open(asks)
         for layer in self._layers:
             layer()
 
@@ -74,8 +74,7 @@ class GlooDispatch:
         """See `Dispatch`. All travels in float32, which holds every number of 16 bits and every
         expert."""
         if self._owner != threading.get_ident():
-            self.member.take()
-            self._open(len(x))
+            self._open(self.member.take([len(x)]))
         own = torch.cat((x.float(), weights.float(), experts.float()), dim=1)
         own = F.pad(own, (0, 0, 0, max(self._counts) - len(own))).contiguous()
         every = [torch.empty_like(own) for _ in range(self.size)]
@@ -109,12 +108,9 @@ class GlooDispatch:
             self.member.lose("the connection to another worker of the expert group broke")
             raise CollectiveError(self.member.lost) from error
 
-    def _open(self, tokens: int) -> None:
+    def _open(self, asks: Asks) -> None:
         self._owner, self._done = threading.get_ident(), 0
-        own = torch.tensor([tokens])
-        every = [torch.empty_like(own) for _ in range(self.size)]
-        self._wait(self._joined().allgather([every], [own]))
-        self._counts = [int(count) for count in every]
+        self._counts = [sum(asks.get(rank, ())) for rank in range(self.size)]
 
     def _close(self) -> None:
         self._owner, self._counts = 0, ()

@@ -4,9 +4,9 @@
    each other.
 2. Each worker says that it has loaded, and what. When all have, they are told so.
 3. Each worker says that its experts are ready for steps. When all are, they are told so.
-4. A worker that has a step asks for it. The leader waits for those that ran in the last step, but
+4. A worker that has a step asks for it, and says how large it is. The leader waits for those that ran in the last step, but
    not longer than `GRACE_S`; then all workers run, those that did not ask without tokens. So steps
-   begin on all workers in one order.
+   begin on all workers in one order, and all know what they are for.
 
 Where a worker is gone, all others are told that the group is lost.
 """
@@ -68,7 +68,7 @@ class Leader:
         self._hello: Message = {}
         self._loaded: dict[int, str] = {}
         self._finished: set[int] = set()
-        self._wants: set[int] = set()
+        self._wants: dict[int, list[int]] = {}
         self._ran: set[int] = set()
         self._since_s = 0.0
         self._lost = ""
@@ -129,7 +129,7 @@ class Leader:
                     self._tell({"open": True})
             elif "want" in message:
                 self._since_s = self._since_s if self._wants else time.monotonic()
-                self._wants.add(rank)
+                self._wants[rank] = message["want"]
 
     def _meet(self, connection: socket.socket, hello: Message) -> int | None:
         """A worker's rank, if it may join."""
@@ -159,10 +159,10 @@ class Leader:
 
     def _begin(self) -> None:
         """Begins a step, if it is time."""
-        if not self._wants or (self._ran - self._wants and self._patience_s()):
+        if not self._wants or (self._ran - self._wants.keys() and self._patience_s()):
             return
-        self._tell({"begin": sorted(self._wants)})
-        self._ran, self._wants = self._wants, set()
+        self._tell({"begin": self._wants})
+        self._ran, self._wants = set(self._wants), {}
 
     def _tell(self, message: Message) -> None:
         for connection in self._members.values():

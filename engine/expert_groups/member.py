@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import socket
 import threading
 import time
@@ -21,15 +22,23 @@ _LOOK_S: Final = 0.1
 """Rank 0's socket is looked for this often, seconds."""
 
 
-class Member:
-    """Connects to the leader. A thread of its own runs the steps for which this worker has no
-    tokens; nothing else waits for it."""
+Asks = dict[int, list[int]]
+"""What the workers that have tokens in a step have asked for, by rank. A `Dispatch` knows what the
+numbers say."""
 
-    def __init__(self, hello: Message, folder: Path, without_tokens: Callable[[], None]) -> None:
+
+class Member:
+    """Connects to the leader. A thread hears what that says, and never waits for a step: the end of
+    another worker may be what a step waits for. A second one runs the steps for which this worker
+    has no tokens."""
+
+    def __init__(
+        self, hello: Message, folder: Path, without_tokens: Callable[[Asks], None]
+    ) -> None:
         """Args:
         hello: the worker's `rank`, and what must be alike on all workers.
         folder: the group's.
-        without_tokens: runs a step without tokens.
+        without_tokens: runs a step for which others have asked.
         """
         self._hello, self._folder = hello, folder
         self._without_tokens = without_tokens
@@ -38,16 +47,21 @@ class Member:
         """Is called when the group is lost: nobody shall wait for this worker any more."""
         self._changed = threading.Condition()
         self._found: Message = {}
-        self._granted = False
+        self._begun: queue.SimpleQueue[Asks | None] = queue.SimpleQueue()
+        """Steps in their order; None: there will be no more."""
+        self._granted: Asks | None = None
+        """What the step that runs is for, if it is one of this worker's."""
         self._is_closed = False
         self.lost = ""
         self.on_lost: Callable[[str], None] = lambda _: None
         """Is called once, on the thread, when the group is lost."""
-        self._thread = threading.Thread(target=self._run, name="baton-expert-steps", daemon=True)
+        self._thread = threading.Thread(target=self._hear_all, name="baton-expert-ear", daemon=True)
+        self._steps = threading.Thread(target=self._run, name="baton-expert-steps", daemon=True)
 
     def start(self) -> None:
         """Goes to meet the others. It returns at once."""
         self._thread.start()
+        self._steps.start()
 
     def meet(self) -> Path:
         """Waits until all workers have come; returns the store by which they find each other.
@@ -78,8 +92,8 @@ class Member:
         send(self._socket, {"finished": True})
         self._wait("open", LOAD_S, "not all workers of the expert group have finished loading")
 
-    def take(self) -> None:
-        """Waits until this worker's step begins.
+    def take(self, ask: list[int]) -> Asks:
+        """Waits until this worker's step begins; returns what all have asked for.
 
         Raises:
             CollectiveError: the group is lost.
@@ -87,14 +101,16 @@ class Member:
         with self._changed:
             self._check()
             assert self._socket is not None
-            send(self._socket, {"want": True})
-            self._changed.wait_for(lambda: self._granted or self.lost)
+            send(self._socket, {"want": ask})
+            self._changed.wait_for(lambda: self._granted is not None or self.lost)
             self._check()
+            assert self._granted is not None
+            return self._granted
 
     def done(self) -> None:
         """The step needs the others no more."""
         with self._changed:
-            self._granted = False
+            self._granted = None
             self._changed.notify_all()
 
     def lose(self, why: str) -> None:
@@ -126,9 +142,9 @@ class Member:
             self._check()
         return self._found[name]
 
-    # -- the thread -----------------------------------------------------------------------------
+    # -- the threads ----------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _hear_all(self) -> None:
         try:
             self._connect()
             assert self._socket is not None
@@ -138,6 +154,7 @@ class Member:
         except Exception as error:
             self.lose(f"the expert group failed: {error}")
         finally:
+            self._begun.put(None)
             if self._socket is not None:
                 self._socket.close()
         if not self._is_closed:
@@ -159,21 +176,28 @@ class Member:
 
     def _hear(self, message: Message) -> None:
         if "begin" in message:
-            self._step(self._hello["rank"] in message["begin"])
+            self._begun.put({int(rank): ask for rank, ask in message["begin"].items()})
             return
         with self._changed:
             self._found |= message
             self.lost = self.lost or message.get("lost") or message.get("refused") or ""
             self._changed.notify_all()
 
-    def _step(self, has_tokens: bool) -> None:
-        if not has_tokens:
-            self._without_tokens()
+    def _run(self) -> None:
+        try:
+            while (asks := self._begun.get()) is not None:
+                self._step(asks)
+        except Exception as error:
+            self.lose(f"a step without tokens failed: {type(error).__name__}")
+
+    def _step(self, asks: Asks) -> None:
+        if self._hello["rank"] not in asks:
+            self._without_tokens(asks)
             return
         with self._changed:
-            self._granted = True
+            self._granted = asks
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._granted or self.lost)
+            self._changed.wait_for(lambda: self._granted is None or self.lost)
 
 
 def _shut(connection: socket.socket) -> None:

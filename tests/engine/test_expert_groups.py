@@ -244,7 +244,7 @@ def test_a_step_that_fails_between_layers_ends_the_group(tmp_path, monkeypatch):
 
 
 def member(folder: Path, rank: int, **alike: Any) -> Member:
-    found = Member({"rank": rank, "ranks": 2} | alike, folder, lambda: None)
+    found = Member({"rank": rank, "ranks": 2} | alike, folder, lambda _: None)
     found.start()
     return found
 
@@ -301,20 +301,20 @@ def test_a_step_waits_a_moment_for_those_of_the_last_one(tmp_path):
     ran: list[str] = []
     leader = Leader(tmp_path, 2)
     members = [
-        Member({"rank": rank}, tmp_path, lambda rank=rank: ran.append(f"idle {rank}"))
+        Member({"rank": rank}, tmp_path, lambda _, rank=rank: ran.append(f"idle {rank}"))
         for rank in range(2)
     ]
     for each in members:
         each.start()
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(lambda each: each.meet(), members))
-        members[0].take()
+        assert members[0].take([7]) == {0: [7]}
         members[0].done()
         wait_until(lambda: ran == ["idle 1"])
         leader._ran = {0, 1}
         for _ in range(3):
             began_s = time.monotonic()
-            both = [threads.submit(each.take) for each in members]
+            both = [threads.submit(each.take, [1]) for each in members]
             for each in both:
                 each.result(5)
             for each in members:

@@ -59,7 +59,7 @@ class Parts(NamedTuple):
 
 
 @triton.jit
-def _sum(parts, places, weights, token, at, inside, size, chosen: tl.constexpr):
+def sum_of_pairs(parts, places, weights, token, at, inside, size, chosen: tl.constexpr):
     """A part of a token's sum, float32. No load waits for another pair's. What has no weight may be
     no number: an expert of another rank."""
     total = tl.zeros(at.shape, tl.float32)
@@ -73,7 +73,7 @@ def _sum(parts, places, weights, token, at, inside, size, chosen: tl.constexpr):
 
 
 @triton.jit
-def _with_shared(
+def with_shared(
     total, shared, x, gate, token, at, inside, size, has_gate: tl.constexpr, whole: tl.constexpr
 ):  # fmt: skip
     """A part of a token's sum with the shared expert's output, float32. It is rounded where
@@ -98,9 +98,9 @@ def _add_up(
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * block + tl.arange(0, block)
     inside = at < size
-    total = _sum(parts, places, weights, token, at, inside, size, chosen)
+    total = sum_of_pairs(parts, places, weights, token, at, inside, size, chosen)
     if has_shared:
-        total = _with_shared(total, shared, x, gate, token, at, inside, size, has_gate, whole)
+        total = with_shared(total, shared, x, gate, token, at, inside, size, has_gate, whole)
     tl.store(out + token * size + at, total, mask=inside)
 
 
@@ -133,9 +133,9 @@ def _add_up_norm(
     if pdl:
         gdc_wait()
     own = tl.load(residual + row * size + at, mask=inside, other=0.0).to(tl.float32)
-    value = _sum(parts, places, weights, row, at, inside, size, chosen)
+    value = sum_of_pairs(parts, places, weights, row, at, inside, size, chosen)
     if has_shared:
-        value = _with_shared(value, shared, x, gate, row, at, inside, size, has_gate, block)
+        value = with_shared(value, shared, x, gate, row, at, inside, size, has_gate, block)
     total = (value.to(dtype).to(tl.float32) + own).to(dtype)
     tl.store(residual + row * size + at, total, mask=inside)
     value = total.to(tl.float32)

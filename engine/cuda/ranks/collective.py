@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.cuda.ranks.symmetric import SymmetricMemory, map_memory
+from engine.cuda.ranks.symmetric import SymmetricMemory, map_memory, reachable
 from engine.eager.collective import LONGEST_S, GroupCollective, at_once, wait
 from engine.eager.meeting import Meeting
 from engine.step.collective import CollectiveError
@@ -36,6 +36,9 @@ _ENVIRONMENT: Final = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
+_APART: Final = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+"""Where each process sees its own GPU alone, all have the number 0. NCCL has refused one GPU for
+two ranks before memory is mapped."""
 
 
 def nccl_environment(meeting: Meeting) -> dict[str, str]:
@@ -64,9 +67,13 @@ class CudaCollective(GroupCollective):
 
     waits_on_host = False
 
-    def __init__(self, rank: int, size: int, device: torch.device) -> None:
-        """Not joined yet."""
+    def __init__(
+        self, rank: int, size: int, device: torch.device, *, one_process_sees_all: bool = True
+    ) -> None:
+        """Not joined yet. `one_process_sees_all`: rank R has GPU R; else nobody knows whose GPU is
+        which, and it is seen when the memory is mapped."""
         super().__init__(rank, size)
+        self._sees_all = one_process_sees_all
         self._group = None
         self._device = device
         self._memory: SymmetricMemory | None = None
@@ -87,14 +94,16 @@ class CudaCollective(GroupCollective):
         if not _dist.is_nccl_available():
             raise CollectiveError("the PyTorch that is installed has no NCCL: set tp to 1")
         torch.cuda.set_device(self._device)
-        with environment(nccl_environment(meeting)):
+        apart = {} if self._sees_all else _APART
+        with environment(nccl_environment(meeting) | apart):
             self._group = nccl_group(meeting, "nccl", self.rank, self.size)
             self._word = torch.zeros(1, device=self._device)
             self._most(0)  # The first use connects.
             if meeting.on_one_host:
                 by_memory = _dist.PrefixStore("memory", meeting.store)
                 own = (meeting.name, self.rank, self.size, self._device)
-                self._memory = map_memory(by_memory, *own, self._most)
+                why = reachable(self.size) if self._sees_all else ""
+                self._memory = map_memory(by_memory, *own, self._most, why)
             self.waits()  # It is compiled before the first step.
 
     def _most(self, own: int) -> int:
@@ -129,6 +138,13 @@ class CudaCollective(GroupCollective):
         out = x.new_empty(self.size, *x.shape)
         options = at_once(_dist.distributed_c10d.AllgatherOptions())
         wait(self._group._allgather_base(out, x, options))
+        return out
+
+    def scatter_sum(self, x: Tensor) -> Tensor:
+        """[N R, C] -> [R, C], the sum of all ranks' rows of this one. By NCCL."""
+        out = x.new_empty(len(x) // self.size, x.shape[1])
+        options = at_once(_dist.ReduceScatterOptions())
+        wait(self._group._reduce_scatter_base(out, x, options))
         return out
 
     def barrier(self) -> None:

@@ -65,7 +65,7 @@ def _now(program):
 
 
 @triton.jit
-def _meet(pads, program, rank, number, ranks: tl.constexpr):
+def meet(pads, program, rank, number, ranks: tl.constexpr):
     """Signals to program `program` of all ranks that this rank's has come, and waits for theirs.
     What a rank wrote before it came can be read afterwards. Thread T signals to rank T, and waits
     for it."""
@@ -128,18 +128,18 @@ def _meet(pads, program, rank, number, ranks: tl.constexpr):
 
 
 @triton.jit
-def _buffer(buffers, rank, start, dtype: tl.constexpr):
+def buffer_of(buffers, rank, start, dtype: tl.constexpr):
     """A rank's half, as numbers of a type; `start` of them come before it."""
     place = tl.load(buffers + rank).to(tl.pointer_type(dtype))
     return tl.multiple_of(place, 16) + start
 
 
 @triton.jit
-def _total(buffers, start, place, inside, dtype: tl.constexpr, ranks: tl.constexpr):
+def total_of(buffers, start, place, inside, dtype: tl.constexpr, ranks: tl.constexpr):
     """The sum of all ranks' numbers, rounded to their type."""
     total = tl.zeros(place.shape, tl.float32)
     for rank in tl.static_range(ranks):
-        theirs = _buffer(buffers, rank, start, dtype)
+        theirs = buffer_of(buffers, rank, start, dtype)
         part = tl.load(theirs + place, mask=inside, other=0.0, cache_modifier=".cg")
         total += part.to(tl.float32)
     return total.to(dtype)
@@ -191,16 +191,16 @@ def all_reduce_one_shot(
     at = tl.arange(0, block)
     inside = at < size
     if first == 0:
-        own = _buffer(buffers, rank, start, dtype)
+        own = buffer_of(buffers, rank, start, dtype)
         for row in range(program, rows, programs):
             place = row * size + at
             tl.store(own + place, tl.load(x + place, mask=inside, other=0.0), mask=inside)
     if first < 1 and last >= 1:
-        _meet(pads, program, rank, 2 * call + 1, ranks)
+        meet(pads, program, rank, 2 * call + 1, ranks)
     if last == 1:
         for row in range(program, rows, programs):
             place = row * size + at
-            total = _total(buffers, start, place, inside, dtype, ranks)
+            total = total_of(buffers, start, place, inside, dtype, ranks)
             _keep(total, x, residual, weight, eps, place, at, inside, size, adds)
         tl.store(calls + program, call + 1)
 
@@ -232,7 +232,7 @@ def all_reduce_two_shots(
     start = call % 2 * half
     at = tl.arange(0, block)
     groups = tl.cdiv(rows, ranks)
-    own = _buffer(buffers, rank, start, dtype)
+    own = buffer_of(buffers, rank, start, dtype)
     if first == 0:
         for group in range(program, groups, programs):
             for turn in tl.static_range(ranks):
@@ -240,16 +240,16 @@ def all_reduce_two_shots(
                 place, inside = row * size + at, (at < size) & (row < rows)
                 tl.store(own + place, tl.load(x + place, mask=inside, other=0.0), mask=inside)
     if first < 1 and last >= 1:
-        _meet(pads, program, rank, 2 * call + 1, ranks)
+        meet(pads, program, rank, 2 * call + 1, ranks)
     if first <= 1 and last >= 1:
         for group in range(program, groups, programs):
             row = group * ranks + rank
             place, inside = row * size + at, (at < size) & (row < rows)
-            total = _total(buffers, start, place, inside, dtype, ranks)
+            total = total_of(buffers, start, place, inside, dtype, ranks)
             for other in tl.static_range(ranks):
-                tl.store(_buffer(buffers, other, start, dtype) + place, total, mask=inside)
+                tl.store(buffer_of(buffers, other, start, dtype) + place, total, mask=inside)
     if first < 2 and last >= 2:
-        _meet(pads, program, rank, 2 * call + 2, ranks)
+        meet(pads, program, rank, 2 * call + 2, ranks)
     if last == 2:
         for group in range(program, groups, programs):
             for turn in tl.static_range(ranks):
@@ -282,17 +282,17 @@ def all_gather(
     call = tl.load(calls + program)
     start = call % 2 * half
     if first == 0:
-        own = _buffer(buffers, rank, start, dtype)
+        own = buffer_of(buffers, rank, start, dtype)
         for begin in range(program * block, count, programs * block):
             at = begin + tl.arange(0, block)
             tl.store(own + at, tl.load(x + at, mask=at < count, other=0), mask=at < count)
     if first < 1 and last >= 1:
-        _meet(pads, program, rank, 2 * call + 1, ranks)
+        meet(pads, program, rank, 2 * call + 1, ranks)
     if last == 1:
         for begin in range(program * block, count, programs * block):
             at = begin + tl.arange(0, block)
             for other in tl.static_range(ranks):
-                theirs = _buffer(buffers, other, start, dtype)
+                theirs = buffer_of(buffers, other, start, dtype)
                 word = tl.load(theirs + at, mask=at < count, other=0, cache_modifier=".cg")
                 tl.store(out + other * count + at, word, mask=at < count)
         tl.store(calls + program, call + 1)

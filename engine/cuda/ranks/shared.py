@@ -102,7 +102,7 @@ class Shared(NamedTuple):
         launch(
             kernel,
             (len(self.calls),),
-            *self._tables,
+            *self.tables,
             x,
             residual,
             weight,
@@ -123,7 +123,7 @@ class Shared(NamedTuple):
         launch(
             kernels.all_gather,
             (len(self.calls),),
-            *self._tables,
+            *self.tables,
             x,
             out,
             self.rank,
@@ -135,7 +135,8 @@ class Shared(NamedTuple):
         )
 
     @property
-    def _tables(self) -> tuple[Tensor, Tensor, Tensor]:
+    def tables(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The first arguments of kernels of calls."""
         return self.buffers, self.pads, self.calls
 
 

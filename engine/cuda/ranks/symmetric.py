@@ -71,6 +71,7 @@ def map_memory(
     ranks: int,
     device: torch.device,
     most: Callable[[int], int],
+    why: str = "",
 ) -> SymmetricMemory | None:
     """Maps the memory of all ranks. All call it at once.
 
@@ -81,20 +82,20 @@ def map_memory(
         ranks: number of ranks.
         device: this rank's GPU.
         most: the largest of all ranks' numbers.
+        why: it cannot be mapped, as all ranks know.
 
     Returns:
         None if there is none; the log says why.
     """
-    why = reachable(ranks)
     own: Tensor | None = None
     memory: SymmetricMemory | None = None
     if not why:
-        meetings = most(_meetings)
-        own, why = _attempted(lambda: _prepared(meetings, ranks, device))
+        meetings, programs = most(_meetings), -most(-_programs_of(device))
+        own, why = _attempted(lambda: _prepared(meetings, programs, ranks, device))
         if most(own is None):
             why = why or "another rank has no memory for them"
         else:
-            memory, why = _attempted(lambda: _met(store, name, rank, ranks, own))
+            memory, why = _attempted(lambda: _met(store, name, rank, ranks, programs, own))
             if most(memory is None):
                 memory, why = None, why or "another rank cannot map the memory"
     if memory is None:
@@ -110,7 +111,7 @@ def _attempted(do: Callable[[], Any]) -> tuple[Any, str]:
         return None, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-def _prepared(meetings: int, ranks: int, device: torch.device) -> Tensor:
+def _prepared(meetings: int, programs: int, ranks: int, device: torch.device) -> Tensor:
     """This rank's memory: its pad, which is all 0, and the two halves of its buffer.
 
     Torch names what ranks send each other by the number of meetings that a process has had. Rank
@@ -122,19 +123,21 @@ def _prepared(meetings: int, ranks: int, device: torch.device) -> Tensor:
     while _meetings < meetings:
         name = f"baton-rank-alone-{_meetings}"
         _rendezvous(_allocated(16, device), _dist.HashStore(), name, 0, 1)
-    own = _allocated(pad_bytes(programs_of(ranks), ranks) + 2 * HALF_BYTES, device)
+    own = _allocated(pad_bytes(programs, ranks) + 2 * HALF_BYTES, device)
     own.zero_()
     torch.cuda.synchronize(device)
     return own
 
 
-def _met(store: Any, name: str, rank: int, ranks: int, own: Tensor) -> SymmetricMemory:
+def _met(
+    store: Any, name: str, rank: int, ranks: int, programs: int, own: Tensor
+) -> SymmetricMemory:
     from engine.cuda.ranks.shared import shared_at
 
     store.set_timeout(timedelta(seconds=MEET_S))
     handle, group = _rendezvous(own, store, name, rank, ranks)
     bases = [int(base) for base in handle.buffer_ptrs]
-    shared = shared_at(rank, bases, programs_of(ranks), HALF_BYTES, own.device)
+    shared = shared_at(rank, bases, programs, HALF_BYTES, own.device)
     return SymmetricMemory(shared, own, handle, group)
 
 
@@ -163,11 +166,8 @@ def _symmetric() -> Any:
     return _SymmetricMemory
 
 
-def programs_of(ranks: int) -> int:
-    """Programs of each call: the same on all ranks, and no more than any GPU runs at once."""
+def _programs_of(device: torch.device) -> int:
+    """Programs of each call: the fewest of all ranks, so no more than any GPU runs at once."""
     from engine.cuda.ranks.shared import MOST_PROGRAMS
 
-    processors = (
-        torch.cuda.get_device_properties(rank).multi_processor_count for rank in range(ranks)
-    )
-    return min(MOST_PROGRAMS, *processors)
+    return min(MOST_PROGRAMS, torch.cuda.get_device_properties(device).multi_processor_count)
