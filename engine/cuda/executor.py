@@ -19,6 +19,9 @@ Each of several ranks runs every step. Sums are in its kernels and graphs, and i
 `engine.cuda.ranks.drawing`. The ranks of a stage capture the same graphs in the same order: what is
 captured runs once before, and there each waits for the others. Between stages, hidden states come
 before a step's kernels and go behind them (`engine.cuda.steps.handing`), outside of graphs.
+
+The workers of an expert group capture the same graphs in the same order, too, and queue steps in one
+order (`engine.cuda.groups`). Only decode rows have graphs there.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -38,6 +41,7 @@ from engine.attention.grouped import PagedGroups
 from engine.attention.parts import lengths_differ
 from engine.bounds import Bounds
 from engine.cuda.adapters.sites import CudaAdapterSites
+from engine.cuda.groups.dispatch import CudaDispatch, ask_of
 from engine.cuda.hooks.hooked import Hooked
 from engine.cuda.ranks.drawing import (
     Draw,
@@ -113,6 +117,7 @@ class CudaExecutor:
         self._pools = pools
         self._attention = attention
         self._ranks = model.collective
+        self._moves = model.dispatch if isinstance(model.dispatch, CudaDispatch) else None
         self._hooked = hooked
         rows = max(bounds.max_sequences, PROMPT_ROWS + 1)
         attention.reserve(bounds.scratch_tokens + PROMPT_ROWS + 1, rows)  # Padding rows have one.
@@ -136,6 +141,7 @@ class CudaExecutor:
         narrows = self._most_chosen > 0
         stages = model.shard.stages
         kinds = {"narrows": narrows, "adapts": adapters is not None, "mixes": stages == 1}
+        kinds["prompts"] = self._moves is None
         self._shapes = Shapes(bounds, self._kv_heads, widths=widths, **kinds)
         shapes = self._shapes.all
         most_tokens = max(bounds.max_step_tokens, shapes[0].tokens)
@@ -217,6 +223,22 @@ class CudaExecutor:
         """See `Executor`. Hooks may say something else on each rank, and sums need one shape."""
         return self._hooked.shaped(plan, self._shapes, self._page_size)
 
+    def ask(self, plan: StepPlan) -> list[int]:
+        """What it asks the other workers of its expert group for; see `CudaDispatch`."""
+        return ask_of(plan, self._shapes)
+
+    def launch_padding(self) -> None:
+        """Queues a step of padding, of the size that the workers of its expert group have agreed
+        on: others have tokens for the experts here."""
+        own = Shape(self._shapes.all[-1].decodes)
+        shape = self._moves and self._moves.shape(own, self._shapes)
+        with torch.inference_mode(), torch.cuda.stream(self.stream):
+            packed = self._pack(None, shape or own)
+            if shape is not None and shape in self._graphs:
+                self._graphs[shape].graph.replay()
+            else:
+                self._kernels(packed)
+
     def launch(self, plan: StepPlan) -> Launched:
         """Queues the step. Its `result` raises errors of the launch as well as those of the
         device."""
@@ -269,6 +291,8 @@ class CudaExecutor:
             self._ranks.barrier()
             self._handing.pass_on()
             return self._finish(with_failures(nothing_drawn, self._hooked.end(None)))
+        if self._moves is not None:
+            shape = self._moves.shape(shape, self._shapes)
         draw = self._exact(plan, narrowed) if shape is None else self._padded(plan, shape, narrowed)
         draw = draw._replace(failures=self._hooked.end(narrowed))
         if plan.masked.size:
@@ -372,6 +396,8 @@ class CudaExecutor:
         inputs = self._inputs.spread(packed, self._token_table, self._page_size)
         self._attention.prepare(attention_of(packed, inputs))
         narrowed = narrowed_of(packed, inputs[0], self._most_chosen, self._page_size)
+        if self._moves is not None:
+            self._moves.open(packed.shape.tokens, packed.slots, self._nobody)
         hidden = self._forward.hidden(
             inputs[0].token_ids,
             inputs[0].positions,
@@ -419,6 +445,8 @@ class CudaExecutor:
         given = inputs[0].token_ids, inputs[0].positions, [group.stores for group in inputs]
         all_states = plan.reads_all_states
         tapped, states = self._tapped(shape), self._handing.states(shape.tokens)
+        if self._moves is not None:
+            self._moves.open(shape.tokens)
         hidden = self._forward.hidden(*given, None if all_states else ends, hooked, tapped, states)
         if not self._handing.is_last:
             return self._handed_on(packed)

@@ -15,6 +15,7 @@ from engine.cuda.experts.beside import SharedWeights, beside_of
 from engine.cuda.experts.mixing import parts_of
 from engine.cuda.experts.routing import route
 from engine.cuda.experts.summing import Parts, Shared, add_up
+from engine.cuda.groups.dispatch import CudaDispatch
 from engine.cuda.products.joins import join
 from engine.cuda.products.rounding import rounded, silu_mul_rounded
 from engine.model.config import Activation
@@ -27,6 +28,7 @@ from engine.model.feed_forward import Gated, Mlp
 from engine.model.linear import Linear, RmsNorm
 from engine.model.precision.dense import Dense
 from engine.model.precision.rounding import Rounded, Rounding, is_alike, plain_of
+from engine.step.dispatch import STAY
 
 
 def reader_of(module: Gated | Mlp | Experts | Beside) -> Rounding | None:
@@ -35,7 +37,9 @@ def reader_of(module: Gated | Mlp | Experts | Beside) -> Rounding | None:
         return module.up.reads
     if isinstance(module, Experts):  # The router reads them in the model's dtype.
         how = module.gate_up.input
-        return None if how is None else how._replace(keeps=True)
+        if how is None or module.dispatch is not STAY:  # Rows of all workers are rounded together.
+            return None
+        return how._replace(keeps=True)
     return module.gate_up.reads if isinstance(module, Gated) else None
 
 
@@ -83,12 +87,15 @@ def _beside(module: Beside, x: Tensor) -> Tensor:
     chosen = route(module.experts.router(routed), module.experts.own.routing, None)
     scales = module.expert_scale.float().index_select(0, chosen.experts.flatten())
     chosen = chosen._replace(weights=chosen.weights * scales.view_as(chosen.weights))
-    which, count = module.experts.held, len(module.experts.gate_up.parts)
-    chosen = held(chosen, count, which)
     plain = _gated(gated, as_read(_normed(x, before), reader_of(gated)))
     out = _normed(collective.all_reduce(plain), after)
-    parts = _parts_of(module.experts, _normed(x, before_experts), chosen)
-    mixed = collective.all_reduce(add_up(parts))
+    own, read = module.experts, _normed(x, before_experts)
+    if isinstance(own.dispatch, CudaDispatch):
+        every, here = own.dispatch.gather(read, chosen, len(own.gate_up.parts))
+        mixed = own.dispatch.scatter(_parts_of(own, every, here), len(x))
+    else:
+        chosen = held(chosen, len(own.gate_up.parts), own.held)
+        mixed = collective.all_reduce(add_up(_parts_of(own, read, chosen)))
     return join(out, mixed, after_experts.weight, None, after_experts.eps, 1.0)
 
 
@@ -110,8 +117,20 @@ def _parts_of(
     return parts_of(x, chosen, module.gate_up, module.down, module.own.gate, beside, ranks)
 
 
-def _experts(module: Experts, x: Tensor | Rounded) -> Parts:
+def _moved(module: Experts, x: Tensor, moves: CudaDispatch) -> Tensor:
+    """The same where other workers of a group hold experts: the whole sum."""
+    chosen = route(module.router(x), module.own.routing, module.choice_bias)
+    parts = _parts_of(module, *moves.gather(x, chosen, len(module.gate_up.parts)))
+    if isinstance(shared := module.shared, Gated):
+        out = _gated(shared, as_read(x, reader_of(shared)))
+        parts = parts._replace(shared=Shared(out, x, _gate_of(module)))
+    return moves.scatter(parts, len(x))
+
+
+def _experts(module: Experts, x: Tensor | Rounded) -> Parts | Tensor:
     plain, shared = plain_of(x), module.shared
+    if isinstance(module.dispatch, CudaDispatch):
+        return _moved(module, plain, module.dispatch)
     chosen = route(module.router(plain), module.own.routing, module.choice_bias, module.held)
     if not isinstance(shared, Gated):
         return _parts_of(module, x, chosen)
@@ -123,9 +142,14 @@ def _experts(module: Experts, x: Tensor | Rounded) -> Parts:
         out = _gated(shared, taken)
     else:
         out = parts.parts[-1:]
+    return parts._replace(shared=Shared(out, plain, _gate_of(module)))
+
+
+def _gate_of(module: Experts) -> Tensor | None:
+    """The gate of the shared expert, [1, H]."""
     gate = None if module.shared_gate is None else module.shared_gate.method
     assert gate is None or isinstance(gate, Dense), "it is kept in the model's dtype"
-    return parts._replace(shared=Shared(out, plain, None if gate is None else gate.weight))
+    return None if gate is None else gate.weight
 
 
 def gated(x: Tensor | Rounded, gate_up: Linear, reader: Rounding | None) -> Tensor | Rounded:

@@ -31,6 +31,7 @@ from engine.model.mixers.base import Mixer
 from engine.model.precision.rounding import Rounded
 from engine.pool.pools import KvPools
 from engine.step.collective import Collective
+from engine.step.dispatch import STAY
 
 Behind = Gated | Mlp | Experts | Beside | Input
 """What may stand in a layer beside its mixer."""
@@ -175,6 +176,8 @@ class FusedForward:
         self._products = CudaProducts()
         model.finish(self._products)
         self._model = model
+        self._is_whole = model.dispatch is not STAY
+        """Others wait for all tokens at each layer of experts."""
         self._attention = attention
         ropes = RopeTables(model.ropes, model.embedding, max_context_tokens)
         layers = cast("list[Layer]", list(model.layers))
@@ -220,7 +223,7 @@ class FusedForward:
             None if inputs is None else inputs(token_ids, residual),
         )
         x = self._layers.entered(residual)
-        is_whole = hooked is not None
+        is_whole = self._is_whole or hooked is not None
         return self._layers.run(residual, x, step, ends, tapped, is_whole=is_whole)[0]
 
     def _entered(self, token_ids: Tensor, states: Tensor | None) -> Tensor:

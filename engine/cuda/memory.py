@@ -14,6 +14,7 @@ from engine.groups.spec import State
 from engine.groups.state import TABLE_COLUMNS
 from engine.model import Decoder
 from engine.pool.pools import KvPools
+from engine.step.dispatch import STAY
 from engine.types import SCRATCH_PAGE
 
 CONTEXT_BYTES = 1 << 30
@@ -24,7 +25,8 @@ DRAFTS_BYTES = 4 << 30
 """Bytes kept back for graphs of wider decode rows, beside what `_bytes_for_drafts` counts. With the
 8B shape, 256 rows and three drafts an engine took 4.8 GiB more in all."""
 RANKS_BYTES = 1 << 30
-"""Bytes kept back for what ranks share and for NCCL, which come later, where there are several."""
+"""Bytes kept back for what ranks share and for NCCL, which come later, where there are several, or
+workers of an expert group."""
 SAMPLING_COPIES = 6
 """Most float32 copies of a step's logits that the sampler holds at once."""
 
@@ -63,7 +65,7 @@ def bytes_left(
     graphs = GRAPH_BYTES + step * min(1.0, LONGEST_GRAPH / bounds.max_step_tokens)
     if bounds.max_adapters:  # Steps with adapters have graphs of their own.
         graphs += GRAPH_BYTES
-    if model.collective.size > 1 or model.shard.stages > 1:
+    if model.collective.size > 1 or model.shard.stages > 1 or model.dispatch is not STAY:
         graphs += RANKS_BYTES
     if drafts:
         sampling += _bytes_for_drafts(bounds, model.config.vocab_size, drafts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import socket
 import threading
@@ -13,6 +14,8 @@ from typing import Any, Final
 from engine.expert_groups.leader import SOCKET
 from engine.expert_groups.lines import Message, Reader, send
 from engine.step.collective import CollectiveError
+
+log = logging.getLogger("baton.engine")
 
 FORM_S: Final = 120.0
 """Rank 0 comes within this many seconds, and all others within as many again. Not tuned."""
@@ -188,6 +191,7 @@ class Member:
             while (asks := self._begun.get()) is not None:
                 self._step(asks)
         except Exception as error:
+            log.exception("a step without tokens failed")
             self.lose(f"a step without tokens failed: {type(error).__name__}")
 
     def _step(self, asks: Asks) -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import torch
 
 from engine.config import EngineConfig
 from engine.expert_groups.executor import GroupExecutor
@@ -15,8 +19,22 @@ from engine.expert_groups.member import Member
 from engine.ranks.keeper import RankError
 from engine.ranks.ranks import NoRanks
 from engine.step.collective import CollectiveError
-from engine.step.dispatch import place_of
+from engine.step.dispatch import GroupPlace, place_of
 from engine.step.executor import Executor
+
+if TYPE_CHECKING:
+    from engine.cuda.groups.dispatch import CudaDispatch
+
+_LOOK_S: Final = 0.05
+"""While it meets the other workers, this one looks this often whether they live, seconds."""
+_OF_GRAPHS: Final = (
+    "decodes",
+    "max_sequences",
+    "max_step_tokens",
+    "max_adapters",
+    "cuda_graphs",
+)
+"""What the sizes of graphs follow from."""
 
 
 class GroupedRanks(NoRanks):
@@ -27,8 +45,8 @@ class GroupedRanks(NoRanks):
         """Starts nothing yet."""
         super().__init__()
         self._place = place_of(config.expert_group)
-        dispatch = GlooDispatch(self._place.rank, self._place.ranks)
-        self.dispatch = self._gloo = dispatch
+        dispatch = _dispatch_on(torch.device(config.device), self._place)
+        self.dispatch = self._moves = dispatch
         hello = {"rank": self._place.rank} | _alike(config, self._place.ranks)
         self._member = Member(hello, self._place.folder, dispatch.run_without_tokens)
         dispatch.member, self._member.let_go = self._member, dispatch.let_go
@@ -61,10 +79,29 @@ class GroupedRanks(NoRanks):
         """See `Ranks`. Each worker has a pool of its own size."""
         try:
             self._member.loaded(revision)
-            self._gloo.join(self._store)
         except CollectiveError as error:
             raise RankError(str(error)) from error
         return num_pages
+
+    def join(self) -> None:
+        """See `Ranks`."""
+        errors = list[Exception]()
+
+        def meet() -> None:
+            try:
+                self._moves.join(self._store)
+            except Exception as error:
+                errors.append(error)
+
+        # On a thread of its own: it would wait for a worker that is gone.
+        meeting = threading.Thread(target=meet, name="baton-experts-join", daemon=True)
+        meeting.start()
+        while meeting.is_alive():
+            self.check()
+            meeting.join(_LOOK_S)
+        self.check()
+        if errors:
+            raise RankError(f"the expert group cannot be joined: {errors[0]}")
 
     def wait_until_ready(self) -> None:
         """See `Ranks`. Until then a step of one would run experts that another has not finished."""
@@ -75,7 +112,13 @@ class GroupedRanks(NoRanks):
 
     def executor(self, own: Executor) -> Executor:
         """See `Ranks`."""
-        return GroupExecutor(own, self._gloo.failed)
+        if isinstance(self._moves, GlooDispatch):
+            return GroupExecutor(own, self._moves.failed)
+        from engine.cuda.executor import CudaExecutor
+        from engine.cuda.groups.executor import GroupedCudaExecutor
+
+        assert isinstance(own, CudaExecutor), "others are refused"
+        return GroupedCudaExecutor(own, self._moves)
 
     def call_when_lost(self, on_lost: Callable[[str], None]) -> None:
         """See `Ranks`."""
@@ -87,20 +130,33 @@ class GroupedRanks(NoRanks):
         """See `Ranks`."""
         if self._is_started:
             self._member.close()
+            self._moves.let_go()
         if self._leader is not None:
             self._leader.close()
             self._leader = None
 
 
+def _dispatch_on(device: torch.device, place: GroupPlace) -> GlooDispatch | CudaDispatch:
+    if device.type == "cpu":
+        return GlooDispatch(place.rank, place.ranks)
+    from engine.cuda.groups.dispatch import CudaDispatch
+
+    return CudaDispatch(place.rank, place.ranks, device)
+
+
 def _alike(config: EngineConfig, ranks: int) -> Message:
-    """What all workers of a group must have alike."""
+    """What all workers of a group must have alike. On GPUs they capture the same graphs."""
     described = Path(config.model) / "config.json"
     content = described.read_bytes() if described.is_file() else config.model.encode()
     model = hashlib.sha256(content).hexdigest()[:16]
-    return {
+    alike: Message = {
         "ranks": ranks,
         "model": model,
         "dtype": config.dtype,
         "quantization": config.quantization,
         "load_format": config.load_format,
+        "device": torch.device(config.device).type,
     }
+    if alike["device"] != "cpu":
+        alike |= {name: getattr(config, name) for name in _OF_GRAPHS}
+    return alike

@@ -238,6 +238,7 @@ class Model(nn.Module):
         self.shard = shard
         self.collective = collective or Alone()
         self.stages = stages or OneStage()
+        self.dispatch = dispatch
         rows = config.vocab_size if shard.is_first else 0
         self.embedding = parameter((rows, config.hidden_size), dtype, device)
         """[vocab, H]. No rows in stages that do not embed."""

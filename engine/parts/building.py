@@ -263,6 +263,8 @@ def _paged(config: EngineConfig, loaded: LoadedModel, pools: KvPools) -> PagedGr
         EngineError: there is no attention as configured.
     """
     if obstacle := features.obstacle(loaded.config):
+        if config.expert_group:
+            raise EngineError(f"expert_group on GPUs needs fused kernels, and {obstacle} has none")
         log.info("steps run without fused kernels: %s has none yet", obstacle)
         return None
     return paged_groups(backends_of(config, loaded, pools), pools.places)

@@ -15,7 +15,7 @@ from engine.parts.adapters import check_adapters
 from engine.parts.paging import EngineError
 from engine.pool.kinds import PoolError, pool_type
 from engine.speculation import choosing
-from engine.step.dispatch import place_of
+from engine.step.dispatch import GroupPlace, place_of
 
 
 def with_defaults(config: EngineConfig) -> EngineConfig:
@@ -39,6 +39,8 @@ def with_defaults(config: EngineConfig) -> EngineConfig:
     check_adapters(config)
     on_cpu = device == "cpu"
     _check_ranks(config, device)
+    if config.expert_group and device == "cuda" and torch.cuda.device_count() > 1:
+        device = f"cuda:{place_of(config.expert_group).rank}"
     step_tokens = config.max_step_tokens or _usual_step_tokens(config, on_cpu=on_cpu)
     if step_tokens < max(config.page_size, config.max_sequences + config.page_size):
         raise EngineError(
@@ -124,20 +126,34 @@ def _group_obstacle(config: EngineConfig, device: str) -> str:
     if not config.expert_group:
         return ""
     try:
-        place_of(config.expert_group)
+        place = place_of(config.expert_group)
     except ValueError as error:
         return str(error)
-    if device != "cpu":
-        return (
-            "expert_group works on CPUs for now: set device to cpu, or divide experts among the"
-            " ranks of one worker with expert_parallel and tp"
-        )
     if config.ranks > 1:
         return "expert_group needs tp 1 and pp 1: its workers are ranks themselves"
     if config.speculation == MTP:
         return (
             "speculation mtp cannot be set with expert_group: the draft layer has experts, too, and"
             " workers draft at different times"
+        )
+    return "" if device == "cpu" else _obstacle_on_gpus(config, place)
+
+
+def _obstacle_on_gpus(config: EngineConfig, place: GroupPlace) -> str:
+    """Why the worker cannot be in an expert group on GPUs, where a worker without tokens runs steps
+    of padding; empty: it can."""
+    count = torch.cuda.device_count()
+    if config.device in ("auto", "cuda") and 1 < count <= place.rank:
+        return (
+            f"expert_group: rank {place.rank} has GPU {place.rank}, and {count} can be seen here:"
+            " name another one by device, or let each worker see its own alone"
+        )
+    if config.hooks:
+        return "hooks need expert_group on CPUs: on GPUs a step of padding would call them"
+    if config.speculates:
+        return (
+            f"speculation {config.speculation} needs expert_group on CPUs: on GPUs workers whose"
+            " rows have different numbers of drafts would have no graph in common"
         )
     return ""
 

@@ -66,7 +66,7 @@ def gather_tokens(
             their_weights = _section(buffers, other, start + weights_at, tl.float32)
             their_experts = _section(buffers, other, start + experts_at, tl.int32)
             for row in range(program, rows, programs):
-                target = (other * rows + row).to(tl.int64)
+                target = tl.cast(other * rows + row, tl.int64)
                 value = tl.load(
                     theirs + row * size + at, mask=inside, other=0.0, cache_modifier=".cg"
                 )
@@ -104,16 +104,16 @@ def scatter_sums(
         own = buffer_of(buffers, rank, start, dtype)
         for other in range(ranks):
             for row in range(program, rows, programs):
-                token = (other * rows + row).to(tl.int64)
+                token = tl.cast(other * rows + row, tl.int64)
                 total = sum_of_pairs(parts, places, weights, token, at, inside, size, chosen)
                 tl.store(own + token * size + at, total, mask=inside)
     if first < 1 and last >= 1:
         meet(pads, program, rank, 2 * call + 1, ranks)
     if last == 1:
         for row in range(program, tokens, programs):
-            place = (rank * rows + row).to(tl.int64) * size + at
+            place = tl.cast(rank * rows + row, tl.int64) * size + at
             total = total_of(buffers, start, place, inside, dtype, ranks)
-            token = row.to(tl.int64)
+            token = tl.cast(row, tl.int64)
             if has_shared:
                 total = with_shared(
                     total.to(tl.float32), shared, x, gate, token, at, inside, size, has_gate, block

@@ -94,20 +94,22 @@ class Shapes:
         widths: tuple[int, ...] = (1,),
         adapts: bool = False,
         mixes: bool = True,
+        prompts: bool = True,
     ) -> None:
         """`narrows`: whether a graph may have narrowed rows. `widths`: tokens of decode rows.
         `adapts`: whether rows may have adapters; steps without any have shapes of their own.
-        `mixes`: whether prompts are computed beside decode rows."""
+        `mixes`: whether prompts are computed beside decode rows. `prompts`: whether steps with
+        prompts have shapes."""
         self._adapts = adapts
         self._kv_heads = kv_heads
         self._narrows = narrows
         self._widths = widths
         most, decodes = bounds.max_sequences, bounds.decodes
-        self._decodes = bucket_sizes(most) if decodes else ()
-        mixes = mixes and decodes
+        self._decodes = bucket_sizes(most) if decodes else SMALL[: not prompts]
+        mixes = mixes and prompts and decodes
         self._beside = bucket_sizes(most, (SPACING,), MIXED_SPACING) if mixes else ()
         self._wide = bucket_sizes(most, WIDE_SMALL, WIDE_SPACING) if decodes else ()
-        self._alone = _prompt_sizes(bounds.max_step_tokens)
+        self._alone = _prompt_sizes(bounds.max_step_tokens) if prompts else ()
         self.all = self._all()
         """All shapes, largest first, because the others reuse the largest one's memory."""
 
@@ -149,6 +151,11 @@ class Shapes:
             return shape
         lengths = plan.context_lens[: plan.num_decodes] if reads is None else reads
         return shape._replace(differ=lengths_differ(lengths, self._kv_heads))
+
+    def grown(self, shape: Shape, decodes: int) -> Shape:
+        """The shape with at least as many decode rows, of a bucket."""
+        shape = shape._replace(decodes=decodes)
+        return shape if self._has_two(shape) else shape._replace(differ=True)
 
     def _has_two(self, shape: Shape) -> bool:
         """Whether there are two shapes of this size. Beside a prompt, decode rows are a small part

@@ -26,6 +26,7 @@ from engine.model.wrapped.linears import set_module
 from engine.model.wrapped.recording import Attended, Record
 from engine.step.attention import AttentionSpec, Specs, StepAttention
 from engine.step.collective import Alone, Collective
+from engine.step.dispatch import STAY, Dispatch
 
 
 class Given(nn.Module):
@@ -67,6 +68,7 @@ class WrappedModel(nn.Module):
         self.config = config
         self.shard = shard
         self.collective = collective or Alone()
+        self.dispatch: Dispatch = STAY
         self.body = causal.get_submodule(record.body)
         self.causal = causal
         self._specs = tuple(_spec(causal, each, shard) for each in record.calls)
