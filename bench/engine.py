@@ -175,13 +175,14 @@ def measure(
     repeats: int,
     sampling: SamplingParams = GREEDY,
     cases: Mapping[str, Case] = CASES,
+    run: Callable[..., tuple[float, Watch]] = run_case,
 ) -> Outcome:
-    """Runs a case after a short one of the same shape."""
+    """Runs a case after a short one of the same shape. `run`: as `run_case`."""
     case, outcome = cases[name], Outcome(name)
     warm_up = Case(min(case.prompts, 16), case.prompt_tokens, min(case.output_tokens, 4), 0, 0, 0)
-    run_case(engine, warm_up, 1, sampling)
+    run(engine, warm_up, 1, sampling)
     for repeat in range(repeats):
-        seconds, watch = run_case(engine, case, 100 + repeat, sampling)
+        seconds, watch = run(engine, case, 100 + repeat, sampling)
         outcome.rates.append(case.counted_tokens / seconds)
         gaps = np.diff(watch.step_times) * 1e3
         gaps = gaps[gaps > 0.2]

@@ -1,7 +1,7 @@
 """Models with experts on a GPU: tokens a second, experts read a step, and TB/s over them.
 
 python -m bench.experts [--shapes NAME ...] [--precisions NAME ...] [--cases NAME ...]
-                        [--ranks N [--ways tp experts] [--turns 1]]
+                        [--ranks N [--ways tp experts groups] [--turns 1]]
                         [--repeats 1] [--json FILE] [--profile]
                         and the options of engines of bench.engine
 
@@ -10,8 +10,9 @@ and layers get experts that were drawn at random before the engine was built: du
 all rows to the same experts, and then few are read. The router's product is computed, too.
 `--profile` prints, after a shape's cases, where the device's time goes in each. With `--ranks`
 (GPUs of this host) each way has an engine of its own: `tp` cuts every expert, `experts` gives each
-rank whole ones. `--turns 2` runs them again, the last one first. `target`, `vllm` and `floor` are
-those of one GPU.
+rank whole ones. `groups` has a worker on each GPU, which hold the experts together and divide the
+prompts of a case, its rows and the tokens of a step between them. `--turns 2` runs all again, the
+last one first. `target`, `vllm` and `floor` are those of one GPU.
 
 `experts` is how many of a layer's experts a step of that many rows takes, on average. `TB/s` is the
 weights of those in all layers by the median time of a step, in which attention, head and all else
@@ -24,9 +25,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, NamedTuple
@@ -35,7 +39,16 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from bench.engine import Case, add_engine_options, build, free_memory, measure, profile
+from bench.engine import (
+    Case,
+    Watch,
+    add_engine_options,
+    build,
+    free_memory,
+    measure,
+    profile,
+    run_case,
+)
 from bench.harness import write_json
 from engine.cuda import feed_forward
 from engine.cuda.experts.routing import route
@@ -47,11 +60,12 @@ from engine.model.experts.weights import ExpertWeights
 from engine.model.families import read_config
 from engine.model.precision.choice import Precision
 from engine.model.precision.formats import read_format
+from engine.step.dispatch import place_of
 
 SHAPES: Final = Path(__file__).parent / "shapes"
 PRECISIONS: Final[dict[str, dict[str, Any]]] = {"as-is": {}, "fp8": {"quantization": "fp8"}}
 """As-is: bf16, but what the shape's config says is quantised."""
-WAYS: Final = ("tp", "experts")
+WAYS: Final = ("tp", "experts", "groups")
 BEGINNINGS: Final = 997
 """Places of layers in the numbers by which experts are drawn. A prime: none repeats soon."""
 CASES: Final[dict[tuple[str, str], dict[str, Case]]] = {
@@ -127,13 +141,13 @@ def experts_read(experts: Experts, rows: int) -> float:
 
 
 @contextmanager
-def even_routing(experts: int, step_tokens: int) -> Iterator[None]:
+def even_routing(experts: int, step_tokens: int, first: int = 0) -> Iterator[None]:
     """Engines that are built inside get their experts from random numbers, on all of their ranks.
-    Each layer begins elsewhere in them."""
+    Each layer begins elsewhere in them, the first one at `first`."""
     with (
         TemporaryDirectory() as folder,
         mock.patch.object(sys, "path", [folder, *sys.path]),
-        mock.patch.object(feed_forward, "route", Drawn(experts, step_tokens)),
+        mock.patch.object(feed_forward, "route", Drawn(experts, step_tokens, first)),
     ):
         # Rank 0 gives its path to the processes of the others.
         Path(folder, "sitecustomize.py").write_text(
@@ -146,9 +160,9 @@ def even_routing(experts: int, step_tokens: int) -> Iterator[None]:
 class Drawn:
     """Experts by random numbers, the same on every rank."""
 
-    def __init__(self, experts: int, step_tokens: int) -> None:
+    def __init__(self, experts: int, step_tokens: int, first: int = 0) -> None:
         self._shape = step_tokens + BEGINNINGS, experts
-        self._calls = itertools.count()
+        self._calls = itertools.count(first)
         self._numbers: Tensor | None = None
 
     def __call__(
@@ -184,7 +198,13 @@ def run_way(
         "expert_parallel": way == "experts" and arguments.ranks > 1,
     }
     print(f"{shape}, {precision}, {arguments.ranks} ranks, {way}")
-    with even_routing(experts.in_layer, arguments.step_tokens):
+    with ExitStack() as stack:
+        stack.enter_context(even_routing(experts.in_layer, arguments.step_tokens))
+        run: Callable[..., tuple[float, Watch]] = run_case
+        if way == "groups":
+            group = stack.enter_context(Group(arguments.ranks, shape, precision))
+            options = PRECISIONS[precision] | group.options
+            arguments, run = group.arguments, group.run
         engine = build(arguments, model=SHAPES / shape, options=options)
         print(
             f"{'':>14} {'rate':>10} {'target':>10} {'vllm':>10} {'floor':>10} {'p50 ms':>8}"
@@ -194,17 +214,24 @@ def run_way(
         for name, case in cases.items():
             if arguments.cases and name not in arguments.cases:
                 continue
-            rows.append(row_of(engine, name, case, experts, arguments.repeats))
+            rows.append(row_of(engine, name, case, experts, arguments.repeats, run))
             print(line(rows[-1]), flush=True)
-        for row in rows if arguments.profile else ():
+        for row in rows if arguments.profile and way != "groups" else ():
             print(profile(engine, row["case"], rows=20, cases=cases), flush=True)
         engine.stop()
     return [{"shape": shape, "precision": precision, **row} for row in rows]
 
 
-def row_of(engine: Any, name: str, case: Case, experts: Experts, repeats: int) -> dict[str, Any]:
+def row_of(
+    engine: Any,
+    name: str,
+    case: Case,
+    experts: Experts,
+    repeats: int,
+    run: Callable[..., tuple[float, Watch]] = run_case,
+) -> dict[str, Any]:
     """One case, measured. Steps of prompts alone read all experts, so they have no TB/s."""
-    outcome = measure(engine, name, repeats, cases={name: case})
+    outcome = measure(engine, name, repeats, cases={name: case}, run=run)
     read = experts_read(experts, case.prompts)
     seconds = outcome.step_p50_ms / 1e3
     speed = read * experts.each_bytes / seconds / 1e12 if case.output_tokens > 1 else 0.0
@@ -218,6 +245,85 @@ def row_of(engine: Any, name: str, case: Case, experts: Experts, repeats: int) -
         "experts": read if case.output_tokens > 1 else float(experts.in_layer),
         "tb_per_s": speed,
     }
+
+
+class Group:
+    """Workers on the other GPUs, which run their parts of cases. A context manager."""
+
+    def __init__(self, ranks: int, shape: str, precision: str) -> None:
+        self.arguments = divided(parse(), ranks)
+        """Options of the worker here."""
+        self._ranks, self._what = ranks, ["--shapes", shape, "--precisions", precision]
+        self._folder = TemporaryDirectory()
+        self.options = {"expert_group": self._place(0)}
+
+    def _place(self, rank: int) -> str:
+        return f"{self._folder.name}/group?rank={rank}&ranks={self._ranks}"
+
+    def __enter__(self) -> Group:
+        command = [sys.executable, "-m", "bench.experts", *sys.argv[1:], *self._what, "--member"]
+        self._others = [
+            subprocess.Popen(
+                [*command, self._place(rank)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(1, self._ranks)
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for other in self._others:
+            other.kill()
+            other.wait()
+        self._folder.cleanup()
+
+    def run(self, engine: Any, case: Case, seed: int, *given: Any) -> tuple[float, Watch]:
+        """As `run_case`, on all workers. Steps are those that the worker here runs."""
+        begin = time.perf_counter()
+        own, *rest = shares(case, self._ranks)
+        for other, share in zip(self._others, rest, strict=True):
+            assert other.stdin is not None
+            print(share.prompts, case.prompt_tokens, case.output_tokens, seed, file=other.stdin)
+            other.stdin.flush()
+        _, watch = run_case(engine, own, seed, *given)
+        for other in self._others:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "done\n", "a worker has ended"
+        return time.perf_counter() - begin, watch
+
+
+def divided(arguments: argparse.Namespace, ranks: int) -> argparse.Namespace:
+    """The options of one of so many workers: all of them run as many tokens as one engine."""
+    arguments.sequences = -(-arguments.sequences // ranks)
+    arguments.step_tokens = max(2048, arguments.step_tokens // ranks)
+    return arguments
+
+
+def shares(case: Case, ranks: int) -> list[Case]:
+    """What each worker has of a case, the first one the most."""
+    counts = (len(range(rank, case.prompts, ranks)) for rank in range(ranks))
+    return [replace(case, prompts=count) for count in counts]
+
+
+def run_member(arguments: argparse.Namespace) -> None:
+    """A worker of a group: it runs what its input says."""
+    (shape,), (precision,) = arguments.shapes, arguments.precisions
+    place = place_of(arguments.member)
+    options = PRECISIONS[precision] | {"expert_group": arguments.member}
+    arguments = divided(arguments, place.ranks)
+    experts, first = experts_of(shape, PRECISIONS[precision]), BEGINNINGS // place.ranks
+    with (
+        redirect_stdout(sys.stderr),
+        even_routing(experts.in_layer, arguments.step_tokens, first * place.rank),
+    ):
+        engine = build(arguments, model=SHAPES / shape, options=options)
+    for told in sys.stdin:
+        prompts, prompt_tokens, output_tokens, seed = map(int, told.split())
+        if prompts:
+            run_case(engine, Case(prompts, prompt_tokens, output_tokens, 0, 0, 0), seed)
+        print("done", flush=True)
 
 
 def line(row: Mapping[str, Any]) -> str:
@@ -242,6 +348,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--member", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this measures a GPU, and there is none")
@@ -251,6 +358,9 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Runs what is asked for and prints the tables."""
     arguments = parse()
+    if arguments.member:
+        run_member(arguments)
+        return
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     rows = []
     for shape, precision in CASES:

@@ -21,7 +21,7 @@ FLAGS: Final[Mapping[str, str]] = {
     "--chat-template": SAME,
     "--cpu-offload-gb": "not yet: weights stay on the GPU",
     "--data-parallel-size": "`--both` of `baton up`: workers that do both legs;"
-    " where they shall share a model's experts, `--expert-group` of `baton worker`, on CPUs"
+    " where they shall share a model's experts, `--expert-group` of `baton worker`"
     " ([Experts](experts.md#expert-groups))",
     "--disable-log-requests": "nothing: prompts are never logged",
     "--download-dir": "`HF_HOME`, the variable of the Hugging Face library",

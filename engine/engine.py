@@ -38,7 +38,7 @@ from engine.parts.building import (
     pages_that_fit,
     widths_of,
 )
-from engine.parts.defaults import check_memory, with_defaults
+from engine.parts.defaults import check_memory, on_device, use_device, with_defaults
 from engine.parts.paging import EngineError as EngineError
 from engine.parts.paging import make_pages, resolved
 from engine.parts.scheduling import scheduler_of
@@ -119,7 +119,8 @@ class Engine:
         config = with_defaults(config)
         hooks, ranks = open_all(config), _ranks(config, beside, hosts)
         try:
-            return cls._build(config, ranks, hooks, progress)
+            with on_device(torch.device(config.device)):
+                return cls._build(config, ranks, hooks, progress)
         except Exception as error:
             # A device that lost ranks have let go of may have an error of its own.
             reason = str(error) if isinstance(error, RankError) else ranks.lost
@@ -198,6 +199,8 @@ class Engine:
             on_lost: called on that thread when no step will run any more: the device or a rank is
                 lost, or the loop failed.
         """
+        device = self.pool.device
+        self._loop.post(lambda _: use_device(device))
         self._loop.start(on_step, on_lost)
         self.ranks.call_when_lost(lambda _: self._loop.lose())
         self.ranks.watch(self._pulse)

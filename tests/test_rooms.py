@@ -65,6 +65,7 @@ FLOORS = (
         "engine.cuda.mixers",
         "engine.cuda.products",
         "engine.cuda.experts",
+        "engine.cuda.groups",
         "engine.cuda.ranks",
         "engine.cuda.speculation",
         "engine.cuda.states",

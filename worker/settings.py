@@ -218,7 +218,8 @@ class WorkerSettings(BaseModel):
     expert_group: str = _ENGINE.expert_group
     """Names a folder of this host and a place, FOLDER?rank=R&ranks=N: N workers hold the experts of
     one model together (data-parallel attention). Each has attention whole, and pages, sequences and
-    a role of its own. On CPUs for now. Empty: this worker has all experts."""
+    a role of its own. On GPUs rank R takes GPU R, unless `device` names one. Empty: this worker has
+    all experts."""
     gpu_slots_dir: str = ""
     """Names a folder that all workers of this host share: each claims a GPU for each of its ranks,
     by lock files in it. Empty: `device` chooses the GPU."""

@@ -20,8 +20,8 @@ Each of several ranks runs every step. Sums are in its kernels and graphs, and i
 captured runs once before, and there each waits for the others. Between stages, hidden states come
 before a step's kernels and go behind them (`engine.cuda.steps.handing`), outside of graphs.
 
-The workers of an expert group capture the same graphs in the same order, too, and queue steps in one
-order (`engine.cuda.groups`). Only decode rows have graphs there.
+The workers of an expert group capture the same graphs in the same order, too, and queue steps in
+one order (`engine.cuda.groups`). Only decode rows have graphs there.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -110,8 +110,7 @@ class CudaExecutor:
         self._adapters = adapters
         device = pools.first.device
         self._page_size = pools.first.page_size
-        self._drafting = drafting
-        widths = widths_of(drafting, pools)
+        self._drafting, widths = drafting, widths_of(drafting, pools)
         longest = bounds.max_context_tokens + widths[-1] - 1
         self._max_pages = max_pages = -(-longest // self._page_size)
         self._pools = pools
@@ -138,11 +137,8 @@ class CudaExecutor:
         self._most_chosen = min(hooked.graph_pages, max_pages)
         """Pages that a KV head of a narrowed row reads in a graph."""
         self._kv_heads = pools.first.num_kv_heads
-        narrows = self._most_chosen > 0
         stages = model.shard.stages
-        kinds = {"narrows": narrows, "adapts": adapters is not None, "mixes": stages == 1}
-        kinds["prompts"] = self._moves is None
-        self._shapes = Shapes(bounds, self._kv_heads, widths=widths, **kinds)
+        self._shapes = self._shapes_of(bounds, widths, mixes=stages == 1)
         shapes = self._shapes.all
         most_tokens = max(bounds.max_step_tokens, shapes[0].tokens)
         widest = [max_pages, *(width.columns for width in self._widths(most_tokens))]
@@ -165,6 +161,11 @@ class CudaExecutor:
         """The draw of the step launched last, if it waits for masks."""
         self.step_times: dict[Shape, float] = {}
         """Seconds of a step of decode rows of no length, by shape, as captured."""
+
+    def _shapes_of(self, bounds: Bounds, widths: tuple[int, ...], *, mixes: bool) -> Shapes:
+        kinds = {"narrows": self._most_chosen > 0, "adapts": self._adapters is not None}
+        kinds |= {"mixes": mixes, "prompts": self._moves is None}
+        return Shapes(bounds, self._kv_heads, widths=widths, **kinds)
 
     def _widths(self, prompt_tokens: int) -> list[Width]:
         """The tables of the groups beyond group 0, in steps with so many tokens of prompts."""

@@ -118,7 +118,7 @@ def _parts_of(
 
 
 def _moved(module: Experts, x: Tensor, moves: CudaDispatch) -> Tensor:
-    """The same where other workers of a group hold experts: the whole sum."""
+    """Experts of which other workers of the group hold some: [T, H] -> [T, H], whole sums."""
     chosen = route(module.router(x), module.own.routing, module.choice_bias)
     parts = _parts_of(module, *moves.gather(x, chosen, len(module.gate_up.parts)))
     if isinstance(shared := module.shared, Gated):

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from engine.eager.collective import at_once, gloo_group, wait
 from engine.eager.meeting import meeting_in
-from engine.expert_groups.member import Asks, Member
 from engine.step.collective import CollectiveError
-from engine.step.dispatch import Dispatched
+from engine.step.dispatch import Asks, Dispatched, Turns
 
 _dist: Any = dist
 """torch's stubs lack most of what is used here."""
@@ -33,7 +32,7 @@ class GlooDispatch:
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self.member: Member
+        self.member: Turns
         """Who knows when a step begins."""
         self._layers: list[Callable[[], None]] = []
         self._group: Any = None

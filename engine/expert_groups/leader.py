@@ -4,9 +4,9 @@
    each other.
 2. Each worker says that it has loaded, and what. When all have, they are told so.
 3. Each worker says that its experts are ready for steps. When all are, they are told so.
-4. A worker that has a step asks for it, and says how large it is. The leader waits for those that ran in the last step, but
-   not longer than `GRACE_S`; then all workers run, those that did not ask without tokens. So steps
-   begin on all workers in one order, and all know what they are for.
+4. A worker that has a step asks for it, and says how large it is. The leader waits for those that
+   ran in the last step, but not longer than `GRACE_S`; then all workers run, those that did not ask
+   without tokens. So steps begin on all workers in one order, and all know how large they are.
 
 Where a worker is gone, all others are told that the group is lost.
 """

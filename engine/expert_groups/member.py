@@ -14,6 +14,7 @@ from typing import Any, Final
 from engine.expert_groups.leader import SOCKET
 from engine.expert_groups.lines import Message, Reader, send
 from engine.step.collective import CollectiveError
+from engine.step.dispatch import Asks
 
 log = logging.getLogger("baton.engine")
 
@@ -23,11 +24,6 @@ LOAD_S: Final = 3600.0
 """All have loaded within this many seconds: a large model over a slow disk takes minutes."""
 _LOOK_S: Final = 0.1
 """Rank 0's socket is looked for this often, seconds."""
-
-
-Asks = dict[int, list[int]]
-"""What the workers that have tokens in a step have asked for, by rank. A `Dispatch` knows what the
-numbers say."""
 
 
 class Member:
@@ -96,11 +92,7 @@ class Member:
         self._wait("open", LOAD_S, "not all workers of the expert group have finished loading")
 
     def take(self, ask: list[int]) -> Asks:
-        """Waits until this worker's step begins; returns what all have asked for.
-
-        Raises:
-            CollectiveError: the group is lost.
-        """
+        """See `Turns`."""
         with self._changed:
             self._check()
             assert self._socket is not None
@@ -111,13 +103,13 @@ class Member:
             return self._granted
 
     def done(self) -> None:
-        """The step needs the others no more."""
+        """See `Turns`."""
         with self._changed:
             self._granted = None
             self._changed.notify_all()
 
     def lose(self, why: str) -> None:
-        """Gives the group up: nobody can tell any more which step the others run."""
+        """See `Turns`."""
         with self._changed:
             self.lost = self.lost or why
             self._changed.notify_all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,6 +60,18 @@ def with_defaults(config: EngineConfig) -> EngineConfig:
         name=config.name or Path(config.model).name,
         max_step_tokens=step_tokens,
     )
+
+
+def on_device(device: torch.device) -> AbstractContextManager[None]:
+    """Until it ends, kernels of ours that this thread launches run on the device: they are for the
+    thread's GPU, wherever their tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def use_device(device: torch.device) -> None:
+    """From now on `on_device` holds for this thread."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def check_memory(config: EngineConfig, weights: Weights, device: torch.device) -> None:

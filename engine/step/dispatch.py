@@ -51,6 +51,34 @@ class Dispatch(Protocol):
         ...
 
 
+Asks = dict[int, list[int]]
+"""What the workers that have tokens in a step have asked for, by rank. Their `Dispatch` knows what
+the numbers say."""
+
+
+class Turns(Protocol):
+    """Whose step it is in an expert group."""
+
+    lost: str
+    """Why there is no group any more; empty: there is one."""
+
+    def take(self, ask: list[int]) -> Asks:
+        """Waits until this worker's step begins; returns what all have asked for.
+
+        Raises:
+            CollectiveError: the group is lost.
+        """
+        ...
+
+    def done(self) -> None:
+        """The step needs the others no more."""
+        ...
+
+    def lose(self, why: str) -> None:
+        """Gives the group up: nobody can tell any more which step the others run."""
+        ...
+
+
 class Stay:
     """Nobody else has tokens."""
 

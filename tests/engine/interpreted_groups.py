@@ -30,7 +30,9 @@ from engine.engine import Engine
 from engine.expert_groups import ranks as groups
 
 CPU = torch.device("cpu")
-WORKERS, TOKENS = 2, 4
+WORKERS, TOKENS = 2, 3
+SIZES = [((1, 3, 2, 1), 3, 40), ((9, 6, 0, 2), 9, 24), ((1,) * 4, 1, 72)]
+"""Tokens of each worker, rows of all, numbers of a row."""
 
 
 class Link:
@@ -90,8 +92,8 @@ def check_sizes(sizes: list[Any]) -> None:
 
 def check_model(model: str, folder: Path) -> None:
     """All prompts at one worker, then at both, beside rows of the other."""
-    path = write_tiny_model(folder / model, tokenizer=False, **FAMILIES[model], layers=2)
-    prompts = [PROMPTS[1][:20], *PROMPTS[::2]]
+    path = write_tiny_model(folder / model, tokenizer=False, **FAMILIES[model] | {"layers": 2})
+    prompts = [PROMPTS[1][:12], PROMPTS[0], PROMPTS[0][:1]]
 
     def answered(*engines: Engine) -> list[Run]:
         runs = []
@@ -124,8 +126,8 @@ def main() -> None:
     every = sys.argv[1:] == ["all"]
     for count in (2, 3, 4) if every else (3,):
         ranks = Ranks(count, CPU, half_bytes=1 << 15)
-        for tokens, rows, size in (((1, 3, 2, 1), 3, 40), ((9, 6, 0, 2), 9, 24), ((1,) * 4, 1, 72)):
-            for dtype in (torch.float32, torch.bfloat16):
+        for tokens, rows, size in SIZES if every else SIZES[:1]:
+            for dtype in (torch.float32, torch.bfloat16)[not every :]:
                 for pads in (False, True):
                     check_moving(ranks, list(tokens[:count]), rows, size, dtype, pads=pads)
             check_sums(ranks, 3, 40, torch.float32, 1)  # Calls of all kinds take turns.

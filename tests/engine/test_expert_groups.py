@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from engine.expert_groups.leader import GroupError, Leader
 from engine.expert_groups.member import Member
 from engine.model import ModelError
 from engine.parts.building import build_executor
+from engine.parts.defaults import with_defaults
 from engine.step.collective import CollectiveError
 from engine.step.executor import Executor
 
@@ -347,9 +349,30 @@ def test_what_cannot_be_in_a_group_is_refused(why, tmp_path, monkeypatch, weight
         build(path, **{"expert_group": "g?rank=0&ranks=2"} | options)
 
 
-def test_a_group_on_gpus_is_refused(tmp_path, monkeypatch):
+REFUSED_ON_GPUS = {
+    "expert_group: rank 2 has GPU 2, and 2 can be seen here": {"expert_group": "g?rank=2&ranks=4"},
+    "hooks need expert_group on CPUs": {"hooks": ("quest",)},
+    "speculation suffix needs expert_group on CPUs": {"speculation": "suffix"},
+}
+
+
+@pytest.mark.parametrize("why", REFUSED_ON_GPUS)
+def test_what_a_group_on_gpus_cannot_have_is_refused(why, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     path = write_tiny_model(tmp_path, tokenizer=False, **FAMILIES["mixtral"])
-    with pytest.raises(EngineError, match="expert_group works on CPUs for now: set device to cpu"):
-        build(path, device="cuda", expert_group="g?rank=0&ranks=2")
+    options = {"expert_group": "g?rank=0&ranks=2"} | REFUSED_ON_GPUS[why]
+    with pytest.raises(EngineError, match=f"^{why}"):
+        build(path, device="cuda", **options)
+
+
+def test_each_worker_of_a_group_has_a_gpu_of_its_own(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    config = EngineConfig(model="none", expert_group="g?rank=1&ranks=2")
+    for seen, device, want in (
+        (2, "auto", "cuda:1"),
+        (1, "cuda", "cuda"),
+        (4, "cuda:3", "cuda:3"),
+    ):
+        monkeypatch.setattr("torch.cuda.device_count", lambda seen=seen: seen)
+        assert with_defaults(replace(config, device=device)).device == want

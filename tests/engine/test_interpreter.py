@@ -40,6 +40,8 @@ ENGINES = (
 """Whole engines on the executor of a GPU: hidden states, tokens, drafts, states."""
 HEADS = ("steps", "handoff", "mtp", "ranks")
 STAGES = ("llama", "gemma3", "qwen2")
+GROUPS = ("qwen2_moe", "gemma4_experts", "glm4_moe")
+"""A gate on the shared expert, experts beside a feed-forward, groups of experts."""
 SLOW = pytest.mark.matrix
 
 
@@ -61,6 +63,9 @@ def equal(cases: tuple[str, ...]) -> str:
         pytest.param("interpreted_forward", (FOLDER, *FAMILIES), equal(FAMILIES), marks=SLOW),
         ("interpreted_ranks", (), "equal"),
         pytest.param("interpreted_ranks", ("all",), "equal", marks=SLOW),
+        ("interpreted_groups", (), "equal"),
+        pytest.param("interpreted_groups", ("all",), "equal", marks=SLOW),
+        pytest.param("interpreted_groups", (FOLDER, *GROUPS), equal(GROUPS), marks=SLOW),
         ("interpreted_experts", (), None),
         pytest.param("interpreted_experts", ("all",), None, marks=SLOW),
         ("interpreted_quest", (), "all equal"),

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,18 +29,15 @@ from engine.cuda.steps.shapes import Shape, Shapes
 from engine.eager.meeting import meeting_in
 from engine.model.experts.config import Held
 from engine.model.experts.routing import Chosen, held
-from engine.step.dispatch import Dispatched
-
-if TYPE_CHECKING:
-    from engine.expert_groups.member import Asks, Member
-    from engine.step.plan import StepPlan
+from engine.step.dispatch import Asks, Dispatched, Turns
+from engine.step.plan import StepPlan
 
 
 class Size(NamedTuple):
     """What the workers of a step have agreed on."""
 
     rows: int
-    """That each brings to a layer of experts."""
+    """Rows that each brings to a layer of experts."""
     in_graphs: bool
     """Whether they are decode rows, which graphs hold."""
 
@@ -64,12 +61,12 @@ class CudaDispatch:
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         """Not joined yet."""
         self.rank, self.size = rank, size
-        self.member: Member
+        self.member: Turns
         """Who knows when a step begins."""
         self.run_padding: Callable[[], None]
         """Queues a step without tokens."""
         self.agreed: Size | None = None
-        """Of the step that is queued now; None: each brings as many rows, as when graphs are
+        """Size of the step that is queued now; None: each brings as many rows, as when graphs are
         captured."""
         self._device = device
         self._link = CudaCollective(rank, size, device, one_process_sees_all=False)

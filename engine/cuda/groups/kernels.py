@@ -72,9 +72,7 @@ def gather_tokens(
                 )
                 tl.store(out + target * size + at, value, mask=inside)
                 pair = row * chosen + place
-                weight = tl.load(
-                    their_weights + pair, mask=used, other=0.0, cache_modifier=".cg"
-                )
+                weight = tl.load(their_weights + pair, mask=used, other=0.0, cache_modifier=".cg")
                 expert = tl.load(their_experts + pair, mask=used, other=0, cache_modifier=".cg")
                 ours = (expert % ranks == rank) & (weight != 0.0)
                 expert = tl.where(ours, expert // ranks, held)

@@ -20,7 +20,9 @@ from engine.cuda.ranks.shared import Phases, Shared
 from engine.model.experts.routing import Chosen
 
 _ALIGNED: Final = 16
+"""Bytes that a thread moves at once: sections begin at multiples of them."""
 _BOTH: Final = (0, 1)
+"""All phases of a call."""
 
 
 class Rows(NamedTuple):
@@ -94,9 +96,7 @@ def gather(
     return out, Chosen(weights, experts)
 
 
-def scatter(
-    shared: Shared, parts: Parts, tokens: int, rows: int, phases: Phases = _BOTH
-) -> Tensor:
+def scatter(shared: Shared, parts: Parts, tokens: int, rows: int, phases: Phases = _BOTH) -> Tensor:
     """What `gather` brought together goes back as sums.
 
     Args:
