@@ -8,10 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from nursery import ranks_here
 from stand_in_names import Names, lookup
 from suite_plugins import Files, Progress, Turn, this_turn
 
@@ -87,6 +89,13 @@ def _has_gpu() -> bool:
         return False
     asked = "import sys, torch; sys.exit(not torch.cuda.is_available())"
     return subprocess.run([sys.executable, "-c", asked], check=False).returncode == 0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ranks_are_forked() -> Iterator[None]:
+    """But for those that a process starts that a test has started."""
+    with ranks_here():
+        yield
 
 
 @pytest.fixture(scope="session")

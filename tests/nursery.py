@@ -5,6 +5,10 @@ once, with one thread and nothing open, and then forks a child for every line th
 a child has its own session, log and environment, and from there on is what `python -m baton` would
 be, but that its interpreter ends at once. When the tests' process ends, however it ends, the
 nursery ends and takes its children along.
+
+The ranks of engines in the tests' own process come from it, too (`ranks_here`): a rank that starts
+by itself takes 4 s of CPU before it loads a tiny model. They are grandchildren whose parent has
+ended, so that the kernel makes them children of the tests' process, as theirs would be.
 """
 
 from __future__ import annotations
@@ -15,13 +19,16 @@ import functools
 import json
 import os
 import random
+import runpy
 import select
 import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,12 +37,15 @@ from fetching_policy import FETCHING, everybody_fetches
 from stand_in_names import NAMES, look_up_in
 
 PR_SET_PDEATHSIG: Final = 1
+PR_SET_CHILD_SUBREAPER: Final = 36
+RANKS: Final = "engine.ranks"
 ANSWER_S: Final = 100.0
 """Its first answer comes when it has imported everything: that took 60 on two cores that others
 use."""
 PRELOADED: Final = (
     "console.cli",
     "worker.process",
+    "engine.ranks.follower",
     "router.server",
     "kv_transfer.transports.nixl",
     "nixl_cu13._bindings",
@@ -120,6 +130,17 @@ class Nursery:
         order = {"argv": list(words[2:]), "environment": dict(environment), "log": str(log)}
         return Child(self._tell(order), lambda pid: self._tell({"ended": pid}))
 
+    def start_rank(self, folder: str, environment: Mapping[str, str]) -> Child:
+        """Starts `python -P -m engine.ranks FOLDER PARENT`, as a child of this process."""
+        own = os.getpid()
+        order = {"rank": [RANKS, folder, str(own)], "log": f"/proc/{own}/fd/2"}
+        _prctl(PR_SET_CHILD_SUBREAPER, 1)
+        try:
+            pid = self._tell({**order, "environment": dict(environment)})
+        finally:
+            _prctl(PR_SET_CHILD_SUBREAPER, 0)
+        return Child(pid, lambda pid: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
     @property
     def has_ended(self) -> bool:
         return self._process.poll() is not None
@@ -161,22 +182,50 @@ def the_nursery() -> Nursery:
     return nursery
 
 
+def _living_nursery() -> Nursery:
+    if the_nursery().has_ended:
+        the_nursery.cache_clear()
+    return the_nursery()
+
+
 def fork(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Child:
     """Starts `python -m baton ...` in a fraction of a second; what it writes is appended to the
     log."""
-    if the_nursery().has_ended:
-        the_nursery.cache_clear()
-    return the_nursery().start(argv, environment, log)
+    return _living_nursery().start(argv, environment, log)
+
+
+@contextmanager
+def ranks_here() -> Iterator[None]:
+    """Engines that this process builds have their ranks from the nursery."""
+    from engine.hosts.processes import RankProcesses
+
+    def start(self: RankProcesses, rank: int) -> Child:
+        own = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment = {**os.environ, **own, **self._environment(rank)}
+        return _living_nursery().start_rank(str(self._folder), environment)
+
+    before, RankProcesses._start = RankProcesses._start, start
+    try:
+        yield
+    finally:
+        RankProcesses._start = before
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def _serve() -> None:
-    """Forks a child for each line that orders one, and answers with its pid; for one that names a
-    child that has ended, with its exit code."""
+    """Forks a child for each line that orders one, or a rank, and answers with its pid; for one
+    that names a child that has ended, with its exit code."""
     for line in sys.stdin:
         order = json.loads(line)
         if "ended" in order:
             _, status = os.waitpid(order["ended"], 0)
             print(os.waitstatus_to_exitcode(status), flush=True)
+            continue
+        if "rank" in order:
+            print(_give_away(order), flush=True)
             continue
         pid = os.fork()
         if pid == 0:
@@ -184,9 +233,41 @@ def _serve() -> None:
         print(pid, flush=True)
 
 
-def _become(order: dict[str, Any]) -> None:
-    """Runs the command line in the forked child; never returns."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def _give_away(order: dict[str, Any]) -> int:
+    """Forks a rank of the process that asks for it; its pid, once it is that one's child."""
+    told, tell = os.pipe()
+    between = os.fork()
+    if between == 0:
+        pid = os.fork()
+        if pid == 0:
+            _become_rank(order)
+        os.write(tell, str(pid).encode())
+        os._exit(0)
+    os.waitpid(between, 0)
+    pid = int(os.read(told, 32))
+    os.close(told)
+    os.close(tell)
+    return pid
+
+
+def _become_rank(order: dict[str, Any]) -> None:
+    """Runs `engine.ranks` in the forked process; never returns."""
+    module, *arguments = order["rank"]
+    while os.getppid() != int(arguments[-1]):
+        time.sleep(0.001)
+    _leave_home(order)
+    paths = order["environment"]["PYTHONPATH"].split(os.pathsep)
+    sys.path[:0] = [path for path in paths if path not in sys.path]
+    sys.argv = [module, *arguments]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)  # A rank that comes to its end does so by itself.
+
+
+def _leave_home(order: dict[str, Any]) -> None:
+    """Has a session, files and an environment of its own."""
     os.setsid()
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -194,6 +275,12 @@ def _become(order: dict[str, Any]) -> None:
         os.dup2(source, target)
     os.environ.clear()
     os.environ.update(order["environment"])
+
+
+def _become(order: dict[str, Any]) -> None:
+    """Runs the command line in the forked child; never returns."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _leave_home(order)
     random.seed()  # trace ids are drawn from it
     sys.argv = ["baton", *order["argv"]]
     if FETCHING in os.environ:

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 from engine_kit import Run, build, check_baseline, finish, held, submit
+from nursery import the_nursery
 from paths_kit import prompt_of
 from precision_reference import Reference, Rule, by_channel
 from quantised_checkpoints import FORMS
@@ -478,6 +479,7 @@ def test_a_rank_whose_start_does_not_go_on_is_named(count, point, how, why, tmp_
     if how == "hang":  # It is longer than a busy machine takes to import torch.
         monkeypatch.setattr(stats, "START_S", 60.0)
     monkeypatch.setenv("BATON_DEBUG_FAILPOINTS", f"{point}={how}~{count - 1}")
+    the_nursery()  # It stays.
     before = set(psutil.Process().children())
     after_s = 2 if how == "stop" else 60
     with pytest.raises(EngineError, match=f"has not gone on for {after_s} s: {why}"):
