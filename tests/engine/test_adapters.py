@@ -10,7 +10,11 @@ from adapters_kit import EVERY, adapted, answers, write_adapter
 from engine_kit import build, check_baseline, finish, hand_off, held, submit
 from heads_kit import write_head
 from paths_kit import prompt_of
+from quantised_checkpoints import Checkpoint
+from quantised_experts import write_mxfp4
+from quantised_folders import write, write_quantised
 from references import references
+from safetensors.torch import load_file
 from test_model_logits import Runner
 from tiny_families import BY_LAYER, DENSE, EXPERTS, HYBRIDS, LATENTS
 from tiny_models import write_tiny_model
@@ -50,6 +54,11 @@ ENGINES = {
     "qwen3_5_moe": (HYBRIDS["qwen3_5_moe"], EVERY[:4], "in_proj_qkv"),
     "lfm2": (BY_LAYER["lfm2"], ["q_proj", "v_proj", "w1", "w2"], "in_proj"),
     "gpt_oss": (EXPERTS["gpt_oss"], EVERY[:4], ""),
+    "shared-experts": (
+        HYBRIDS["qwen3_5_moe"],
+        r".*(shared_expert\.(gate|up|down)_proj|self_attn\.o_proj)",
+        "shared_expert_gate",
+    ),
 }
 """Models, products that have pairs there, around latents and states, and one that cannot."""
 
@@ -127,6 +136,34 @@ def test_tokens_of_latents_states_and_mixtures(name, tmp_path):
             other = write_adapter(path, tmp_path / "other", target_modules=[refused])
             with pytest.raises(AdapterError, match=rf"{refused} can have no pair here: products"):
                 engine.adapters.load("other", other)
+    finally:
+        engine.stop()
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "pack-quantized-group"])
+def test_quantised_bases(form, tmp_path):
+    """Weights that are widened: tokens are those of peft over what they stand for."""
+    made, floats = tmp_path / "made", tmp_path / "floats"
+    own = EXPERTS["gpt_oss"] if form == "mxfp4" else {"hidden": 128}
+    source = write_tiny_model(tmp_path / "source", tokenizer=False, **own)
+    if form == "mxfp4":
+        write_mxfp4(source, made, floats)
+    else:
+        weights = write_quantised(source, made, form).weights
+        tensors = load_file(source / "model.safetensors")
+        tensors |= {f"{name}.weight": weight.float() for name, weight in weights.items()}
+        write(source, floats, Checkpoint(tensors, None))
+    folder = write_adapter(floats, tmp_path / "adapter", target_modules=EVERY[:4])
+    engine = engine_with(made, [folder], num_pages=60)
+    try:
+        runs = [
+            submit(engine, prompt_of(70), 12, adapter=digest, ignore_eos=True)
+            for digest in (*digests(engine), b"")
+        ]
+        finish(*runs)
+        answers(floats, folder).check(runs[0], 12)
+        references(floats).check(runs[1], 12)
+        check_baseline(engine)
     finally:
         engine.stop()
 

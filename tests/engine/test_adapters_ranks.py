@@ -20,6 +20,8 @@ from tiny_models import write_tiny_model
 
 from engine.adapters.shared import mapped, shared
 from engine.adapters.types import AdapterError
+from engine.beams.params import BeamParams
+from engine.engine import Engine
 from engine.ranks.process import ADAPTER, STEP
 from engine.ranks.steps import RankAdapters, StepMessages, decode
 from engine.step.plan import StepPlan
@@ -40,6 +42,8 @@ SLOW = [(name, pp, tp) for name in MODELS for pp, tp in ((1, 2), (1, 4), (2, 1),
 CASES = [*GRIDS, *(pytest.param(each, marks=pytest.mark.matrix) for each in SLOW[1:])]
 SMALL = {"num_pages": 24, "max_sequences": 6, "max_step_tokens": 64}
 DRAWN = SamplingParams(temperature=0.8, top_p=0.9, seed=11)
+SCORED = SamplingParams(temperature=0.0, top_logprobs=0)
+WIDE = BeamParams(3)
 FORMED = SamplingParams(temperature=1.5, seed=3, grammar=grammar_of(PERSON))
 
 
@@ -55,7 +59,7 @@ def one_of(want: References, length: int) -> list[int]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_tokens_are_those_of_one_process(case, tmp_path):
     """Three adapters for two slots and rows of none, in chunks, from the cache, preempted,
-    resumed, drawn and by a grammar."""
+    resumed, drawn, by a grammar, scored and as beams."""
     name, pp, tp = case
     model, kind = MODELS[name]
     path = write_tiny_model(tmp_path / "model", **model)
@@ -97,11 +101,30 @@ def test_tokens_are_those_of_one_process(case, tmp_path):
                 finish(run)
                 found.append(run.tokens)
             assert found[0] == found[1]
+        check_scores_and_beams(one, several, own[0], beams=pp == 1)
         for engine in (one, several):
             check_baseline(engine)
     finally:
         one.stop()
         several.stop()
+
+
+def check_scores_and_beams(one: Engine, several: Engine, digest: bytes, *, beams: bool) -> None:
+    """Log probabilities of a prompt, and beams: those of one process."""
+    common: dict[str, Any] = {"adapter": digest, "ignore_eos": True}
+    runs = [
+        submit(engine, prompt_of(70), 4, sampling=SCORED, prompt_logprobs=True, **common)
+        for engine in (one, several)
+    ]
+    finish(*runs)
+    scores = [[record.logprob for record in run.scored.records] for run in runs if run.scored]
+    np.testing.assert_allclose(*scores, rtol=1e-4, atol=1e-4)
+    assert len(scores[0]) == 69
+    if beams:
+        runs = [submit(each, prompt_of(20), 8, beams=WIDE, **common) for each in (one, several)]
+        finish(*runs)
+        assert runs[0].tokens == runs[1].tokens
+        assert len({tuple(tokens) for tokens in runs[0].tokens}) == WIDE.width
 
 
 def test_memory_that_ranks_share():

@@ -89,9 +89,10 @@ def check(path: Path, folders: dict[str, Path], want: Answers, tier: str, **opti
         engine.stop()
 
 
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("no_hurry")
-def test_host_memory(path, folders, want):
-    check(path, folders, want, "host", kv_host_bytes=8 << 20)
+def test_host_memory(path, folders, want, ranks):
+    check(path, folders, want, "host", kv_host_bytes=8 << 20, tp=ranks)
 
 
 @pytest.mark.slow
