@@ -127,8 +127,13 @@ def test_fingerprint_and_limits_do_not_depend_on_the_ranks(pair):
 
 
 def test_whole_in_chunks_from_the_cache_and_resumed(pair):
+    speaks(pair, (1, 15, 16, 17, 65, 150))
+
+
+def speaks(pair: Pair, lengths: Sequence[int]) -> None:
+    """Prompts of these lengths: computed, found again, and begun by another worker."""
     several, answers = pair.several, pair.answers
-    prompts = [prompt_of(length) for length in (1, 15, 16, 17, 65, 150)]
+    prompts = [prompt_of(length) for length in lengths]
     before = several.load().prompt_tokens_cached
     for _ in range(2):
         for prompt in prompts:
