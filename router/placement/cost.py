@@ -23,6 +23,8 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from itertools import repeat
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from prefixes.index import Held
@@ -40,7 +42,7 @@ from router.placement.placing import (
 )
 from router.placement.policies import LeastWork, Policy, RoundRobin, pressure
 from router.placement.ways import Way
-from router.workers.between import can_fetch, fetches
+from router.workers.between import fetches, is_reachable, path_rate
 from router.workers.holdings import NO_HOLDINGS, Holdings
 from router.workers.registry import PREFILLS
 
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from router.workers.load_estimate import Capacity
 
 _NOTHING: Final = Held.all(0, 0)
+_SECONDS: Final = attrgetter("seconds")
 HOLDERS: Final = 4
 """So many holders of a prompt are looked at where there are many workers."""
 TRIED: Final = 4
@@ -92,6 +95,10 @@ class Cost:
         self._just_routed = just_routed or JustRouted()
         self._demand: Demand | None = None
         self._held: Mapping[str, Held] = {}
+        self._owned: dict[str, Held] = {}
+        """What workers hold or are about to, by name, as far as it was asked."""
+        self._chunks: Mapping[int, MixedChunk] | None = None
+        """See `Usual`; None: not asked yet."""
         self._holders: Sequence[WorkerLink] | None = None
         """Workers that hold pages of the prompt, with the most first; None: not looked for yet."""
         self._measured: tuple[Set[str], Set[str]] | None = None
@@ -101,6 +108,7 @@ class Cost:
     def look(self, demand: Demand) -> None:
         """Looks up who holds what of a prompt, for the calls that follow."""
         self._demand, self._holders, self._measured = demand, None, None
+        self._owned, self._chunks = {}, None
         self._held = self._holdings.held(demand) if len(demand.keys) else {}
 
     def holders(self, demand: Demand) -> Sequence[str]:
@@ -113,11 +121,13 @@ class Cost:
 
     def routed(self, demand: Demand, worker: WorkerLink) -> None:
         """The worker computes the prompt, or has got it. Its pages count as held from now on."""
+        self._owned.clear()
         self._just_routed.add(worker.worker_id, demand)
 
     def failed(self, demand: Demand, workers: Iterable[WorkerLink]) -> None:
         """The attempt failed, so they may never have its pages: only pages that they reported, or
         compute for another request, count from now on."""
+        self._owned.clear()
         for worker in workers:
             self._just_routed.forget(worker.worker_id, demand)
 
@@ -172,7 +182,7 @@ class Cost:
         allowed = [i for i, most in enumerate(holds_most) if most or mode == "auto"]
         if not allowed or demand.prompt_logprobs:
             return None
-        usual = _usual(rivals, everyone)
+        usual = self._usual(demand, rivals, everyone)
         ways = [self._fastest(demand, candidates[i], everyone, usual) for i in allowed]
         seconds = [way.seconds for way in ways]
         others = [self._fastest(demand, one, everyone, usual) for one in rivals]
@@ -192,7 +202,7 @@ class Cost:
         everyone: Sequence[WorkerLink],
     ) -> int:
         """The most tokens that the decode worker may compute and still be first."""
-        usual = _usual_beside(prefill, everyone)
+        usual = self._usual_beside(demand, prefill, everyone)
         capacity, chunk = decode.capacity(), usual.chunk(decode)
         return takeover_tokens(capacity, chunk, way.seconds, demand.prompt_tokens, usual.rate)
 
@@ -200,13 +210,14 @@ class Cost:
 
     def way(self, demand: Demand, worker: WorkerLink, everyone: Sequence[WorkerLink]) -> Way:
         """The way of the worker that was chosen, with what it computes again and why."""
-        way = self._fastest(demand, worker, everyone, _usual_beside(worker, everyone))
+        usual = self._usual_beside(demand, worker, everyone)
+        way = self._fastest(demand, worker, everyone, usual)
         return way._replace(again=self._again(demand, worker, way, everyone))
 
     def _ways(
         self, demand: Demand, workers: Sequence[WorkerLink], everyone: Sequence[WorkerLink]
     ) -> list[Way]:
-        usual = _usual(workers, everyone)
+        usual = self._usual(demand, workers, everyone)
         return [self._fastest(demand, worker, everyone, usual) for worker in workers]
 
     def _fastest(
@@ -222,20 +233,21 @@ class Cost:
         """
         own, digest = self._own(demand, worker), demand.model.digest
         load_s = slot_s(worker, digest) if digest else 0.0
-        ways = [self._way(demand, worker, usual, own.pool_resume, load_s)]
+        best = self._way(demand, worker, usual, own.pool_resume, load_s)
         capacity, here = worker.capacity(), _here(worker, own)
         if here > own.pool_resume:
             load_s += _bytes(worker, here - own.pool_pages) / capacity.load_bytes_per_s
-            ways.append(self._way(demand, worker, usual, here, load_s))
+            loads = self._way(demand, worker, usual, here, load_s)
+            best = min(best, loads, key=_SECONDS)
         peer = self._source(worker, own, everyone)
         if peer is not None and (pages := self._fetchable(worker, peer, own)) > here:
             fetch_s = load_s + capacity.fetch_latency_s
-            fetch_s += _bytes(worker, pages - max(here, own.pool_pages)) / _path_rate(worker, peer)
+            fetch_s += _bytes(worker, pages - max(here, own.pool_pages)) / path_rate(worker, peer)
             way = self._way(demand, worker, usual, pages, fetch_s)
-            ways.append(way._replace(holder=peer, fetched_pages=pages))
-        best = min(ways, key=lambda way: way.seconds)
-        reported = self._reported(worker)
-        return best._replace(just_routed=own.pool_resume > reported.pool_resume)
+            best = min(best, way._replace(holder=peer, fetched_pages=pages), key=_SECONDS)
+        if own.pool_resume > self._reported(worker).pool_resume:
+            return best._replace(just_routed=True)
+        return best
 
     def _way(
         self, demand: Demand, worker: WorkerLink, usual: Usual, pages: int, moved_s: float
@@ -248,6 +260,27 @@ class Cost:
         seconds += rest_s(capacity, cached, tokens, usual.rate)
         seconds += delay_s(capacity, usual.chunk(worker), tokens - cached)
         return Way(seconds, cached)
+
+    def _usual(
+        self, demand: Demand, workers: Sequence[WorkerLink], everyone: Sequence[WorkerLink]
+    ) -> Usual:
+        """What is assumed where these workers are compared."""
+        if demand is not self._demand:
+            self.look(demand)
+        if self._chunks is None:
+            by_role: dict[int, list[Capacity]] = {}
+            for one in everyone:
+                by_role.setdefault(one.identity.role, []).append(one.capacity())
+            self._chunks = {role: usual_chunk(alike) for role, alike in by_role.items()}
+        rate = rate_of_unmeasured([worker.capacity() for worker in workers])
+        return Usual(rate, self._chunks)
+
+    def _usual_beside(
+        self, demand: Demand, worker: WorkerLink, everyone: Sequence[WorkerLink]
+    ) -> Usual:
+        """Fallback rates for one worker: those of the fastest worker that computes prompts."""
+        prefills = [one for one in everyone if one.identity.role in PREFILLS]
+        return self._usual(demand, [worker, *prefills], everyone)
 
     # -- who holds what -----------------------------------------------------------------------
 
@@ -266,7 +299,7 @@ class Cost:
         for tried, peer in enumerate(self._holders):
             if self._reported(peer).host_resume <= own.host_resume:
                 return None
-            if _is_reachable(worker, peer):
+            if is_reachable(worker, peer):
                 return peer
             if tried == TRIED and not self._has_path(worker):
                 return None
@@ -287,10 +320,12 @@ class Cost:
             return _NOTHING
         if demand is not self._demand:
             self.look(demand)
-        held = self._reported(worker)
-        if not (pages := self._just_routed.pages(worker.worker_id, demand.keys)):
-            return held
-        return Held(*(max(pages, own) for own in held))
+        if (own := self._owned.get(worker.worker_id)) is None:
+            own = self._reported(worker)
+            if pages := self._just_routed.pages(worker.worker_id, demand.keys):
+                own = Held(*map(max, own, repeat(pages)))
+            self._owned[worker.worker_id] = own
+        return own
 
     def _fetchable(self, worker: WorkerLink, peer: WorkerLink, own: Held) -> int:
         """How many leading pages the worker would have after a fetch from `peer`, which brings at
@@ -330,6 +365,8 @@ class Cost:
         have = way.cached_tokens // demand.model.page_size_tokens
         held = max((self._reported(one).host_resume for one in others), default=0)
         coming = max((self._own(demand, one).host_resume for one in others), default=0)
+        if coming <= have:
+            return {}
         own = self._own(demand, worker)
         peer = self._source(worker, own, everyone)
         reachable = own.host_resume if peer is None else self._reported(peer).host_resume
@@ -361,31 +398,3 @@ def _here(worker: WorkerLink, own: Held) -> int:
 def _bytes(worker: WorkerLink, pages: int) -> int:
     """Bytes of so many pages of group 0, and of what a resume point has beside them."""
     return max(0, pages) * worker.page_bytes + worker.resume_bytes
-
-
-def _usual(workers: Sequence[WorkerLink], everyone: Sequence[WorkerLink]) -> Usual:
-    """What is assumed where these workers are compared."""
-    by_role: dict[int, list[Capacity]] = {}
-    for one in everyone:
-        by_role.setdefault(one.identity.role, []).append(one.capacity())
-    chunks = {role: usual_chunk(capacities) for role, capacities in by_role.items()}
-    return Usual(rate_of_unmeasured([worker.capacity() for worker in workers]), chunks)
-
-
-def _usual_beside(worker: WorkerLink, everyone: Sequence[WorkerLink]) -> Usual:
-    """Fallback rates for one worker: those of the fastest worker that computes prompts."""
-    prefills = [one for one in everyone if one.identity.role in PREFILLS]
-    return _usual([worker, *prefills], everyone)
-
-
-def _is_reachable(worker: WorkerLink, peer: WorkerLink) -> bool:
-    """Whether a worker could fetch from a peer, the rate of their path is known, and neither
-    complains of the other."""
-    if not _path_rate(worker, peer) or worker.avoids(peer) or peer.avoids(worker):
-        return False
-    return can_fetch(worker, peer)
-
-
-def _path_rate(worker: WorkerLink, peer: WorkerLink) -> float:
-    """Bytes a second between two workers; 0: unknown, so that nothing is fetched."""
-    return worker.path_bytes_per_s(peer) or peer.path_bytes_per_s(worker)

@@ -132,10 +132,10 @@ def choose(
     local = "never" if demand.pools else local
     if len(workers) > MANY and not (failed.workers or failed.pairs):
         workers = few_of(workers, demand, policy.holders(demand), _has_credit, _has_room)
-    route = _place(demand, workers, policy, failed, local)
+    those = everyone(demand, workers)
+    route = _place(demand, workers, those, policy, failed, local)
     if route is None:
         return None
-    those = everyone(demand, workers)
     way = policy.way(demand, route.prefill, those)
     route = route._replace(way=way)
     if route.decode is None or route.whole or local == "never" or demand.prompt_logprobs:
@@ -147,23 +147,24 @@ def choose(
 def _place(
     demand: Demand,
     workers: Sequence[WorkerLink],
+    those: Sequence[WorkerLink],
     policy: Policy,
     failed: Failed,
     local: LocalPrefill,
 ) -> Route | None:
-    """The workers of the route."""
+    """The workers of the route. `those` are of the demand's model."""
     possible = _possible(demand, workers)
     fit = _fit(demand, possible, failed)
     avoid = failed.workers
     if local != "never":
         if not fit:
-            if (route := _alone(demand, workers, policy, avoid)) is not None:
+            if (route := _alone(demand, those, policy, avoid)) is not None:
                 return route
-            if _decoders(demand, workers, _could_hold):
+            if _decoders(demand, those, _could_hold):
                 return None
-        elif route := _sooner_alone(demand, workers, policy, avoid, list(fit), local):
+        elif route := _sooner_alone(demand, those, policy, avoid, list(fit), local):
             return route
-    return _usual_route(demand, workers, policy, avoid, fit or possible)
+    return _usual_route(demand, those, policy, avoid, fit or possible)
 
 
 def everyone(demand: Demand, workers: Sequence[WorkerLink]) -> list[WorkerLink]:
@@ -172,20 +173,20 @@ def everyone(demand: Demand, workers: Sequence[WorkerLink]) -> list[WorkerLink]:
 
 
 def _alone(
-    demand: Demand, workers: Sequence[WorkerLink], policy: Policy, avoid: Collection[WorkerLink]
+    demand: Demand, those: Sequence[WorkerLink], policy: Policy, avoid: Collection[WorkerLink]
 ) -> Route | None:
     """A decode worker that runs the whole job, since no prefill worker is left."""
-    decoders = _decoders(demand, workers, _has_both)
+    decoders = _decoders(demand, those, _has_both)
     if not decoders:
         return None
     candidates = _preferred(decoders, avoid)
-    worker = candidates[policy.whole(demand, candidates, everyone(demand, workers))]
+    worker = candidates[policy.whole(demand, candidates, those)]
     return Route(worker, worker, LocalReason.NO_PREFILL_WORKER)
 
 
 def _sooner_alone(
     demand: Demand,
-    workers: Sequence[WorkerLink],
+    those: Sequence[WorkerLink],
     policy: Policy,
     avoid: Collection[WorkerLink],
     prefills: Sequence[WorkerLink],
@@ -193,11 +194,10 @@ def _sooner_alone(
 ) -> Route | None:
     """The decode worker that would have the first token before any prefill worker. Prefill workers
     without credit now are compared, too, since they may have credit later."""
-    decoders = _decoders(demand, workers, _has_both)
+    decoders = _decoders(demand, those, _has_both)
     if not decoders:
         return None
     candidates = _preferred(decoders, avoid)
-    those = everyone(demand, workers)
     if (chosen := policy.local(demand, candidates, prefills, those, local)) is None:
         return None
     index, reason = chosen
@@ -206,7 +206,7 @@ def _sooner_alone(
 
 def _usual_route(
     demand: Demand,
-    workers: Sequence[WorkerLink],
+    those: Sequence[WorkerLink],
     policy: Policy,
     avoid: Collection[WorkerLink],
     possible: Pairs,
@@ -217,7 +217,7 @@ def _usual_route(
         return None
     pairs = agreeing(pairs, lambda worker: worker.complained_of) or pairs
     candidates = _preferred(pairs, avoid)
-    first = candidates[policy.prefill(demand, candidates, everyone(demand, workers))]
+    first = candidates[policy.prefill(demand, candidates, those)]
     decoders = [partner for partner in pairs[first] if partner is not None]
     if not decoders:
         return Route(first, None)

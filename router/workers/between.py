@@ -44,6 +44,19 @@ def can_fetch(fetcher: WorkerLink, holder: WorkerLink) -> bool:
     )
 
 
+def is_reachable(worker: WorkerLink, peer: WorkerLink) -> bool:
+    """Whether a worker could fetch from a peer, the rate of their path is known, and neither
+    complains of the other."""
+    if not path_rate(worker, peer) or worker.avoids(peer) or peer.avoids(worker):
+        return False
+    return can_fetch(worker, peer)
+
+
+def path_rate(worker: WorkerLink, peer: WorkerLink) -> float:
+    """Bytes a second between two workers; 0: unknown, so that nothing is fetched."""
+    return worker.path_bytes_per_s(peer) or peer.path_bytes_per_s(worker)
+
+
 class Between:
     """Passes messages on.
 
