@@ -32,7 +32,7 @@ from serving.net.internal_net import ClearNet, InternalNet, is_untrusted
 from serving.release import stamp
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Set
+    from collections.abc import Callable, Iterable, Mapping, Set
 
     from router.jobs import ServedModel
 
@@ -121,6 +121,8 @@ class WorkerLink:
         self.state = LinkState.CONNECTING
         self._clock = asyncio.get_running_loop().time
         self.estimate = LoadEstimate()
+        self.capacity: Callable[[], Capacity] = self.estimate.capacity
+        """The worker's capacity, by the router's estimate. A request asks some forty times."""
         self._owner = owner
         self._net = net or ClearNet()
         self._server_name = server_name
@@ -219,10 +221,6 @@ class WorkerLink:
     def left_in_order(self, loss: Loss) -> bool:
         """Whether the end was announced, or is this router's own. Then it needs no warning."""
         return loss is Loss.CLOSED or (loss is Loss.STREAM_ENDED and self.estimate.draining)
-
-    def capacity(self) -> Capacity:
-        """The worker's capacity, by the router's estimate."""
-        return self.estimate.capacity()
 
     def send(self, message: worker_pb2.WorkRequest) -> None:
         """Queues a message. Drops it if the worker is lost."""
