@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 ShortKeys = NDArray[np.uint64]
 """Shape (pages,): short keys of a prompt's leading pages, in order."""
+KEY_BYTES: Final = hashlib.sha256().digest_size
 SHORT_BYTES: Final = 8
 """Bytes of a key that says who may hold a page: two of a million pages meet once in 37 million
 tries."""
@@ -60,7 +61,7 @@ def short_key(key: bytes) -> int:
 
 def short_keys(keys: Sequence[bytes]) -> ShortKeys:
     """The short keys of pages' keys, in the same order."""
-    return np.frombuffer(b"".join(key[:SHORT_BYTES] for key in keys), "<u8").astype(np.uint64)
+    return np.frombuffer(b"".join(keys), "<u8")[:: KEY_BYTES // SHORT_BYTES].astype(np.uint64)
 
 
 def prompt_short_keys(
