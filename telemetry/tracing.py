@@ -223,6 +223,8 @@ def _span_context(parent: Parent) -> SpanContext:
 
 
 def _span_of(parent: Parent) -> Span:
+    if isinstance(parent, Context):  # The usual case, and far sooner found out than a span.
+        return trace.get_current_span(parent)
     return parent if isinstance(parent, Span) else trace.get_current_span(context_of(parent))
 
 
