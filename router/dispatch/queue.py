@@ -314,7 +314,7 @@ class AdmissionQueue(Generic[Entry]):
         self._queues: dict[str, ModelQueue[Entry]] = {}
 
     def __len__(self) -> int:
-        return sum(len(queue) for queue in self._queues.values())
+        return sum(map(len, self._queues.values()))
 
     def __iter__(self) -> Iterator[Entry]:
         return iter([entry for queue in self._queues.values() for entry in queue])
