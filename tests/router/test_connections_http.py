@@ -15,6 +15,7 @@ from frontdoor_kit import hangs
 from openai_kit import Port, answers, open_port, says
 from waiting import until
 
+from router.doors.http.connections import Connection, Connections, _Socket
 from router.requests import bounds, deadlines
 from router.requests.bounds import FEWEST_CONNECTIONS, RESERVED_FILES, most_connections
 from router.requests.validation import Limits
@@ -251,6 +252,24 @@ async def test_an_answer_that_nobody_reads_is_given_up(
                 lambda: counted.registry.get_sample_value(Metric.UNREAD_STREAMS + "_total") == 1
             )
             await until(lambda: len(asyncio.all_tasks()) <= tasks)
+
+
+def test_parts_that_belong_together_leave_as_one_also_before_the_end() -> None:
+    did: list[bytes] = []
+    system = SimpleNamespace(write=did.append, close=lambda: did.append(b"closed"))
+    connection = Connection(Connections(1))
+    connection._transport = system  # type: ignore[assignment]
+    uvicorns = _Socket(system, connection)  # type: ignore[arg-type]
+    with connection.together():
+        uvicorns.write(b"head")
+        with connection.together():
+            connection.write(b" part")
+        assert not did
+    with connection.together():
+        uvicorns.write(b"end")
+        uvicorns.close()
+    connection.write(b"alone")
+    assert did == [b"head part", b"end", b"closed", b"alone"]
 
 
 def test_connections_leave_files_for_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,8 @@ import logging
 import ssl
 import sys
 import types
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -128,6 +129,8 @@ class Connection(asyncio.Protocol):
         self._handshake: asyncio.Task[None] | None = None
         self._is_lost = False
         self._when_lost: Callable[[], None] | None = None
+        self._held: list[bytes] | None = None
+        """What was written in a block of `together`; None outside of one."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The connection opens."""
@@ -168,9 +171,30 @@ class Connection(asyncio.Protocol):
         return transport.get_write_buffer_size()
 
     def write(self, data: bytes) -> None:
-        """Writes past uvicorn, which must be in the midst of a chunked answer."""
+        """Writes for uvicorn, or past it in the midst of a chunked answer."""
         assert self._transport is not None
-        self._transport.write(data)
+        if self._held is None:
+            self._transport.write(data)
+        else:
+            self._held.append(data)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A block that writes several parts: they leave at its end as one, with one call of the
+        system. A block in another belongs to it."""
+        is_outer = self._held is None
+        self._held = self._held or []
+        try:
+            yield
+        finally:
+            if is_outer:
+                self.let_go()
+
+    def let_go(self) -> None:
+        """Writes what is held."""
+        held, self._held = self._held, None
+        if held:
+            self.write(b"".join(held))
 
     def when_lost(self, act: Callable[[], None] | None) -> None:
         """Calls `act` when the client has left, at once if it has; None: nothing is called."""
@@ -318,6 +342,15 @@ class _Socket:
     def resume_reading(self) -> None:
         """uvicorn takes bytes again."""
         self._connection.want(True)
+
+    def write(self, data: bytes) -> None:
+        """uvicorn writes a part of an answer."""
+        self._connection.write(data)
+
+    def close(self) -> None:
+        """uvicorn has written an answer that is the last."""
+        self._connection.let_go()
+        self._transport.close()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)

@@ -217,8 +217,9 @@ class _Response:
     async def whole(self, content: JSON, headers: Mapping[str, str], status: int = 200) -> None:
         """Sends a whole answer."""
         body = to_json(content)
-        await self._begin(status, _JSON_TYPE, {**headers, "content-length": str(len(body))})
-        await self._write(body, last=True)
+        with self.connection.together():
+            await self._begin(status, _JSON_TYPE, {**headers, "content-length": str(len(body))})
+            await self._write(body, last=True)
 
     async def event(self, content: JSON) -> None:
         """Sends an event of a stream; returns when the connection has taken it."""
@@ -257,16 +258,18 @@ class _Response:
 
     async def _part(self, data: bytes) -> None:
         """Sends a part of a stream, and before the first one its headers."""
-        if not self.status:
-            await self._begin(200, _EVENTS_TYPE, {"cache-control": "no-cache", **self.headers})
-            self.straight.begun = self.request.scope["http_version"] == "1.1"
-        await self._write(data)
+        with self.connection.together():
+            if not self.status:
+                await self._begin(200, _EVENTS_TYPE, {"cache-control": "no-cache", **self.headers})
+                self.straight.begun = self.request.scope["http_version"] == "1.1"
+            await self._write(data)
 
     async def end(self) -> None:
         """Ends a complete stream."""
         async with self._writing:
-            await self._part(self._dialect.last)
-        await self._write(b"", last=True)
+            with self.connection.together():
+                await self._part(self._dialect.last)
+                await self._write(b"", last=True)
 
     async def fail(self, error: Exception) -> None:
         """Sends an error as a status, or as an event once the stream has begun, and notes it."""
