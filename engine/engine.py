@@ -22,6 +22,7 @@ from engine.expert_groups.ranks import GroupedRanks
 from engine.groups.spec import Full, State
 from engine.hosts.others import OtherHosts
 from engine.loop.fetch_port import FetchPort
+from engine.loop.late import Delivery
 from engine.loop.profiling import StepProfiler
 from engine.loop.step_loop import OnLost, OnStep, StepLoop
 from engine.masks.matchers import Matchers
@@ -41,7 +42,7 @@ from engine.parts.building import (
 from engine.parts.defaults import check_memory, on_device, use_device, with_defaults
 from engine.parts.paging import EngineError as EngineError
 from engine.parts.paging import make_pages, resolved
-from engine.parts.scheduling import scheduler_of
+from engine.parts.scheduling import late_rows_of, scheduler_of
 from engine.pool.pools import KvPools
 from engine.pooling.requests import Floats
 from engine.ranks.keeper import Pulse, RankError
@@ -177,7 +178,7 @@ class Engine:
         mover = ranks.mover if config.ranks > 1 else None
         widths, adapters = widths_of(config, own), adapters_of(config, loaded)
         scheduler = scheduler_of(config, pools, sampler, hooks, stores, mover, widths, adapters)
-        loop = StepLoop(scheduler, executor, profiler)
+        loop = StepLoop(scheduler, executor, profiler, late_rows_of(config, own.late, pools))
         timeout_s, head = config.step_timeout_s, loaded.score_head
         return cls(info, pools, loop, None, ranks, timeout_s, head, adapters)
 
@@ -262,9 +263,7 @@ class Engine:
             drafted_from: the page from which on what a draft head keeps is there, too; None: it
                 did not come.
         """
-        self._loop.post(
-            lambda scheduler: scheduler.requests.deliver(request_id, records, drafted_from)
-        )
+        self._loop.deliver(Delivery(request_id, records, drafted_from))
 
     def cancel(self, request_id: bytes) -> None:
         """Ends a request. Pages that a transfer may still use wait for `release`."""

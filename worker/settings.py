@@ -56,9 +56,7 @@ _ADMIN_PORT: Final = {Role.PREFILL: 9091, Role.DECODE: 9092, Role.BOTH: 9093}
 
 class WorkerDebug(BaseModel):
     """Rarely needed settings of a worker: the table `[worker.debug]`, `BATON_DEBUG_*`, no flags.
-
-    They may change from one release to the next.
-    """
+    They may change from one release to the next."""
 
     model_config = SETTINGS
 
@@ -85,6 +83,8 @@ class WorkerDebug(BaseModel):
     """Reports a path to another worker that is slower than this; routers avoid it if there is
     another. 0: never. -1: 1 GB/s between GPUs, which is far below NVLink and RDMA, otherwise
     never."""
+    late_rows: bool = _ENGINE.late_rows
+    """Lets a request whose KV arrives join a step that is launched: its second token is early."""
     profile: int = Field(default=0, ge=0)
     """Writes a profile of this many first steps with work. SIGUSR2 starts one at any time."""
     profile_dir: Path = Path("profiles")

@@ -61,6 +61,7 @@ from engine.cuda.speculation.heads import FusedHead, HeadStep
 from engine.cuda.steps.graphs import StepGraph, captured, replay_s
 from engine.cuda.steps.handing import Handing
 from engine.cuda.steps.inputs import Inputs, attention_of, ends_of, narrowed_of
+from engine.cuda.steps.late import CudaLateRows
 from engine.cuda.steps.packing import PackedStep, Width, pack, reads_of, width_of
 from engine.cuda.steps.shapes import PROMPT_ROWS, Shape, Shapes, most_integers
 from engine.cuda.steps.staging import StepStaging
@@ -73,7 +74,7 @@ from engine.sampling.beams import BeamTables
 from engine.step.executor import Launched
 from engine.step.hooks import Narrowed
 from engine.step.lanes import flights_of
-from engine.step.plan import StepPlan, StepResult
+from engine.step.plan import StepPlan
 from engine.step.sampling import Masks, words_of
 from faults import failpoints
 
@@ -156,6 +157,7 @@ class CudaExecutor:
             sizes = most_rows, max_pages, shapes[0].tokens
             self._head = FusedHead(head, self._token_table, tables, *sizes)
         self._graphs: dict[Shape, StepGraph] = {}
+        self.late = CudaLateRows(self._token_table, max_pages, device, self._draw_late)
         self._waiter = StepWaiter()
         self._waiting: tuple[Draw, Launched] | None = None
         """The draw of the step launched last, if it waits for masks."""
@@ -191,6 +193,7 @@ class CudaExecutor:
         self._hooked.capture()
         with torch.cuda.stream(self.stream):
             packed = self._pack(None, shape)
+            self.late.warm(packed)
             logits = self._kernels(packed).logits
             if shape.decodes:
                 verified = self._verified(self._inputs, shape.decodes, shape.width)
@@ -243,14 +246,16 @@ class CudaExecutor:
     def launch(self, plan: StepPlan) -> Launched:
         """Queues the step. Its `result` raises errors of the launch as well as those of the
         device."""
+        self.late.begin()
+        launched: Launched = Future()
         try:
             failpoints.hit("engine.step")
             with torch.inference_mode(), torch.cuda.stream(self.stream):
-                return self._launch(plan)
+                launched = self._launch(plan)
         except Exception as error:
-            failed: Future[StepResult] = Future()
-            failed.set_exception(error)
-            return failed
+            launched.set_exception(error)
+        self.late.launched(launched)
+        return launched
 
     def mask_bits(self, count: int) -> NDArray[np.int32]:
         """Pinned memory. The allocator does not reuse it before it is copied."""
@@ -288,6 +293,7 @@ class CudaExecutor:
         if self._head is not None:
             self._head.begin(plan, self._staging)
         shape, narrowed = self._hooked.begin(plan, self._shapes, self._page_size)
+        shape = self.late.placed(shape, plan, self._shapes)
         if plan.num_tokens == 0:
             self._ranks.barrier()
             self._handing.pass_on()
@@ -336,7 +342,8 @@ class CudaExecutor:
     # -- steps of a shape -----------------------------------------------------------------------
 
     def _padded(self, plan: StepPlan, shape: Shape, narrowed: Narrowed | None) -> Draw:
-        packed = self._pack(plan, shape, narrowed)
+        packed = self._pack(self.late.with_place(plan, shape), shape, narrowed)
+        self.late.look(packed, plan.num_decodes)
         self._handing.take(shape.tokens)
         ready, hidden = self._graphs.get(shape), None
         then: Callable[[], None] = partial(self._go_on, packed)
@@ -348,6 +355,7 @@ class CudaExecutor:
             then = ready.go_on
         if not self._handing.is_last:
             return self._handed_on(packed)
+        self.late.computed(logits)
         pooled = pooled_of(plan, hidden, shape.decode_tokens)
         draw = self._draw(plan, packed, logits, self._inputs)
         spoilt = spoilt_of(plan, spoilt, shape.decodes, self._ranks)
@@ -358,6 +366,17 @@ class CudaExecutor:
         self._handing.give(packed.shape.tokens)
         nothing = packed.slots[:0]
         return Draw(nothing, nothing, None, reads_whole=False, scores=[])
+
+    def _draw_late(self, plan: StepPlan, logits: Tensor, slots: Tensor) -> Launched:
+        """Queues the draw of a row that came late, whose logits are there or will be."""
+        failed: Launched = Future()
+        try:
+            with torch.inference_mode(), torch.cuda.stream(self.stream):
+                draw = Draw(logits, slots, plan.sample, plan.whole_logits, [])
+                return self._finish(self._drawing.draw(draw))
+        except Exception as error:
+            failed.set_exception(error)
+        return failed
 
     def _draw(self, plan: StepPlan, packed: PackedStep, logits: Tensor, inputs: Inputs) -> Draw:
         """The draw of a padded step."""

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.eager.late import LateStep, TorchLateRows
 from engine.eager.steps import TorchSteps
 from engine.sampling import Sampler, SampleResult, score
 from engine.sampling.pooling import pooled_states
@@ -25,6 +26,9 @@ class TorchExecutor:
     def __init__(self, steps: TorchSteps, sampler: Sampler) -> None:
         self.steps = steps
         self._sampler = sampler
+        self.late = TorchLateRows(
+            lambda step, plan: self._stream.submit(self._draw_late, step, plan)
+        )
         self._masks: Future[Masks | None] | None = None
         """Masks of the step launched last, for which the device's thread waits."""
         self._stream = ThreadPoolExecutor(1, thread_name_prefix="baton-device")
@@ -36,7 +40,7 @@ class TorchExecutor:
     def launch(self, plan: StepPlan) -> Launched:
         """Queues the step on the device's thread."""
         self._masks = Future() if plan.masked.size else None
-        return self._stream.submit(self._run, plan, self._masks)
+        return self._stream.submit(self._run, plan, self._masks, self.late.launched(plan))
 
     def mask_bits(self, count: int) -> NDArray[np.int32]:
         """New memory."""
@@ -52,14 +56,17 @@ class TorchExecutor:
         self._stream.shutdown(wait=True)
 
     @torch.inference_mode()
-    def _run(self, plan: StepPlan, masks: Future[Masks | None] | None = None) -> StepResult:
+    def _run(
+        self, plan: StepPlan, masks: Future[Masks | None] | None, late: LateStep
+    ) -> StepResult:
         failpoints.hit("engine.step")
         steps = self.steps
-        plan = steps.prepare(plan)
+        plan = steps.prepare(late.begin(plan))
         if plan.num_tokens == 0:
             steps.end_without_tokens()
             return self._with_failures(_empty_result())
         hidden = steps.forward(plan)
+        late.computed(hidden)
         spoilt = steps.spoilt()
         scores = tuple(self._score(hidden, wanted) for wanted in plan.scores)
         pooled = pooled_states(plan, hidden).cpu().numpy() if len(plan.pools) else None
@@ -74,6 +81,18 @@ class TorchExecutor:
         steps.keep(plan, drawn)
         result = replace(self._to_host(plan, drawn, scores), pooled=pooled)
         return self._with_failures(_with_spoilt(result, spoilt))
+
+    def _queue_late(self, step: LateStep, plan: StepPlan) -> Launched:
+        return self._stream.submit(self._draw_late, step, plan)
+
+    @torch.inference_mode()
+    def _draw_late(self, step: LateStep, plan: StepPlan) -> StepResult:
+        """Draws the row that came late. If its step has failed, so has it."""
+        if step.hidden is None or plan.sample is None:
+            raise RuntimeError("the step of the late row has failed")
+        drawn = self._draw(self.steps.logits(step.hidden, plan), plan.sample, None)
+        self.steps.keep(plan, drawn)
+        return self._to_host(plan, drawn, ())
 
     def _draw(
         self, logits: Tensor, plan: SamplePlan, masks: Future[Masks | None] | None

@@ -5,7 +5,8 @@ before the one in flight ends (`engine.loop.pacing`); through several stages as 
 (`engine.step.lanes`). The loop waits for its queue alone, but for a short sleep that lets other
 threads run. Others post commands there, and a step that has ended posts its end. Requests that
 arrive while the loop waits get slots and pages at once. Between a launch and the end of a decode
-step before it, commands are kept, so that tokens do not wait for them. Only the loop touches the
+step before it, commands are kept, so that tokens do not wait for them; but a prompt that arrives
+may still join the step that was launched (`engine.loop.late`). Only the loop touches the
 scheduler. Others use `post` and read `load`.
 """
 
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field
 
 from engine.adapters.types import Adapter
 from engine.bounds import PromptLimits
+from engine.loop.late import Delivery, LateJoins
 from engine.loop.load import load_of
 from engine.loop.pacing import LaunchPacer, Pacer, Unpaced
 from engine.loop.profiling import StepProfiler
@@ -32,7 +34,7 @@ from engine.loop.slow_steps import SlowSteps
 from engine.masks.matchers import MaskFiller, TokenMatcher
 from engine.pages.prefix import prompt_keys
 from engine.schedule.scheduler import Scheduler
-from engine.step.executor import Executor, Launched
+from engine.step.executor import Executor, LateRows, Launched, NoLateRows
 from engine.step.plan import StepPlan
 from engine.types import EngineLoad, Prefilled, Request, Sink
 from faults import failpoints
@@ -83,8 +85,13 @@ class StepLoop:
     """Owns the scheduler and the executor, on a thread of its own."""
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, profiler: StepProfiler | None = None
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        profiler: StepProfiler | None = None,
+        late: LateRows | None = None,
     ) -> None:
+        """`late`: the executor's; None: rows join only steps that are not launched."""
         self.profiler = profiler or StepProfiler()
         self.load = EngineLoad(
             max_sequences=scheduler.config.max_sequences,
@@ -96,6 +103,7 @@ class StepLoop:
         self.max_step_tokens = scheduler.config.max_step_tokens
         self._scheduler = scheduler
         self._executor = executor
+        self._late = LateJoins(scheduler, late or NoLateRows())
         # Not a SimpleQueue: its timed `get` never ends if the time is up before it begins to wait.
         self._commands: queue.Queue[Command | _Flight] = queue.Queue()
         self._flights: deque[_Flight] = deque()
@@ -167,6 +175,10 @@ class StepLoop:
     def post(self, command: Command) -> None:
         """Runs `command` on the loop's thread before the next plan."""
         self._commands.put(command)
+
+    def deliver(self, delivery: Delivery) -> None:
+        """Posts a delivery, whose row joins the step that is launched if it still can."""
+        self._commands.put(delivery)
 
     def limit_prompts(self, limits: PromptLimits) -> None:
         """See `Engine.limit_prompts`."""
@@ -248,6 +260,7 @@ class StepLoop:
             if flight.ended:
                 self._flights.popleft()
                 self._settle(flight)
+                self._late.begun()
         self._scheduler.requests.publish_delivered()
 
     def _hold_until_end(self, flight: _Flight) -> None:
@@ -261,7 +274,7 @@ class StepLoop:
                 return
             if isinstance(command, _Flight):
                 command.ended = True
-            else:
+            elif self._held or not self._late.offers(command, self._flights[-1].plan):
                 self._held.append(command)
 
     def _receive_beside(
@@ -333,6 +346,7 @@ class StepLoop:
         if not plan.only_decodes:  # It may be long, and be launched for long.
             self._publish_load()
         self.profiler.launching()
+        self._late.expect()
         flight.launched = self._executor.launch(plan)
         flight.launched_s = time.monotonic()
         if plan.only_decodes:  # The device does not wait for that.
@@ -353,6 +367,7 @@ class StepLoop:
     def _settle(self, flight: _Flight) -> None:
         plan = flight.plan
         self._progress += 1
+        late = self._late.settle(plan, self._step_ns(flight))
         try:
             result = flight.launched.result()
         except Exception as error:
@@ -371,7 +386,7 @@ class StepLoop:
                 times = self._step_ns(flight)
                 self._scheduler.settler.settle(plan, result, self._hand_over, times)
             self._slow.settled(self._scheduler, plan, self._rates.step_s)
-            self._on_step(self._rates.step_s, plan.num_decodes)
+            self._on_step(self._rates.step_s, plan.num_decodes + late)
 
     def _step_ns(self, flight: _Flight) -> tuple[int, int]:
         """When the last settled step was launched, and when it began, Unix nanoseconds."""

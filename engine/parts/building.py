@@ -308,7 +308,7 @@ def build_executor(
     sampler: Sampler,
     hooks: Sequence[Hook],
     progress: Progress | None,
-) -> Executor:
+) -> CudaExecutor | TorchExecutor:
     """Rank 0's part of steps: the fast path where it runs, with its graphs captured.
 
     Raises:

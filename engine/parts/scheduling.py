@@ -16,7 +16,9 @@ from engine.pool.pools import KvPools
 from engine.sampling import Sampler
 from engine.schedule.policies import POLICIES
 from engine.schedule.scheduler import Scheduler
+from engine.speculation.choosing import has_head
 from engine.speculation.widths import Widths
+from engine.step.executor import LateRows, NoLateRows
 from engine.step.hooks import Hook
 from engine.tiers.build import Shared, StoreConfig, build_tiers
 from engine.tiers.protocol import PageTiers
@@ -81,3 +83,11 @@ def _build_tiers(
         )
     except (HostMemoryError, StoreError, ValueError) as error:
         raise EngineError(str(error)) from error
+
+
+def late_rows_of(config: EngineConfig, own: LateRows, pools: KvPools) -> LateRows:
+    """The late rows of rank 0's executor, where it runs steps alone, and lengths alone say what a
+    row reads."""
+    is_alone = config.late_rows and config.ranks == 1 and not config.expert_group
+    is_plain = len(pools) == 1 and not (config.hooks or config.speculates or has_head(config))
+    return own if is_alone and is_plain else NoLateRows()

@@ -112,6 +112,10 @@ class Batch:
         self._assign_sampler(sequence)
         self._writes[sequence.slot] = token_id
 
+    def is_written(self, slot: int) -> None:
+        """The device has the token that `write` has left for it."""
+        self._writes.pop(slot, None)
+
     def _assign_sampler(self, sequence: Sequence) -> None:
         request, slot = sequence.active.request, sequence.slot
         self.sampler.assign(

@@ -19,7 +19,7 @@ import interpreted_ptx
 import numpy as np
 import torch
 from adapters_kit import EVERY, write_adapter
-from engine_kit import GREEDY, Run, build, check_baseline, finish, submit
+from engine_kit import GREEDY, Run, build, check_baseline, finish, hand_off, submit
 from interpreted_kernels import convert_as_a_gpu_does
 from speculation_kit import Oracle, Switching, speculating
 from tiny_families import HYBRIDS
@@ -40,13 +40,16 @@ from engine.cuda.kv.latent_prompt import prompt_latents
 from engine.cuda.kv.prompt_attention import prompt_attention
 from engine.cuda.ranks import drawing
 from engine.cuda.speculation import drawing as verified
+from engine.cuda.steps import late
 from engine.engine import Engine
+from engine.loop.late import Delivery
 from engine.model.adapters.sites import linears_of
 from engine.model.precision.choice import Precision
 from engine.parts import building
 from engine.parts.heads import head_parts
 from engine.pool.state_pool import StatePool
 from engine.pooling.requests import Pooling, PoolKind
+from engine.step.plan import StepPlan
 from engine.types import Mode, SamplingParams
 
 VOCAB = 384
@@ -307,9 +310,41 @@ def check_adapters(path: Path, precision: str = "") -> None:
             engine.stop()
 
 
+def check_late(path: Path) -> None:
+    """Rows that come when the step is launched, before the device begins it. Of 16 tokens: the next
+    one needs another page."""
+    cases = [([*range(1, 17)], GREEDY), (PROMPTS[1], SEEDED)]
+    prefill = build(path, **OPTIONS)
+    with patches():
+        engine = build(path, cuda_graphs=False, late_rows=True, **OPTIONS)
+        loop, launch, coming = engine._loop, late.launch, []
+        drawn: list[StepPlan] = []
+        draw = loop._late._rows.draw
+
+        def looks(*arguments: object, **options: int) -> None:
+            if coming and len(loop._flights) == 2:
+                assert loop._late.offers(coming.pop(), loop._flights[-1].plan)
+            launch(*arguments, **options)
+
+        loop._late._rows.draw = lambda plan: (drawn.append(plan), draw(plan))[1]
+        engine.deliver = lambda *delivery: coming.append(Delivery(*delivery))
+        with patch.object(late, "launch", looks):
+            for ids, sampling in cases:
+                beside = submit(engine, PROMPTS[0], 7, ignore_eos=True)
+                got = hand_off(prefill, engine, ids, 3, sampling=sampling, ignore_eos=True)
+                wanted = submit(prefill, ids, 3, sampling=sampling, ignore_eos=True)
+                alone = submit(prefill, PROMPTS[0], 7, ignore_eos=True)
+                finish(beside, wanted, alone, timeout_s=300)
+                same([got, beside], [wanted, alone])
+        assert len(drawn) == len(cases)
+        check_baseline(engine)
+        engine.stop()
+    prefill.stop()
+
+
 CASES = {
-    "pools": check_pools, "plain": check_plain, "drafts": check_drafts, "suffix": check_suffix,
-    "beams": check_beams, "adapters": check_adapters,
+    "late": check_late, "pools": check_pools, "plain": check_plain, "drafts": check_drafts,
+    "suffix": check_suffix, "beams": check_beams, "adapters": check_adapters,
 }  # fmt: skip
 
 

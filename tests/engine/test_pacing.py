@@ -75,6 +75,8 @@ class Device:
 
     outliers: float
     """Share of the launches that take 3 ms."""
+    offers: bool = False
+    """Whether they join the step that is launched, until shortly before it begins."""
     steps: int = 4000
 
     def run(self) -> Device:
@@ -84,25 +86,29 @@ class Device:
         self.leads_s: list[float] = []
         self.idle_s, ended, began = 0.0, clock.now, clock.now
         for step in range(self.steps):
-            known = len(self.gaps_s) > 0 or step > 3
+            known = step > 3
             clock.now += self.pacer.wait_s(plan(4, 4), began, 0.0)
-            came, self.woke = (self.woke if step else clock.now), clock.now
+            prepared, came = clock.now, (self.woke if step else clock.now)
             slow = known and draw.random() < self.outliers
             clock.now += 3e-3 if slow else draw.uniform(0.7e-3, 1.0e-3)
             self.leads_s.append(self.pacer.lead_s)
             idle_s, before_s = max(0.0, clock.now - ended), ended - began
             began = max(clock.now, ended)
+            self.woke = max(prepared, began - OFFER_S) if self.offers else prepared
             clock.now = max(clock.now, ended)
             if step:
                 self.pacer.settled(plan(4, 4), before_s, idle_s)
                 self.idle_s += idle_s
             ended = began + REAL_STEP_S + draw.uniform(0, 5e-5)
-            self.gaps_s += [ended - draw.uniform(came, self.woke)] if known else []
+            some = known and draw.random() * REAL_STEP_S < self.woke - came
+            self.gaps_s += [ended - draw.uniform(came, self.woke)] if some else []
         return self
 
 
 REAL_STEP_S = 6.4e-3
 NEAR_S = 3e-4
+OFFER_S = 2.5e-4
+"""A row is offered in so long."""
 
 
 def modelled_gap_s(lead_s: float) -> float:
@@ -120,6 +126,16 @@ def test_a_request_waits_for_half_a_step_and_the_lead(outliers: float, lead_ms: 
     assert lead_s < lead_ms * 1e-3
     assert np.median(device.gaps_s) == pytest.approx(modelled_gap_s(lead_s), abs=NEAR_S)
     assert device.idle_s < (IDLE_SHARE + 0.003) * device.steps * REAL_STEP_S
+
+
+@pytest.mark.parametrize("outliers", [0.0, 1 / 150, 1 / 27], ids=str)
+def test_a_request_that_may_come_late_waits_for_half_a_step_alone(outliers: float) -> None:
+    """Whatever the lead is. Without, it waits for the lead, too."""
+    device = Device(outliers, offers=True).run()
+    waits_s = REAL_STEP_S / 2 + OFFER_S + REAL_STEP_S
+    assert np.median(device.gaps_s) == pytest.approx(waits_s, abs=NEAR_S)
+    gain_s = float(np.median(Device(outliers).run().gaps_s)) - waits_s
+    assert gain_s > 0.5 * float(np.mean(device.leads_s))
 
 
 def test_a_device_that_runs_dry_makes_the_lead_longer_for_a_while(clock: Clock) -> None:

@@ -157,6 +157,11 @@ class Shapes:
         shape = shape._replace(decodes=decodes)
         return shape if self._has_two(shape) else shape._replace(differ=True)
 
+    def larger(self, shape: Shape) -> Shape:
+        """The next larger shape of decode rows alone; the same one if there is none."""
+        decodes = bucket_of(shape.decodes + 1, self._decodes if shape.width == 1 else self._wide)
+        return shape if decodes is None else self.grown(shape, decodes)
+
     def _has_two(self, shape: Shape) -> bool:
         """Whether there are two shapes of this size. Beside a prompt, decode rows are a small part
         of the step, and a second graph takes tens of megabytes."""

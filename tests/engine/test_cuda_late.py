@@ -1,0 +1,72 @@
+"""On a GPU: a row that is offered while its step waits for the device draws what an early one
+does, and is never in two steps, whenever it comes."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from engine_kit import GREEDY, build, check_baseline, finish, hand_off, submit
+from paths_kit import prompt_of
+from tiny_models import write_tiny_model
+
+from engine.loop import step_loop
+from engine.loop.pacing import LaunchPacer
+from engine.types import SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+SHAPE = {"hidden": 512, "heads": 8, "kv_heads": 2, "head_dim": 128}
+OPTIONS = {"device": "cuda", "max_step_tokens": 256, "max_sequences": 40, "num_pages": 900}
+DRAWN = SamplingParams(temperature=0.9, top_p=0.9, seed=7, frequency_penalty=0.3)
+STEP_CYCLES = 10_000_000
+"""A step takes so many cycles of the device longer: some 6 ms."""
+LENGTHS = (15, 16, 17, 100, 250)
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory):
+    path = write_tiny_model(tmp_path_factory.mktemp("tiny"), tokenizer=False, **SHAPE)
+    early, late = build(path, **OPTIONS), build(path, late_rows=True, **OPTIONS)
+    yield early, late
+    for engine in (early, late):
+        check_baseline(engine)
+        engine.stop()
+
+
+@pytest.mark.parametrize("lead_s", [1.0, 1e-3], ids=["whole step", "1 ms"])
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_late_rows_draw_what_early_ones_do(engines, monkeypatch, sampling, lead_s) -> None:
+    """Five to eight rows, whose bits do not depend on who else is there. A step is launched so long
+    before the one before it ends."""
+    early, late = engines
+    rows = late._loop._executor.late
+    look, draw, drawn = rows.look, rows.draw, []
+
+    def slow_look(packed, row) -> None:
+        look(packed, row)
+        torch.cuda._sleep(STEP_CYCLES)
+
+    wait_s = LaunchPacer.wait_s
+    monkeypatch.setattr(LaunchPacer, "wait_s", lambda *given: max(0.0, wait_s(*given) - lead_s))
+    monkeypatch.setattr(step_loop, "HOLD_S", 1.0)
+    monkeypatch.setattr(rows, "look", slow_look)
+    monkeypatch.setattr(rows, "draw", lambda plan: (drawn.append(plan), draw(plan))[1])
+    wanted = [answered(early, early, length, sampling) for length in LENGTHS]
+    for turn in range(6):
+        for length, tokens in zip(LENGTHS, wanted, strict=True):
+            time.sleep(0.0011 * turn)
+            assert answered(early, late, length, sampling) == tokens
+    print(f"{len(drawn)} of {6 * len(LENGTHS)} rows came late")
+    assert len(drawn) > (15 if lead_s == 1.0 else 0)
+
+
+def answered(prefill, decode, length: int, sampling: SamplingParams) -> list[int]:
+    """What a row says that joins five others."""
+    beside = [submit(decode, prompt_of(9, i), 40, ignore_eos=True) for i in range(5)]
+    while min(len(run.records[0]) for run in beside) < 3:
+        time.sleep(1e-4)
+    run = hand_off(prefill, decode, prompt_of(length), 12, sampling=sampling, ignore_eos=True)
+    finish(*beside)
+    return run.tokens[0]
