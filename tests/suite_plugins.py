@@ -4,19 +4,20 @@
 `Turn` orders the tests for a run that has some minutes only: it begins with one tenth of them, and
 goes on with the next ones while there is time. Each commit begins with another tenth, so ten in a
 row run everything. Every other round goes through a tenth from behind, for the tests that an
-earlier run did not reach.
+earlier run did not reach. `drawn` takes some rows of a long table into `make test`.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
@@ -171,6 +172,20 @@ def in_turn(items: Sequence[pytest.Item], number: int) -> list[pytest.Item]:
     return list(chain.from_iterable(chain.from_iterable(tenths)))
 
 
+def drawn(rows: Iterable[Any], count: int) -> list[Any]:
+    """Rows of `parametrize`: so many of them, others with each commit, and the rest for
+    `--slow`."""
+    every = list(rows)
+    chosen = {(this_turn() * count + at) % len(every) for at in range(count)}
+    return [row if at in chosen else _slow(row) for at, row in enumerate(every)]
+
+
+def _slow(row: Any) -> Any:
+    values = row if isinstance(row, tuple) else (row,)
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@functools.cache
 def this_turn() -> int:
     """The number of commits, or where the history is cut, the last one's hash."""
 

@@ -10,6 +10,7 @@ import torch
 from engine_fakes import VOCAB, expected_output, next_token
 from scheduler_bench import SALT, Bench, deliver, prompt_of
 from speculation_kit import Switching
+from suite_plugins import drawn
 
 from engine.bounds import PromptLimits
 from engine.groups import state
@@ -363,20 +364,9 @@ def test_aborted_reservation_is_quarantined_until_release():
 @pytest.mark.parametrize(
     ("host_slots", "seed", "widths"),
     [
-        *((0, seed, None) for seed in range(10)),
-        *((slots, seed, None) for slots in (12, 60) for seed in range(3)),
-        *((0, seed, Switching) for seed in range(6)),
-        (12, 3, Switching),
-        *(
-            pytest.param(slots, seed, Switching, marks=pytest.mark.slow)
-            for slots in (0, 12, 60)
-            for seed in range(6, 40)
-        ),
-        *(
-            pytest.param(slots, seed, None, marks=pytest.mark.slow)
-            for slots, first, last in ((0, 10, 30), (12, 3, 100), (60, 3, 100))
-            for seed in range(first, last)
-        ),
+        *drawn(((0, seed, None) for seed in range(30)), 4),
+        *drawn(((slots, seed, None) for seed in range(100) for slots in (12, 60)), 4),
+        *drawn(((slots, seed, Switching) for seed in range(40) for slots in (0, 12, 60)), 4),
     ],
 )
 def test_random_operations_keep_every_promise(seed, lacks_memory, host_slots, widths):
@@ -405,19 +395,9 @@ def test_random_operations_keep_every_promise(seed, lacks_memory, host_slots, wi
 @pytest.mark.parametrize(
     ("host_slots", "seed", "widths"),
     [
-        *((0, seed, None) for seed in range(8)),
-        *((slots, seed, None) for slots in (12, 60) for seed in range(3)),
-        *((slots, seed, Switching) for slots in (0, 12) for seed in range(3)),
-        *(
-            pytest.param(slots, seed, None, marks=pytest.mark.slow)
-            for slots, first, last in ((0, 8, 150), (12, 3, 60), (60, 3, 60))
-            for seed in range(first, last)
-        ),
-        *(
-            pytest.param(slots, seed, Switching, marks=pytest.mark.slow)
-            for slots in (0, 12, 60)
-            for seed in range(3, 40)
-        ),
+        *drawn(((0, seed, None) for seed in range(150)), 3),
+        *drawn(((slots, seed, None) for seed in range(60) for slots in (12, 60)), 2),
+        *drawn(((slots, seed, Switching) for seed in range(40) for slots in (0, 12, 60)), 3),
     ],
 )
 def test_random_operations_over_three_groups(seed, lacks_memory, host_slots, widths):
@@ -449,13 +429,8 @@ def test_random_operations_over_three_groups(seed, lacks_memory, host_slots, wid
 @pytest.mark.parametrize(
     ("host_slots", "seed"),
     [
-        *((0, seed) for seed in range(8)),
-        *((slots, seed) for slots in (12, 60) for seed in range(3)),
-        *(
-            pytest.param(slots, seed, marks=pytest.mark.slow)
-            for slots, first, last in ((0, 8, 150), (12, 3, 60), (60, 3, 60))
-            for seed in range(first, last)
-        ),
+        *drawn(((0, seed) for seed in range(150)), 3),
+        *drawn(((slots, seed) for seed in range(60) for slots in (12, 60)), 2),
     ],
 )
 def test_random_operations_with_states(seed, lacks_memory, host_slots, monkeypatch):
