@@ -6,8 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import suite_plugins
 from side_by_side import FAILED, FEW, NO_TESTS, Part, main, run
-from suite_plugins import TENTHS, in_turn
+from suite_plugins import TENTHS, drawn, in_turn
 
 SOUND = "def test_sound(): pass\n"
 BROKEN = "def test_broken(): assert False\n"
@@ -112,3 +113,13 @@ def test_what_a_turn_does_not_reach_is_named_and_does_not_run(
     shown = capsys.readouterr().out
     assert f"turn 3: {told} tests not reached in {minutes} minutes" in shown
     assert ("not reached: test_0.py::test_broken (1)" in shown) == (minutes == 0)
+
+
+def test_every_row_is_drawn_once_in_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = []
+    for turn in range(7, 12):
+        monkeypatch.setattr(suite_plugins, "this_turn", lambda turn=turn: turn)
+        rows = drawn(range(10), 2)
+        quick += [row for row in rows if isinstance(row, int)]
+        assert [row if isinstance(row, int) else row.values[0] for row in rows] == [*range(10)]
+    assert sorted(quick) == [*range(10)]
