@@ -155,7 +155,7 @@ class Follower:
         run = self._steps(loaded, pools, hooks)
         self._reach(Stage.READY)
         self._report(READY)
-        adapters = RankAdapters()
+        adapters = RankAdapters(self._folder)
         while (message := self._next())[0] in (STEP, ADAPTER):
             if message[0] == ADAPTER:
                 adapters.put(message[1:])

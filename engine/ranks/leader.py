@@ -211,7 +211,7 @@ class HostRanks:
         self.stats.reach(0, Stage.JOINED)
 
     def wait_until_ready(self) -> None:
-        """See `Ranks`. The folder is not needed any more then."""
+        """See `Ranks`. The folder of this host is not needed any more then; agents keep theirs."""
         self.stats.reach(0, Stage.READY)
         self._kept.wait_for(process.READY)
         self._meet([*self.beside, *chain.from_iterable(self._copies.values())])
@@ -238,11 +238,14 @@ class HostRanks:
         )
 
     def _send_step(self, plan: StepPlan) -> None:
-        here = len(self._share.processes)
-        for near, far in self._messages.of(plan):
-            _send(self._steps[:here], near)
+        here, each = len(self._share.processes), self._share.count
+        firsts, further = self._steps[here::each], list(self._steps[here:])
+        del further[::each]
+        for told in self._messages.of(plan):
+            _send(self._steps[:here], told.here)
             # An adapter's memory is sent from where it is, since it never changes.
-            _send(self._steps[here:], far, copy=far[0] != process.ADAPTER)
+            _send(firsts, told.first, copy=told.first[0] != process.ADAPTER)
+            _send(further, told.further)
 
     def mover(self, own: PageMover, group: int) -> PageMover:
         """See `Ranks`."""

@@ -6,22 +6,26 @@ search. All are int32 in the order of the host, which is the same for all ranks.
 needs, such as sampling options and masks, stays there.
 
 A step names slots of adapters alone. Before the first step that wants one in a slot, rank 0 says
-where its memory lies (`engine.adapters.shared`), or sends it, in pieces, to ranks of other hosts.
+where its memory lies (`engine.adapters.shared`). To each other host it sends that memory once, in
+pieces: the first rank there leaves a note in the host's folder, and the others read where it lies.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from itertools import count
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.adapters.shared import mapped, opened
+from engine.adapters.shared import SharedFile, mapped, opened
 from engine.adapters.slots import NO_SLOT
-from engine.adapters.types import Adapter
+from engine.adapters.types import Adapter, AdapterError
 from engine.beams.plan import SearchPlan
 from engine.ranks.process import ADAPTER, STEP
 from engine.step.plan import Begins, GroupTable, ScorePlan, StepPlan
@@ -35,6 +39,10 @@ what goes to other ranks waits so long."""
 _KEPT_STEPS: Final = 64
 """More than can be launched and not begun by another rank: till then memory that was named to it
 must not end."""
+_LOOK_S: Final = 0.001
+"""A rank looks this often for a note."""
+_NOTE_S: Final = 60.0
+"""It is there within so many seconds, or the first rank of the host is not well."""
 
 COLUMNS: Final = (
     "token_ids",
@@ -151,17 +159,28 @@ def _group(arrays: Sequence[Int32s]) -> GroupTable:
     return GroupTable(pages.reshape(rows, pages.size // max(1, rows)), skipped, *copies)
 
 
+class Told(NamedTuple):
+    """A message, as each rank hears it."""
+
+    here: Message
+    """A rank of rank 0's host."""
+    first: Message
+    """The first rank of another host. Of an adapter it has the memory itself, not a copy."""
+    further: Message
+    """Any other rank of another host."""
+
+
 class StepMessages:
     """What rank 0 sends for its steps."""
 
     def __init__(self) -> None:
         self._sent: dict[int, bytes] = {}
         """Digests by slot."""
+        self._notes = count()
         self._kept: deque[list[Adapter]] = deque(maxlen=_KEPT_STEPS)
 
-    def of(self, plan: StepPlan) -> Iterator[tuple[Message, Message]]:
-        """The messages of a step, in order: to a rank of this host, and to one of another. That of
-        an adapter has its memory, not a copy."""
+    def of(self, plan: StepPlan) -> Iterator[Told]:
+        """The messages of a step, in order."""
         new = [
             (slot, each)
             for slot, each in plan.adapters_wanted
@@ -172,19 +191,28 @@ class StepMessages:
             assert each.file is not None, "ranks share what they read"
             self._sent[slot] = each.digest
             told: Message = [ADAPTER, str(slot).encode(), each.digest]
+            note = [*told, f"adapter-{next(self._notes)}".encode()]
             memory = memoryview(each.file.memory)
             firsts = range(0, len(memory), _PIECE_BYTES)
             pieces = [memory[first : first + _PIECE_BYTES] for first in firsts]
-            yield [*told, each.file.path.encode()], [*told, b"", *pieces]
+            yield Told([*told, each.file.path.encode()], [*note, *pieces], note)
         step: Message = [STEP, *encode(plan)]
-        yield step, step
+        yield Told(step, step, step)
 
 
 class RankAdapters:
-    """What another rank has heard."""
+    """What another rank has heard.
 
-    def __init__(self) -> None:
+    Args:
+        folder: the private folder of its host.
+    """
+
+    def __init__(self, folder: Path) -> None:
         self._by_slot: dict[int, Adapter] = {}
+        self._folder = folder
+        self._new: list[tuple[Path, SharedFile]] = []
+        self._kept: deque[list[tuple[Path, SharedFile]]] = deque()
+        """What the first rank of a host has noted for others, by step, as rank 0 keeps its own."""
 
     def put(self, frames: Sequence[bytes]) -> None:
         """Takes what rank 0 said of a slot.
@@ -192,12 +220,41 @@ class RankAdapters:
         Raises:
             AdapterError, OSError: the memory is not there.
         """
-        slot, digest, path, *pieces = frames
-        found = mapped(path.decode(), digest) if path else opened(bytearray().join(pieces))
+        slot, digest, where, *pieces = frames
+        if pieces:
+            found = opened(self._received(where.decode(), pieces).memory)
+        elif where.startswith(b"/"):
+            found = mapped(where.decode(), digest)
+        else:
+            found = mapped(self._noted(where.decode()), digest)
         self._by_slot[int(slot)] = found
+
+    def _received(self, note: str, pieces: Sequence[bytes]) -> SharedFile:
+        file, at = SharedFile(sum(map(len, pieces))), 0
+        for piece in pieces:
+            file.memory[at : at + len(piece)] = piece
+            at += len(piece)
+        written, path = self._folder / f"{note}.new", self._folder / note
+        written.write_text(file.path)
+        written.rename(path)
+        self._new.append((path, file))
+        return file
+
+    def _noted(self, note: str) -> str:
+        ends_s = time.monotonic() + _NOTE_S
+        while not (path := self._folder / note).exists():
+            if time.monotonic() > ends_s:
+                raise AdapterError("the first rank of this host has got no memory of an adapter")
+            time.sleep(_LOOK_S)
+        return path.read_text()
 
     def completed(self, plan: StepPlan) -> StepPlan:
         """A step with what its slots must have."""
+        self._kept.append(self._new)
+        self._new = []
+        if len(self._kept) > _KEPT_STEPS:
+            for path, _ in self._kept.popleft():
+                path.unlink()
         found = np.unique(plan.adapters[plan.adapters != NO_SLOT]).tolist()
         wanted = tuple((slot, self._by_slot[slot]) for slot in found)
         return replace(plan, adapters_wanted=wanted)

@@ -23,7 +23,7 @@ from engine.adapters.types import AdapterError
 from engine.beams.params import BeamParams
 from engine.engine import Engine
 from engine.ranks.process import ADAPTER, STEP
-from engine.ranks.steps import RankAdapters, StepMessages, decode
+from engine.ranks.steps import RankAdapters, StepMessages, Told, decode
 from engine.step.plan import StepPlan
 from engine.types import SamplingParams
 
@@ -157,24 +157,39 @@ def a_plan() -> StepPlan:
     return StepPlan(number=0, num_decodes=1, sample=None, page_table=table, **one)
 
 
-@pytest.mark.parametrize("away", [False, True])
-def test_what_another_rank_hears(away, monkeypatch):
-    """A slot's memory, before the first step that wants it, and once: where it lies, and on other
-    hosts its pieces."""
+@pytest.mark.parametrize("who", Told._fields)
+def test_what_another_rank_hears(who, monkeypatch, tmp_path):
+    """A slot's memory, before the first step that wants it, and once: where it lies, or its pieces,
+    of which the first rank of another host leaves a note to the others. None stays."""
     monkeypatch.setattr("engine.ranks.steps._PIECE_BYTES", 100)
+    monkeypatch.setattr("engine.ranks.steps._KEPT_STEPS", 2)
     own = [shared(adapter(number)) for number in range(2)]
-    messages, rank = StepMessages(), RankAdapters()
+    messages, first, rank = StepMessages(), RankAdapters(tmp_path), RankAdapters(tmp_path)
     for wanted, count in (((0, own[0]), 2), ((0, own[0]), 1), ((0, own[1]), 2), ((1, own[1]), 2)):
         plan = replace(
             a_plan(), adapters=np.array([wanted[0]], np.int32), adapters_wanted=(wanted,)
         )
-        found = [[bytes(frame) for frame in both[away]] for both in messages.of(plan)]
+        told = list(messages.of(plan))
+        found = [[bytes(frame) for frame in getattr(each, who)] for each in told]
         assert [message[0] for message in found] == [ADAPTER, STEP][-count:]
-        for message in found[:-1]:
-            path, *pieces = message[3:]
-            assert (bool(path), len(pieces) > 1) == (not away, away)
+        for each, message in zip(told, found[:-1], strict=False):
+            pieces = message[4:]
+            assert (len(pieces) > 1) == (who == "first")
             assert all(len(piece) <= 100 for piece in pieces)
+            if who == "further":
+                first.put([bytes(frame) for frame in each.first[1:]])
             rank.put(message[1:])
         heard = rank.completed(decode(found[-1][1:])).adapters_wanted
         assert [(slot, each.digest) for slot, each in heard] == [(wanted[0], wanted[1].digest)]
         assert heard[0][1].modules.keys() == wanted[1].modules.keys()
+    assert len(list(tmp_path.iterdir())) == (0 if who == "here" else 3 - (who == "first"))
+    for _ in range(3):
+        for each in (first, rank):
+            each.completed(a_plan())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_first_rank_that_notes_nothing_is_waited_for_in_vain(monkeypatch, tmp_path):
+    monkeypatch.setattr("engine.ranks.steps._NOTE_S", 0.1)
+    with pytest.raises(AdapterError, match="has got no memory of an adapter"):
+        RankAdapters(tmp_path).put([b"0", bytes(32), b"adapter-0"])

@@ -93,9 +93,12 @@ def group(
     pp: int = 2,
     tp: int = 1,
     worker: str = WORKER,
+    everywhere: Mapping[str, object] | None = None,
     **settings: object,
 ) -> Iterator[Group]:
-    """A group that is not started: `started` does it. Ends with the block."""
+    """A group that is not started: `started` does it. Ends with the block. `settings` are the
+    group's, and those of `everywhere` of all workers."""
+    shared = everywhere or {}
     certs, logs = folder / "certs", folder / "logs"
     write_set(certs, ("prefill", "decode"), (), days=30)
     router = f"{host.near}:{ROUTER_PORT}"
@@ -109,10 +112,11 @@ def group(
         "max_step_tokens": 128,
         "routers": router,
         "threads": 1,
+        **shared,
         **settings,
     }
     (other,) = {*PAIR} - {worker}
-    own = {worker: {**of_group, "node": 0}, other: {"routers": router}}
+    own = {worker: {**of_group, "node": 0}, other: {"routers": router, **shared}}
     cluster = make_cluster(model, logs, certs=str(certs), own=own, operator_token="token")
     cluster.own[other].update({"UCX_TLS": "tcp", "UCX_NET_DEVICES": host.interface})
     cluster.own[worker].update({"UCX_TLS": "tcp"})

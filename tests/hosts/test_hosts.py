@@ -13,8 +13,10 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from adapters_kit import answers, write_adapter
 from group_kit import PAIR, STRIKES, WORKER, Group, gone_within, group
 from hosts_kit import NEEDS, Host, can_have_hosts
+from paths_kit import prompt_of
 from references import references
 from tiny_models import write_tiny_model
 from typer.testing import CliRunner
@@ -25,6 +27,7 @@ from console.cli import app
 from telemetry.names import Metric
 
 pytestmark = pytest.mark.skipif(not can_have_hosts(), reason=NEEDS)
+PROMPT = prompt_of(100)
 COMPUTED = f"{Metric.PREFILL_TOKENS}_total"
 
 
@@ -84,6 +87,28 @@ def test_the_tokens_are_those_of_one_process(
             made.agent.terminate()
             assert made.agents[0].wait(30) == 0
             assert made.cluster.wait_gone(worker) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_an_adapter_reaches_the_ranks_of_another_host(host: Host, tmp_path: Path) -> None:
+    """The first of two ranks there gets its memory, and leaves a note to the other one."""
+    model = write_tiny_model(tmp_path / "model", layers=4)
+    folder = write_adapter(model, tmp_path / "adapter")
+    want = answers(model, folder)(PROMPT, 16, past_end=True).tokens
+    own = {"adapters": f"a={folder}", "max_adapters": 1}
+    with group(model, tmp_path, host, pp=2, tp=2, everywhere=own) as made:
+        made.start_agent()
+        with made.cluster.started():
+            made.cluster.wait_measured(*PAIR)
+            check(made, model)
+            with made.cluster.client() as client:
+                found = client.generate(
+                    token_ids=PROMPT, model="a", max_tokens=16, temperature=0.0, ignore_eos=True
+                )
+            assert list(found.token_ids) == want
+            assert made.cluster.metric(COMPUTED, "decode-0", source="computed") == 0
+            made.cluster.check_baseline()
 
 
 REFUSED = [
