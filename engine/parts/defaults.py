@@ -69,8 +69,8 @@ def on_device(device: torch.device) -> AbstractContextManager[None]:
 
 
 def use_device(device: torch.device) -> None:
-    """From now on `on_device` holds for this thread."""
-    if device.type == "cuda":
+    """From now on `on_device` holds for this thread. A device without an index is the thread's."""
+    if device.index is not None:
         torch.cuda.set_device(device)
 
 
