@@ -156,6 +156,7 @@ class Engine:
         others = ranks.collective, ranks.stages
         moves = ranks.dispatch
         loaded = load(config, device, *others, dispatch=moves, check=check, progress=pass_on)
+        ranks.count(loaded.model.pairs)
         num_pages = ranks.agree(loaded.revision, pages_that_fit(config, loaded, device, hooks))
         pools = make_pages(num_pages, config, loaded, device)
         config = resolved(config, loaded, pools.first)

@@ -287,6 +287,7 @@ class Metric:
     RANK_BUSY: Final = "baton_rank_busy_seconds"
     RANK_WAITED: Final = "baton_rank_waited_seconds"
     RANK_SKEW: Final = "baton_rank_skew_seconds"
+    RANK_PAIRS: Final = "baton_rank_expert_pairs"
 
     SECOND_TOKEN_GAP: Final = "baton_second_token_gap_seconds"
     SECOND_TOKEN_PART: Final = "baton_second_token_part_seconds"

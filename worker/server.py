@@ -257,7 +257,7 @@ class Worker:
             self.metrics.watch_adapters(engine.load)
         if engine.load().speculation is not None:
             self.metrics.watch_drafts(engine.load)
-        if settings.ranks > 1:
+        if settings.ranks > 1 or settings.expert_group:
             self.metrics.watch_ranks(engine.ranks)
 
     def _watch_gpus(self) -> None:

@@ -17,6 +17,7 @@ from panels import Panel, dashboard, quantiles, rate, stat
 FOLDER: Final = Path(__file__).resolve().parent / "dashboards"
 TTFT: Final = "gen_ai_server_time_to_first_token_seconds"
 TPOT: Final = "gen_ai_server_time_per_output_token_seconds"
+PAIRS: Final = "rate(baton_rank_expert_pairs_total[1m])"
 DURATION: Final = "gen_ai_server_request_duration_seconds"
 
 OVERVIEW: Final = [
@@ -239,6 +240,16 @@ BALANCE: Final = [
         [rate("baton_rank_skew_seconds", "worker")],
         "percentunit",
         "For the slowest one, at sums. Near 0 where ranks are alike.",
+    ),
+    Panel(
+        "Rows of the fullest rank's experts",
+        [
+            (f"max by (worker, stage) ({PAIRS}) / avg by (worker, stage) ({PAIRS})", "{{worker}}"),
+            (f"max(sum by (worker) ({PAIRS})) / avg(sum by (worker) ({PAIRS}))", "of workers"),
+        ],
+        "none",
+        "Over the mean of a worker's ranks, and of all workers: those of an expert group wait for"
+        " the fullest. 1 where experts are chosen evenly.",
     ),
     Panel(
         "GPUs",

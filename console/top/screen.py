@@ -44,6 +44,10 @@ def draw(view: View, admin: str) -> RenderableType:
             {worker.name: _ms(worker.rank_skew_ms) for worker in view.workers},
         ),
         *_line(
+            "rows of the fullest rank's experts, of the mean",
+            {worker.name: _hundredths(worker.fullest_experts) for worker in view.workers},
+        ),
+        *_line(
             "time that stages compute, first to last",
             {worker.name: _shares(worker.stage_shares) for worker in view.workers},
         ),
@@ -209,6 +213,10 @@ def _of(counts: tuple[int, int] | None) -> str:
 
 def _shares(values: Sequence[float]) -> str:
     return " / ".join(f"{value:.0%}" for value in values)
+
+
+def _hundredths(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
 
 
 def _tenths(value: float | None) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Final
 
@@ -83,6 +83,10 @@ class WorkerView:
     rank_skew_ms: float | None = None
     """How long a step's fastest rank waited for the slowest, on average since the earlier scrape;
     None with one rank, and without a step."""
+    fullest_experts: float | None = None
+    """What the rank that computes most for experts has, of the mean of all ranks, since the earlier
+    scrape; None: they hold none whole. In an expert group: what this worker has, of the mean of
+    such workers of its role."""
     stage_shares: tuple[float, ...] = ()
     """Share of time in which the ranks of each stage computed, the first stage first; empty with
     one stage, and where nobody knows."""
@@ -142,6 +146,7 @@ def view(now: Scrape, earlier: Scrape | None = None, rates: Scrape | None = None
     since = rates or before
     router, then = now.router, _same_process(now.router, since.router)
     workers = [_worker(one, now, before, since) for one in now.workers]
+    workers = _with_experts(workers, now, before)
     latencies = {
         label: _quantiles([(router, _same_process(router, before.router))], metric)
         for label, metric in LATENCIES
@@ -270,6 +275,39 @@ def _rank_skew_ms(now: Scraped, earlier: Scraped) -> float | None:
     )
     has_ranks = now.has(f"{Metric.RANK_SKEW}_total")
     return 1e3 * skew / steps if has_ranks and steps > 0 else None
+
+
+def _with_experts(workers: list[WorkerView], now: Scrape, before: Scrape) -> list[WorkerView]:
+    """Workers with what their experts compute."""
+    alone: dict[str, float] = {}
+    """Pairs of workers that have one rank, by name."""
+    found: dict[str, float | None] = {}
+    for worker in workers:
+        samples = now.samples.get(worker.name, NOTHING)
+        pairs = _pairs_by_stage(
+            samples, _same_process(samples, before.samples.get(worker.name, NOTHING))
+        )
+        fullest = [max(each) / fmean(each) for each in pairs if len(each) > 1 and any(each)]
+        found[worker.name] = max(fullest, default=None)
+        if sum(map(len, pairs)) == 1:
+            alone[worker.name] = pairs[0][0]
+    for worker in workers:
+        beside = [
+            alone[one.name] for one in workers if one.role == worker.role and one.name in alone
+        ]
+        if worker.name in alone and len(beside) > 1 and any(beside):
+            found[worker.name] = alone[worker.name] / fmean(beside)
+    return [replace(worker, fullest_experts=found[worker.name]) for worker in workers]
+
+
+def _pairs_by_stage(now: Scraped, earlier: Scraped) -> list[list[float]]:
+    """Pairs of a token and an expert that the ranks of each stage have computed meanwhile."""
+    name, stages = f"{Metric.RANK_PAIRS}_total", dict[str, list[float]]()
+    before = earlier.values.get(name, {})
+    for labels, value in now.values.get(name, {}).items():
+        grown = value - before.get(labels, 0.0)
+        stages.setdefault(dict(labels).get("stage", ""), []).append(grown)
+    return list(stages.values())
 
 
 def _stage_shares(now: Scraped, earlier: Scraped) -> tuple[float, ...]:

@@ -116,7 +116,7 @@ class CudaExecutor:
         self._max_pages = max_pages = -(-longest // self._page_size)
         self._pools = pools
         self._attention = attention
-        self._ranks = model.collective
+        self._ranks, self._pairs = model.collective, model.pairs
         self._moves = model.dispatch if isinstance(model.dispatch, CudaDispatch) else None
         self._hooked = hooked
         rows = max(bounds.max_sequences, PROMPT_ROWS + 1)
@@ -285,6 +285,8 @@ class CudaExecutor:
         self._ranks.begin_step()
         if self._drafting is not None and plan.begins is not None:
             self._drafting.tables.begin(plan.begins)
+        if self._pairs is not None:
+            self._pairs.note()
         if self._adapters is not None:
             self._adapters.load(plan.adapters_wanted)
         if any(source.size for source, _ in plan.copies) or plan.write_slots.size:

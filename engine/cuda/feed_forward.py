@@ -113,8 +113,8 @@ def _parts_of(
 ) -> Parts:
     assert isinstance(module.gate_up, Stacked)
     assert isinstance(module.down, Stacked)
-    ranks = module.held.ranks
-    return parts_of(x, chosen, module.gate_up, module.down, module.own.gate, beside, ranks)
+    ranks, total = module.held.ranks, None if module.pairs is None else module.pairs.total
+    return parts_of(x, chosen, module.gate_up, module.down, module.own.gate, beside, ranks, total)
 
 
 def _moved(module: Experts, x: Tensor, moves: CudaDispatch) -> Tensor:

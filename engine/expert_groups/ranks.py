@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -16,8 +17,10 @@ from engine.expert_groups.gloo import GlooDispatch
 from engine.expert_groups.leader import GroupError, Leader
 from engine.expert_groups.lines import Message
 from engine.expert_groups.member import Member
+from engine.model.experts.counting import PairCount
 from engine.ranks.keeper import RankError
 from engine.ranks.ranks import NoRanks
+from engine.ranks.stats import RankLoad
 from engine.step.collective import CollectiveError
 from engine.step.dispatch import GroupPlace, place_of
 from engine.step.executor import Executor
@@ -52,6 +55,8 @@ class GroupedRanks(NoRanks):
         dispatch.member, self._member.let_go = self._member, dispatch.let_go
         self._leader: Leader | None = None
         self._is_started = False
+        self._computed = deque([0], maxlen=1)
+        """Pairs that it has computed so far."""
 
     @property
     def lost(self) -> str:
@@ -69,6 +74,15 @@ class GroupedRanks(NoRanks):
             self._store = self._member.meet()
         except (GroupError, CollectiveError, OSError) as error:
             raise RankError(str(error)) from error
+
+    def count(self, pairs: PairCount | None) -> None:
+        """See `Ranks`."""
+        assert pairs is not None, "it has some experts"
+        pairs.tell = self._computed.append
+
+    def loads(self) -> Sequence[RankLoad]:
+        """See `Ranks`. Each worker tells its own part."""
+        return [RankLoad(self._place.rank, 0, None, None, 0, *self._computed)]
 
     def check(self) -> None:
         """See `Ranks`."""

@@ -10,7 +10,7 @@ from typing import Final
 from engine.hosts.processes import Share
 
 FILE: Final = "stats"
-COLUMNS: Final = 8
+COLUMNS: Final = 9
 """Numbers in the row of a rank; `engine.ranks.stats` names them."""
 ROW_BYTES: Final = COLUMNS * 8
 """They are float64."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from engine.model.best import best_of_parts
 from engine.model.config import LayerInputs, ModelConfig
+from engine.model.experts.counting import PairCount
 from engine.model.experts.weights import ExpertWeights
 from engine.model.feed_forward import ACTIVATIONS, feed_forward
 from engine.model.linear import Build, Linear, RmsNorm
@@ -239,12 +240,14 @@ class Model(nn.Module):
         self.collective = collective or Alone()
         self.stages = stages or OneStage()
         self.dispatch = dispatch
+        self.pairs = None if shard.experts is None else PairCount(device)
+        """What this rank's experts compute; None: each rank has as much to do."""
         rows = config.vocab_size if shard.is_first else 0
         self.embedding = parameter((rows, config.hidden_size), dtype, device)
         """[vocab, H]. No rows in stages that do not embed."""
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self.ropes = Ropes((each.rope for each in config.mixers), device)
-        build = Build(dtype, device, precision, shard, self.collective, dispatch)
+        build = Build(dtype, device, precision, shard, self.collective, dispatch, self.pairs)
         self.inputs = None
         if config.layer_inputs is not None:
             self.inputs = Inputs(config, config.layer_inputs, build)

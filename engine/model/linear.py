@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.model.experts.counting import PairCount
 from engine.model.precision.base import WeightSlice, parameter
 from engine.model.precision.choice import Precision
 from engine.model.precision.rounding import Rounded, Rounding
@@ -29,6 +30,7 @@ class Build(NamedTuple):
     shard: Shard
     collective: Collective
     dispatch: Dispatch = STAY
+    pairs: PairCount | None = None
 
 
 class Addition(Protocol):

@@ -130,6 +130,8 @@ class Follower:
             stages=self._stages,
             progress=self._sign,
         )
+        if (pairs := loaded.model.pairs) is not None:
+            pairs.tell = partial(self._figures.computed, self._rank)
         num_pages = pages_that_fit(config, loaded, device, hooks)
         self._reach(Stage.LOADED)
         self._report(LOADED, revision=loaded.revision, num_pages=num_pages)

@@ -22,6 +22,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Final
@@ -35,6 +36,7 @@ from engine.hosts.lifeline import STOPPED_S
 from engine.hosts.meetings import RankMeetings
 from engine.hosts.others import Heard, OtherHosts
 from engine.hosts.processes import RankProcesses, Share, StoppedRanks
+from engine.model.experts.counting import PairCount
 from engine.ranks import process
 from engine.ranks.copies import DIRECTIONS, LOAD, SAVE, CopyingRanks, MemoryInbox, SharedMover
 from engine.ranks.executor import RankedExecutor
@@ -104,6 +106,11 @@ class HostRanks:
     def lost(self) -> str:
         """See `Ranks`."""
         return self._keeper.lost if self._keeper else ""
+
+    def count(self, pairs: PairCount | None) -> None:
+        """See `Ranks`."""
+        if pairs is not None:
+            pairs.tell = partial(self.stats.computed, 0)
 
     def loads(self) -> Sequence[RankLoad]:
         """See `Ranks`."""

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import zmq
 
+from engine.model.experts.counting import PairCount
 from engine.ranks.keeper import Pulse
 from engine.ranks.stats import RankLoad
 from engine.step.collective import Alone, Collective
@@ -85,6 +86,10 @@ class Ranks(Protocol):
         """Gives them up where steps do not end; see `Keeper.watch`."""
         ...
 
+    def count(self, pairs: PairCount | None) -> None:
+        """Tells in `loads` what rank 0's experts compute."""
+        ...
+
     def loads(self) -> Sequence[RankLoad]:
         """What each rank does with its time; nothing where there is one rank."""
         ...
@@ -148,6 +153,9 @@ class NoRanks:
         """See `Ranks`."""
 
     def watch(self, pulse: Callable[[], Pulse]) -> None:
+        """See `Ranks`."""
+
+    def count(self, pairs: PairCount | None) -> None:
         """See `Ranks`."""
 
     def loads(self) -> Sequence[RankLoad]:

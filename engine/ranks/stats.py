@@ -12,6 +12,8 @@ collective. Columns:
     IS_BUSY   1 while it computes, 0 while it is in a collective or has no step
     STAGE     how far its start has come, a `Stage`
     SIGNS     parts of its start that it has done: a tensor that is read, a graph that is captured
+    PAIRS     pairs of a token and an expert that it has computed, where it holds some whole; on
+              GPUs those of steps of one token are not counted
 
 The time in collectives is that of the sum itself and that of waiting for the slowest rank. So the
 wait for the slowest is taken from BEGAN_S + STEP_S, when a rank would have ended the step without
@@ -45,7 +47,7 @@ from engine.ranks.skew import SkewHistory
 from engine.step.collective import Alone, Collective
 from engine.step.stages import Stages
 
-STEPS, BUSY_S, WAITED_S, BEGAN_S, STEP_S, IS_BUSY, STAGE, SIGNS = range(8)
+STEPS, BUSY_S, WAITED_S, BEGAN_S, STEP_S, IS_BUSY, STAGE, SIGNS, PAIRS = range(9)
 START_S: Final = 300.0
 """The start of the ranks may stand still for this long, seconds: while a large tensor is read from
 a slow disk, or while kernels are compiled."""
@@ -77,6 +79,8 @@ class RankLoad(NamedTuple):
     device waited for others in one. None: nobody knows."""
     stage: int = 0
     """0 has the first layers."""
+    pairs: int | None = None
+    """Pairs of a token and an expert that it has computed; None: it holds no expert whole."""
 
 
 class RankStats:
@@ -150,6 +154,10 @@ class RankStats:
         """The ranks of that host that are stopped."""
         self._stopped[first] = ranks
 
+    def computed(self, rank: int, pairs: int) -> None:
+        """A rank has computed so many pairs since it started."""
+        self.rows[rank, PAIRS] = pairs
+
     def begin_step(self, rank: int) -> None:
         """A rank has begun a step of which its host knows no times."""
         self.rows[rank, STEPS] += 1
@@ -165,6 +173,7 @@ class RankStats:
                 row[BUSY_S].item() or None,
                 row[WAITED_S].item() or None,
                 last - rank // beside,
+                int(row[PAIRS]) or None,
             )
             for rank, row in enumerate(self.rows)
         ]

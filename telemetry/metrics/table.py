@@ -280,6 +280,12 @@ DECLARED: Final[Mapping[str, Declared]] = {
         "Seconds for which the fastest rank waited for the slowest. Absent on GPUs whose sums go "
         "by NCCL.",
     ),
+    Metric.RANK_PAIRS: Declared(
+        "counter",
+        "Pairs of a token and an expert that a rank computed, where it holds some experts whole; "
+        "of an expert group, each worker tells its own. On GPUs steps of one token are left out.",
+        ("rank", "stage"),
+    ),
     # Worker: KV transfer.
     Metric.SECOND_TOKEN_GAP: Declared(
         "histogram",

@@ -244,6 +244,7 @@ _ADAPTER_ROWS: Final = (
 _RANK_SAMPLES: Final[Sequence[tuple[str, Callable[[Any], float | None]]]] = (
     (Metric.RANK_BUSY, attrgetter("busy_s")),
     (Metric.RANK_WAITED, attrgetter("waited_s")),
+    (Metric.RANK_PAIRS, attrgetter("pairs")),
 )
 _ENGINE_ROWS: Final = (
     Row(Metric.PROGRESS, attrgetter("progress")),

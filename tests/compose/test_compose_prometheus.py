@@ -40,6 +40,7 @@ ELSEWHERE = {
     f"{Metric.SPECULATION_ACCEPTED}_total",
     f"{Metric.RANK_BUSY}_total",
     f"{Metric.RANK_SKEW}_total",
+    f"{Metric.RANK_PAIRS}_total",
     Metric.BALANCE_RATIO,
     Metric.ADAPTER_SLOTS,
     f"{Metric.ADAPTER_LOADS}_total",

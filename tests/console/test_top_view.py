@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -190,6 +191,36 @@ def test_the_wait_for_the_slowest_rank_is_shown_by_step(pages: Pages) -> None:
     console = Console(width=WIDTH, record=True, file=io.StringIO())
     console.print(draw(found, pages.address))
     assert "wait for the slowest rank, a step  decode-0 1.50 ms" in console.export_text()
+
+
+@pytest.mark.parametrize("is_group", [True, False])
+def test_the_fullest_experts_are_shown(pages: Pages, is_group: bool) -> None:
+    """Of the ranks of a worker, and of the workers of an expert group, each of which has one."""
+    up = Gauge(Metric.WORKER_UP, "", ("worker", "role"), registry=pages.registry)
+    up.labels("decode-0", "decode").set(1)
+    pages.discovery = f'[{{"targets": ["{pages.address}"], "labels": {{"worker": "decode-0"}}}}]'
+    pairs = Counter(Metric.RANK_PAIRS, "", ("rank", "stage"), registry=pages.registry)
+    for rank in "0" if is_group else "01":
+        pairs.labels(rank, "0").inc(900)
+    before = scrape(pages.address)
+    assert view(before, before).workers[0].fullest_experts is None, "no step since"
+    pairs.labels("0", "0").inc(30)
+    now = scrape(pages.address)
+    if is_group:
+        other = now.workers[0]._replace(name="decode-1")
+        pairs.labels("0", "0").inc(60)
+        more = scrape(pages.address).samples["decode-0"]
+        now = replace(now, workers=[*now.workers, other], samples={**now.samples, "decode-1": more})
+        before = replace(before, samples={**before.samples, "decode-1": before.samples["decode-0"]})
+        found = view(now, before)
+        assert [one.fullest_experts for one in found.workers] == pytest.approx([0.5, 1.5])
+    else:
+        found = view(now, before)
+        assert found.workers[0].fullest_experts == pytest.approx(2.0)
+    console = Console(width=WIDTH, record=True, file=io.StringIO())
+    console.print(draw(found, pages.address))
+    told = "decode-0 0.50, decode-1 1.50" if is_group else "decode-0 2.00"
+    assert f"rows of the fullest rank's experts, of the mean  {told}" in console.export_text()
 
 
 def test_the_time_of_each_stage_is_shown(pages: Pages) -> None:

@@ -86,7 +86,8 @@ def check_what_is_no_number() -> None:
 
 def check_sort(tokens: int, experts: int, chosen: int, kind: str) -> None:
     choice = kit.random_choice(tokens, experts, chosen, kind).experts.int()
-    order = kernels.sort(choice, experts)
+    total = torch.full((1,), 1 << 40)
+    order = kernels.sort(choice, experts, total=total)
     found, pairs = choice.flatten().sort(stable=True)
     if tokens == 1:
         assert torch.equal(order.pairs, torch.arange(chosen).int()), "as they were chosen"
@@ -95,6 +96,7 @@ def check_sort(tokens: int, experts: int, chosen: int, kind: str) -> None:
     assert torch.equal(order.pairs.long(), pairs)
     assert torch.equal(order.places.long(), pairs.argsort())
     assert torch.equal(order.starts.diff(), torch.bincount(found, minlength=experts).int())
+    assert int(total) == (1 << 40) + len(pairs)
 
 
 @triton.jit

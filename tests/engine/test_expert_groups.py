@@ -226,6 +226,9 @@ def test_a_step_that_fails_between_layers_ends_the_group(tmp_path, monkeypatch):
     path = write_tiny_model(tmp_path / "model", tokenizer=False, **FAMILIES["mixtral"])
     with grouped(path, tmp_path / "group", 2) as engines:
         finish(submit(engines[0], prompt_of(5), 2, ignore_eos=True))
+        told = [load.pairs for engine in engines for load in engine.ranks.loads()]
+        assert sum(told) % (2 * 2 * 6) == 0, "two experts of each token, in two layers"
+        assert min(told) > 0
         dispatch = engines[0].ranks.dispatch
         combine, count = dispatch.combine, []
 

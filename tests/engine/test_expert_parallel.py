@@ -70,6 +70,7 @@ def test_the_tokens_of_two_ranks(tmp_path):
     path = write_tiny_model(tmp_path, **FAMILIES["glm4_moe"])
     with running(path, tp=2, expert_parallel=True, **SMALL) as several:
         speaks(Pair(several, several, references(path)), (17, 150))
+        assert all(load.pairs for load in several.ranks.loads())
 
 
 @pytest.mark.matrix

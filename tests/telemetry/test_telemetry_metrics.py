@@ -302,7 +302,9 @@ def test_the_table_declares_every_name_and_nothing_else() -> None:
     used[1].watch_adapters(lambda: EngineLoad(adapters=ADAPTERS))
     used[0].adapter_ended("law", True)
     used[0].adapter_tokens("law", "output", 3)
-    used[1].watch_ranks(SimpleNamespace(loads=lambda: [RankLoad(0, 3, 0.5, 0.1)], skew_s=0.25))
+    used[1].watch_ranks(
+        SimpleNamespace(loads=lambda: [RankLoad(0, 3, 0.5, 0.1, 0, 7)], skew_s=0.25)
+    )
     used[1].watch_peers(lambda: [PeerPath("decode-0", "nixl/tcp", 0.5, 90.0, "slow_tcp_only")])
     shown = {family.name for metrics in used for family in metrics.registry.collect()}
     assert names <= shown
@@ -315,12 +317,13 @@ def test_what_nobody_knows_of_ranks_has_no_sample() -> None:
     ranks = SimpleNamespace(loads=lambda: loads, skew_s=None)
     metrics.watch_ranks(ranks)
     page = generate_latest(metrics.registry).decode()
-    names = Metric.RANK_BUSY, Metric.RANK_WAITED, Metric.RANK_SKEW
+    names = Metric.RANK_BUSY, Metric.RANK_WAITED, Metric.RANK_SKEW, Metric.RANK_PAIRS
     assert not [line for line in page.splitlines() if line.startswith(names)]
-    ranks.skew_s, loads[1] = 0.25, RankLoad(1, 4, None, 0.5, 2)
+    ranks.skew_s, loads[1] = 0.25, RankLoad(1, 4, None, 0.5, 2, 9)
     page = generate_latest(metrics.registry).decode()
     assert [line for line in page.splitlines() if line.startswith(names)] == [
         f'{Metric.RANK_WAITED}_total{{rank="1",stage="2"}} 0.5',
+        f'{Metric.RANK_PAIRS}_total{{rank="1",stage="2"}} 9.0',
         f"{Metric.RANK_SKEW}_total 0.25",
     ]
 

@@ -42,6 +42,7 @@ def parts_of(
     gate: Gate,
     beside: SharedWeights | None = None,
     ranks: int = 1,
+    total: Tensor | None = None,
 ) -> Parts:
     """What each expert of a token makes of it.
 
@@ -53,11 +54,12 @@ def parts_of(
         gate: what lies between them.
         beside: of one row: the shared expert, whose output is one row more, the last.
         ranks: among which the experts are divided whole.
+        total: counts the pairs that are computed here; see `sort`.
 
     Returns:
         [P, H], to be added up.
     """
-    order = sort(chosen.experts, gate_up.shape[0], ranks)
+    order = sort(chosen.experts, gate_up.shape[0], ranks, total)
     plain = plain_of(x)
     if len(plain) == 1:  # Its products round for themselves.
         first, second = (None, None) if beside is None else beside

@@ -149,7 +149,7 @@ class Order(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["count"])
-def _sort(experts, pairs, places, starts, count, block: tl.constexpr):
+def _sort(experts, pairs, places, starts, total, count, counts: tl.constexpr, block: tl.constexpr):
     expert = tl.program_id(0)
     before = tl.zeros((block,), tl.int32)
     for first in range(0, count, block):
@@ -158,6 +158,8 @@ def _sort(experts, pairs, places, starts, count, block: tl.constexpr):
         before += (found < expert).to(tl.int32)
     place = tl.sum(before)
     tl.store(starts + expert, place)
+    if counts:
+        tl.atomic_add(total, place.to(tl.int64), mask=expert == tl.num_programs(0) - 1)
     for first in range(0, count, block):
         at = first + tl.arange(0, block)
         found = tl.load(experts + at, mask=at < count, other=_NO_EXPERT)
@@ -168,9 +170,10 @@ def _sort(experts, pairs, places, starts, count, block: tl.constexpr):
         place += tl.sum(own)
 
 
-def sort(experts: Tensor, count: int, ranks: int = 1) -> Order:
+def sort(experts: Tensor, count: int, ranks: int = 1, total: Tensor | None = None) -> Order:
     """Sorts the pairs of [T, C] int32 experts, of `count` that the rank holds. Those of one token
-    are left as they are, since it has each expert once: `starts` is nothing then."""
+    are left as they are, since it has each expert once: `starts` is nothing then. Of several tokens
+    the number of pairs that the rank computes is added to `total`, [1] int64."""
     if len(experts) == 1:
         numbered = _numbered(experts.shape[1], experts.device)
         return Order(numbered, numbered, numbered, experts, ranks)
@@ -178,7 +181,8 @@ def sort(experts: Tensor, count: int, ranks: int = 1) -> Order:
     places = torch.empty_like(pairs)
     starts = torch.empty(count + 1, dtype=torch.int32, device=experts.device)
     block = min(_PAIRS_AT_ONCE, triton.next_power_of_2(len(pairs)))
-    launch(_sort, (count + 1,), experts, pairs, places, starts, len(pairs), block)
+    counts, into = total is not None, starts if total is None else total
+    launch(_sort, (count + 1,), experts, pairs, places, starts, into, len(pairs), counts, block)
     return Order(pairs, places, starts, experts, ranks)
 
 

@@ -74,7 +74,9 @@ def gather_tokens(
                 pair = row * chosen + place
                 weight = tl.load(their_weights + pair, mask=used, other=0.0, cache_modifier=".cg")
                 expert = tl.load(their_experts + pair, mask=used, other=0, cache_modifier=".cg")
+                # What a worker that is gone has left there may be no expert.
                 ours = (expert % ranks == rank) & (weight != 0.0)
+                ours = ours & (expert >= 0) & (expert < held * ranks)
                 expert = tl.where(ours, expert // ranks, held)
                 weight = tl.where(ours, weight, 0.0)
                 tl.store(out_weights + target * chosen + place, weight, mask=used)

@@ -93,7 +93,7 @@ class Experts(nn.Module):
         if own.shared_gate is not None:
             self.shared_gate = Linear(parts.shared_gate, False, plain_build)
         self.held = build.shard.held
-        self.dispatch = build.dispatch
+        self.dispatch, self.pairs = build.dispatch, build.pairs
         self.dispatch.add(self._without_tokens)
         self._dtype, self._device = build.dtype, build.device
         self._bias_name = config.layer_name(index, own.names.bias)
@@ -111,7 +111,8 @@ class Experts(nn.Module):
     def _mixed(self, x: Tensor, chosen: Chosen) -> Tensor:
         """The sum over each token's experts, over those of this rank at least."""
         x, *found = self.dispatch.dispatch(x, *chosen)
-        out = mixed(x, Chosen(*found), self.gate_up, self.down, self.own.gate, self.held)
+        weights = self.gate_up, self.down, self.own.gate
+        out = mixed(x, Chosen(*found), *weights, self.held, self.pairs)
         return self.dispatch.combine(out)
 
     def _without_tokens(self) -> None:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.model.experts.config import EACH, Gate, Held
+from engine.model.experts.counting import PairCount
 from engine.model.experts.routing import Chosen, held
 from engine.model.experts.weights import ExpertWeights
 
@@ -55,6 +56,7 @@ def mixed(
     down: ExpertWeights,
     gate: Gate,
     which: Held = EACH,
+    computed: PairCount | None = None,
 ) -> Tensor:
     """The sum of each token's experts by their weights, added in float32, the best expert first.
 
@@ -65,6 +67,7 @@ def mixed(
         down: to [.., H].
         gate: what lies between them.
         which: the experts of these weights. The sum is over those.
+        computed: counts their pairs.
 
     Returns:
         [T, H]
@@ -74,6 +77,8 @@ def mixed(
     order, counts = by_expert(chosen.experts, count)
     if which != EACH:
         order = order[: int(counts.sum())]
+    if computed is not None:
+        computed.add(len(order))
     rows = x.index_select(0, order // places)
     out = down.product(activated(gate_up.product(rows, counts), gate), counts)
     back = out.new_zeros(tokens * places, out.shape[1])

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from engine.model.best import best_of_parts
 from engine.model.config import ModelConfig
+from engine.model.experts.counting import PairCount
 from engine.model.linear import Linear
 from engine.model.precision.base import Kernels
 from engine.model.shard import Shard
@@ -69,6 +70,7 @@ class WrappedModel(nn.Module):
         self.shard = shard
         self.collective = collective or Alone()
         self.dispatch: Dispatch = STAY
+        self.pairs: PairCount | None = None
         self.body = causal.get_submodule(record.body)
         self.causal = causal
         self._specs = tuple(_spec(causal, each, shard) for each in record.calls)
