@@ -41,7 +41,8 @@ from engine.attention.grouped import PagedGroups
 from engine.attention.parts import lengths_differ
 from engine.bounds import Bounds
 from engine.cuda.adapters.sites import CudaAdapterSites
-from engine.cuda.groups.dispatch import CudaDispatch, ask_of
+from engine.cuda.groups.dispatch import CudaDispatch
+from engine.cuda.groups.sizes import ask_of
 from engine.cuda.hooks.hooked import Hooked
 from engine.cuda.ranks.drawing import (
     Draw,
@@ -228,7 +229,7 @@ class CudaExecutor:
         return self._hooked.shaped(plan, self._shapes, self._page_size)
 
     def ask(self, plan: StepPlan) -> list[int]:
-        """What it asks the other workers of its expert group for; see `CudaDispatch`."""
+        """What it asks the other workers of its expert group for; see `ask_of`."""
         return ask_of(plan, self._shapes)
 
     def launch_padding(self) -> None:

@@ -92,7 +92,7 @@ def check_sizes(sizes: list[Any]) -> None:
 
 def check_model(model: str, folder: Path) -> None:
     """All prompts at one worker, then at both, beside rows of the other."""
-    path = write_tiny_model(folder / model, tokenizer=False, **FAMILIES[model] | {"layers": 2})
+    path = write_tiny_model(folder / model, tokenizer=False, **FAMILIES[model])
     prompts = [PROMPTS[1][:12], PROMPTS[0], PROMPTS[0][:1]]
 
     def answered(*engines: Engine) -> list[Run]:

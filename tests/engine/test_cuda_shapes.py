@@ -10,6 +10,7 @@ import torch
 
 from engine.attention.fa3 import LONG_PIECE
 from engine.bounds import Bounds
+from engine.cuda.groups.sizes import agreed, ask_of
 from engine.cuda.steps.packing import PackedStep, Width, pack
 from engine.cuda.steps.shapes import (
     CHUNKS,
@@ -45,6 +46,23 @@ def test_small_batches_have_buckets_of_their_own():
     assert [bucket_of(rows, sizes) for rows in (1, 2, 3, 5, 8, 9, 64, 256)] == [
         1, 2, 4, 8, 8, 16, 64, 256,
     ]  # fmt: skip
+
+
+def test_workers_of_a_group_agree_on_the_rows_of_all():
+    """Graphs where all have one, and all tokens where one has none. Buckets are alike."""
+    shapes = Shapes(Bounds(max_sequences=20, max_step_tokens=512), 2, prompts=False)
+    assert not any(shape.prompt_rows for shape in shapes.all)
+    few, many, chunk = step(3), step(17), step(2, (0, 100))
+    assert ask_of(few, shapes) == [3, 4]
+    assert ask_of(chunk, shapes) == [102, 0]
+    size = agreed({0: ask_of(few, shapes), 2: ask_of(many, shapes)})
+    assert size == (24, True)
+    shape = shapes.of(few)
+    assert shape is not None
+    assert shapes.grown(shape, size.rows) in shapes.all
+    assert agreed({0: ask_of(many, shapes), 1: ask_of(chunk, shapes)}) == (102, False)
+    alone = Shapes(Bounds(decodes=False), 2, prompts=False).all
+    assert [shape.decodes for shape in alone] == [1], "what a step of padding has"
 
 
 def step(decodes: int, *prompts: tuple[int, int], last: bool = True, scored: bool = False):

@@ -1,12 +1,8 @@
 """Moves tokens between the workers of an expert group on GPUs of one host.
 
-A step of one is a step of all, so workers agree on its size before they queue it:
-
-- where all have decode rows alone that graphs hold, all replay graphs of the largest size;
-- else each runs its kernels one by one, for as many tokens as it has.
-
-Either way each brings equally many rows to a layer of experts. Who has no tokens brings padding
-alone: a step of padding rows. Padding has no weights, so no expert computes it.
+A step of one is a step of all, and its size is agreed on before it is queued
+(`engine.cuda.groups.sizes`). Who has no tokens brings padding alone: a step of padding rows. No
+expert computes padding, since it has no weights.
 
 Tokens go through memory that the GPUs share, where they fit (`engine.cuda.groups.moving`), and else
 by NCCL. Which it is follows from what was agreed on, so it is the same on all.
@@ -16,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,34 +19,13 @@ from torch import Tensor
 
 from engine.cuda.experts.summing import Parts, add_up
 from engine.cuda.groups.moving import Rows, fits, gather, scatter
+from engine.cuda.groups.sizes import Size, agreed
 from engine.cuda.ranks.collective import CudaCollective
 from engine.cuda.steps.shapes import Shape, Shapes
 from engine.eager.meeting import meeting_in
 from engine.model.experts.config import Held
 from engine.model.experts.routing import Chosen, held
 from engine.step.dispatch import Asks, Dispatched, Turns
-from engine.step.plan import StepPlan
-
-
-class Size(NamedTuple):
-    """What the workers of a step have agreed on."""
-
-    rows: int
-    """Rows that each brings to a layer of experts."""
-    in_graphs: bool
-    """Whether they are decode rows, which graphs hold."""
-
-
-def ask_of(plan: StepPlan, shapes: Shapes) -> list[int]:
-    """What a worker asks for: its tokens, and the decode rows of its graph; 0: it has none."""
-    shape = shapes.of(plan)
-    return [plan.num_tokens, 0 if shape is None or shape.prompt_rows else shape.decodes]
-
-
-def agreed(asks: Asks) -> Size:
-    """What follows from what all have asked for."""
-    tokens, rows = zip(*asks.values(), strict=True)
-    return Size(max(rows), True) if all(rows) else Size(max(tokens), False)
 
 
 class CudaDispatch:
