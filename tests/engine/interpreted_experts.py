@@ -19,7 +19,7 @@ from interpreted_kernels import convert_as_a_gpu_does
 from triton.runtime import interpreter
 
 from engine.cuda import feed_forward
-from engine.cuda.experts import one_row
+from engine.cuda.experts import mixing, one_row
 from engine.cuda.experts import routing as kernels
 from engine.cuda.experts.cutting import Tiles
 from engine.cuda.experts.four_bits import numbers_of
@@ -259,6 +259,9 @@ def main() -> None:
             check_mixed(precision, tokens, gate=OSS, bias=True, ranks=2)
     check_mixed("float", 1, gate=OSS, bias=True, experts=3)
     check_mixed("float", 40, ranks=3)
+    by_torch = mock.patch.object(mixing, "groups_in_one_kernel", return_value=True)
+    with by_torch, mock.patch.object(mixing, "FEW_ROWS", 30):
+        check_mixed("float", 40, gate=OSS, bias=True, ranks=2)
     check_row_of_four_bits("mxfp4", 288, torch.float16, Tiles(8, 128, 1, 1), 10)
     check_row_of_four_bits("int4-zeros", 192, torch.float32, Tiles(16, 64, 1, 1), 10)
     if "all" in sys.argv:

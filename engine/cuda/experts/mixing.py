@@ -107,7 +107,8 @@ def _grouped(rows: Tensor | Rounded, weights: Stacked, order: Order) -> Tensor:
         )  # fmt: skip
     if weights.bias is None:
         return out
-    experts = order.experts.flatten().index_select(0, order.pairs)
+    # Pairs of other ranks come last, and have no expert here: what they are given is not added.
+    experts = order.experts.flatten().index_select(0, order.pairs).clamp_max(len(values) - 1)
     return out + weights.bias.index_select(0, experts)
 
 
