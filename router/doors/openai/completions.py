@@ -69,8 +69,9 @@ class Completions:
             RouterError: the request cannot be understood, or its prompts cannot be echoed.
         """
         request = parse(CompletionRequest, body, self._shape.most_elements())
-        tokenizer, first = None, _generation(request, request.prompt[0], None, client_tag).input
-        request.model = self._generations.model_for(first, call)
+        tokenizer = None
+        requests = [_generation(request, one, None, client_tag) for one in request.prompt]
+        request.model = self._generations.model_for(requests[0].input, call)
         if request.echo or request.logprobs is not None:
             model = Visible(self._dispatcher, call).model(request.model)
             tokenizer = await self._tokenizers.get(model.path)
@@ -78,10 +79,12 @@ class Completions:
         if request.echo:
             async with self._generations.deadline(call):
                 echoes = [await self._echo(request, one, tokenizer, call) for one in request.prompt]
-        requests = [
-            _generation(request, prompt, echo, client_tag)
-            for prompt, echo in zip(request.prompt, echoes, strict=True)
-        ]
+            requests = [
+                _generation(request, prompt, echo, client_tag)
+                for prompt, echo in zip(request.prompt, echoes, strict=True)
+            ]
+        for one in requests:
+            one.input.model = request.model
         order = ReplyOrder(
             requests,
             CompletionForm(),
