@@ -91,6 +91,7 @@ class Generations:
             async with self.deadline(call):
                 with span.step(SpanName.ADMIT):
                     model, tokenizer = await self._admit(request, call)
+                    await asyncio.sleep(0)  # A callback for what the door did, one for the rest.
                 with span.step(SpanName.TOKENIZE):
                     most = model.max_context_tokens
                     ids, text = await self._tokenize(

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -37,6 +38,7 @@ from router.jobs import (
     JobTokens,
     TokenScore,
 )
+from router.requests.generation import Generations
 from router.requests.validation import Limits
 
 TEXT = "naïve 🎉 fox jumps over 👩‍👩‍👧 great"
@@ -109,6 +111,27 @@ async def test_a_stream(dispatcher: ScriptedDispatcher, tokenizer: tokenizers.To
     told = [timings.queue, timings.prefill, timings.kv_transfer, timings.decode_queue]
     assert [one.ToMilliseconds() for one in [*told, timings.decode]] == [1, 2, 3, 4, 5]
     assert 0 < timings.time_to_first_token.ToNanoseconds() < 5e9
+
+
+async def test_a_request_is_read_in_one_callback_and_made_a_job_in_another(
+    dispatcher: ScriptedDispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens of other streams may come between."""
+    seen: list[str] = []
+    made = Generations._job
+
+    def others_turn(*_: object) -> None:
+        asyncio.get_running_loop().call_soon(seen.append, "others")
+
+    def job(*given: Any) -> Job:
+        seen.append("job")
+        return made(*given)
+
+    monkeypatch.setattr("router.requests.validation.check_prompt_ids", others_turn)
+    monkeypatch.setattr(Generations, "_job", job)
+    async with open_door(dispatcher) as door:
+        await read(door.stub, ids_input())
+    assert seen == ["others", "job"]
 
 
 async def test_unary_is_the_stream_in_one(
