@@ -302,7 +302,7 @@ class WorkerLink:
             self._answer(message.attached.worker)
         elif (kind := message.WhichOneof("message")) == "load":
             self._report(message.load)
-        elif message.WhichOneof("message") == "adapters":
+        elif kind == "adapters":
             self._take_adapters(message.adapters)
         elif self.state is LinkState.ATTACHED:
             failpoints.hit("router.received", kind)

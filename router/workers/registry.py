@@ -188,9 +188,9 @@ class Registry:
     def received(self, link: WorkerLink, message: worker_pb2.WorkResponse) -> None:
         """Passes a message on: to another worker if it is for that one, to the index if it is about
         pages, else to the owner."""
-        if message.WhichOneof("message") in ("page_events", "page_snapshot"):
+        if (kind := message.WhichOneof("message")) in ("page_events", "page_snapshot"):
             self.pages.received(link, message)
-        elif message.WhichOneof("message") == "adapter_done":
+        elif kind == "adapter_done":
             self.adapters.answered(link, message.adapter_done)
         elif not self._between.passed_on(link, message):
             self._owner.received(link, message)
