@@ -30,7 +30,7 @@ _PHASES = ("queue", "prefill", "kv_transfer", "decode_queue", "decode")
 """The phases of `JobTimings`, in order."""
 _IPV6: Final = 6
 _OWN_BITS: Final = 64
-_MACHINES: Final = 1024
+MACHINES: Final = 1024
 """Addresses of callers that are kept as they were read; not tuned."""
 _DEADLINE_SLACK_S: Final = 0.1
 """Tolerance for a deadline, seconds. A caller's deadline passes before ours, because its call took
@@ -69,7 +69,7 @@ class Peer(NamedTuple):
 NO_PEER: Final = Peer()
 
 
-@lru_cache(_MACHINES)
+@lru_cache(MACHINES)
 def _machine(host: str) -> tuple[str, bool]:
     """The machine's address, and whether it is this machine."""
     try:

@@ -8,7 +8,7 @@ Invariant: its worker has the reservation exactly while the leg is open.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from baton.worker.v1 import worker_pb2
 from router.placement.routing import decode_reservation, prefill_reservation
@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from router.placement.ways import Way
     from router.workers.link import WorkerLink
     from router.workers.load_estimate import Reservation
+
+
+_WORDS: Final = {
+    mode: name.removeprefix("WORK_MODE_").lower() for name, mode in worker_pb2.WorkMode.items()
+}
 
 
 class Leg:
@@ -50,7 +55,7 @@ class Leg:
             {
                 Attr.WORKER_ID: self.worker.worker_id,
                 Attr.ATTEMPT_ID: attempt_id.hex(),
-                Attr.WORK_MODE: _word(worker_pb2.WorkMode.Name(mode)),
+                Attr.WORK_MODE: _WORDS[mode],
             },
             kind=SpanKind.CLIENT,
         )
@@ -144,7 +149,3 @@ def _fetch_message(way: Way) -> worker_pb2.PeerFetch | None:
     if way.holder is None:
         return None
     return worker_pb2.PeerFetch(agent_name=way.holder.agent_name, pages=way.fetched_pages)
-
-
-def _word(mode: str) -> str:
-    return mode.removeprefix("WORK_MODE_").lower()

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar, cast
 from urllib.parse import unquote
 
@@ -22,7 +23,7 @@ from google.protobuf.message import DecodeError, Message
 from opentelemetry import context as otel_context
 
 from router import errors
-from router.call import AccessRecord, Call, Peer
+from router.call import MACHINES, AccessRecord, Call, Peer
 from router.doors.auth import AUTHORIZATION, OPEN, Gate
 from router.events import NO_EVENTS, RouterEvents
 from router.requests.deadlines import UnreadError, read_by
@@ -278,6 +279,7 @@ def _call(name: str, context: ServerContext, longest_s: float) -> Call:
     )
 
 
+@lru_cache(MACHINES)
 def _peer(named: str) -> Peer:
     """The peer that gRPC names, such as `ipv4:10.0.0.1:54321` or `ipv6:%5B::1%5D:54321`."""
     host, _, port = unquote(named).partition(":")[2].rpartition(":")

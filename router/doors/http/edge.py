@@ -150,8 +150,8 @@ class HttpEndpoint:
             await response.fail(error)
 
     async def _serve(self, body: Body, response: _Response) -> None:
-        tag = _client_tag(response.request)
-        answer = await self._method(body.take(), response.call, tag)
+        call = response.call
+        answer = await self._method(body.take(), call, call.record.client_tag)
         body.let_go()
         response.answer = answer
         if not answer.stream:
