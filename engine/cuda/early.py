@@ -6,7 +6,8 @@ it waits for this one alone, and so for all before. Other kernels start when all
 
 `gdc_launch_dependents` lets the next kernel start, once every program of this one has executed it
 or has ended. A kernel that executes it after its `gdc_wait` promises more: the next one may read at
-once what the kernels before this one have written. `engine.cuda.experts.one_row` alone needs that.
+once what the kernels before this one have written. So does a kernel that is not started early
+itself. `engine.cuda.experts.one_row` and `engine.cuda.adapters.one_row` alone need that.
 """
 
 from __future__ import annotations

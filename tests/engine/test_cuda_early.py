@@ -6,12 +6,16 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import experts_kit as kit
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from engine.adapters.types import Adapter, LowRank
 from engine.attention.parts import OF_FEW, Division
 from engine.model.experts.config import Gate, Routing
 from engine.model.linear import Build, Linear, RmsNorm
@@ -30,9 +34,10 @@ EXPERTS, CHOSEN = 12, 3
 LAYERS, REPLAYS = 100, 20
 CONTEXT, HEADS, KV_HEADS, DIM = 500, 8, 2, 64
 EARLY = (
-    "decode_attention", "experts.four_bits_row", "experts.one_row", "experts.routing",
-    "experts.summing", "kernels", "kv.rope_store", "products.fp8", "products.one_row",
-    "products.rounding", "products.single_row", "products.unrounded_row",
+    "adapters.kernels", "adapters.one_row", "decode_attention", "experts.four_bits_row",
+    "experts.one_row", "experts.routing", "experts.summing", "kernels", "kv.rope_store",
+    "products.fp8", "products.one_row", "products.rounding", "products.single_row",
+    "products.unrounded_row",
 )  # fmt: skip
 """Modules with such kernels."""
 
@@ -50,7 +55,7 @@ def test_experts_of_one_row(precision, hidden, width, monkeypatch):
     gate_up = kit.stacked(precision, parts, BF16, False).weights.to(CUDA)
     parts = kit.parts_of(EXPERTS, ("down",), hidden, width)
     down = kit.stacked(precision, parts, BF16, False).weights.to(CUDA)
-    join = Join(None, norm_of(hidden, None), None, 1.0)
+    join = Join(None, norm_of(hidden, None), lambda: None, 1.0)
     how = Routing(EXPERTS, CHOSEN, normalised=True)
     routers, start = drawn(LAYERS, EXPERTS, hidden), drawn(1, hidden)
 
@@ -92,7 +97,7 @@ def test_attention_of_one_row(name, parts, monkeypatch):
         linear_of(precision, outputs, hidden) for outputs in ((HEADS + 2 * KV_HEADS) * DIM, hidden)
     )
     how = AttentionSpec(DIM**-0.5), Division(parts, 64, OF_FEW)
-    join = Join(None, norm_of(hidden, precision), qkv.method.input, 1.0)
+    join = Join(None, norm_of(hidden, precision), lambda: qkv.reads, 1.0)
     start = drawn(1, hidden)
 
     def chain() -> Tensor:
@@ -102,6 +107,50 @@ def test_attention_of_one_row(name, parts, monkeypatch):
             q, _, _ = rope_store(qkv(x), rope, last, stores, pool, layer % 2, None)
             attended = decode_attention(q, pool, layer % 2, contexts, table, *how)
             x = joined(residual, output(attended.flatten(1)), join)
+        return residual
+
+    check(chain, one_by_one(chain, monkeypatch))
+
+
+@pytest.mark.parametrize("rows", [1, 4, 40, 600])
+@pytest.mark.parametrize("precision", ["float", "fp8"])
+def test_adapters(precision, rows, monkeypatch):
+    from engine.cuda.adapters.sites import CudaAdapterSites
+    from engine.cuda.feed_forward import gated
+    from engine.cuda.joining import Join, entered, joined
+    from engine.cuda.steps.shapes import Shape
+
+    torch.manual_seed(rows)
+    hidden, width, rank, count = 1024, 768, 16, 3
+    scheme = kit.PRECISIONS[precision][1]
+    how = Precision(CUDA, BF16, kit.OneScheme(scheme) if scheme else None)
+    gate_up = linear_of(how, width, hidden, "gate", "up")
+    down = linear_of(how, hidden, width, "down")
+    sites = CudaAdapterSites([gate_up, down], count, rank, BF16)
+    sites.reserve(rows, rows, 2)
+    own = [
+        {
+            part.module: LowRank(drawn(rank, inputs) / inputs**0.5, drawn(outputs, rank) / 4, 1.0)
+            for linear, inputs in ((gate_up, hidden), (down, width))
+            for part in linear.parts
+            for outputs in (part.rows,)
+        }
+        for _ in range(count)
+    ]
+    sites.load(tuple((i, Adapter(bytes([i + 1]) * 32, own[i], rank)) for i in range(count)))
+    slots = np.arange(rows, dtype=np.int32) % (count + 1) - (rows > 1)
+    ones = np.ones(rows, np.int32)
+    plan: Any = SimpleNamespace(
+        adapters=slots, query_lens=ones, num_decodes=rows, row_slots=np.zeros(rows, np.int32)
+    )
+    sites.pack(plan, Shape(rows, adapted=True))
+    join, start = Join(None, norm_of(hidden, None), lambda: gate_up.reads, 1.0), drawn(rows, hidden)
+
+    def chain() -> Tensor:
+        residual = start.clone()
+        x = entered(residual, join)
+        for _ in range(LAYERS):
+            x = joined(residual, down(gated(x, gate_up, down.reads)), join)
         return residual
 
     check(chain, one_by_one(chain, monkeypatch))
@@ -132,12 +181,15 @@ def drawn(*shape: int) -> Tensor:
     return torch.randn(shape, device=CUDA, dtype=BF16)
 
 
-def linear_of(precision: Precision, outputs: int, inputs: int) -> Linear:
+def linear_of(precision: Precision, outputs: int, inputs: int, *names: str) -> Linear:
+    """`outputs`: of each part."""
     from engine.cuda.products import CudaProducts
 
-    built = build_of(precision)
-    made = Linear([WeightSlice("layer", Region.whole(outputs, inputs))], False, built)
-    made.method.fill(0, drawn(outputs, inputs) / inputs**0.5)
+    built, region = build_of(precision), Region.whole(outputs, inputs)
+    parts = [WeightSlice(name, region) for name in names or ("layer",)]
+    made = Linear(parts, False, built)
+    for number in range(len(parts)):
+        made.method.fill(number * outputs, drawn(outputs, inputs) / inputs**0.5)
     made.method.finish(CudaProducts())
     return made
 

@@ -6,6 +6,7 @@ Shapes: T tokens of a step, K inputs of a product, P its parts, M the largest ra
 from __future__ import annotations
 
 from functools import partial
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from engine.adapters.types import Adapter
 from engine.cuda.adapters.kernels import (
     BLOCK_N,
+    LONG,
     Low,
     Pairs,
     Tiles,
@@ -20,11 +22,17 @@ from engine.cuda.adapters.kernels import (
     expand_gated,
     shrink,
 )
-from engine.cuda.adapters.one_row import dot_and_shrink
+from engine.cuda.adapters.one_row import one_row, one_row_gated
+from engine.cuda.products import sixteen_bits
 from engine.model.adapters.sites import parts_of
 from engine.model.linear import Linear
 from engine.model.precision.dense import Dense
 from engine.model.precision.rounding import Rounded, plain_of
+
+_BEHIND: Final = 16 << 20
+"""Bytes of A of all slots that may lie behind a weight. Each product of few tokens reads them, used
+or not. A Hopper reads so many in 4 to 5 us, which is about what it takes to launch `shrink` and to
+wait for it. Not tuned."""
 
 
 class StepTiles:
@@ -54,14 +62,42 @@ class CudaAddition:
             for number, part in enumerate(self._parts)
             for first in range(part.outputs.start, part.outputs.end, BLOCK_N)
         ]
+        ends = [part.outputs.end for part in self._parts]
+        width = len(self._parts) * most
+        self._behind: Tensor | None = None
+        """[outputs + slots * P * M, K]: the weight, and A of all slots behind it; None: they lie
+        apart."""
+        self._bias: Tensor | None = None
+        """The bias, and zeros for A."""
         zeros = partial(torch.zeros, device=weight.device)
+        if slots * width * inputs * dtype.itemsize <= _BEHIND and isinstance(linear.method, Dense):
+            a = self._put_behind(linear, linear.method, slots * width).view(slots, width, inputs)
+        else:
+            a = zeros(slots, width, inputs, dtype=dtype)
         self.pairs = Pairs(
-            zeros(slots, len(self._parts) * most, inputs, dtype=dtype),
-            zeros(slots, self._parts[-1].outputs.end, most, dtype=dtype),
+            a,
+            zeros(slots, ends[-1], most, dtype=dtype),
             zeros(slots, len(self._parts)),
             zeros(slots, dtype=torch.int32),
             torch.tensor(blocks, dtype=torch.int32, device=weight.device),
+            torch.tensor(ends, dtype=torch.int32, device=weight.device),
         )
+
+    def _put_behind(self, linear: Linear, method: Dense, rows: int) -> Tensor:
+        """Moves the weight to memory with room for so many rows behind it. Returns those."""
+        for each in (method.weight, linear.bias):
+            if each is None:
+                continue
+            whole = each.new_zeros(len(each) + rows, *each.shape[1:])
+            whole[: len(each)].copy_(each)
+            each.data = whole[: len(each)]
+            if each is method.weight:
+                self._behind = whole
+            else:
+                self._bias = whole
+        torch.cuda.empty_cache()  # What a weight leaves does not fit the next one.
+        assert self._behind is not None
+        return self._behind[-rows:]
 
     @property
     def active(self) -> bool:
@@ -86,25 +122,31 @@ class CudaAddition:
 
     def __call__(self, x: Tensor | Rounded, linear: Linear) -> Tensor:
         """See `Addition`."""
-        if not len(plain_of(x)):
+        plain, method = plain_of(x), linear.method
+        if not len(plain):
             return linear.multiply(x)
-        out, own, low = self._begun(x, linear)
-        expand(out, self.pairs, own, low)
-        return out
+        own = self._step.own[len(plain)]
+        if len(plain) == 1 and isinstance(method, Dense):
+            return one_row(plain, method.weight, linear.bias, self.pairs, own, self._step.low)
+        return expand(*self._begun(x, linear, own))
 
     def gated(self, x: Tensor | Rounded, linear: Linear) -> Tensor:
         """[T, inputs] -> [T, I]: silu(gate) * up of a product of gate and up, with what is
         added."""
-        out, own, low = self._begun(x, linear)
-        return expand_gated(out, self.pairs, own, low)
-
-    def _begun(self, x: Tensor | Rounded, linear: Linear) -> tuple[Tensor, Tiles, Low]:
-        """The product, and the first step beside it."""
         plain, method = plain_of(x), linear.method
-        own, values = self._step.own[len(plain)], self._step.low
+        own = self._step.own[len(plain)]
         if len(plain) == 1 and isinstance(method, Dense):
-            weight, bias = method.weight, linear.bias
-            out, low = dot_and_shrink(plain, weight, bias, self.pairs, own, values)
-            return out, own, low
-        low = shrink(plain, self.pairs, own, values)
-        return linear.multiply(x), own, low
+            return one_row_gated(plain, method.weight, linear.bias, self.pairs, own, self._step.low)
+        return expand_gated(*self._begun(x, linear, own))
+
+    def _begun(
+        self, x: Tensor | Rounded, linear: Linear, own: Tiles
+    ) -> tuple[Tensor, Pairs, Tiles, Low]:
+        """The product, and the first step beside it or in it."""
+        plain = plain_of(x)
+        if self._behind is None or len(plain) >= LONG:
+            low = shrink(plain, self.pairs, own, self._step.low)
+            return linear.multiply(x), self.pairs, own, low
+        both = sixteen_bits.linear(plain, self._behind, self._bias)
+        values = both[:, self.pairs.b.shape[1] :]
+        return both, self.pairs, own, Low(values, 0, both.stride(0))

@@ -10,6 +10,9 @@ them still runs (`engine.cuda.early`), and ask for their first weights then. Few
 the device, so the inputs are split among programs, and the second kernel adds their sums up. Sums
 are float32.
 
+Few tokens need no first kernel where A of all slots lies behind the product's weight
+(`engine.cuda.adapters.additions`): the product computes what it would give as further outputs.
+
 A product of gate and up need not be written again: the second kernel activates what it has added.
 """
 
@@ -28,7 +31,7 @@ from engine.cuda.kernels import launch
 
 TILE: Final = 16
 """Ranks are padded to it, and so are few tokens: the least that a tensor core multiplies."""
-_LONG: Final = 512
+LONG: Final = 512
 """From so many tokens on, a tile has 64. A layer of two prompts of 1,024 takes 2 % less so than
 with tiles of 16; of 64 rows of eight adapters it took 79 % more with tiles of 64 (H200, 2026-11-27,
 with other splits)."""
@@ -69,6 +72,8 @@ class Pairs(NamedTuple):
     """[slots] int32; 0: the adapter has no pair here."""
     blocks: Tensor
     """[B, 3] int32: part, first output and end of each `BLOCK_N` outputs, which no part crosses."""
+    ends: Tensor
+    """[P] int32: the end of each part's outputs."""
 
     @property
     def parts(self) -> int:
@@ -87,15 +92,17 @@ class Low(NamedTuple):
     """What a product's inputs became, not added up."""
 
     values: Tensor
-    """float32 memory for splits * T * P * M numbers."""
+    """float32 memory for splits * T * P * M numbers. Without splits: [T, slots * P * M], of all
+    slots and not sorted, in the model's dtype."""
     splits: int
+    """0: they need not be added up."""
     stride: int
-    """Numbers of a split: T * P * M."""
+    """Numbers of a split: T * P * M; without splits, from a token to the next."""
 
 
 def size_of(tokens: int) -> int:
     """Most tokens of a tile."""
-    return TILE if tokens < _LONG else 4 * TILE
+    return TILE if tokens < LONG else 4 * TILE
 
 
 def splits_of(programs: int) -> int:
@@ -126,14 +133,18 @@ def _of_x(x, rows, inside, inner, end, x_stride):
 
 @triton.jit
 def _of_low(
-    low, place, inside, part, r, low_stride,
+    low, slot, place, rows, inside, part, r, low_stride,
     parts: tl.constexpr, most: tl.constexpr, columns: tl.constexpr, splits: tl.constexpr,
 ):  # fmt: skip
     """The sums of all splits, for some ranks of a part."""
     inner = r + tl.arange(0, columns)
-    source = low + place[:, None] * (parts * most) + part * most + inner[None, :]
     mask = inside[:, None] & (inner < most)[None, :]
     own = tl.zeros((place.shape[0], columns), tl.float32)
+    if splits == 0:
+        first = (slot * parts + part) * most
+        source = low + rows[:, None] * low_stride + first + inner[None, :]
+        own += tl.load(source, mask=mask, other=0.0)
+    source = low + place[:, None] * (parts * most) + part * most + inner[None, :]
     for split in tl.static_range(splits):
         own += tl.load(source + split * low_stride, mask=mask, other=0.0)
     return own
@@ -188,25 +199,32 @@ def _shrink(
 
 @triton.jit
 def _sums(
-    low, b, weight, slot, rank, place, inside, part, output, end, outputs, low_stride,
+    low, b, weight, slot, rank, place, rows, inside, part, output, end, outputs, low_stride,
     parts: tl.constexpr, most: tl.constexpr, columns: tl.constexpr, splits: tl.constexpr,
 ):  # fmt: skip
     """What is added, not scaled; `weight` is B of the first ranks."""
-    own = _of_low(low, place, inside, part, 0, low_stride, parts, most, columns, splits)
+    own = _of_low(
+        low, slot, place, rows, inside, part, 0, low_stride, parts, most, columns, splits
+    )  # fmt: skip
     sums = tl.dot(own.to(weight.dtype), weight, input_precision="ieee")
-    for r in range(columns, rank, columns):
-        own = _of_low(low, place, inside, part, r, low_stride, parts, most, columns, splits)
-        more = _of_b(b, slot, output, end, r, outputs, most, columns)
-        sums = tl.dot(own.to(weight.dtype), more, sums, input_precision="ieee")
+    if most > columns:
+        for r in tl.range(columns, rank, columns, num_stages=1):  # More take all shared memory.
+            own = _of_low(
+                low, slot, place, rows, inside, part, r, low_stride, parts, most, columns, splits
+            )  # fmt: skip
+            more = _of_b(b, slot, output, end, r, outputs, most, columns)
+            sums = tl.dot(own.to(weight.dtype), more, sums, input_precision="ieee")
     return sums
 
 
 @triton.jit
 def _expand(
-    low, b, out, order, tiles, ranks, scales, blocks, outputs, out_stride, low_stride,
+    low, b, product, out, order, tiles, ranks, scales, blocks, outputs, product_stride, out_stride,
+    low_stride,
     parts: tl.constexpr, most: tl.constexpr, columns: tl.constexpr, splits: tl.constexpr,
     tile: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
+    """Without splits, `out` is not `product`, and gets what has no adapter, too."""
     if pdl:
         gdc_launch_dependents()
     slot, rank, place, inside, rows = _tile(tiles, order, ranks, tl.program_id(0), tile)
@@ -219,21 +237,23 @@ def _expand(
     weight = _of_b(b, slot, output, some, 0, outputs, most, columns)
     if pdl:
         gdc_wait()
+    exists = inside[:, None] & (output < end)[None, :]
+    if splits > 0:
+        exists = exists & (rank > 0)
+    value = tl.load(product + rows[:, None] * product_stride + output[None, :], exists, other=0.0)
     if rank > 0:
         sums = _sums(
-            low, b, weight, slot, rank, place, inside, part, output, end, outputs, low_stride,
-            parts, most, columns, splits,
+            low, b, weight, slot, rank, place, rows, inside, part, output, end, outputs,
+            low_stride, parts, most, columns, splits,
         )  # fmt: skip
-        target = out + rows[:, None] * out_stride + output[None, :]
-        exists = inside[:, None] & (output < end)[None, :]
-        before = tl.load(target, mask=exists, other=0.0)
-        added = (sums * scale).to(before.dtype)
-        tl.store(target, (before.to(tl.float32) + added.to(tl.float32)).to(before.dtype), exists)
+        added = (sums * scale).to(value.dtype).to(tl.float32)
+        value = (value.to(tl.float32) + added).to(value.dtype)
+    tl.store(out + rows[:, None] * out_stride + output[None, :], value, exists)
 
 
 @triton.jit
 def _expand_gated(
-    low, b, both, out, order, tiles, ranks, scales, size, low_stride,
+    low, b, both, out, order, tiles, ranks, scales, size, both_stride, low_stride,
     parts: tl.constexpr, most: tl.constexpr, columns: tl.constexpr, splits: tl.constexpr,
     tile: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
@@ -249,19 +269,19 @@ def _expand_gated(
     up_weight = _of_b(b, slot, output + size, up_some, 0, 2 * size, most, columns)
     dtype: tl.constexpr = out.dtype.element_ty
     exists = inside[:, None] & (output < size)[None, :]
-    source = both + rows[:, None] * (2 * size) + output[None, :]
+    source = both + rows[:, None] * both_stride + output[None, :]
     if pdl:
         gdc_wait()
     gate = tl.load(source, mask=exists, other=0.0).to(tl.float32)
     up = tl.load(source + size, mask=exists, other=0.0).to(tl.float32)
     if rank > 0:
         sums = _sums(
-            low, b, weight, slot, rank, place, inside, 0, output, size, 2 * size, low_stride,
-            parts, most, columns, splits,
+            low, b, weight, slot, rank, place, rows, inside, 0, output, size, 2 * size,
+            low_stride, parts, most, columns, splits,
         )  # fmt: skip
         gate = (gate + (sums * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
         sums = _sums(
-            low, b, up_weight, slot, rank, place, inside, parts - 1, output + size, 2 * size,
+            low, b, up_weight, slot, rank, place, rows, inside, parts - 1, output + size, 2 * size,
             2 * size, low_stride, parts, most, columns, splits,
         )  # fmt: skip
         up = (up + (sums * up_scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
@@ -314,29 +334,35 @@ def _of_sums(pairs: Pairs, own: Tiles, low: Low) -> tuple[int, ...]:
     return (*shape, own.size, BLOCK_N, early())
 
 
-def expand(out: Tensor, pairs: Pairs, own: Tiles, low: Low) -> None:
-    """The second step: adds to [T, outputs]."""
+def expand(product: Tensor, pairs: Pairs, own: Tiles, low: Low) -> Tensor:
+    """The second step: [T, outputs] with what is added, in place. Without splits it is a tensor of
+    its own, and contiguous."""
+    outputs = pairs.b.shape[1]
+    out = product if low.splits else product.new_empty(len(product), outputs)
     launch(
         _expand,
         (len(own.tiles), len(pairs.blocks)),
         low.values,
         pairs.b,
+        product,
         out,
         own.order,
         own.tiles,
         pairs.ranks,
         pairs.scales,
         pairs.blocks,
-        pairs.b.shape[1],
+        outputs,
+        product.stride(0),
         out.stride(0),
         *_of_sums(pairs, own, low),
         launch_pdl=early(),
     )
+    return out
 
 
 def expand_gated(both: Tensor, pairs: Pairs, own: Tiles, low: Low) -> Tensor:
     """The second step for [T, 2 I], gate then up: silu(gate) * up, [T, I]."""
-    size = both.shape[1] // 2
+    size = pairs.b.shape[1] // 2
     out = both.new_empty(len(both), size)
     launch(
         _expand_gated,
@@ -350,6 +376,7 @@ def expand_gated(both: Tensor, pairs: Pairs, own: Tiles, low: Low) -> Tensor:
         pairs.ranks,
         pairs.scales,
         size,
+        both.stride(0),
         *_of_sums(pairs, own, low),
         launch_pdl=early(),
     )
