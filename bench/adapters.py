@@ -1,10 +1,11 @@
 """Adapters beside one model on one GPU: output tokens a second with rows of several, of one and of
 none, beside an engine that takes none.
 
-python -m bench.adapters [--rank 16] [--adapters 8] [--repeats 1] [--json FILE]
+python -m bench.adapters [--rank 16] [--adapters 8] [--cases CASE ...] [--repeats 1] [--json FILE]
 
 Dummy weights and dummy pairs for every product of attention and feed-forwards of the 8B shape.
-Goals: one row -8 %, 64 rows of 8 adapters -10 %, no row with one -1 %.
+Goals: one row -8 %, 64 rows of 8 adapters -10 %, 256 rows and long prompts -9 %, no row with one
+-1 %. The first token of a prompt whose adapter is in host memory alone: 3 ms later with rank 16.
 """
 
 from __future__ import annotations
@@ -18,13 +19,19 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from bench.engine import CASES as OF_ENGINE
 from bench.engine import GREEDY, SHAPE, Case, Watch, add_engine_options, build, free_memory
 from bench.harness import table, write_json
 from engine.adapters.types import Adapter, LowRank
 from engine.engine import Engine
 from engine.types import Request, StopRules
 
-CASES = {"decode-1": Case(1, 128, 256, 0, 0, 0), "64x1024+256": Case(64, 1024, 256, 0, 0, 0)}
+DEFAULT = ("decode-1", "64x1024+256")
+CASES = {
+    "decode-1": Case(1, 128, 256, 0, 0, 0),
+    **{name: OF_ENGINE[name] for name in ("64x1024+256", "decode-256", "prefill-8192")},
+}
+FIRST_TOKEN = Case(1, 128, 1, 0, 0, 0)
 
 
 def shapes() -> dict[str, tuple[int, int]]:
@@ -69,11 +76,23 @@ def rate(engine: Engine, case: Case, digests: list[bytes], seed: int) -> float:
     return case.counted_tokens / (time.perf_counter() - begin)
 
 
+def first_token_ms(engine: Engine, digests: list[bytes]) -> float:
+    """Median over three turns through the adapters; more than slots, so that none is there."""
+    prompt = FIRST_TOKEN.prompt_tokens
+    taken = [
+        prompt / rate(engine, FIRST_TOKEN, [digest], 100 + turn * len(digests) + i)
+        for turn in range(4)
+        for i, digest in enumerate(digests)
+    ]
+    return 1000 * statistics.median(taken[len(digests) :])
+
+
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--adapters", type=int, default=8)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=DEFAULT)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--json", type=Path)
     add_engine_options(parser)
@@ -82,22 +101,26 @@ def main() -> None:
     own = {"max_adapters": arguments.adapters, "max_adapter_rank": arguments.rank}
     for name, options in (("without", {}), ("with", own)):
         engine = build(arguments, model=SHAPE, options=options)
-        several = load(engine, arguments.adapters, arguments.rank) if options else []
-        kinds = {name: [b""]}
+        every = load(engine, arguments.adapters + 1, arguments.rank) if options else []
+        several, kinds = every[:-1], {name: [b""]}
         if options:
             kinds = {"none of them": [b""], "one": several[:1], "several": several}
         for kind, digests in kinds.items():
-            for case_name, case in CASES.items():
-                rates = [rate(engine, case, digests, 1 + i) for i in range(arguments.repeats + 1)]
+            for case_name in arguments.cases:
+                case, turns = CASES[case_name], range(1, arguments.repeats + 2)
+                rates = [rate(engine, case, digests, turn) for turn in turns]
                 found.setdefault(case_name, {})[kind] = statistics.median(rates[1:])
+        if options:
+            there, away = (first_token_ms(engine, own) for own in (several[:1], every))
+            found["first token ms"] = {"its adapter in a slot": there, "in host memory": away}
         engine.stop()
         del engine
         free_memory()
     rows = [["case", "rows with", "tokens a second", "of without"]]
     for case_name, values in found.items():
         for kind, value in values.items():
-            share = value / values["without"]
-            rows.append([case_name, kind, f"{value:,.1f}", f"{share:.3f}"])
+            share = f"{value / values['without']:.3f}" if "without" in values else ""
+            rows.append([case_name, kind, f"{value:,.1f}", share])
     print(table(rows))
     write_json(arguments.json, found)
 
