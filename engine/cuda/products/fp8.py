@@ -110,7 +110,8 @@ def _most_parts(inputs: int) -> int:
 def _scaled_blocks(
     values: Tensor, scales: Tensor, x: Rounded, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """`fp8_block_linear` by cuBLAS, which takes only multiples of four rows."""
+    """`fp8_block_linear` by cuBLAS, which takes only multiples of four rows, and of four blocks of
+    inputs: a weight with fewer has scales of blocks that are not there."""
     taken, rows = x.values, len(x.values)
     padded = -(-rows // 4) * 4
     columns = x.scales.new_ones(x.scales.shape[1], padded).t()
@@ -119,12 +120,14 @@ def _scaled_blocks(
     else:
         columns[:rows] = x.scales
         taken = functional.pad(taken.view(torch.uint8), (0, 0, 0, padded - rows)).view(taken.dtype)
+    missing = -scales.shape[1] % 4
+    of_blocks = functional.pad(scales, (0, missing)) if missing else scales
     out = functional.scaled_mm(
         taken,
         values.t(),
         columns,
         functional.ScalingType.BlockWise1x128,
-        scales.t(),
+        of_blocks.t(),
         functional.ScalingType.BlockWise128x128,
         output_dtype=out_dtype,
     )[:rows]
