@@ -112,5 +112,7 @@ class GlooDispatch:
         self._counts = [sum(asks.get(rank, ())) for rank in range(self.size)]
 
     def _close(self) -> None:
-        self._owner, self._counts = 0, ()
-        self.member.done()
+        has_tokens, self._owner, self._counts = self._owner != self._without, 0, ()
+        if has_tokens:
+            self.member.done()
+            self.member.ended()

@@ -4,9 +4,11 @@
    each other.
 2. Each worker says that it has loaded, and what. When all have, they are told so.
 3. Each worker says that its experts are ready for steps. When all are, they are told so.
-4. A worker that has a step asks for it, and says how large it is. The leader waits for those that
-   ran in the last step, but not longer than `GRACE_S`; then all workers run, those that did not ask
-   without tokens. So steps begin on all workers in one order, and all know how large they are.
+4. A worker that has a step asks for it, and says how large it is; and it says when the step has
+   ended. The leader waits for those whose steps run, or have ended no longer than `GRACE_S` ago;
+   then all workers run, those that did not ask without tokens. So steps begin on all workers in one
+   order, and all know how large they are. A device has a step in its queue while one runs: workers
+   that do not wait for each other would each run every second step alone.
 
 Where a worker is gone, all others are told that the group is lost.
 """
@@ -21,6 +23,7 @@ import socket
 import stat
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Final
 from uuid import uuid4
@@ -30,8 +33,8 @@ from engine.expert_groups.lines import Message, Reader, send
 log = logging.getLogger("baton.engine")
 
 GRACE_S: Final = 0.005
-"""So long the workers of the last step are waited for, seconds. Between two steps a worker plans
-and samples, which takes a millisecond or two; who has nothing to do costs the others this once."""
+"""A worker whose step has ended is waited for so long, seconds. Between two steps it plans and
+samples, which takes a millisecond or two; who has nothing to do costs the others this once."""
 SOCKET: Final = "turns"
 
 
@@ -69,8 +72,10 @@ class Leader:
         self._loaded: dict[int, str] = {}
         self._finished: set[int] = set()
         self._wants: dict[int, list[int]] = {}
-        self._ran: set[int] = set()
-        self._since_s = 0.0
+        self._run_now: Counter[int] = Counter()
+        """Steps of each worker that have begun and not ended."""
+        self._ended_s: dict[int, float] = {}
+        """When the last step of each ended."""
         self._lost = ""
         self._thread = threading.Thread(target=self._run, name="baton-expert-turns", daemon=True)
         self._thread.start()
@@ -101,8 +106,13 @@ class Leader:
             self._end()
 
     def _patience_s(self) -> float | None:
-        """How long until a step begins in any case."""
-        return max(0.0, self._since_s + GRACE_S - time.monotonic()) if self._wants else None
+        """How long until a step begins, if no other worker asks; None: until somebody asks, or a
+        step ends."""
+        others = self._run_now.keys() - self._wants.keys()
+        if not self._wants or any(self._run_now[rank] for rank in others):
+            return None
+        ended_s = max((self._ended_s[rank] for rank in others), default=0.0)
+        return max(0.0, ended_s + GRACE_S - time.monotonic())
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
@@ -127,8 +137,10 @@ class Leader:
                 self._finished.add(rank)
                 if len(self._finished) == self._ranks:
                     self._tell({"open": True})
+            elif "ended" in message:
+                self._run_now[rank] -= 1
+                self._ended_s[rank] = time.monotonic()
             elif "want" in message:
-                self._since_s = self._since_s if self._wants else time.monotonic()
                 self._wants[rank] = message["want"]
 
     def _meet(self, connection: socket.socket, hello: Message) -> int | None:
@@ -159,10 +171,11 @@ class Leader:
 
     def _begin(self) -> None:
         """Begins a step, if it is time."""
-        if not self._wants or (self._ran - self._wants.keys() and self._patience_s()):
+        if self._patience_s() != 0.0:
             return
         self._tell({"begin": self._wants})
-        self._ran, self._wants = set(self._wants), {}
+        self._run_now.update(self._wants.keys())
+        self._wants = {}
 
     def _tell(self, message: Message) -> None:
         for connection in self._members.values():

@@ -108,6 +108,11 @@ class Member:
             self._granted = None
             self._changed.notify_all()
 
+    def ended(self) -> None:
+        """See `Turns`."""
+        assert self._socket is not None
+        send(self._socket, {"ended": True})
+
     def lose(self, why: str) -> None:
         """See `Turns`."""
         with self._changed:

@@ -71,7 +71,11 @@ class Turns(Protocol):
         ...
 
     def done(self) -> None:
-        """The step needs the others no more."""
+        """The step needs the turn no more: the next one may be queued."""
+        ...
+
+    def ended(self) -> None:
+        """The step has ended on this worker's device. If it has more to do it asks soon."""
         ...
 
     def lose(self, why: str) -> None:

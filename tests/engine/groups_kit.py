@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.model.experts.config import Held
 from engine.model.experts.routing import Chosen, held
 
-NOBODY, EXPERTS = 99, 12
+NOBODY, EXPERTS = 9999, 12
 
 
 def gathered(

@@ -38,7 +38,7 @@ from waiting import wait_until
 
 from engine.config import EngineConfig
 from engine.engine import Engine, EngineError
-from engine.expert_groups.leader import GroupError, Leader
+from engine.expert_groups.leader import GRACE_S, GroupError, Leader
 from engine.expert_groups.member import Member
 from engine.model import ModelError
 from engine.parts.building import build_executor
@@ -301,11 +301,9 @@ def test_a_group_that_does_not_form_says_so(tmp_path, monkeypatch):
             leads.close()
 
 
-def test_a_step_waits_a_moment_for_those_of_the_last_one(tmp_path, monkeypatch):
-    """So two busy workers run together, and an idle one delays the other once. The moment is longer
-    here than any delay of a busy machine."""
-    grace_s = 10.0
-    monkeypatch.setattr("engine.expert_groups.leader.GRACE_S", grace_s)
+def test_a_step_waits_for_those_whose_step_runs_or_has_just_ended(tmp_path):
+    """So two busy workers run together, though each asks while its last step runs, and an idle one
+    delays the other once."""
     ran: list[str] = []
     leader = Leader(tmp_path, 2)
     members = [
@@ -319,16 +317,20 @@ def test_a_step_waits_a_moment_for_those_of_the_last_one(tmp_path, monkeypatch):
         assert members[0].take([7]) == {0: [7]}
         members[0].done()
         wait_until(lambda: ran == ["idle 1"])
-        leader._ran = {0, 1}
-        for _ in range(3):
-            began_s = time.monotonic()
-            both = [threads.submit(each.take, [1]) for each in members]
-            for each in both:
-                each.result(grace_s)
+        for ask in range(3):
+            other = threads.submit(members[1].take, [ask])
+            with pytest.raises(TimeoutError):
+                other.result(20 * GRACE_S)
+            assert members[0].take([9]) == other.result(5) == {0: [9], 1: [ask]}
             for each in members:
                 each.done()
-            assert time.monotonic() - began_s < grace_s / 2, "none was waited for in vain"
+            members[1].ended()
         assert ran == ["idle 1"]
+        for _ in range(4):
+            members[0].ended()
+        assert threads.submit(members[1].take, [5]).result(5) == {1: [5]}
+        members[1].done()
+        wait_until(lambda: ran == ["idle 1", "idle 0"])
     for each in members:
         each.close()
     leader.close()

@@ -52,7 +52,7 @@ class GroupedCudaExecutor:
         self._waits = plan.masked.size > 0
         if plan.num_tokens and not self._waits:
             self._dispatch.end()
-        own.add_done_callback(partial(self._pass_on, launched))
+        own.add_done_callback(partial(self._pass_on, launched, plan.num_tokens > 0))
         return launched
 
     def mask_bits(self, count: int) -> NDArray[np.int32]:
@@ -74,7 +74,7 @@ class GroupedCudaExecutor:
         with self._queueing:
             self._own.launch_padding()
 
-    def _pass_on(self, launched: Launched, own: Launched) -> None:
+    def _pass_on(self, launched: Launched, had_turn: bool, own: Launched) -> None:
         member, error = self._dispatch.member, own.exception()
         if error is not None and not member.lost:
             log.error("a step failed, and the others wait in it", exc_info=error)
@@ -85,3 +85,5 @@ class GroupedCudaExecutor:
             launched.set_exception(error)
         else:
             launched.set_result(own.result())
+        if had_turn:
+            member.ended()
