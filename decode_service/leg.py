@@ -139,7 +139,7 @@ class DecodeLeg(WorkerLeg):
         parts, before_ns = {}, self.first_token_ns
         for part, end_ns in zip(GAP_PARTS, (*ends_ns, self.second_token_ns), strict=True):
             parts[part] = max(0, end_ns - before_ns) / 1e6
-            before_ns = end_ns
+            before_ns = max(before_ns, end_ns)  # A late row is taken behind the launch.
         return parts
 
     def count(self, choice: int, at_ns: int, step: tuple[int, int] = (0, 0)) -> None:
