@@ -162,10 +162,13 @@ class Recovery:
         first. Those that run from a prompt computed in it are included, since they may have forked
         off since."""
         alive = self._batch.alive(plan)
-        slots = {*plan.sample_slots[alive].tolist(), *plan.write_slots.tolist(), *more}
+        running = set(self._batch.slots.running().tolist())
+        # Another sequence may have got the slot since, and wait for its KV there.
+        written = running.intersection(plan.write_slots.tolist())
+        slots = {*plan.sample_slots[alive].tolist(), *written, *more}
         for chunk in self._batch.live_chunks(plan.number):
             slots.update(one.slot for one in chunk.task.sequences if one.slot >= 0)
-        for slot in self._batch.slots.running().tolist():
+        for slot in running:
             # A stalled choice may have a copy of its partial page in this step, but no row.
             if np.isin(plan.copy_target, self._batch.slots.pages(slot)).any():
                 slots.add(slot)

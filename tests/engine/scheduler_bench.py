@@ -127,6 +127,7 @@ class Bench:
         self.prefilled: dict[bytes, Prefilled] = {}
         self.chunks: dict[bytes, ChunkComputed] = {}
         self.failed: dict[bytes, FailureReason] = {}
+        self.cancelled: set[bytes] = set()
         self.max_running = 0
 
     def sink(self, events):

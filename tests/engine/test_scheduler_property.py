@@ -466,8 +466,8 @@ def spoil_a_state(bench, rng):
         bench.device.states[rng.choice(idle), 0] += 1
 
 
-def play(bench, rng, *, lacks_memory):
-    cancelled, delivered = set(), set()
+def play(bench, rng, *, lacks_memory, modes=(Mode.WHOLE, Mode.WHOLE, Mode.PREFILL, Mode.RECEIVE)):
+    cancelled, delivered = bench.cancelled, set()
     for _ in range(150):
         action = rng.random()
         if action < 0.25:
@@ -475,7 +475,7 @@ def play(bench, rng, *, lacks_memory):
             bench.submit(
                 prompt_of(rng, length, shared=rng.choice([0, length // 2])),
                 rng.randrange(1, 20),
-                mode=rng.choice([Mode.WHOLE, Mode.WHOLE, Mode.PREFILL, Mode.RECEIVE]),
+                mode=rng.choice(modes),
                 choices=rng.choice([1, 1, 2]),
                 stop=rng.sample(range(VOCAB), 40),
                 takeover_tokens=rng.choice([0, 8, 40]),
