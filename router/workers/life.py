@@ -1,12 +1,15 @@
-"""How a link begins and ends, and the role that this router asked its worker to take
-(`router.workers.link`)."""
+"""How a link begins and ends, the role that this router asked its worker to take, and what kind of
+worker it is (`router.workers.link`)."""
 
 from __future__ import annotations
 
 import enum
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
 from typing import Final
+from weakref import WeakValueDictionary
 
 from baton.worker.v1 import worker_pb2
 
@@ -78,3 +81,25 @@ class AskedRole:
         """A report shows that it has a role, or is on its way to it."""
         if role == self._role:
             self._role = _NONE
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """Workers of one kind differ in nothing that a route depends on but their load and the size of
+    their pools. It is known as long as some worker is of it: workers load and unload adapters for
+    ever, and each set of adapters makes another kind."""
+
+    number: int
+    """From 1. No other kind ever has it."""
+
+
+_numbers = count(1)
+_kinds: WeakValueDictionary[tuple[object, ...], Kind] = WeakValueDictionary()
+
+
+def kind_of(properties: tuple[object, ...]) -> Kind:
+    """The kind of workers with these properties."""
+    found = _kinds.get(properties)
+    if found is None:
+        found = _kinds[properties] = Kind(next(_numbers))
+    return found

@@ -23,7 +23,7 @@ import grpc
 from baton.grpc_options import channel_options
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from faults import failpoints
-from router.workers.life import AskedRole
+from router.workers.life import AskedRole, kind_of
 from router.workers.life import LinkState as LinkState
 from router.workers.life import Loss as Loss
 from router.workers.load_estimate import Capacity, LoadEstimate
@@ -52,10 +52,6 @@ SLOW: Final = "slow"
 """Prefix of complaints about a path that works."""
 _CLOSED_BY_KERNEL: Final = ("Socket closed", "Connection reset by peer")
 """gRPC's texts for a connection that the peer's kernel closed without a goodbye of the peer."""
-
-
-_kinds: dict[tuple[object, ...], int] = {}
-"""Numbers of the kinds of workers that were seen."""
 
 
 class LinkOwner(Protocol):
@@ -192,13 +188,13 @@ class WorkerLink:
         self.decodes = role in (worker_pb2.WORKER_ROLE_DECODE, worker_pb2.WORKER_ROLE_BOTH)
         kind = (*self.model, role, self.fingerprint, bool(self.agent_name), self.extensions)
         adapters = frozenset(self.adapter_bytes)
-        self._kind = _kinds.setdefault((*kind, self.pools, adapters), len(_kinds) + 1)
+        self._kind = kind_of((*kind, self.pools, adapters))
 
     @property
     def kind(self) -> int:
         """Workers with equal ones differ in nothing that a route depends on but their load and the
         size of their pools."""
-        return -self._kind if self.draining else self._kind
+        return -self._kind.number if self.draining else self._kind.number
 
     @property
     def role(self) -> str:

@@ -19,6 +19,7 @@ from router.placement.cost import Cost
 from router.placement.few import DRAWN, few_of
 from router.placement.policies import LeastWork
 from router.settings import RouterSettings
+from router.workers.life import kind_of
 from router.workers.link import WorkerLink
 
 KEYS: Any = np.arange(64, dtype=np.uint64)
@@ -105,3 +106,13 @@ async def test_the_largest_of_each_kind_tell_what_all_could_hold(
     reduced = routing.largest_pool_tokens(demand, links, "cached")
     monkeypatch.setattr(routing, "largest_of", list)
     assert reduced == routing.largest_pool_tokens(demand, links, "cached")
+
+
+def test_a_kind_is_known_as_long_as_somebody_is_of_it() -> None:
+    """Sets of adapters make kinds without end."""
+    one = kind_of(("model", frozenset({b"law"})))
+    assert kind_of(("model", frozenset({b"law"}))) is one
+    assert kind_of(("model", frozenset({b"poems"}))).number != one.number
+    number = one.number
+    del one
+    assert kind_of(("model", frozenset({b"law"}))).number > number
