@@ -31,6 +31,7 @@ from engine.ranks.keeper import RankError
 from engine.tiers.movers import PageMover
 from engine.types import PageIds
 from faults import failpoints
+from prefixes.index import MOST_GROUPS
 
 log = logging.getLogger("baton.engine")
 
@@ -43,8 +44,6 @@ DIRECTIONS: Final = (SAVE, LOAD)
 DONE: Final = b"done"
 FAILED: Final = b"failed"
 MEMORY: Final = "memory"
-MOST_GROUPS: Final = 8
-"""As in `kv_transfer.types`."""
 _NUMBER: Final = struct.Struct("<i")
 """A number of a group or a rank."""
 LOOK_MS: Final = 500

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from baton.inference.v1 import inference_pb2 as api
 from router.requests.bounds import MOST_POOLED
@@ -12,12 +12,10 @@ from router.requests.validation import (
     Violations,
     check_ids,
 )
+from router.structure.fields import MAX_SALT_BYTES
 
 if TYPE_CHECKING:
     from router.jobs import ServedModel
-
-MAX_SALT_BYTES: Final = 256
-"""Bytes of a salt, as in a generation."""
 
 
 def check_embed(request: api.EmbedRequest) -> Violations:

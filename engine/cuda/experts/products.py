@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.attention.parts import PROCESSORS
 from engine.cuda.experts import four_bits, four_bits_row, one_row
 from engine.cuda.experts.beside import Alike
 from engine.cuda.experts.cutting import Tiles, expert_of, whose, with_bias
@@ -43,8 +44,6 @@ _BLOCKS: Final = tl.constexpr(2)
 _KINDS: Final = {None: 0, Kind.FP8_CHANNELS: 1, Kind.FP8_BLOCKS: 2}
 _FOUR_BITS: Final = (Kind.INT4, Kind.MXFP4)
 _BLOCK: Final = tl.constexpr(128)
-_PROCESSORS: Final = 132
-"""Processors of a Hopper GPU: with fewer than two tiles for each, tiles are made smaller."""
 
 
 def tiles_of(weights: Stacked, tokens: int, pairs: int) -> Tiles:
@@ -61,7 +60,7 @@ def tiles_of(weights: Stacked, tokens: int, pairs: int) -> Tiles:
     if tokens == 1:
         return one_row.tiles_of(weights)
     rows = min(64, max(16, triton.next_power_of_2(int(1.5 * each))))
-    few = min(pairs, experts) * triton.cdiv(outputs, 64) < 2 * _PROCESSORS
+    few = min(pairs, experts) * triton.cdiv(outputs, 64) < 2 * PROCESSORS
     return Tiles(64, 128, rows, stages=5 if few and tokens <= 16 else 3)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.attention.parts import PROCESSORS
 from engine.cuda.early import early
 from engine.cuda.products.few_rows import LEAST_COLUMNS, Tiles, few_rows
 from engine.cuda.products.one_row import cut_of, fp8_one_row
@@ -24,7 +25,6 @@ FEW_ROWS: Final = 128
 """The most rows of a product of our own."""
 _SINGLE_TILE_ROWS: Final = 64
 """Rows up to which cuBLAS is slower with every weight."""
-_PROCESSORS: Final = 132
 _OUTPUTS: Final = 64
 """Outputs of a program."""
 _CUBLAS_OUTPUTS: Final = 128
@@ -88,17 +88,17 @@ def tiles_of(outputs: int, inputs: int, rows: int) -> Tiles | None:
     - Where there are many tiles, two programs share a processor, and its memory.
     - From 65 rows on, cuBLAS wins if it has a tile for each processor.
     """
-    wide = outputs >= _PROCESSORS * _CUBLAS_OUTPUTS
+    wide = outputs >= PROCESSORS * _CUBLAS_OUTPUTS
     if rows > FEW_ROWS or (rows > _SINGLE_TILE_ROWS and wide):
         return None
     count = -(-outputs // _OUTPUTS)
-    parts = max(1, _PROCESSORS // count)
+    parts = max(1, PROCESSORS // count)
     if rows <= LEAST_COLUMNS and parts > 1:
         parts *= 2
     parts = min(parts, _most_parts(inputs))
     if not early():
         return Tiles(_OUTPUTS, 128, parts, stages=3, warps=4)
-    shared = count * parts > _PROCESSORS and rows > _SINGLE_TILE_ROWS // 2
+    shared = count * parts > PROCESSORS and rows > _SINGLE_TILE_ROWS // 2
     return Tiles(_OUTPUTS, 256, parts, 3 if shared else 4, 4, _AHEAD)
 
 

@@ -11,6 +11,7 @@ from typing import Final
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.attention.parts import PROCESSORS
 from engine.cuda.early import early
 from engine.cuda.products import single_row
 from engine.cuda.products.few_rows import Tiles, few_rows
@@ -18,7 +19,6 @@ from engine.cuda.products.few_rows import Tiles, few_rows
 FEW_ROWS: Final = 32
 """The most rows of a product of our own."""
 _LEAST_OUTPUTS: Final = 1024
-_PROCESSORS: Final = 132
 _OUTPUTS: Final = 64
 """Outputs of a program."""
 _INPUTS: Final = 256
@@ -47,6 +47,6 @@ def tiles_of(outputs: int, inputs: int, rows: int) -> Tiles | None:
     """
     if not 1 < rows <= FEW_ROWS or outputs < _LEAST_OUTPUTS or inputs % 8 or not early():
         return None
-    parts = min(_PROCESSORS // -(-outputs // _OUTPUTS), inputs // (2 * _INPUTS), 8)
+    parts = min(PROCESSORS // -(-outputs // _OUTPUTS), inputs // (2 * _INPUTS), 8)
     whole = 1 << (max(parts, 1).bit_length() - 1)
     return Tiles(_OUTPUTS, _INPUTS, whole, stages=3, warps=4, ahead=_AHEAD)

@@ -7,17 +7,13 @@ float32 holds exactly, and whether the part is finite.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from engine.cuda.kernels import best_of_blocks, launch
-
-BEST_NUMBERS: Final = 3
-"""Numbers a row that a rank sends."""
+from engine.model.best import BEST_NUMBERS
 
 
 @triton.jit(do_not_specialize=["first_id", "num_blocks"])
