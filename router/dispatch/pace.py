@@ -33,7 +33,7 @@ WINDOW_S: Final = 10.0
 MEASURED_S: Final = 1.0
 """A backlog of less time, all in all, says nothing: work comes in lumps."""
 REMEMBERED: Final = 100
-"""Requests that a running mean remembers."""
+"""Requests that a running mean remembers, and tokens after which their time is known."""
 LEVEL: Final = 0.25
 """Variance of the number that ran; less is too little to tell how it matters."""
 
@@ -97,6 +97,8 @@ class Pace:
         self._output_tokens = Mean()
         self._first_s = Trend()
         self._token_s = Trend()
+        self._steps = 0
+        """Tokens that `_token_s` is of."""
         self._off = Mean()
         """How far the services were from their estimates, in parts of these; absolute values. At
         most 1 each: one answer that waited for a lost worker says little of those that follow."""
@@ -145,6 +147,7 @@ class Pace:
             self._output_tokens.add(tokens)
         if steps > 0:  # An answer of two tokens that stood still says little of a token.
             self._token_s.add(decode_s / steps, beside, steps)
+            self._steps += steps
 
     def unserved(self, waited_s: float) -> None:
         """A request was left by its reader before the first token, which took longer than that."""
@@ -164,8 +167,11 @@ class Pace:
 
     def service_s(self, demand: Demand, beside: int) -> float:
         """How long a request is likely to take once it is dispatched, while so many run; 0 while
-        unknown."""
-        return self._first_s.at(beside) + self.output_tokens(demand) * self._token_s.at(beside)
+        unknown. The time of a token counts as far as it is known: a worker that begins stands still
+        for seconds, and a reader may have left it after two tokens."""
+        known = min(1.0, self._steps / REMEMBERED)
+        decode_s = self.output_tokens(demand) * self._token_s.at(beside)
+        return self._first_s.at(beside) + known * decode_s
 
     def surely_s(self, demand: Demand, beside: int) -> float:
         """An upper estimate: with what such estimates were off. As far as it is known: a few

@@ -255,9 +255,11 @@ def test_what_a_request_needs_to_be_done() -> None:
 def test_a_short_answer_that_stood_still_says_little_of_a_token() -> None:
     """Workers that begin stand still for seconds: two tokens of it must refuse no long answer."""
     pace = Pace()
-    for tokens, decode_s in ((2, 4.0), (60, 1.8), (2, 5.0), (120, 6.0)):
+    pace.served(0.1, 4.0, [2], whole=False)
+    assert pace.service_s(Demand(MODEL, 16, 120, 1), 1) < 10
+    for tokens, decode_s in ((60, 1.8), (2, 5.0), (120, 6.0)):
         pace.served(0.1, decode_s, [tokens])
-    assert pace.service_s(Demand(MODEL, 16, 60, 1), 1) == pytest.approx(0.1 + 46 * 16.8 / 180)
+    assert pace.service_s(Demand(MODEL, 16, 60, 1), 1) == pytest.approx(0.1 + 60 * 16.8 / 180)
 
 
 def test_nobody_is_remembered_for_ever() -> None:
