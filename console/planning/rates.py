@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple
 
-from engine.step.lanes import STAGE_CHUNKS
+from engine.step.grid import STAGE_CHUNKS
 
 REFERENCE_PARAMETERS: Final = 8.03e9
 REFERENCE_KV_BYTES: Final = 131_072

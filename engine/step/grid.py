@@ -7,6 +7,11 @@ last stage: it draws the tokens, so scheduler and sampler are in one process wha
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
+
+STAGE_CHUNKS: Final = 3
+"""Chunks of a prompt for each stage: with two stages, the first and the last one wait for 1/7 of
+the time. Not tuned."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,11 +28,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.step.grid import STAGE_CHUNKS
 from engine.step.plan import StepPlan
 
-STAGE_CHUNKS: Final = 3
-"""Chunks of a prompt for each stage: with two stages, the first and the last one wait for 1/7 of
-the time. Not tuned."""
 _LEAST_CHUNK: Final = 512
 """Tokens. Reading the weights takes as long as the products of about 300 on an H100. Not tuned."""
 _CHUNK_GRID: Final = 64

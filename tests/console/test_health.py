@@ -73,8 +73,13 @@ def test_both_commands_say_the_same(address: str) -> None:
         assert probed.returncode == code
 
 
-def test_a_probe_imports_nothing_heavy() -> None:
-    asked = "import sys, console.health; print({'torch', 'rich', 'pydantic'} & set(sys.modules))"
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [("console.health", {"torch", "rich", "pydantic"}), ("console.cli", {"torch", "numpy"})],
+)
+def test_a_command_imports_nothing_heavy(module: str, heavy: set[str]) -> None:
+    """Who installs a client, or a router, has no torch."""
+    asked = f"import sys, {module}; print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 

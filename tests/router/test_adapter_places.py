@@ -164,9 +164,11 @@ async def test_a_search_of_a_thousand_workers_is_short(holders: int) -> None:
     own time is the smallest of many."""
     links = links_of(JobDispatcher(RouterSettings()), 1000)
     others = [bytes([n, 9]) * 16 for n in range(200)]
+    sizes = dict.fromkeys((ONE, *others), GIB)
+    holding, lacking = places(ONE, *others, ONE), places(*others, ONE)
     for number, link in enumerate(links):
-        link.adapter_bytes = dict.fromkeys((ONE, *others), GIB)
-        reports(link, places(*([ONE] if number < holders else []), *others, ONE))
+        link.adapter_bytes = sizes
+        reports(link, holding if number < holders else lacking)
         assert len(link.estimate.load.adapters.in_slots) == MOST_ADAPTERS
     demand = Demand(replace(ServedModel.of(MODEL), adapter="law", digest=ONE), 1024, 256, 1)
     spent, counts = [], set()
