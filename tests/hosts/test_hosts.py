@@ -18,6 +18,7 @@ from group_kit import PAIR, STRIKES, WORKER, Group, gone_within, group
 from hosts_kit import NEEDS, Host, can_have_hosts
 from paths_kit import prompt_of
 from references import references
+from tiny_families import EXPERTS
 from tiny_models import write_tiny_model
 from typer.testing import CliRunner
 from waiting import wait_until
@@ -56,7 +57,7 @@ GRIDS = [
     ("prefill-0", 2, 1, {}),
     ("prefill-0", 1, 2, {"kv_host_gib": 0.1}),
     ("decode-0", 2, 2, {}),
-    ("decode-0", 1, 2, {}),
+    ("decode-0", 1, 2, {"expert_parallel": True, "speculation": "suffix"}),
 ]
 """The worker on two hosts, its stages, the ranks of each, and settings."""
 
@@ -71,7 +72,8 @@ def test_the_tokens_are_those_of_one_process(
 ) -> None:
     """All ranks do their part, and listen at loopback and at their addresses in the fabric alone.
     All ends in order, though it begins at the agent."""
-    model = write_tiny_model(tmp_path / "model", layers=4)
+    experts = EXPERTS["qwen3_moe"] if "expert_parallel" in settings else {}
+    model = write_tiny_model(tmp_path / "model", **experts, layers=4)
     with group(model, tmp_path, host, pp=pp, tp=tp, worker=worker, **settings) as made:
         made.start_agent()
         with made.cluster.started():
