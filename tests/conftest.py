@@ -84,6 +84,15 @@ def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    torch = sys.modules.get("torch")
+    if item.get_closest_marker("gpu") and torch is not None and torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except Exception as error:  # Its kind differs between releases of torch.
+            pytest.skip(f"an earlier test has lost the device of this process: {type(error)}")
+
+
 def _has_gpu() -> bool:
     if not any(Path("/dev").glob("nvidia[0-9]*")):
         return False
