@@ -126,6 +126,10 @@ class Deaths:
             lost.asked_s = now_s
         return False
 
+    def ended(self, worker: worker_pb2.WorkerIdentity) -> None:
+        """This start is proven to be gone, by this host's kernel."""
+        self._remember((worker.worker_id, worker.epoch))
+
     def attached(self, worker: worker_pb2.WorkerIdentity) -> None:
         """This start lives."""
         key = worker.worker_id, worker.epoch
@@ -178,9 +182,12 @@ class Deaths:
             self._end(key)
 
     def _end(self, key: Key) -> None:
+        self._remember(key)
+        self._proven(self._lost.pop(key).agent_name)
+
+    def _remember(self, key: Key) -> None:
         self._gone[key] = None
         _keep_last(self._gone, MOST_LOST)
-        self._proven(self._lost.pop(key).agent_name)
 
     def _forget(self) -> None:
         old_s = time.monotonic() - ASKED_S

@@ -229,7 +229,9 @@ class Registry:
         for member in members:
             if may_exchange(link, member):
                 member.send(worker_pb2.WorkRequest(part=part))
-        if not proven_dead:
+        if proven_dead:
+            self.deaths.ended(link.identity)
+        else:
             self.deaths.lost(link.identity, idle=idle)
 
     def _proven(self, agent_name: str) -> None:

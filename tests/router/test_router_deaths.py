@@ -83,6 +83,20 @@ async def test_a_router_that_is_started_again_learns_it_from_who_waits(cluster: 
     assert (await asked(cluster))[1] == {"lost": []}
 
 
+async def test_who_missed_a_proven_end_is_told_again(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def gone(*_: object) -> bool:
+        return True
+
+    monkeypatch.setattr("router.workers.registry.process_is_gone", gone)
+    prefill, decode = await cluster.pair()
+    await prefill.stop()
+    assert (await decode.heard("part")).proven_dead
+    assert cluster.registry.deaths.asked(agent_name("p0", prefill.identity.epoch), [])
+    assert not cluster.registry.deaths.unproven
+
+
 async def asked(cluster: Cluster, body: Any = None) -> tuple[int, Any]:
     """Status and answer of the page."""
     route = fence_route(cluster.registry.deaths, lambda: cluster.registry.members)
