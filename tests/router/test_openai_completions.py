@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ from frontdoor_kit import hangs
 from openai_kit import Port, answers, open_port, prompt_of, says
 
 from baton.worker.v1 import worker_pb2
+from router.doors.openai import completions
 from router.jobs import ChoiceEnded, Job, JobEvent, JobFinished, JobStarted, JobTokens
+from router.requests.generation import Generations
+from router.requests.outputs import Output
 from router.requests.tokenization import Tokenizer
 
 TEXT = "The quick brown fox — naïve café 🎉"
@@ -92,6 +96,30 @@ async def test_every_option_arrives(tmp_path: Path) -> None:
             max_tokens=9, min_tokens=2, token_ids=[8, 9], ignore_eos=True
         )
         assert job.priority == -3  # Lower runs first in this API.
+
+
+async def test_a_request_is_read_in_one_callback_and_run_in_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens of other streams may come between."""
+    seen: list[str] = []
+    reads, runs = completions.parse, Generations.stream
+
+    def read(*given: Any) -> Any:
+        asyncio.get_running_loop().call_soon(seen.append, "others")
+        return reads(*given)
+
+    async def run(*given: Any) -> AsyncGenerator[Output, None]:
+        seen.append("run")
+        async with aclosing(runs(*given)) as outputs:
+            async for output in outputs:
+                yield output
+
+    monkeypatch.setattr(completions, "parse", read)
+    monkeypatch.setattr(Generations, "stream", run)
+    async with open_port(tmp_path, says("a")) as port:
+        await port.client.completions.create(model="tiny", prompt="a")
+    assert seen == ["others", "run"]
 
 
 async def test_what_is_left_out(tmp_path: Path) -> None:

@@ -154,6 +154,7 @@ class HttpEndpoint:
         answer = await self._method(body.take(), call, call.record.client_tag)
         body.let_go()
         response.answer = answer
+        await asyncio.sleep(0)  # A callback to read the request, another to run it.
         if not answer.stream:
             content = await answer.whole()
             await response.whole(content, answer.headers)
