@@ -262,16 +262,16 @@ async def _again(crowd: Crowd, read: Any, *args: Any) -> None:
     raise RuntimeError("a stream ended early")
 
 
-def _turn(crowd: Crowd) -> str:
+def turn_of(prompt_tokens: int) -> str:
     """A turn of about the prompt's length."""
-    return CORPUS.read_text(encoding="utf-8")[: 3 * crowd.prompt_tokens]
+    return CORPUS.read_text(encoding="utf-8")[: 3 * prompt_tokens]
 
 
 async def read_grpc(crowd: Crowd, stub: inference_pb2_grpc.InferenceServiceAsyncStub) -> None:
     """One stream of the gRPC API."""
     wanted = api.GenerationInput(token_ids=api.TokenIds(ids=[7] * (crowd.prompt_tokens or 3)))
     if crowd.chat:
-        turn = api.ChatMessage(role=api.ROLE_USER, content=_turn(crowd))
+        turn = api.ChatMessage(role=api.ROLE_USER, content=turn_of(crowd.prompt_tokens))
         wanted = api.GenerationInput(chat=api.ChatPrompt(messages=[turn]))
     most = crowd.output_tokens if crowd.prompt_tokens else MAX_TOKENS
     wanted.stop.CopyFrom(api.StopOptions(max_tokens=most, ignore_eos=True))
@@ -284,7 +284,10 @@ async def read_http(crowd: Crowd, address: str, context: ssl.SSLContext | None) 
     path = "completions"
     body: dict[str, object] = {"prompt": [7] * (crowd.prompt_tokens or 3)}
     if crowd.chat:
-        path, body = "chat/completions", {"messages": [{"role": "user", "content": _turn(crowd)}]}
+        path, body = (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": turn_of(crowd.prompt_tokens)}]},
+        )
     most = crowd.output_tokens if crowd.prompt_tokens else MAX_TOKENS
     content = json.dumps(
         {"model": "bench", **body, "max_tokens": most, "ignore_eos": True, "stream": True}

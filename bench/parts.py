@@ -95,7 +95,7 @@ class Stopwatch:
         inner = asyncio.events.Handle._run
 
         def timed(handle: asyncio.Handle) -> None:
-            named, began_s = _name_of(handle), time.thread_time()
+            named, began_s = name_of(handle), time.thread_time()
             inner(handle)
             self._note(named, time.thread_time() - began_s)
 
@@ -115,7 +115,8 @@ class Stopwatch:
             self._seen.long[name] = count + 1, all_s + took_s, max(longest_s, took_s)
 
 
-def _name_of(handle: asyncio.Handle) -> str:
+def name_of(handle: asyncio.Handle) -> str:
+    """The function that a callback calls, or the coroutine of the task that it goes on with."""
     callback: Any = handle._callback  # type: ignore[attr-defined]
     owner = getattr(callback, "__self__", None)
     named = owner.get_coro() if isinstance(owner, asyncio.Task) else callback
