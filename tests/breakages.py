@@ -286,6 +286,22 @@ BREAKAGES = (
         ("engine/test_pacing.py",),
     ),
     Breakage(
+        "late-row-drawn-behind-itself",
+        "a row that came late begins its next step with its first token again",
+        "engine/loop/late.py",
+        "        batch.is_written(row.slot)\n",
+        "",
+        ("engine/test_late_property.py",),
+    ),
+    Breakage(
+        "granted-pages-freed-by-a-failed-step",
+        "a step without memory preempts who waits for KV in a slot that it had written for another",
+        "engine/schedule/recovery.py",
+        "running.intersection(plan.write_slots.tolist())",
+        "set(plan.write_slots.tolist())",
+        ("engine/test_late_property.py",),
+    ),
+    Breakage(
         "failed-step-swallowed",
         "a step that failed is logged, and its requests wait for ever",
         "engine/loop/step_loop.py",
