@@ -104,7 +104,7 @@ class EngineConfig(Bounds):
     """Addresses of stores below the host memory. See `engine.tiers.stores.opening`."""
     kv_secret_file: str = ""
     """File with the secret that signs objects of stores to which others can write."""
-    late_rows: bool = False
+    late_rows: bool = True
     """Whether a row may join a step that is launched (`engine.step.executor`)."""
     hooks: tuple[str, ...] = ()
     """Hooks with their options. See `engine.hooks.opening`."""

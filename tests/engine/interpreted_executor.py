@@ -316,7 +316,7 @@ def check_late(path: Path) -> None:
     cases = [([*range(1, 17)], GREEDY), (PROMPTS[1], SEEDED)]
     prefill = build(path, **OPTIONS)
     with patches():
-        engine = build(path, cuda_graphs=False, late_rows=True, **OPTIONS)
+        engine = build(path, cuda_graphs=False, **OPTIONS)
         loop, launch, coming = engine._loop, late.launch, []
         drawn: list[StepPlan] = []
         draw = loop._late._rows.draw

@@ -30,7 +30,7 @@ LENGTHS = (15, 16, 17, 100, 250)
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory):
     path = write_tiny_model(tmp_path_factory.mktemp("tiny"), tokenizer=False, **SHAPE)
-    early, late = build(path, **OPTIONS), build(path, late_rows=True, **OPTIONS)
+    early, late = build(path, late_rows=False, **OPTIONS), build(path, **OPTIONS)
     yield early, late
     for engine in (early, late):
         check_baseline(engine)

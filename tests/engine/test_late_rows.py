@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import cast
 
+import numpy as np
 import pytest
 from engine_kit import GREEDY, Run, build, check_baseline, finish, hand_off, submit
 from paths_kit import prompt_of
 from waiting import wait_until
 
-from engine.eager.late import LateStep
+from engine.beams.params import BeamParams
+from engine.config import EngineConfig
+from engine.eager.late import LateStep, TorchLateRows
 from engine.engine import Engine
 from engine.loop import step_loop
+from engine.loop.late import _may_be_late
+from engine.parts.scheduling import late_rows_of
+from engine.pool.pools import KvPools
+from engine.schedule.sequences import ActiveRequest, RequestState, Sequence
+from engine.step.executor import NoLateRows
 from engine.step.plan import StepPlan
-from engine.types import SamplingParams, TokenRecord
+from engine.types import Mode, Request, SamplingParams, StopRules, TokenRecord
 
 DRAWN = SamplingParams(temperature=0.9, top_p=0.9, seed=7)
 PENALISED = SamplingParams(
     temperature=1.0, seed=23, top_logprobs=2, frequency_penalty=0.4, repetition_penalty=1.2
 )
 TOKENS = 12
-LATE = {"num_pages": 60, "max_sequences": 8, "late_rows": True}
+BOUNDS = {"max_sequences": 8, "max_step_tokens": 64, "max_context_tokens": 128, "page_size": 16}
+LATE = {"num_pages": 60, "max_sequences": 8}
 
 
 class Decoding:
@@ -54,7 +67,7 @@ class Decoding:
         return self._prepare(plan)
 
     def deliver(
-        self, request_id: bytes, records: Sequence[TokenRecord], drafted_from: int | None = None
+        self, request_id: bytes, records: Seq[TokenRecord], drafted_from: int | None = None
     ) -> None:
         """A request of its own decodes beside it."""
         self.beside.append(submit(self.engine, prompt_of(9, 1), 60, ignore_eos=True))
@@ -141,6 +154,56 @@ def test_what_is_no_single_row_waits_for_the_next_plan(decoding, prefill, choice
     )  # fmt: skip
     assert decoding.late == 0
     same(run, solo(prefill, run))
+
+
+def test_beams_wait_for_the_next_plan(decoding, prefill) -> None:
+    how = {"beams": BeamParams(2), "ignore_eos": True}
+    hand_off(prefill, decoding.engine, prompt_of(45), TOKENS, **how)
+    assert decoding.late == 0
+
+
+REQUEST = Request(b"a", np.ones(3, np.int32), GREEDY, StopRules(9), Mode.RECEIVE)
+
+
+@pytest.mark.parametrize(
+    ("change", "may"),
+    [
+        ({}, True),
+        ({"matchers": Future()}, False),
+        ({"adapter_slot": 0}, False),
+        ({"state": RequestState.ACTIVE}, False),
+        ({"request": replace(REQUEST, beams=BeamParams(2))}, False),
+        ({"sequences": []}, False),
+    ],
+    ids=["plain", "grammar", "adapter", "delivered before", "beams", "gone"],
+)
+def test_which_requests_may_come_late(change, may) -> None:
+    active = ActiveRequest(REQUEST, lambda _: None, 0, state=RequestState.RESERVED)
+    active.sequences.append(Sequence(active, 0, REQUEST.prompt_ids))
+    for name, value in change.items():
+        setattr(active, name, value)
+    assert _may_be_late(active) == may
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tp": 2}, {"pp": 2}, {"expert_group": "f?rank=0&ranks=2"}, {"hooks": ("quest",)},
+        {"speculation": "suffix"}, {"speculation": "mtp"}, {"speculation": "mtp", "decodes": False},
+        {"late_rows": False}, {"groups": 2},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_which_engines_have_late_rows(options) -> None:
+    """Others, and models with windows or states, join what is not launched, as before."""
+    groups = options.get("groups", 1)
+    config = {name: value for name, value in options.items() if name != "groups"}
+    pools, own = cast("KvPools", range(groups)), TorchLateRows(lambda *_: Future())
+    found = late_rows_of(EngineConfig(model="m", **BOUNDS | config), own, pools)
+    assert isinstance(found, NoLateRows)
+    assert found.room() == 0
+    plain = late_rows_of(EngineConfig(model="m", **BOUNDS), own, cast("KvPools", range(1)))
+    assert plain is own
 
 
 def test_two_tokens_end_with_the_late_one(decoding, prefill) -> None:
