@@ -97,8 +97,10 @@ def _print(found: list[Any], broken: str, rate: float, routers: int, *, as_json:
         return
     head = {"plan": "workers", "kept": "kept", "goodput": "a second"}
     head |= {"first_token_ms": "first ms", "token_ms": "a token ms", "gap_p99_ms": "gaps p99"}
-    for row in (head, *figures[:SHOWN]):
-        cells = [f"{row[key]!s:<{24 if key == 'plan' else 10}}" for key in head]
+    rows = [head, *figures[:SHOWN]]
+    width = max(len(row["plan"]) for row in rows)
+    for row in rows:
+        cells = [f"{row[key]!s:<{width if key == 'plan' else 10}}" for key in head]
         stdout.print("  ".join(cells).rstrip(), markup=False, soft_wrap=True)
     for line in (why, f"Breaks first: {broken}", f"Routers: {routers}"):
         stdout.print(line, markup=False, soft_wrap=True)

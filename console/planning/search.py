@@ -30,6 +30,12 @@ class Kind(NamedTuple):
         """GPUs of a worker."""
         return self.ranks * self.stages
 
+    @property
+    def grid(self) -> str:
+        """Its stages and ranks."""
+        stages = f"{self.stages} stages of " if self.stages > 1 else ""
+        return f"{stages}{self.ranks} rank{'s' if self.ranks > 1 else ''}"
+
     def __str__(self) -> str:
         stages = f", {self.stages} stages each" if self.stages > 1 else ""
         ranks = f", {self.ranks} ranks {'a stage' if stages else 'each'}" if self.ranks > 1 else ""
@@ -75,7 +81,10 @@ class Option(NamedTuple):
 
     plan: Plan
     kind: Kind
-    rates: Rates
+    decode: Kind
+    """How decode workers have the model."""
+    rates: tuple[Rates, Rates]
+    """Rates of prefill workers, or of those that do both, and of decode workers."""
     served: Served
     kept: float
     kept_of_more: float
@@ -83,7 +92,10 @@ class Option(NamedTuple):
     @property
     def name(self) -> str:
         """Its workers, and how they have the model."""
-        return f"{self.plan}{self.kind}"
+        if self.kind == self.decode:
+            return f"{self.plan}{self.kind}"
+        fp8 = ", FP8 weights" if self.kind.fp8 else ""
+        return f"{self.plan}, P of {self.kind.grid}, D of {self.decode.grid}{fp8}"
 
 
 def options(
@@ -105,34 +117,51 @@ def options(
     found = []
     asked, more = lengths.at(rate), lengths.at(MORE * rate)
     longest = max(one.prompt_tokens + one.output_tokens for one in asked)
-    for kind, plan in _plans(gpus, kinds):
-        rates = rates_of(gpu, parameters, kv_bytes, kind.ranks, fp8=kind.fp8, stages=kind.stages)
-        if rates.kv_tokens < longest:
-            continue
-        served = simulate(asked, plan, rates)
+    rates = {
+        kind: rates_of(gpu, parameters, kv_bytes, kind.ranks, fp8=kind.fp8, stages=kind.stages)
+        for kind in kinds
+    }
+    fit = [kind for kind in kinds if rates[kind].kv_tokens >= longest]
+    for kind, decode, plan in _plans(gpus, fit):
+        both = rates[kind], rates[decode]
+        served = simulate(asked, plan, *both)
         kept = served.kept(*level)
-        of_more = simulate(more, plan, rates).kept(*level)
-        found.append(Option(plan, kind, rates, served, kept, of_more))
+        of_more = simulate(more, plan, *both).kept(*level)
+        found.append(Option(plan, kind, decode, both, served, kept, of_more))
     if not found:
         raise WrongUseError(
             f"the model, with KV for a request of {longest} tokens, fits none of {gpus} such GPUs"
         )
-    return sorted(found, key=lambda one: (-round(one.kept, 2), -one.kept_of_more, one.kind.stages))
+    return sorted(
+        found,
+        key=lambda one: (
+            -round(one.kept, 2),
+            -one.kept_of_more,
+            one.kind.stages,
+            one.kind != one.decode,
+        ),
+    )
 
 
-def _plans(gpus: int, kinds: Sequence[Kind]) -> Iterator[tuple[Kind, Plan]]:
+def _plans(gpus: int, kinds: Sequence[Kind]) -> Iterator[tuple[Kind, Kind, Plan]]:
+    """How prefill workers have the model, how decode workers do, and how many there are. Decode
+    workers have stages only where prefill workers have as many: a token's way through them is no
+    shorter."""
     for kind in kinds:
-        count = gpus // kind.gpus
-        if count:
-            yield kind, Plan(0, 0, count)
-        for prefill in range(1, count):
-            yield kind, Plan(prefill, count - prefill)
+        if count := gpus // kind.gpus:
+            yield kind, kind, Plan(0, 0, count)
+        for decode in kinds:
+            if decode.fp8 != kind.fp8 or (decode.stages > 1 and decode != kind):
+                continue
+            for prefill in range(1, 1 + (gpus - decode.gpus) // kind.gpus):
+                decodes = (gpus - prefill * kind.gpus) // decode.gpus
+                yield kind, decode, Plan(prefill, decodes)
 
 
 def breaks(option: Option, lengths: Lengths, rate: float, level: Level) -> str:
     """What breaks first when more comes, in words."""
     for times in LOADS:
-        served = simulate(lengths.at(times * rate), option.plan, option.rates)
+        served = simulate(lengths.at(times * rate), option.plan, *option.rates)
         if served.kept(*level) >= BROKEN:
             continue
         late = float(np.mean(served.first_s > level.first_s))

@@ -143,6 +143,16 @@ def test_it_may_say_do_not_disaggregate(tmp_path: Path) -> None:
     assert loose["routers"] == 1
 
 
+def test_a_large_model_gets_other_ranks_for_prefill_than_for_decode() -> None:
+    """Qwen3-32B on four H100s at 9 a second: two P of one rank and a D of two keep all, as they did
+    when they were measured. One GPU has no room for the rows of a D."""
+    load = ["--parameters", "32.76", "--kv-bytes", "262144", "--gpus", "4", "--pp", "1"]
+    load += ["--prompt-tokens", "2048", "--output-tokens", "128", "--rate", "9"]
+    said = run(*load, "--first-token-ms", "1000", "--token-ms", "40")
+    assert said["options"][0]["plan"] == "2P1D, P of 1 rank, D of 2 ranks"
+    assert said["options"][0]["kept"] == "100 %"
+
+
 def test_long_answers_need_more_routers() -> None:
     """One of 40 chats a second was full, and two of 60 nearly."""
     load = [*REFERENCE, "--gpus", "4", "--tp", "1", "--output-tokens", "170", "--rate"]
