@@ -8,6 +8,8 @@ small kernel only before it writes. So what is added costs no pass over the outp
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 from __future__ import annotations
 
+from typing import Final
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,6 +19,9 @@ from engine.cuda.adapters.kernels import Pairs, Tiles
 from engine.cuda.early import early
 from engine.cuda.kernels import launch
 from engine.cuda.products.single_row import block_of, part_of
+
+_AHEAD: Final = 4096
+"""Most inputs whose weights a program asks for first: 32 of each thread."""
 
 
 @triton.jit
@@ -28,18 +33,35 @@ def _adapter(tiles, ranks):
 
 
 @triton.jit
-def _product(x, weight, inputs: tl.constexpr, block: tl.constexpr):
-    """The row by a row of a weight."""
-    acc = tl.zeros((block,), tl.float32)
-    for start in range(0, inputs, block):
-        acc += part_of(x, start, inputs, block) * part_of(weight, start, inputs, block)
-    return tl.sum(acc)
+def _asked(row, inputs: tl.constexpr, ahead: tl.constexpr):
+    """The first values of a row of a weight. They come while a program waits for its slot and what
+    lies there."""
+    at = tl.arange(0, ahead)
+    if ahead <= inputs:
+        values = tl.load(row + at)
+    else:
+        values = tl.load(row + at, mask=at < inputs, other=0.0)
+    return values
+
+
+@triton.jit
+def _product(
+    x, weight, first, inputs: tl.constexpr, ahead: tl.constexpr, block: tl.constexpr
+):  # fmt: skip
+    """The row by a row of a weight, whose `first` values have been asked for."""
+    total = 0.0
+    if ahead < inputs:
+        rest = tl.zeros((block,), tl.float32)
+        for start in range(ahead, inputs, block):
+            rest += part_of(x, start, inputs, block) * part_of(weight, start, inputs, block)
+        total += tl.sum(rest)
+    return total + tl.sum(part_of(x, 0, inputs, ahead) * first.to(tl.float32))
 
 
 @triton.jit
 def _shrink_row(
     x, a, low, tiles, ranks, width: tl.constexpr, most: tl.constexpr, inputs: tl.constexpr,
-    block: tl.constexpr, pdl: tl.constexpr,
+    ahead: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     if pdl:
         gdc_launch_dependents()
@@ -47,7 +69,8 @@ def _shrink_row(
     slot, rank = _adapter(tiles, ranks)
     if column % most < rank:
         own = a + (slot * width + column) * inputs
-        tl.store(low + column, _product(x, own, inputs, block))
+        first = _asked(own, inputs, ahead)
+        tl.store(low + column, _product(x, own, first, inputs, ahead, block))
 
 
 @triton.jit
@@ -76,16 +99,18 @@ def _with_added(total, low, weight, scale, part, rank, most: tl.constexpr, colum
 def _dot(
     x, weight, bias, out, low, b, scales, ends, tiles, ranks, outputs,
     inputs: tl.constexpr, parts: tl.constexpr, most: tl.constexpr, columns: tl.constexpr,
-    block: tl.constexpr, has_bias: tl.constexpr, pdl: tl.constexpr,
+    ahead: tl.constexpr, block: tl.constexpr, has_bias: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     if pdl:
         gdc_launch_dependents()
     output = tl.program_id(0).to(tl.int64)
+    row = weight + output * inputs
+    first = _asked(row, inputs, ahead)
     slot, rank = _adapter(tiles, ranks)
     own, scale, part = _of_pair(
         b, scales, ends, slot, rank, output, outputs, parts, most, columns
     )  # fmt: skip
-    total = _product(x, weight + output * inputs, inputs, block)
+    total = _product(x, row, first, inputs, ahead, block)
     if has_bias:
         total += tl.load(bias + output).to(tl.float32)
     if pdl:
@@ -97,12 +122,14 @@ def _dot(
 def _gated_dot(
     x, weight, bias, out, low, b, scales, ends, tiles, ranks, size,
     inputs: tl.constexpr, parts: tl.constexpr, most: tl.constexpr, columns: tl.constexpr,
-    block: tl.constexpr, has_bias: tl.constexpr, pdl: tl.constexpr,
+    ahead: tl.constexpr, block: tl.constexpr, has_bias: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """silu(gate) * up; `size`: outputs of each."""
     if pdl:
         gdc_launch_dependents()
     output = tl.program_id(0).to(tl.int64)
+    gate_row, up_row = weight + output * inputs, weight + (output + size) * inputs
+    gates, ups = _asked(gate_row, inputs, ahead), _asked(up_row, inputs, ahead)
     slot, rank = _adapter(tiles, ranks)
     of_gate, gate_scale, gate_part = _of_pair(
         b, scales, ends, slot, rank, output, 2 * size, parts, most, columns
@@ -110,13 +137,18 @@ def _gated_dot(
     of_up, up_scale, up_part = _of_pair(
         b, scales, ends, slot, rank, output + size, 2 * size, parts, most, columns
     )  # fmt: skip
-    gate_row, up_row = weight + output * inputs, weight + (output + size) * inputs
-    gates, ups = tl.zeros((block,), tl.float32), tl.zeros((block,), tl.float32)
-    for start in range(0, inputs, block):
-        value = part_of(x, start, inputs, block)
-        gates += value * part_of(gate_row, start, inputs, block)
-        ups += value * part_of(up_row, start, inputs, block)
-    gate, up = tl.sum(gates), tl.sum(ups)
+    gate, up = 0.0, 0.0
+    if ahead < inputs:
+        more_gates, more_ups = tl.zeros((block,), tl.float32), tl.zeros((block,), tl.float32)
+        for start in range(ahead, inputs, block):
+            more = part_of(x, start, inputs, block)
+            more_gates += more * part_of(gate_row, start, inputs, block)
+            more_ups += more * part_of(up_row, start, inputs, block)
+        gate += tl.sum(more_gates)
+        up += tl.sum(more_ups)
+    value = part_of(x, 0, inputs, ahead)
+    gate += tl.sum(value * gates.to(tl.float32))
+    up += tl.sum(value * ups.to(tl.float32))
     if has_bias:
         gate += tl.load(bias + output).to(tl.float32)
         up += tl.load(bias + output + size).to(tl.float32)
@@ -155,15 +187,22 @@ def _launched(
     low: Tensor,
 ) -> Tensor:
     out, inputs = x.new_empty(1, outputs), x.shape[1]
-    most, block, soon = pairs.b.shape[2], block_of(inputs), early()
-    width = pairs.parts * most
+    most, soon = pairs.b.shape[2], early()
+    width, cut = pairs.parts * most, _cut_of(inputs)
     adapter = own.tiles, pairs.ranks
-    first = (x, pairs.a, low, *adapter, width, most, inputs, block, soon)
+    first = (x, pairs.a, low, *adapter, width, most, inputs, *cut, soon)
     launch(_shrink_row, (width,), *first, num_warps=4)
     given = out if bias is None else bias
     of_pairs = pairs.b, pairs.scales, pairs.ends
     columns = triton.next_power_of_2(most)
-    shape = inputs, pairs.parts, most, columns, block, bias is not None, soon
+    shape = inputs, pairs.parts, most, columns, *cut, bias is not None, soon
     second = (x, weight, given, out, low, *of_pairs, *adapter, outputs, *shape)
     launch(kernel, (outputs,), *second, num_warps=4, launch_pdl=soon)
     return out
+
+
+def _cut_of(inputs: int) -> tuple[int, int]:
+    """Inputs whose weights are asked for first, and of each step behind them."""
+    block = block_of(inputs)
+    most = min(_AHEAD, 1 << (inputs.bit_length() - 1))
+    return max(block, most if inputs % block == 0 else block), block
