@@ -77,6 +77,8 @@ def check(sizes: list[int], inputs: int, plan: Plan, shape: Shape, dtype: torch.
     assert len(sites._staging._host) == BUFFERS, "a step may be packed before others have run"
     kinds = [[8] * len(sizes), [40, *[0] * (len(sizes) - 1)], [16] * len(sizes)]
     adapters = [adapter(i, sizes, inputs, ranks) for i, ranks in enumerate(kinds)]
+    before = [adapter(7 + i, sizes, inputs, [40] * len(sizes)) for i in range(SLOTS)]
+    sites.load(tuple(enumerate(before)))
     sites.load(tuple(enumerate(adapters)))
     sites.pack(plan, shape)  # type: ignore[arg-type]
     draw = torch.Generator().manual_seed(9)

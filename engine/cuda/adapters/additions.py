@@ -51,8 +51,16 @@ class CudaAddition:
     """What adapters add to one product. See `engine.model.linear.Addition`."""
 
     def __init__(
-        self, linear: Linear, step: StepTiles, slots: int, most: int, dtype: torch.dtype
+        self,
+        linear: Linear,
+        step: StepTiles,
+        scales: Tensor,
+        ranks: Tensor,
+        most: int,
+        dtype: torch.dtype,
     ) -> None:
+        """`scales` and `ranks`: see `Pairs`."""
+        slots = len(ranks)
         weight = next(linear.parameters())
         self._step, self._most = step, most
         self._parts = parts_of(linear)
@@ -77,8 +85,8 @@ class CudaAddition:
         self.pairs = Pairs(
             a,
             zeros(slots, ends[-1], most, dtype=dtype),
-            zeros(slots, len(self._parts)),
-            zeros(slots, dtype=torch.int32),
+            scales,
+            ranks,
             torch.tensor(blocks, dtype=torch.int32, device=weight.device),
             torch.tensor(ends, dtype=torch.int32, device=weight.device),
         )
@@ -104,21 +112,21 @@ class CudaAddition:
         """See `Addition`."""
         return self._step.active
 
-    def put(self, slot: int, adapter: Adapter) -> None:
-        """Queues copies of the pairs that a slot gets."""
-        a, b, scales, ranks = (each[slot] for each in self.pairs[:4])
-        a.zero_()
-        b.zero_()
-        rank, factors = 0, [0.0] * len(self._parts)
+    def put(self, slot: int, adapter: Adapter) -> tuple[list[float], int]:
+        """Queues copies of the pairs that a slot gets. Returns its scales and its rank. B is zero
+        beyond a pair's rank, so what A has there counts for nothing."""
+        a, b = self.pairs.a[slot], self.pairs.b[slot]
+        rank, scales = 0, [0.0] * len(self._parts)
         for number, part in enumerate(self._parts):
-            if (pair := adapter.modules.get(part.module)) is None:
-                continue
-            own, first = len(pair.a), number * self._most
-            a[first : first + own].copy_(pair.a[:, part.columns.slice], non_blocking=True)
-            b[part.outputs.slice, :own].copy_(pair.b[part.rows.slice], non_blocking=True)
-            rank, factors[number] = max(rank, own), pair.scale
-        scales.copy_(torch.tensor(factors))
-        ranks.fill_(rank)
+            own, ours = 0, b[part.outputs.slice]
+            if (pair := adapter.modules.get(part.module)) is not None:
+                own, first = len(pair.a), number * self._most
+                a[first : first + own].copy_(pair.a[:, part.columns.slice], non_blocking=True)
+                ours[:, :own].copy_(pair.b[part.rows.slice], non_blocking=True)
+                rank, scales[number] = max(rank, own), pair.scale
+            if own < self._most:
+                ours[:, own:].zero_()
+        return scales, rank
 
     def __call__(self, x: Tensor | Rounded, linear: Linear) -> Tensor:
         """See `Addition`."""

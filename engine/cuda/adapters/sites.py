@@ -15,8 +15,35 @@ from engine.cuda.adapters.additions import CudaAddition, StepTiles
 from engine.cuda.adapters.kernels import TILE, Tiles, size_of, splits_of
 from engine.cuda.steps.shapes import Shape
 from engine.cuda.steps.staging import ALIGNMENT, Int32s, StepStaging
+from engine.model.adapters.sites import parts_of
 from engine.model.linear import Linear
 from engine.step.plan import StepPlan
+
+
+class _BySlot:
+    """Numbers of all products, which change together for one slot: in one copy."""
+
+    def __init__(
+        self, counts: list[int], slots: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """`counts`: numbers of each product."""
+        self._values = torch.zeros(slots * sum(counts), dtype=dtype, device=device)
+        sizes, places = [slots * count for count in counts], torch.arange(len(self._values))
+        self.views = [
+            own.view(slots, count)
+            for own, count in zip(torch.split(self._values, sizes), counts, strict=True)
+        ]
+        """[slots, count] of each product."""
+        own = [of.view(slots, -1) for of in torch.split(places, sizes)]
+        self._places = torch.cat(own, dim=1).to(device)
+
+    def put(self, slot: int, numbers: list[float] | list[int]) -> None:
+        """Queues the copy of a slot's numbers."""
+        values = torch.tensor(numbers, dtype=self._values.dtype)
+        if self._values.is_cuda:
+            values = values.pin_memory()  # Else the copy waits for the steps before.
+        values = values.to(self._values.device, non_blocking=True)
+        self._values.index_copy_(0, self._places[slot], values)
 
 
 class CudaAdapterSites:
@@ -36,11 +63,18 @@ class CudaAdapterSites:
         self._slots = slots
         most = -(-most_rank // TILE) * TILE
         self._step = StepTiles()
-        self._additions = [CudaAddition(each, self._step, slots, most, dtype) for each in linears]
+        self._device = next(linears[0].parameters()).device
+        parts = [len(parts_of(each)) for each in linears]
+        self._scales = _BySlot(parts, slots, torch.float32, self._device)
+        self._ranks = _BySlot([1] * len(linears), slots, torch.int32, self._device)
+        own = zip(linears, self._scales.views, self._ranks.views, strict=True)
+        self._additions = [
+            CudaAddition(linear, self._step, scales, ranks.flatten(), most, dtype)
+            for linear, scales, ranks in own
+        ]
         for linear, addition in zip(linears, self._additions, strict=True):
             linear.addition = addition
-        self._width = max((len(each.pairs.a[0]) for each in self._additions), default=0)
-        self._device = self._additions[0].pairs.a.device
+        self._width = max(len(each.pairs.a[0]) for each in self._additions)
         self._contents: dict[int, bytes] = {}
         self._staging: StepStaging
 
@@ -59,8 +93,9 @@ class CudaAdapterSites:
         """Queues copies of what slots must have."""
         for slot, adapter in wanted:
             if self._contents.get(slot) != adapter.digest:
-                for addition in self._additions:
-                    addition.put(slot, adapter)
+                told = [addition.put(slot, adapter) for addition in self._additions]
+                self._scales.put(slot, [each for scales, _ in told for each in scales])
+                self._ranks.put(slot, [rank for _, rank in told])
                 self._contents[slot] = adapter.digest
 
     def pack(self, plan: StepPlan | None, shape: Shape) -> None:
