@@ -6,6 +6,7 @@ Shapes: T tokens of a step, K inputs of a product, P its parts, M the largest ra
 from __future__ import annotations
 
 from functools import partial
+from math import gcd
 from typing import Final
 
 import torch
@@ -89,6 +90,7 @@ class CudaAddition:
             ranks,
             torch.tensor(blocks, dtype=torch.int32, device=weight.device),
             torch.tensor(ends, dtype=torch.int32, device=weight.device),
+            gcd(16, *ends),
         )
 
     def _put_behind(self, linear: Linear, method: Dense, rows: int) -> Tensor:

@@ -74,6 +74,8 @@ class Pairs(NamedTuple):
     """[B, 3] int32: part, first output and end of each `BLOCK_N` outputs, which no part crosses."""
     ends: Tensor
     """[P] int32: the end of each part's outputs."""
+    aligned: int
+    """What divides all these, at most 16. Else a program reads and writes single numbers."""
 
     @property
     def parts(self) -> int:
@@ -222,15 +224,16 @@ def _expand(
     low, b, product, out, order, tiles, ranks, scales, blocks, outputs, product_stride, out_stride,
     low_stride,
     parts: tl.constexpr, most: tl.constexpr, columns: tl.constexpr, splits: tl.constexpr,
-    tile: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr,
+    tile: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr, aligned: tl.constexpr,
 ):  # fmt: skip
     """Without splits, `out` is not `product`, and gets what has no adapter, too."""
     if pdl:
         gdc_launch_dependents()
-    slot, rank, place, inside, rows = _tile(tiles, order, ranks, tl.program_id(0), tile)
-    part = tl.load(blocks + 3 * tl.program_id(1))
-    begin = tl.load(blocks + 3 * tl.program_id(1) + 1)
-    end = tl.load(blocks + 3 * tl.program_id(1) + 2)
+    slot, rank, place, inside, rows = _tile(tiles, order, ranks, tl.program_id(1), tile)
+    own = blocks + 3 * tl.program_id(0)
+    part = tl.load(own)
+    begin = tl.multiple_of(tl.load(own + 1), aligned)
+    end = tl.multiple_of(tl.load(own + 2), aligned)
     scale = tl.load(scales + slot * parts + part)
     output = begin + tl.arange(0, block)
     some = tl.where(rank > 0, end, 0)
@@ -260,10 +263,10 @@ def _expand_gated(
     """silu(gate) * up of gate and up with what is added. Of tokens without an adapter, too."""
     if pdl:
         gdc_launch_dependents()
-    slot, rank, place, inside, rows = _tile(tiles, order, ranks, tl.program_id(0), tile)
+    slot, rank, place, inside, rows = _tile(tiles, order, ranks, tl.program_id(1), tile)
     scale = tl.load(scales + slot * parts)
     up_scale = tl.load(scales + slot * parts + parts - 1)
-    output = tl.program_id(1) * block + tl.arange(0, block)
+    output = tl.program_id(0) * block + tl.arange(0, block)
     some, up_some = tl.where(rank > 0, size, 0), tl.where(rank > 0, 2 * size, 0)
     weight = _of_b(b, slot, output, some, 0, 2 * size, most, columns)
     up_weight = _of_b(b, slot, output + size, up_some, 0, 2 * size, most, columns)
@@ -341,7 +344,7 @@ def expand(product: Tensor, pairs: Pairs, own: Tiles, low: Low) -> Tensor:
     out = product if low.splits else product.new_empty(len(product), outputs)
     launch(
         _expand,
-        (len(own.tiles), len(pairs.blocks)),
+        (len(pairs.blocks), len(own.tiles)),
         low.values,
         pairs.b,
         product,
@@ -355,6 +358,7 @@ def expand(product: Tensor, pairs: Pairs, own: Tiles, low: Low) -> Tensor:
         product.stride(0),
         out.stride(0),
         *_of_sums(pairs, own, low),
+        pairs.aligned,
         launch_pdl=early(),
     )
     return out
@@ -366,7 +370,7 @@ def expand_gated(both: Tensor, pairs: Pairs, own: Tiles, low: Low) -> Tensor:
     out = both.new_empty(len(both), size)
     launch(
         _expand_gated,
-        (len(own.tiles), triton.cdiv(size, BLOCK_N)),
+        (triton.cdiv(size, BLOCK_N), len(own.tiles)),
         low.values,
         pairs.b,
         both,
