@@ -109,7 +109,7 @@ def measure(arguments: argparse.Namespace, times: Times) -> None:
     pools = [
         Pool(
             torch.zeros(num_pages, page_bytes, dtype=torch.uint8),
-            ((page_bytes, num_pages, 0, 0, 0, ()),),
+            ((page_bytes, num_pages, 0, 0, 0, (), ()),),
         )
         for _ in range(2)
     ]

@@ -109,7 +109,7 @@ def pool_of(rank: Rank, settings: Mapping[str, Any]) -> Pool:
         data.view(num_pages, len(heads), head_bytes).copy_(values[:, :, None])
     if data.is_cuda:
         torch.cuda.synchronize()
-    return Pool(data, ((data.shape[1], num_pages, 0, 0, 0, ()),))
+    return Pool(data, ((data.shape[1], num_pages, 0, 0, 0, (), ()),))
 
 
 def pages_of(settings: Mapping[str, Any], run: int) -> tuple[PageIds, PageIds]:

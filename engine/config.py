@@ -52,6 +52,8 @@ class EngineConfig(Bounds):
     """"cpu", "cuda", "cuda:1"; auto: cuda where there is one."""
     pp_layers: tuple[int, ...] = ()
     """Layers of each stage; empty: stages are about equally large."""
+    kv_bands: int = 1
+    """Pages have the layers of each of so many stages by themselves, for peers that have these."""
     tp: int = 1
     """Ranks that hold each of `pp` stages together (tensor parallelism). All ranks are this
     process, and others that it starts on this host, or that agents start on others."""

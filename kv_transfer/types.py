@@ -70,7 +70,10 @@ class PageGroup(NamedTuple):
     """How many of them it keeps."""
     planes: tuple[int, ...] = ()
     """Bytes of each of them in each plane of a unit, such as values, and exponents behind those of
-    all layers. Empty: unknown, and each rank has all layers."""
+    all layers of a band. Empty: unknown, and each rank has all layers."""
+    bands: tuple[int, ...] = ()
+    """Layers of each band. A page has all units of the first band's layers, then those of the next.
+    Empty: one band."""
 
     @property
     def end(self) -> int:

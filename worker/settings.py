@@ -66,10 +66,11 @@ class WorkerDebug(BaseModel):
     pp_layers: Numbers = _ENGINE.pp_layers
     """Lists the layers of each of `pp` stages, with commas between, the first stage first. Empty:
     stages are about equally large, with embedding and head."""
+    kv_bands: int = Field(default=_ENGINE.kv_bands, ge=1)
+    """Lays pages out for peers of so many stages (`pp`), which then write one run of bytes each."""
     attention: Attention = _ENGINE.attention
-    """Chooses the attention kernels: FlashAttention-3 or -2, Baton's own in Triton, or torch's.
-    `auto` takes the best that runs here and logs the reason. FlashAttention-2 needs pages of 256
-    tokens."""
+    """Chooses the attention kernels: FlashAttention-3 or -2 (which needs pages of 256 tokens), ours
+    in Triton, or torch's. `auto` takes the best that runs here and logs the reason."""
     num_pages: int = Field(default=_ENGINE.num_pages, ge=0)
     """Sets the number of pages in the KV pool and overrides `kv_memory_gib`. 0: as many as fit."""
     mixed_prefill_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)
@@ -81,8 +82,7 @@ class WorkerDebug(BaseModel):
     used, or cheapest to compute again per use."""
     slow_peer_gigabytes_per_s: float = Field(default=-1, ge=-1)
     """Reports a path to another worker that is slower than this; routers avoid it if there is
-    another. 0: never. -1: 1 GB/s between GPUs, which is far below NVLink and RDMA, otherwise
-    never."""
+    another. 0: never. -1: 1 GB/s between GPUs, far below NVLink and RDMA, otherwise never."""
     late_rows: bool = _ENGINE.late_rows
     """Lets a request whose KV arrives join a step that is launched: its second token is early."""
     profile: int = Field(default=0, ge=0)

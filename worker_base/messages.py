@@ -347,7 +347,8 @@ def _group_message(group: PageGroup) -> worker_pb2.KvGroup:
 
 def _group_of(message: worker_pb2.KvGroup) -> PageGroup:
     values = {name: getattr(message, name) for name in PageGroup._fields}
-    return PageGroup(**values | {"planes": tuple(message.planes)})
+    several = {"planes": tuple(message.planes), "bands": tuple(message.bands)}
+    return PageGroup(**values | several)
 
 
 def endpoint_of(message: worker_pb2.KvEndpoint) -> Endpoint:

@@ -232,6 +232,7 @@ def decode_attention(
     Returns:
         [B * w, Hq, D]
     """
+    pool, layer = pool.band_of(layer)
     dim, tiles = q.shape[2], divided.tiles
     rows = rows_of(q, contexts, pool.num_kv_heads, dim, spec, divided)
     launch(

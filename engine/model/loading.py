@@ -34,7 +34,7 @@ from engine.model.places import Check as Check
 from engine.model.precision.base import Format
 from engine.model.precision.choice import Precision
 from engine.model.precision.formats import read_format
-from engine.model.ranks import check_ranks, staged
+from engine.model.ranks import banded, check_ranks, staged
 from engine.model.region import Range
 from engine.model.shard import Shard
 from engine.model.sources import Dummy, Safetensors, Source, locate
@@ -165,6 +165,10 @@ def _check_wrapped(load: Load) -> None:
             f"pp {load.shard.stages} cannot be set: transformers' own code runs this model, and its"
             " layers are not divided among stages"
         )
+    if load.shard.bands > 1:
+        raise UnsupportedModelError(
+            f"kv_bands {load.shard.bands} cannot be set: transformers' own code runs this model"
+        )
     if load.shard.experts is not None:
         raise UnsupportedModelError(
             "expert_parallel and expert_group cannot be set: transformers' own code runs this"
@@ -189,10 +193,12 @@ def _load_native(
     if load.accepts is not None:
         load.accepts(config)
     shard, every = load.shard, None
-    if shard.stages > 1 or shard.experts is not None:
+    if shard.stages > 1 or shard.experts is not None or shard.bands > 1:
         every = Model(config, dtype, torch.device("meta"), precision)
         if shard.stages > 1:
             shard = staged(every, shard, load.stage_layers)
+        if shard.bands > 1:
+            shard = banded(every, shard)
     if load.check is not None:
         load.check(_weights(config, dtype, precision, shard))
     model = Model(

@@ -132,10 +132,7 @@ def staged(model: Model, shard: Shard, asked: Sequence[int] = ()) -> Shard:
     if any(kept.state for kept in config.keepers.values()):
         why = "some layers keep states, and a stage could not tell that it has found a wrong one"
         raise _no_stages(shard, why)
-    sizes = [_bytes(layer) for layer in model.layers]
-    sizes[0] += _bytes_of(model.embedding)
-    sizes[-1] += _bytes_of(model.embedding if model.shares_head else model.head)
-    ends = list(accumulate(asked)) if asked else _even_ends(sizes, shard.stages)
+    ends = list(accumulate(asked)) if asked else _stage_ends(model, shard.stages)
     for index, layer in enumerate(config.layers):
         lender = layer.mixer.kv_from if isinstance(layer.mixer, AttentionConfig) else None
         if lender is not None and any(lender < end <= index for end in ends):
@@ -144,6 +141,27 @@ def staged(model: Model, shard: Shard, asked: Sequence[int] = ()) -> Shard:
             )
     first = [0, *ends][shard.stage]
     return replace(shard, layers=Range(first, ends[shard.stage]))
+
+
+def banded(model: Model, shard: Shard) -> Shard:
+    """A part of a model, with the bands of its pages. `model`: all layers, without memory.
+
+    Raises:
+        UnsupportedModelError: the model has too few layers.
+    """
+    if shard.bands > (count := model.config.num_layers):
+        raise UnsupportedModelError(
+            f"kv_bands {shard.bands} does not fit this model: it has {count} layers"
+        )
+    return replace(shard, band_ends=tuple(_stage_ends(model, shard.bands)))
+
+
+def _stage_ends(model: Model, stages: int) -> list[int]:
+    """Where the layers of each stage end, if nobody says so."""
+    sizes = [_bytes(layer) for layer in model.layers]
+    sizes[0] += _bytes_of(model.embedding)
+    sizes[-1] += _bytes_of(model.embedding if model.shares_head else model.head)
+    return _even_ends(sizes, stages)
 
 
 def _no_stages(shard: Shard, why: str) -> UnsupportedModelError:

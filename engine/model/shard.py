@@ -65,6 +65,10 @@ class Shard:
     """The stage's layers; None: all."""
     experts: Held | None = None
     """The experts that it holds whole; None: some of the width of each."""
+    bands: int = 1
+    """Stages for which pages are laid out (`EngineConfig.kv_bands`)."""
+    band_ends: tuple[int, ...] = ()
+    """Where the layers of each of these end; empty: there is one, or nobody knows yet."""
 
     def has_layer(self, index: int) -> bool:
         """Whether its stage has a layer."""

@@ -108,6 +108,8 @@ def _ranks_obstacle(config: EngineConfig) -> str:
     if config.pp_layers and len(config.pp_layers) != pp:
         layers = ",".join(map(str, config.pp_layers))
         return f"pp_layers {layers} must be a number for each of {pp} stages"
+    if bands := _bands_obstacle(config):
+        return bands
     if config.expert_parallel and config.tp == 1:
         return "expert_parallel divides experts among the ranks of tp, and tp is 1: set tp"
     if pp == 1:
@@ -131,6 +133,19 @@ def _ranks_obstacle(config: EngineConfig) -> str:
             "kv_host_gib needs pp 1: pages of stages differ in size, and their host memory would"
             " not hold the same ones"
         )
+    return ""
+
+
+def _bands_obstacle(config: EngineConfig) -> str:
+    """Why pages cannot have such bands; empty: they can."""
+    if config.kv_bands < 1:
+        return f"kv_bands {config.kv_bands} must be at least 1"
+    if config.kv_bands == 1:
+        return ""
+    if config.hooks:
+        return "hooks need kv_bands 1: they read all layers of a head in one run"
+    if config.kv_stores:
+        return "kv_store needs kv_bands 1: the objects of other workers have no bands"
     return ""
 
 

@@ -63,7 +63,8 @@ def shard_of(config: EngineConfig, rank: int) -> Shard:
     if config.expert_group:
         place = place_of(config.expert_group)
         experts = Held(place.rank, place.ranks)
-    return Shard(own, config.tp, grid.stage_of(rank), config.pp, experts=experts)
+    bands = config.kv_bands
+    return Shard(own, config.tp, grid.stage_of(rank), config.pp, experts=experts, bands=bands)
 
 
 def why_one_group(config: EngineConfig) -> str:
@@ -284,14 +285,15 @@ def _allocate(
     device: torch.device,
 ) -> KvPools:
     kinds = [_any_maker(config, loaded, loaded.config.kept_by(spec.layers)) for spec in specs]
-    head, has_layer = loaded.head, loaded.model.shard.has_layer
+    head, shard = loaded.head, loaded.model.shard
     if head is None:
-        return make_pools(kinds, specs, counts, device, has_layer=has_layer)
+        made = partial(make_pools, kinds, specs, counts, device, has_layer=shard.has_layer)
+        return made(band_ends=shard.band_ends)
     page = _page(config, loaded, 1, head.kept)
     kept = [head.revision, page.layout, page.precision, config.dtype, config.page_size, *head.kept]
     digest = hashlib.sha256(json.dumps(kept).encode()).hexdigest()[:32]
     drafts = DraftPages(_maker(config, loaded, head.kept), digest, head.kept.kv_heads)
-    return make_pools(kinds, specs, counts, device, drafts)
+    return make_pools(kinds, specs, counts, device, drafts, band_ends=shard.band_ends)
 
 
 def draft_page_bytes(config: EngineConfig, loaded: LoadedModel) -> int:

@@ -55,15 +55,17 @@ class Fp8Pool(KvPool):
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """See `KvPool`. The numbers lack their exponents."""
-        k, v = self._layer_bytes(layer)
+        band, layer = self.band_of(layer)
+        k, v = band._layer_bytes(layer)
         return k.view(FP8), v.view(FP8)
 
     def write(
         self, layer: int, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
         """See `KvPool`."""
-        stored_k, stored_v = self._layer_bytes(layer)
-        exponents_k, exponents_v = self.exponents[:, :, layer].unbind(2)
+        band, layer = self.band_of(layer)
+        stored_k, stored_v = band._layer_bytes(layer)
+        exponents_k, exponents_v = band.exponents[:, :, layer].unbind(2)
         at = pages, offsets
         return self._store(stored_k, exponents_k, at, k), self._store(stored_v, exponents_v, at, v)
 
@@ -73,8 +75,9 @@ class Fp8Pool(KvPool):
 
     def gather(self, layer: int, places: Tensor) -> tuple[Tensor, Tensor]:
         """See `KvPool`."""
-        k, v = self._layer_bytes(layer)
-        return self._read(k, layer, 0, places), self._read(v, layer, 1, places)
+        band, layer = self.band_of(layer)
+        k, v = band._layer_bytes(layer)
+        return band._read(k, layer, 0, places), band._read(v, layer, 1, places)
 
     def _store(
         self, stored: Tensor, exponents: Tensor, at: tuple[Tensor, Tensor], x: Tensor

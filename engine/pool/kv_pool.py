@@ -4,13 +4,17 @@ The order is `(num_pages, num_kv_heads, bytes of a head)`. A head's bytes have i
 layers. So a page is one contiguous run, and one descriptor moves it. A tensor-parallel rank's share
 of a page is one run, too. A subclass says how numbers are stored in a head's bytes. Attention sees
 strided views, one a layer.
+
+A page may have *bands*, one behind the other. Each has some layers, in the order above. So what a
+rank shares with one of a pipeline stage, which has these layers alone, is one run, too.
 """
 
 from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from typing import ClassVar, Self
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -59,6 +63,38 @@ class KvPool(PagePool, ABC):
         )
         self.elements = self.data.view(self.element)
         """[num_pages, page_stride]: the bytes as stored numbers."""
+        self._bands: Sequence[Any] = ()
+        """Pools of this one's own kind."""
+
+    def divide(self, layers: Sequence[int]) -> None:
+        """Divides each page into bands of so many layers. Nothing is stored yet."""
+        assert sum(layers) == self.num_layers, "a layer is in one band"
+        self._bands = self._divided(layers) if len(layers) > 1 else ()
+
+    def _divided(self, layers: Sequence[int]) -> list[Self]:
+        layer_bytes, found, first = self.num_kv_heads * sum(self.planes), list[Self](), 0
+        for count in layers:
+            band = copy.copy(self)
+            band.num_layers = count
+            band.data = self.data.narrow(1, first * layer_bytes, count * layer_bytes)
+            band.elements = band.data.view(self.element)
+            found.append(band)
+            first += count
+        return found
+
+    @property
+    def bands(self) -> tuple[int, ...]:
+        """Layers of each band; empty: there is one."""
+        return tuple(band.num_layers for band in self._bands)
+
+    def band_of(self, layer: int) -> tuple[Self, int]:
+        """The band of a layer, as a pool without bands whose pages are as far apart as here, and
+        the layer's index there."""
+        for band in self._bands:
+            if layer < band.num_layers:
+                return band, layer
+            layer -= band.num_layers
+        return self, layer
 
     @property
     def precision(self) -> str:
@@ -134,7 +170,8 @@ class KvPool(PagePool, ABC):
 
     def by_head(self) -> Self:
         """A view of the same bytes as pages of one KV head each: `num_pages * num_kv_heads` pages,
-        those of a page's heads side by side."""
+        those of a page's heads side by side. There are no bands."""
+        assert not self._bands, "bytes of a head are not one run"
         view = copy.copy(self)
         view.num_pages, view.num_kv_heads = self.num_pages * self.num_kv_heads, 1
         view.page_bytes = self.head_bytes
@@ -167,24 +204,31 @@ class PlainPool(KvPool):
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """See `KvPool`."""
-        stored = self._stored
+        band, layer = self.band_of(layer)
+        stored = band._stored
         return stored[:, :, layer, 0], stored[:, :, layer, 1]
 
     def write(
         self, layer: int, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
         """See `KvPool`."""
-        self._stored[:, :, layer][pages, :, :, offsets] = torch.stack((k, v), dim=2)
+        band, layer = self.band_of(layer)
+        band._stored[:, :, layer][pages, :, :, offsets] = torch.stack((k, v), dim=2)
         return k, v
 
     def places(self, pages: Tensor) -> Tensor:
         """Runs of K of layer 0, [..., Hkv, P]. A run is K or V of one page, KV head and layer. K of
-        a layer is further on by `2 * layer` runs, and its V by one more."""
+        a layer is further on by `2 * layer` runs, and its V by one more. With bands: the pages."""
+        if self._bands:
+            return pages
         head = torch.arange(self.num_kv_heads, device=pages.device)[:, None]
         return (pages[..., None, :] * self.num_kv_heads + head) * (2 * self.num_layers)
 
     def gather(self, layer: int, places: Tensor) -> tuple[Tensor, Tensor]:
         """See `KvPool`."""
+        if self._bands:
+            k, v = (own[places].transpose(-4, -3).flatten(-3, -2) for own in self.layer(layer))
+            return k, v
         runs = self.elements.view(-1, self.page_size * self.head_dim)
         keys = places.reshape(-1) + 2 * layer
         shape = (*places.shape[:-1], -1, self.head_dim)

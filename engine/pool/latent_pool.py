@@ -7,6 +7,7 @@ is the latent alone. So every byte is read for both.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ class LatentPool(KvPool):
         `KvPool`."""
         self.values = values
         super().__init__(**shape)
+
+    def divide(self, layers: Sequence[int]) -> None:
+        """See `KvPool`. Layers follow each other anyway, since there is one head."""
 
     @property
     def element(self) -> torch.dtype:

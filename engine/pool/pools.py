@@ -6,6 +6,8 @@ is a scratch page of its own.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -42,6 +44,8 @@ class PageRun(NamedTuple):
     num_layers: int
     planes: tuple[int, ...]
     """See `PagePool`; empty where no rank keeps layers of it."""
+    bands: tuple[int, ...]
+    """Layers of each band; empty: there is one."""
 
 
 class Place(NamedTuple):
@@ -122,7 +126,9 @@ class KvPools:
             own, every = (of[at] if at < len(self) else () for of in (self.held, self._layers))
             first = every.index(own[0]) if own else 0
             planes = pool.planes if every else ()
-            runs.append(PageRun(pool.page_bytes, pool.num_pages, offset, first, len(own), planes))
+            bands = pool.bands if isinstance(pool, KvPool) else ()
+            sizes = pool.page_bytes, pool.num_pages, offset
+            runs.append(PageRun(*sizes, first, len(own), planes, bands))
         return runs
 
     @property
@@ -168,6 +174,7 @@ def make_pools(
     device: torch.device,
     drafts: DraftPages | None = None,
     has_layer: HasLayer = _has_all,
+    band_ends: Sequence[int] = (),
 ) -> KvPools:
     """Allocates `counts` pages of each group.
 
@@ -178,6 +185,8 @@ def make_pools(
         device: of the memory.
         drafts: what a draft head keeps.
         has_layer: says which layers are kept here.
+        band_ends: where the layers of each band of pages end (`KvPool.divide`); empty: there is
+            one.
     """
     makers: list[Callable[..., PagePool]] = [
         partial(make, num_layers=sum(map(has_layer, spec.layers)))
@@ -195,6 +204,11 @@ def make_pools(
     for make, count, start, size in zip(makers, counts, starts, sizes, strict=False):
         own = data[start : start + size]
         pools.append(make(num_pages=count, device=device, data=own))
+    for pool, spec in zip(pools, specs, strict=False):
+        if isinstance(pool, KvPool):
+            held = filter(has_layer, spec.layers)
+            counted = Counter(bisect_right(band_ends, layer) for layer in held)
+            pool.divide([counted[band] for band in sorted(counted)])
     if drafts is None:
         return KvPools(specs, pools, data, has_layer=has_layer)
     *own_pools, last = pools

@@ -16,10 +16,10 @@ from kv_transfer.ranks.remote import RankAgent, RemotePart, Socket
 from kv_transfer.transports.factory import make_transport
 from kv_transfer.types import KvTransport, PageGroup
 
-Run = tuple[int, int, int, int, int, Sequence[int]]
+Run = tuple[int, int, int, int, int, Sequence[int], Sequence[int]]
 """A rank's part of a group: bytes of its part of a page, pages, bytes from the beginning of the
-memory to page 0; of the group's layers the first one here, how many are here, and bytes of each in
-each plane of a unit (`PageGroup.planes`)."""
+memory to page 0; of the group's layers the first one here, how many are here, bytes of each in each
+plane of a unit, and layers of each band (`PageGroup`)."""
 
 
 class Pool(Protocol):
@@ -95,8 +95,8 @@ def serve(socket: Socket, rank: int, pool: Pool) -> None:
 
 def _groups_of(pool: Pool) -> list[PageGroup]:
     groups = [
-        PageGroup(size, count, 0, offset, "", first, layers, tuple(planes))
-        for size, count, offset, first, layers, planes in pool.page_runs
+        PageGroup(size, count, 0, offset, "", first, layers, tuple(planes), tuple(bands))
+        for size, count, offset, first, layers, planes, bands in pool.page_runs
     ]
     if pool.drafts_digest:
         groups[-1] = groups[-1]._replace(digest=pool.drafts_digest)

@@ -211,7 +211,7 @@ class GroupTransport:
         """What this side writes of a group, and the pairs (own rank, the peer's) by which the peer
         does."""
         pages, theirs = self._endpoint.groups[group], peer.groups[group]
-        if len(self._parts) == 1 and not peer.ranks:
+        if len(self._parts) == 1 and not peer.ranks and pages.bands == theirs.bands:
             return {(0, 0): (Piece(0, 0, pages.page_bytes),)}, {(0, 0)}
         units, planes = pages.units, pages.planes
         if units != theirs.units:
@@ -219,7 +219,8 @@ class GroupTransport:
             raise TransportError("ranks_mismatch", both)
         sides = side_of(self._endpoint, group), side_of(peer, group)
         if planes != theirs.planes:
-            if len(sides[0].layers) > 1 or len(sides[1].layers) > 1:
+            stages = max(len(side.layers) for side in sides)
+            if stages > 1 or pages.bands or theirs.bands:
                 raise TransportError("ranks_mismatch", "layers are not told by both, or differ")
             sides = Side(sides[0].tp), Side(sides[1].tp)
             planes = ()

@@ -1,24 +1,26 @@
 """Which rank writes which bytes of a page to which rank. A pure function of a few numbers.
 
 A page of a group is a grid of units and layers. Its units are KV heads, or what the group has in
-their place. A rank holds a box of it: the units that it has of the layers of its stage, unit by
-unit, and of each unit plane by plane, such as values and then exponents, and of each plane layer by
-layer. Of H units, rank r of the N of a stage holds H / N in a row, or, with N > H, the one unit
-r * H // N, which N / H ranks hold alike. Both sides know the other's boxes, so both make the same
-plan:
+their place. A rank holds a box of it: the units that it has of the layers of its stage, which may
+be in bands, one behind the other. In each it has them unit by unit, of each unit plane by plane,
+such as values and then exponents, and of each plane layer by layer. Of H units, rank r of the N of
+a stage holds H / N in a row, or, with N > H, the one unit r * H // N, which N / H ranks hold alike.
+Both sides know the other's boxes, so both make the same plan:
 
 - each byte of each target page has one writer;
-- a pair of ranks shares one box, which is one run of bytes for each plane of each unit. Runs that
-  are neighbours on both sides are joined: with equal stages a page is one run for each pair;
+- a pair of ranks shares one box, which is one run of bytes for each plane of each unit in each
+  band. Runs that are neighbours on both sides are joined: with equal stages a page is one run for
+  each pair, and so it is where one side has a band for each stage of the other;
 - where several ranks of the writing side hold a unit, they take turns over the target's ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, product
 from typing import NamedTuple
 
-from kv_transfer.types import Endpoint, Piece, Pieces, TransportError
+from kv_transfer.types import Endpoint, PageGroup, Piece, Pieces, TransportError
 
 Pair = tuple[int, int]
 """Rank of the writing side, rank of the target."""
@@ -33,6 +35,13 @@ class Side(NamedTuple):
     """Ranks of each stage."""
     layers: tuple[range, ...] = (WHOLE,)
     """Layers of each stage, among those of the group; the stage of rank 0 is first."""
+    bands: tuple[tuple[range, ...], ...] = ()
+    """Bands of each stage's layers; empty: each stage has one."""
+
+    def bands_of(self, rank: int) -> tuple[range, ...]:
+        """The bands of a rank."""
+        stage = rank // self.tp
+        return self.bands[stage] if self.bands else (self.layers[stage],)
 
     def layers_of(self, rank: int) -> range:
         """The layers of a rank."""
@@ -87,7 +96,14 @@ def side_of(endpoint: Endpoint, group: int) -> Side:
     if not endpoint.groups[group].planes:
         return Side(tp, (WHOLE,) * endpoint.stages)
     spans = ((one.first_layer, one.first_layer + one.num_layers) for one in firsts)
-    return Side(tp, tuple(range(*span) for span in spans))
+    layers = tuple(range(*span) for span in spans)
+    return Side(tp, layers, tuple(map(_bands_of, firsts)))
+
+
+def _bands_of(group: PageGroup) -> tuple[range, ...]:
+    counts = group.bands or (group.num_layers,)
+    ends = list(accumulate(counts, initial=group.first_layer))
+    return tuple(map(range, ends, ends[1:]))
 
 
 class _Box(NamedTuple):
@@ -95,20 +111,27 @@ class _Box(NamedTuple):
 
     units: range
     layers: range
+    bands: tuple[range, ...] = ()
 
     def shared(self, other: _Box) -> _Box | None:
         """What two ranks hold; None: nothing."""
         units, layers = _shared(self.units, other.units), _shared(self.layers, other.layers)
-        return _Box(units, layers) if units and layers else None
+        if not (units and layers):
+            return None
+        cuts = (_shared(own, theirs) for own in self.bands for theirs in other.bands)
+        return _Box(units, layers, tuple(filter(None, cuts)))
 
     def offset(self, unit: int, layer: int, plane: int, planes: Sequence[int]) -> int:
         """Where a layer of a unit begins in a plane, bytes from the beginning of a rank's page."""
+        band = next(each for each in self.bands if layer in each)
+        bands_before = (band.start - self.layers.start) * len(self.units) * sum(planes)
         before = (unit - self.units.start) * sum(planes) + sum(planes[:plane])
-        return before * len(self.layers) + (layer - self.layers.start) * planes[plane]
+        return bands_before + before * len(band) + (layer - band.start) * planes[plane]
 
 
 def _box(side: Side, rank: int, units: int) -> _Box:
-    return _Box(units_of(rank % side.tp, side.tp, units), side.layers_of(rank))
+    own = units_of(rank % side.tp, side.tp, units)
+    return _Box(own, side.layers_of(rank), side.bands_of(rank))
 
 
 def _shared(one: range, other: range) -> range:
@@ -116,9 +139,9 @@ def _shared(one: range, other: range) -> range:
 
 
 def _runs(own: _Box, theirs: _Box, both: _Box, planes: Sequence[int]) -> Iterator[Piece]:
-    for unit in both.units:
+    for band, unit in product(both.bands, both.units):
         for plane, layer_bytes in enumerate(planes):
-            place, size = (unit, both.layers.start, plane, planes), len(both.layers) * layer_bytes
+            place, size = (unit, band.start, plane, planes), len(band) * layer_bytes
             yield Piece(own.offset(*place), theirs.offset(*place), size)
 
 

@@ -245,6 +245,7 @@ def endpoint_of(frame: bytes) -> Endpoint:
     content = json.loads(frame)
     metadata = bytes.fromhex(content["metadata"])
     groups = tuple(
-        PageGroup(*group)._replace(planes=tuple(group[-1])) for group in content["groups"]
+        PageGroup(*group)._replace(planes=tuple(group[-2]), bands=tuple(group[-1]))
+        for group in content["groups"]
     )
     return Endpoint(**content | {"metadata": metadata, "groups": groups, "ranks": ()})

@@ -46,7 +46,8 @@ GRIDS = [
     (LATENT, (2, 1), (1, 2), {}),
     (WINDOWS, (1, 1), (4, 1), {}),
 ]
-"""A model, stages and ranks of each stage of prefill and decode, and settings of both."""
+"""A model, stages and ranks of each stage of prefill and decode, and settings of both. In every
+second row the side with fewer stages has bands for those of the other."""
 CASES = [
     pytest.param(
         model, shape, marks=() if shape == QUICK and model is WINDOWS else pytest.mark.matrix
@@ -96,20 +97,27 @@ def test_pages_go_from_any_ranks_to_any_others(
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("shapes", "prefill", "decode", "options"),
-    [pytest.param(*grid, marks=pytest.mark.matrix if at else ()) for at, grid in enumerate(GRIDS)],
+    ("shapes", "prefill", "decode", "options", "banded"),
+    [
+        pytest.param(*grid, at % 2 == 0, marks=pytest.mark.matrix if at else ())
+        for at, grid in enumerate(GRIDS)
+    ],
 )
 def test_pages_go_from_any_stages_to_any_others(
     shapes: Mapping[str, Any],
     prefill: tuple[int, int],
     decode: tuple[int, int],
     options: Mapping[str, Any],
+    banded: bool,
     tmp_path: Path,
 ) -> None:
     """The answers are those of workers of one rank; nothing is computed again on decode."""
     model = write_tiny_model(tmp_path / "model", **shapes)
     grids = {"prefill-0": prefill, "decode-0": decode}
     own = {name: {"pp": pp, "tp": tp, **options} for name, (pp, tp) in grids.items()}
+    if banded:
+        fewer = min(grids, key=lambda name: grids[name][0])
+        own[fewer]["debug_kv_bands"] = max(prefill[0], decode[0])
     with make_cluster(model, tmp_path / "logs", own=own).started() as cluster:
         for name, (pp, tp) in grids.items():
             assert len(ranks_of(cluster, name)) == pp * tp - 1

@@ -37,10 +37,13 @@ def convert_as_a_gpu_does(x, source, target, mode):
 
 
 def pool_of(kind, pages: int, dtype: torch.dtype, page_size: int):
-    return kind(
+    """Pages of 16 tokens have two bands."""
+    pool = kind(
         num_pages=pages, num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=DIM,
         page_size=page_size, dtype=dtype, device=CPU,
     )  # fmt: skip
+    pool.divide([1, LAYERS - 1] if page_size == 16 else [LAYERS])
+    return pool
 
 
 def check_store(dtype: torch.dtype, norms: HeadNorms | None) -> None:

@@ -181,14 +181,19 @@ def test_stages_run_different_steps_at_the_same_time(kind, count, most, tmp_path
         ("llama", {"quantization": "fp8"}),
         ("llama", {"kv_cache_dtype": "fp8"}),
         ("qwen3_moe", {"tp": 2, "expert_parallel": True}),
+        ("llama", {"kv_bands": 4}),
+        ("llama", {"kv_bands": 4, "kv_cache_dtype": "fp8"}),
     ],
     ids=str,
 )
 def test_stages_compose_with(model, options, tmp_path):
+    """Pages of one stage have no bands."""
     path = write_tiny_model(tmp_path, **MODELS[model], tokenizer=False, hidden=128)
     found = []
     for pp in (1, 2):
-        with running(path, pp=pp, max_step_tokens=40, num_pages=40, **options) as engine:
+        own = {**options, "kv_bands": 1} if pp == 1 else options
+        with running(path, pp=pp, max_step_tokens=40, num_pages=40, **own) as engine:
+            assert bool(engine.pool.bands) == (own.get("kv_bands", 1) > 1)
             runs = [submit(engine, prompt_of(n), 12, ignore_eos=True) for n in (70, 17, 5)]
             finish(*runs)
             found.append([run.tokens for run in runs])
@@ -246,6 +251,13 @@ def test_a_rank_that_does_not_go_on_is_named_and_none_is_left(
 # -- what is refused ----------------------------------------------------------------------------
 
 REFUSED = {
+    "kv_bands 3 does not fit this model: it has 2 layers": {"kv_bands": 3},
+    "hooks need kv_bands 1": {"kv_bands": 2, "hooks": ("quest",)},
+    "kv_store needs kv_bands 1": {"kv_bands": 2, "kv_stores": ("disk:/tmp/kv?gib=1",)},
+    "kv_bands 2 cannot be set: transformers' own code": {
+        "kv_bands": 2,
+        "model_impl": "transformers",
+    },
     "pp 0 must be at least 1": {"pp": 0},
     "pp 3 does not fit this model: it has 2 layers": {"pp": 3},
     "pp_layers 2,1 must be 2 numbers above 0, one for each stage, whose sum is 2": {

@@ -29,7 +29,7 @@ from kv_transfer.types import KvTransport, PageGroup, PageIds
 
 RANKED = ("loopback 2-8", "nixl 1-2")
 """Ranks of the prefill and the decode side, each a transport of its own. `2@1 3`: two ranks of each
-of two stages, whose layers end there."""
+of two stages, whose layers end there. `2@3/1 3`: two ranks, of all three layers in two bands."""
 KINDS = sorted({*TRANSPORTS, *RANKED} - {"null"})
 """Every transport that moves pages: the protocol's tests run on each, whatever the factory knows.
 One that needs what this machine lacks says so with TransportError `nixl_missing` or the like."""
@@ -71,14 +71,14 @@ THREE = laid_out(ONE[0], PageGroup(1536, 48, 2), PageGroup(8192, 40, 1))
 WINDOW_PAGES = 3
 
 
-def held_bytes(group: PageGroup, units: range, layers: range) -> torch.Tensor:
+def held_bytes(group: PageGroup, units: range, bands: Sequence[range]) -> torch.Tensor:
     """Which bytes of a whole page a rank has, in the order in which it has them."""
     size = group.page_bytes // group.units
     planes = group.planes or (size,)
     starts = [sum(planes[:at]) * (group.num_layers or 1) for at in range(len(planes))]
     runs = [
         torch.arange(unit * size + start + one.start, unit * size + start + one.stop)
-        for unit in units
+        for layers, unit in itertools.product(bands, units)
         for start, plane in zip(starts, planes, strict=True)
         for one in [range(layers.start * plane, layers.stop * plane)]
     ]
@@ -89,10 +89,14 @@ class RankedPool:
     """The pages of one or several ranks, read and written as whole pages."""
 
     def __init__(
-        self, count: int = 1, groups: Sequence[PageGroup] = ONE, ends: Sequence[int] = ()
+        self,
+        count: int = 1,
+        groups: Sequence[PageGroup] = ONE,
+        ends: Sequence[int] = (),
+        band_ends: Sequence[int] = (),
     ) -> None:
         """`ends`: where the layers of each stage end, the first one first; empty: one stage. Each
-        has `count` ranks."""
+        has `count` ranks. `band_ends`: where those of each band end, likewise."""
         self.groups = groups
         self.units = [group.units for group in groups]
         self.stages = max(1, len(ends))
@@ -105,8 +109,12 @@ class RankedPool:
             for places, group in zip(self._places, groups, strict=True):
                 own = layers[rank // count] if layers else range(group.num_layers or 1)
                 units = units_of(rank % count, count, group.units)
-                places.append(held_bytes(group, units, own))
-                told = {"first_layer": own.start, "num_layers": len(own)} if group.planes else {}
+                cuts = [own.start, *(end for end in band_ends if end in own[1:]), own.stop]
+                bands = [range(*span) for span in itertools.pairwise(cuts)]
+                places.append(held_bytes(group, units, bands))
+                counts = tuple(map(len, bands)) if len(bands) > 1 else ()
+                told = {"first_layer": own.start, "num_layers": len(own), "bands": counts}
+                told = told if group.planes else {}
                 part.append(group._replace(page_bytes=len(places[-1]), **told))
             self.parts.append(laid_out(*part))
         self.ranks = [torch.zeros(part[-1].end, dtype=torch.uint8) for part in self.parts]
@@ -183,8 +191,9 @@ class Side:
         kind, _, ranks = kind.partition(" ")
         if ranks:
             own = dict(zip(("prefill", "decode"), ranks.split("-"), strict=True))[role]
-            count, _, ends = own.partition("@")
-            self.pool = RankedPool(int(count), groups, [int(end) for end in ends.split()])
+            count, _, layers = own.partition("@")
+            ends, bands = ([*map(int, each.split())] for each in f"{layers}/".split("/")[:2])
+            self.pool = RankedPool(int(count), groups, ends, bands)
             self.transport = ranked_transport(kind, self.name, self.pool)
         else:
             self.pool = RankedPool(1, groups)

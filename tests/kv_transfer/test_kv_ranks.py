@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 import numpy as np
 import pytest
@@ -104,11 +104,20 @@ def pushed_back(world: World) -> None:
 
 
 @st.composite
-def grids(draw: st.DrawFn, layers: int, units: int) -> tuple[int, list[int]]:
-    """Ranks of each stage, and where its layers end."""
+def grids(draw: st.DrawFn, layers: int, units: int) -> tuple[int, list[int], list[int]]:
+    """Ranks of each stage, where its layers end, and where the layers of bands do."""
     tp = draw(st.sampled_from([count for count in (1, 2, 4, 8) if fits(count, units)]))
-    ends = draw(st.sets(st.integers(1, layers - 1), max_size=3)) if layers > 1 else set()
-    return tp, [*sorted(ends), layers]
+    cuts = st.sets(st.integers(1, layers - 1), max_size=3) if layers > 1 else st.just(set())
+    return tp, *([*sorted(draw(cuts)), layers] for _ in "ab")
+
+
+def side(tp: int, ends: list[int], band_ends: list[int]) -> Side:
+    layers = [range(*span) for span in pairwise([0, *ends])][::-1]
+    bands = []
+    for own in layers:
+        cuts = [own.start, *(end for end in band_ends if end in own[1:]), own.stop]
+        bands.append(tuple(range(*span) for span in pairwise(cuts)))
+    return Side(tp, tuple(layers), tuple(bands))
 
 
 @settings(max_examples=60, deadline=None)
@@ -117,11 +126,9 @@ def test_pages_go_between_any_grids(data: st.DataObject, layers: int, units: int
     """One writer a byte, both sides have one plan, and a push makes pages equal, there and back;
     with planes as FP8 has them."""
     planes = data.draw(st.sampled_from([(32,), (32, 4)]))
-    (own, own_ends), (other, ends) = (data.draw(grids(layers, units)) for _ in "ab")
-    sides = [
-        Side(tp, tuple(range(*span) for span in pairwise([0, *stages]))[::-1])
-        for tp, stages in ((own, own_ends), (other, ends))
-    ]
+    drawn = [data.draw(grids(layers, units)) for _ in "ab"]
+    sides = [side(*each) for each in drawn]
+    (_, own_ends, own_bands), (other, ends, bands) = drawn
     pieces = plan(sides[0], sides[1], units, planes)
     for target in sides[1].ranks:
         box = len(units_of(target % other, other, units)) * len(sides[1].layers_of(target))
@@ -130,12 +137,15 @@ def test_pages_go_between_any_grids(data: st.DataObject, layers: int, units: int
             for run in runs if to == target else ():
                 written[run.peer_offset : run.peer_offset + run.size] += 1
         assert (written == 1).all()
-    if own_ends == ends:
+    if own_ends == ends and own_bands == bands:
         assert {len(runs) for runs in pieces.values()} == {1}, "equal stages share one run"
+    for (_, stages, own_cuts), (_, others, cuts) in permutations(drawn):
+        if others == [layers] and stages == cuts and {*own_cuts} <= {*stages}:
+            assert {len(runs) for runs in pieces.values()} == {1}, "so do bands for stages"
     group = PageGroup(
         units * layers * sum(planes), NUM_PAGES, units, num_layers=layers, planes=planes
     )
-    kinds = [f"{tp}@{' '.join(map(str, at))}" for tp, at in ((own, own_ends), (other, ends))]
+    kinds = [f"{tp}@{' '.join(map(str, at))}/{' '.join(map(str, cut))}" for tp, at, cut in drawn]
     with a_world(f"loopback {'-'.join(kinds)}", groups=[group]) as world:
         hand_over(world)
 

@@ -1004,6 +1004,7 @@ class KvGroup(_message.Message):
     FIRST_LAYER_FIELD_NUMBER: _builtins.int
     NUM_LAYERS_FIELD_NUMBER: _builtins.int
     PLANES_FIELD_NUMBER: _builtins.int
+    BANDS_FIELD_NUMBER: _builtins.int
     page_bytes: _builtins.int
     """Bytes from one page to the next; of a whole page, where there are ranks."""
     num_pages: _builtins.int
@@ -1023,7 +1024,13 @@ class KvGroup(_message.Message):
     @_builtins.property
     def planes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Bytes of a layer in each plane of a unit, such as values, and exponents behind those of all
-        layers. Empty: every rank has all layers.
+        layers of a band. Empty: every rank has all layers.
+        """
+
+    @_builtins.property
+    def bands(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Layers of each band. A page has all units of the first band's layers, then those of the next
+        one. Empty: one band.
         """
 
     def __init__(
@@ -1037,10 +1044,11 @@ class KvGroup(_message.Message):
         first_layer: _builtins.int = ...,
         num_layers: _builtins.int = ...,
         planes: _abc.Iterable[_builtins.int] | None = ...,
+        bands: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "first_layer", b"first_layer", "num_layers", b"num_layers", "num_pages", b"num_pages", "offset", b"offset", "page_bytes", b"page_bytes", "planes", b"planes", "units", b"units"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bands", b"bands", "digest", b"digest", "first_layer", b"first_layer", "num_layers", b"num_layers", "num_pages", b"num_pages", "offset", b"offset", "page_bytes", b"page_bytes", "planes", b"planes", "units", b"units"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -146,6 +146,7 @@ def decode_attention_fp8(
     divided: Division,
 ) -> Tensor:
     """`decode_attention` over a pool in FP8."""
+    pool, layer = pool.band_of(layer)
     dim, tiles = q.shape[2], divided.tiles
     rows = rows_of(q, contexts, pool.num_kv_heads, dim, spec, divided)
     launch(

@@ -171,7 +171,7 @@ class Gatherer:
 
     def __call__(self, layer: int) -> Gathered:
         """Fills the scratch with a layer."""
-        pool = self._pool
+        pool, layer = self._pool.band_of(layer)
         launch(
             _gather_layer,
             (_PROGRAMS_OF_A_HEAD, pool.num_kv_heads),

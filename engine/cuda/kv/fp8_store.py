@@ -137,6 +137,7 @@ def rope_store_fp8(
     norms: HeadNorms | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`rope_store` over a pool in FP8. k and v are rounded in place, too."""
+    pool, layer = pool.band_of(layer)
     kv_heads, dim = pool.num_kv_heads, pool.head_dim
     heads = qkv.shape[1] // dim - 2 * kv_heads
     q_weight, k_weight, eps, norms_v = norms or HeadNorms(rope.angles, rope.angles, 0.0)

@@ -151,6 +151,7 @@ def prompt_attention(
     Returns:
         [T, Hq, D]
     """
+    pool, layer = pool.band_of(layer)
     tokens, heads, dim = q.shape
     tiles = NARROW if dim <= 128 else WIDE if dim <= 256 else WIDEST
     out = q.new_empty(tokens, heads, dim)

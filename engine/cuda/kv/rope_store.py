@@ -210,6 +210,7 @@ def rope_store(
     Returns:
         q [T, Hq, D], k and v [T, Hkv, D], views of `qkv`.
     """
+    pool, layer = pool.band_of(layer)
     kv_heads, dim = pool.num_kv_heads if keeps else 0, pool.head_dim
     heads = qkv.shape[1] // dim - 2 * kv_heads
     q_weight, k_weight, eps, norms_v = norms or HeadNorms(rope.angles, rope.angles, 0.0)

@@ -109,6 +109,7 @@ def short_conv(
     Returns:
         [T, C], times the gate C.
     """
+    pool, layer = pool.band_of(layer)
     tokens, channels = gates.shape[0], gates.shape[1] // 3
     out = gates.new_empty(tokens, channels)
     starts = step.query_starts
