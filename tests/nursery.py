@@ -196,8 +196,15 @@ def fork(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Chil
 
 @contextmanager
 def ranks_here() -> Iterator[None]:
-    """Engines that this process builds have their ranks from the nursery."""
+    """Engines that this process builds have their ranks from the nursery. Not where there are
+    GPUs: what is forked behind the imports, which look for GPUs, can use none."""
+    import torch
+
     from engine.hosts.processes import RankProcesses
+
+    if torch.cuda.is_available():
+        yield
+        return
 
     def start(self: RankProcesses, rank: int) -> Child:
         own = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
