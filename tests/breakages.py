@@ -190,7 +190,7 @@ BREAKAGES = (
         "layers-of-a-stage-from-the-first",
         "a stage's layers are handed off as if they were the first ones of the page",
         "kv_transfer/ranks/plan.py",
-        "(layer - self.layers.start) * planes[plane]",
+        "(layer - band.start) * planes[plane]",
         "0 * planes[plane]",
         ("kv_transfer/test_kv_ranks.py",),
     ),
