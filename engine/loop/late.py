@@ -5,8 +5,9 @@
                              row is in the next plan, of which nothing was changed
     the step ended        -> the row's token goes out with those of the step
 
-Which rows may come late: one choice, whose tokens nothing restricts, without an adapter. Others
-wait for the next plan, as they do where a step has no free place.
+Which rows may come late: one choice, whose tokens nothing restricts, without an adapter; and to a
+step whose draw waits for no masks, as draws are queued in the order of their plans. Others wait for
+the next plan, as they do where a step has no free place.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ class LateJoins:
     def offers(self, command: object, plan: StepPlan) -> bool:
         """Runs a command, if it is a delivery whose row may join the step launched last, which has
         this plan. Returns whether it ran."""
-        if not isinstance(command, Delivery) or self._offered or not plan.only_decodes:
+        if not isinstance(command, Delivery) or self._offered:
+            return False
+        if not plan.only_decodes or plan.masked.size:
             return False
         active = self._scheduler.requests.by_id.get(command.request_id)
         if active is None or not _may_be_late(active):

@@ -274,8 +274,16 @@ class StepLoop:
                 return
             if isinstance(command, _Flight):
                 command.ended = True
-            elif self._held or not self._late.offers(command, self._flights[-1].plan):
+            elif self._held or not self._offers(command):
                 self._held.append(command)
+
+    def _offers(self, command: Command) -> bool:
+        """Whether a command has run, and may have added its row to the step launched last."""
+        try:
+            return self._late.offers(command, self._flights[-1].plan)
+        except Exception:
+            log.exception("a command failed")
+            return True
 
     def _receive_beside(
         self, flight: _Flight, *, until_due: bool, until_work: bool = False

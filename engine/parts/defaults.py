@@ -70,7 +70,7 @@ def on_device(device: torch.device) -> AbstractContextManager[None]:
 
 def use_device(device: torch.device) -> None:
     """From now on `on_device` holds for this thread. A device without an index is the thread's."""
-    if device.index is not None:
+    if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 
 

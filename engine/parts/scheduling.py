@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
 
 from engine.adapters.registry import Adapters
@@ -87,7 +88,8 @@ def _build_tiers(
 
 def late_rows_of(config: EngineConfig, own: LateRows, pools: KvPools) -> LateRows:
     """The late rows of rank 0's executor, where it runs steps alone, and lengths alone say what a
-    row reads."""
+    row reads; and where a device sees a host's stores in their order."""
     is_alone = config.late_rows and config.ranks == 1 and not config.expert_group
     is_plain = len(pools) == 1 and not (config.hooks or config.speculates or has_head(config))
-    return own if is_alone and is_plain else NoLateRows()
+    is_ordered = platform.machine() in ("x86_64", "AMD64")
+    return own if is_alone and is_plain and is_ordered else NoLateRows()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import platform
 import threading
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
@@ -20,9 +22,11 @@ from engine.config import EngineConfig
 from engine.eager.late import LateStep, TorchLateRows
 from engine.engine import Engine
 from engine.loop import step_loop
-from engine.loop.late import _may_be_late
+from engine.loop.late import Delivery, LateJoins, _may_be_late
+from engine.loop.step_loop import StepLoop
 from engine.parts.scheduling import late_rows_of
 from engine.pool.pools import KvPools
+from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequences import ActiveRequest, RequestState, Sequence
 from engine.step.executor import NoLateRows
 from engine.step.plan import StepPlan
@@ -204,6 +208,37 @@ def test_which_engines_have_late_rows(options) -> None:
     assert found.room() == 0
     plain = late_rows_of(EngineConfig(model="m", **BOUNDS), own, cast("KvPools", range(1)))
     assert plain is own
+
+
+def test_other_processors_store_in_another_order(monkeypatch) -> None:
+    own, pools = TorchLateRows(lambda *_: Future()), cast("KvPools", range(1))
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert isinstance(late_rows_of(EngineConfig(model="m", **BOUNDS), own, pools), NoLateRows)
+
+
+@pytest.mark.parametrize(("masked", "runs"), [([], True), ([0], False)], ids=["none", "masked"])
+def test_no_draw_overtakes_one_that_waits_for_masks(masked, runs) -> None:
+    """The sampler counts tokens for penalties in the order of the plans. Not even the request is
+    looked up."""
+    requests = SimpleNamespace(by_id={})
+    late = LateJoins(
+        cast("Scheduler", SimpleNamespace(requests=requests)), TorchLateRows(lambda *_: Future())
+    )
+    asked: list[bytes] = []
+    requests.by_id = SimpleNamespace(get=asked.append)
+    plan = SimpleNamespace(only_decodes=True, masked=np.array(masked, np.int32))
+    assert not late.offers(Delivery(b"a", ()), cast("StepPlan", plan))
+    assert bool(asked) == runs
+
+
+def test_a_delivery_that_fails_costs_no_other_request(caplog) -> None:
+    def fail(command: object, plan: object) -> bool:
+        raise OverflowError
+
+    flight = SimpleNamespace(plan=None)
+    loop = SimpleNamespace(_late=SimpleNamespace(offers=fail), _flights=[flight])
+    assert StepLoop._offers(cast("StepLoop", loop), Delivery(b"a", ()))
+    assert "a command failed" in caplog.text
 
 
 def test_two_tokens_end_with_the_late_one(decoding, prefill) -> None:

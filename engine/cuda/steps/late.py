@@ -164,7 +164,7 @@ class CudaLateRows:
         slip, count = self._written[self._turn], len(row.pages)
         slip[1:_HEAD] = row.slot, row.token, row.position
         slip[_HEAD : _HEAD + count] = row.pages
-        slip[0] = count  # Last: stores of a host's core are seen in their order.
+        slip[0] = count  # Last: an x86 core's stores are seen in their order.
 
     def is_taken(self) -> bool:
         """See `LateRows`. The device begins the step as soon as the one before has ended, so the
