@@ -57,7 +57,7 @@ def plan(
     ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Say how many workers of which role serve a load best, and whether to disaggregate at all.
+    """Say how many workers of which role, and routers, a load needs, and whether to disaggregate.
 
     Rates measured with an 8B model are scaled to yours, and requests are simulated. Nothing runs.
 
