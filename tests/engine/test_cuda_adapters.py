@@ -160,6 +160,29 @@ def test_latents_states_and_mixtures(family, targets, tmp_path):
     check(path, [folder])
 
 
+def test_a_slot_keeps_nothing_of_the_adapter_before():
+    """Products of its A overflow, and the next one has smaller ranks, and none for a part."""
+    from interpreted_adapters import BUFFERS, Plan, adapter, former, linear
+
+    from engine.cuda.adapters.sites import CudaAdapterSites
+    from engine.cuda.steps.shapes import Shape
+
+    sizes, inputs, dtype, device = [96, 32, 32], 128, torch.bfloat16, torch.device("cuda")
+    own, next_one = linear(sizes, inputs, dtype, device), adapter(1, sizes, inputs, [8, 0, 16])
+    sites = CudaAdapterSites([own], 2, 40, dtype)
+    sites.reserve(600, 600, BUFFERS)
+    sites.load(((1, former(7, sizes, inputs)),))
+    sites.load(((0, next_one), (1, next_one)))
+    for rows in (1, 20, 600):  # Kernels of one row, of few and of many.
+        x, found = torch.randn(rows, inputs, device=device).to(dtype), []
+        for slot in (0, 1):
+            plan = Plan([slot] * rows, [1] * rows, rows)
+            sites.pack(plan, Shape(rows, adapted=True))  # type: ignore[arg-type]
+            found.append(own(x))
+        assert found[0].isfinite().all()
+        assert found[0].equal(found[1])
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("three", [32], indirect=True)
 @pytest.mark.parametrize("precision", ["", "fp8"])

@@ -115,18 +115,23 @@ class CudaAddition:
         return self._step.active
 
     def put(self, slot: int, adapter: Adapter) -> tuple[list[float], int]:
-        """Queues copies of the pairs that a slot gets. Returns its scales and its rank. B is zero
-        beyond a pair's rank, so what A has there counts for nothing."""
+        """Queues copies of the pairs that a slot gets. Returns its scales and its rank. A and B are
+        zero beyond a pair's rank: kernels multiply them up to the largest rank of all parts, and
+        what the former A gives there may be infinite, which times zero is no number.
+
+        With one rank, pairs are pinned and nothing waits. Several map theirs, which are not pinned:
+        those copies wait for what is queued."""
         a, b = self.pairs.a[slot], self.pairs.b[slot]
         rank, scales = 0, [0.0] * len(self._parts)
         for number, part in enumerate(self._parts):
-            own, ours = 0, b[part.outputs.slice]
+            own, first, ours = 0, number * self._most, b[part.outputs.slice]
             if (pair := adapter.modules.get(part.module)) is not None:
-                own, first = len(pair.a), number * self._most
+                own = len(pair.a)
                 a[first : first + own].copy_(pair.a[:, part.columns.slice], non_blocking=True)
                 ours[:, :own].copy_(pair.b[part.rows.slice], non_blocking=True)
                 rank, scales[number] = max(rank, own), pair.scale
             if own < self._most:
+                a[first + own : first + self._most].zero_()
                 ours[:, own:].zero_()
         return scales, rank
 
