@@ -89,6 +89,7 @@ class Peers:
         self._processes: BoundedMemory[str, tuple[str, ...]] = BoundedMemory(
             MAX_DEAD_PEERS, DEAD_PEER_AGE_S, clock
         )
+        """Processes of peers that are not known any more, or could not be opened."""
         self._dead: BoundedMemory[str, bool] = BoundedMemory(MAX_DEAD_PEERS, DEAD_PEER_AGE_S, clock)
         """Dead peers, and whether nothing of theirs is under way any more."""
         self.on_open: Callable[[str], None] = lambda agent_name: None
@@ -115,8 +116,10 @@ class Peers:
         return peer is not None and peer.endpoint != endpoint
 
     def processes_of(self, agent_name: str) -> tuple[str, ...]:
-        """Its processes, as `Endpoint.process` names them, also when its path is lost; none: it was
-        not met for long."""
+        """Its processes, as `Endpoint.process` names them, also when its path is lost; none: it is
+        unknown for long."""
+        if (peer := self._peers.get(agent_name)) is not None:
+            return _processes_at(peer.endpoint)
         return self._processes.get(agent_name) or ()
 
     @property
@@ -140,7 +143,7 @@ class Peers:
         if self.is_dead(name):
             self._emit(PeerFailed(name, "peer_dead"))
             return
-        self._processes.add(name, tuple(part.process for part in endpoint.parts))
+        self._processes.add(name, _processes_at(endpoint))
         peer = self._peers.get(name)
         if peer is not None and peer.endpoint == endpoint and self.is_open(name):
             peer.parted_s = None
@@ -206,7 +209,8 @@ class Peers:
 
     def close(self, agent_name: str) -> None:
         """Forgets a peer."""
-        if self._peers.pop(agent_name, None) is not None:
+        if (peer := self._peers.pop(agent_name, None)) is not None:
+            self._processes.add(agent_name, _processes_at(peer.endpoint))
             self._transport.close(agent_name)
 
     def on_push(self, handle: int, state: PushState) -> bool:
@@ -296,6 +300,10 @@ class Peers:
         name = peer.endpoint.agent_name
         path = self._transport.path(name)
         self._emit(PeerOpened(name, path, peer.gigabytes_per_s, peer.latency_us))
+
+
+def _processes_at(endpoint: Endpoint) -> tuple[str, ...]:
+    return tuple(part.process for part in endpoint.parts)
 
 
 def _path_cut(failpoint: str) -> TransportError:

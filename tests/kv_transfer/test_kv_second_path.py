@@ -17,6 +17,7 @@ from kv_transfer.events import (
     SendFailed,
     SendQuiesced,
 )
+from kv_transfer.peers import DEAD_PEER_AGE_S, PARTED_S
 from kv_transfer.receiving import ReceiveState
 from kv_transfer.wire import Quiesce, Quiesced
 
@@ -74,6 +75,23 @@ def test_a_cut_path_is_told_and_the_answer_frees(cut: World) -> None:
     assert world.decode.counters.stale_notifications == 0, "a word that comes twice is expected"
     wait(world, 3.0)
     assert len(world.decode.of(QuiesceUnanswered)) == len(told)
+
+
+def test_processes_are_known_as_long_as_the_peer_and_after_it(loopback: World) -> None:
+    """A healthy peer is met once."""
+    world, peers = loopback, loopback.decode.exchange.peers
+    named = (world.prefill.transport.endpoint.process,)
+    world.clock.advance(3 * DEAD_PEER_AGE_S)
+    world.turn()
+    assert peers.processes_of(world.prefill.name) == named
+    world.decode.exchange.part(world.prefill.name, proven_dead=False)
+    world.clock.advance(PARTED_S + 1)
+    world.turn()
+    assert not peers.any_known
+    world.clock.advance(DEAD_PEER_AGE_S / 2)
+    assert peers.processes_of(world.prefill.name) == named
+    world.clock.advance(3 * DEAD_PEER_AGE_S)
+    assert peers.processes_of(world.prefill.name) == ()
 
 
 def test_no_answer_while_a_push_is_in_progress(loopback: World) -> None:
