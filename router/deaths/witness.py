@@ -39,6 +39,8 @@ MOST_WORKERS: Final = 512
 """Workers of which such processes are remembered. The oldest go. Not tuned."""
 MOST_LETTERS: Final = 128
 """Letters of a name. A process's has a boot id, a namespace and two numbers, which are fewer."""
+NAMELESS: Final = frozenset({""})
+"""Processes of a worker that was asked for without any: nobody is the witness of these."""
 _EPOCH: Final = re.compile("[0-9a-f]{16}")
 Key = tuple[str, int]
 
@@ -115,15 +117,16 @@ class Deaths:
         key, now_s = (worker, int(epoch, 16)), time.monotonic()
         if key in self._gone:
             return True
+        named = set(processes[:MOST_ENDED]) or NAMELESS
         if (lost := self._lost.get(key)) is None:
-            named = set(processes[:MOST_ENDED]) or {
-                ""
-            }  # Nobody is the witness of what has no name.
-            self._add(key, _Lost(agent, named, time.time(), idle=False, asked_s=now_s))
+            self._add(key, _Lost(agent, set(named), time.time(), idle=False, asked_s=now_s))
             return False
         lost.idle = False
         if lost.asked_s is not None:
             lost.asked_s = now_s
+            if lost.processes == NAMELESS:  # Others that ask may know more.
+                lost.processes = set(named)
+                self._add(key, lost)
         return False
 
     def ended(self, worker: worker_pb2.WorkerIdentity) -> None:

@@ -157,6 +157,24 @@ def test_what_peers_ask_for_is_lost_though_this_router_never_lost_it(
     assert [one["epoch"] for one in deaths.unproven] == ["0000000000000008"], "nobody asks for 7"
 
 
+@pytest.mark.parametrize("first", ["named", "ended"])
+def test_one_that_asks_without_names_hides_none(
+    first: str, deaths: Deaths, proven: list[str]
+) -> None:
+    """Another peer has them, before or after the witness comes."""
+    name = f"{A}/5/1"
+    assert not deaths.asked(GONE, [])
+    if first == "ended":
+        assert deaths.witness("p", A, [name]) == []
+        assert proven == []
+    assert not deaths.asked(GONE, [name])
+    assert deaths.asked(GONE, []) == (first == "ended")
+    if first == "named":
+        assert deaths.witness("p", A, []) == [name]
+        deaths.witness("p", A, [name])
+    assert (proven, deaths.unproven) == ([GONE], [])
+
+
 @pytest.mark.parametrize("name", ["", "-", "p", "-0000000000000007", "p-7", "p-000000000000000G"])
 def test_what_is_no_name_of_a_start_is_none(name: str, deaths: Deaths) -> None:
     assert not deaths.asked(name, [f"{A}/5/1"])
