@@ -22,7 +22,7 @@ from serving.net.certificates import write_set
 from serving.net.internal_net import TlsNet, server_name_of, workers_net
 from worker.hosts import agent as agent_module
 from worker.hosts import leader as leader_module
-from worker.hosts.agent import Agent
+from worker.hosts.agent import Agent, GroupEndedError
 from worker.hosts.guard import Guard
 from worker.hosts.leader import Group
 from worker.hosts.place import FORM_S, Place
@@ -128,6 +128,34 @@ def test_an_agent_without_a_leader_ends_when_it_is_told_to(tmp_path: Path) -> No
     began_s = time.monotonic()
     assert agent.run() == 1
     assert time.monotonic() - began_s < FORM_S / 4
+
+
+@pytest.mark.parametrize("at", ["write_ends", "start"])
+def test_an_agent_told_to_end_while_its_ranks_start_says_so_once(
+    at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal comes before it has ranks, or just after. The leader would end at once if it heard
+    of two."""
+    settings = agent_of(tmp_path)
+    net = workers_net(settings.tls, NAME)
+    agent = Agent(settings, Place(NODES, 1, f"{HOME}:1", "", HOME, "lo"), net, Guard(-1))
+    for owner, step in ((agent_module, "write_ends"), (agent_module.RankProcesses, "start")):
+        taken = agent.leave if step == at else lambda: None
+        monkeypatch.setattr(owner, step, lambda *_, taken=taken: taken())
+    monkeypatch.setattr(agent_module, "LOOK_MS", 10)
+    said = list[str | None]()
+
+    def hear() -> None:
+        for _ in range(5):
+            message = agent._outbox.get()
+            said.append(message and message.WhichOneof("message"))
+        agent._inbox.put(worker_pb2.JoinResponse(stop=worker_pb2.StopRanks(reason="enough")))
+
+    agent._inbox.put(worker_pb2.JoinResponse(order=worker_pb2.GroupOrder(config="{}")))
+    threading.Thread(target=hear, daemon=True).start()
+    with pytest.raises(GroupEndedError, match="enough"):
+        agent._keep()
+    assert said.count("leaves") == 1
 
 
 def test_an_agent_claims_the_gpus_of_its_ranks(

@@ -146,9 +146,7 @@ class Agent:
 
     def leave(self) -> None:
         """The operator ends this agent: at first in order, and at once if asked again."""
-        self._told_to_leave += 1
-        if self._told_to_leave == 1 and self._ranks is not None:
-            self._outbox.put(worker_pb2.JoinRequest(leaves=worker_pb2.AgentLeaves()))
+        self._told_to_leave += 1  # `_keep` looks: this may come at any point of it.
 
     def _join(self) -> None:
         """Never returns but by GroupEndedError."""
@@ -172,7 +170,7 @@ class Agent:
 
     def _keep(self) -> None:
         """Until the stream breaks, which raises RpcError, or the group ends."""
-        poll, ranks = select.poll(), dict[int, int]()
+        poll, ranks, has_said_so = select.poll(), dict[int, int](), False
         self._heard_s = time.monotonic()
         while True:
             ended = [ranks[descriptor] for descriptor, _ in poll.poll(LOOK_MS)]
@@ -191,6 +189,9 @@ class Agent:
                 self._lost(f"rank {stopped} is stopped")
             if self._told_to_leave > 1 or (self._told_to_leave and self._ranks is None):
                 raise GroupEndedError("it was told to end")
+            if self._told_to_leave and not has_said_so:
+                has_said_so = True
+                self._outbox.put(worker_pb2.JoinRequest(leaves=worker_pb2.AgentLeaves()))
             self._outbox.put(worker_pb2.JoinRequest(figures=self._figures()))
 
     def _take(self, message: worker_pb2.JoinResponse | grpc.RpcError) -> bool:
