@@ -177,7 +177,9 @@ class Node:
         groups = tuple(self.executor.groups)
         layout = PageLayout(PAGE_TOKENS, groups, (None, *(window for window, _ in windows)))
         self.engine = Engine(
-            self.model, SimpleNamespace(first=None), StepLoop(self.scheduler, self.executor)
+            self.model,
+            SimpleNamespace(first=SimpleNamespace(device=torch.device("cpu"))),
+            StepLoop(self.scheduler, self.executor),
         )
         self.inbox = PausableInbox()
         self.transfer = TransferThread(self._make_transport, self.epoch, self._on_transfer)
