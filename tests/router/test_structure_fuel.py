@@ -67,7 +67,7 @@ def test_an_ambiguous_grammar_is_stopped_early(tokenizer: LLTokenizer) -> None:
     assert "start" not in matcher.get_error(), "it does not show the grammar"
     loose = LLParserLimits(verbose_errors=False)
     unbounded = LLMatcher(tokenizer, AMBIGUOUS, log_level=0, limits=loose)
-    assert longest_mask_s(unbounded, 60, enough_s=2 * ours_s, every=6) > 2 * ours_s
+    assert longest_mask_s(unbounded, 120, enough_s=2 * ours_s, every=6) > 2 * ours_s
 
 
 @pytest.mark.parametrize("optional", [20, 150])
