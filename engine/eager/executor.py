@@ -26,9 +26,7 @@ class TorchExecutor:
     def __init__(self, steps: TorchSteps, sampler: Sampler) -> None:
         self.steps = steps
         self._sampler = sampler
-        self.late = TorchLateRows(
-            lambda step, plan: self._stream.submit(self._draw_late, step, plan)
-        )
+        self.late = TorchLateRows(self._queue_late)
         self._masks: Future[Masks | None] | None = None
         """Masks of the step launched last, for which the device's thread waits."""
         self._stream = ThreadPoolExecutor(1, thread_name_prefix="baton-device")
