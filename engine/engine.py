@@ -264,7 +264,7 @@ class Engine:
             drafted_from: the page from which on what a draft head keeps is there, too; None: it
                 did not come.
         """
-        self._loop.deliver(Delivery(request_id, records, drafted_from))
+        self._loop.post(Delivery(request_id, records, drafted_from))
 
     def cancel(self, request_id: bytes) -> None:
         """Ends a request. Pages that a transfer may still use wait for `release`."""

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from engine.adapters.types import Adapter
 from engine.bounds import PromptLimits
-from engine.loop.late import Delivery, LateJoins
+from engine.loop.late import LateJoins
 from engine.loop.load import load_of
 from engine.loop.pacing import LaunchPacer, Pacer, Unpaced
 from engine.loop.profiling import StepProfiler
@@ -173,12 +173,9 @@ class StepLoop:
         self.post(lambda _: self._on_lost())
 
     def post(self, command: Command) -> None:
-        """Runs `command` on the loop's thread before the next plan."""
+        """Runs `command` on the loop's thread before the next plan. The row of a `Delivery` joins
+        the step that is launched, if it still can."""
         self._commands.put(command)
-
-    def deliver(self, delivery: Delivery) -> None:
-        """Posts a delivery, whose row joins the step that is launched if it still can."""
-        self._commands.put(delivery)
 
     def limit_prompts(self, limits: PromptLimits) -> None:
         """See `Engine.limit_prompts`."""
