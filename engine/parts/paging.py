@@ -285,15 +285,14 @@ def _allocate(
     device: torch.device,
 ) -> KvPools:
     kinds = [_any_maker(config, loaded, loaded.config.kept_by(spec.layers)) for spec in specs]
-    head, shard = loaded.head, loaded.model.shard
-    if head is None:
-        made = partial(make_pools, kinds, specs, counts, device, has_layer=shard.has_layer)
-        return made(band_ends=shard.band_ends)
-    page = _page(config, loaded, 1, head.kept)
-    kept = [head.revision, page.layout, page.precision, config.dtype, config.page_size, *head.kept]
-    digest = hashlib.sha256(json.dumps(kept).encode()).hexdigest()[:32]
-    drafts = DraftPages(_maker(config, loaded, head.kept), digest, head.kept.kv_heads)
-    return make_pools(kinds, specs, counts, device, drafts, band_ends=shard.band_ends)
+    head, shard, drafts = loaded.head, loaded.model.shard, None
+    if head is not None:
+        page, page_size = _page(config, loaded, 1, head.kept), config.page_size
+        kept = [head.revision, page.layout, page.precision, config.dtype, page_size, *head.kept]
+        digest = hashlib.sha256(json.dumps(kept).encode()).hexdigest()[:32]
+        drafts = DraftPages(_maker(config, loaded, head.kept), digest, head.kept.kv_heads)
+    where = shard.has_layer, shard.band_ends
+    return make_pools(kinds, specs, counts, device, drafts, *where)
 
 
 def draft_page_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
