@@ -1,4 +1,5 @@
-"""What routers and workers write and check alike: packed ids, and the bounds of extensions."""
+"""What routers and workers write and check alike: packed ids, and the bounds of extensions and of
+what a report names."""
 
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ MAX_EXTENSIONS: Final = 16
 """Most extensions of a request."""
 MAX_EXTENSION_BYTES: Final = 4096
 """Most bytes of all of a request's extensions together, with their names."""
+MOST_ADAPTERS: Final = 64
+"""Adapters that a report names of each place: 512 bytes. Of more, routers look at so many."""
 
 
 def pack_ids(ids: Sequence[int] | NDArray[np.integer[Any]]) -> bytes:

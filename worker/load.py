@@ -9,14 +9,12 @@ from baton.worker.v1 import worker_pb2
 from engine.loads import AdapterLoad
 from engine.types import EngineLoad
 from prefixes.keys import short_key
+from serving.wire import MOST_ADAPTERS
 
 STEPS_OF_CREDIT: Final = 2
 """A worker takes prompts on for this many steps: one runs, the next is planned."""
 UNGRANTED_SHARE: Final = 0.25
 """Prompts without a grant may fill this share of the pool: their KV cannot leave yet."""
-
-MOST_ADAPTERS: Final = 64
-"""Adapters that a report names of each place: 512 bytes."""
 
 
 class Report(NamedTuple):

@@ -19,12 +19,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Set
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from baton.worker.v1 import worker_pb2
-
-MOST_ADAPTERS: Final = 64
-"""Adapters of a report that are looked at, of each list. Workers name no more."""
+from serving.wire import MOST_ADAPTERS
 
 
 class Reservation(NamedTuple):

@@ -24,7 +24,8 @@ from router.placement.few import DRAWN, _with_adapter, few_of
 from router.settings import RouterSettings
 from router.workers.link import WorkerLink
 from router.workers.load_estimate import LoadEstimate, Reservation
-from worker.load import MOST_ADAPTERS, PrefillRoom, load_message
+from serving.wire import MOST_ADAPTERS
+from worker.load import PrefillRoom, load_message
 
 ONE, TWO, THREE = (bytes([number]) * 32 for number in (1, 2, 3))
 GIB = 1 << 30
