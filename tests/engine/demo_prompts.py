@@ -3,14 +3,9 @@ prefix, and texts that are not ASCII."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from engine_kit import build, check_baseline
-
-from engine.engine import Engine
 
 BOUNDARIES = (15, 16, 17, 63, 64, 65)
 SEVERAL_CHUNKS = (120, 530, 700)
@@ -62,13 +57,3 @@ def prompts(demo_model: Path) -> list[list[int]]:
     assert len(found) == 24
     assert [len(prompt) for prompt in found[:9]] == [*BOUNDARIES, *SEVERAL_CHUNKS]
     return found
-
-
-@contextmanager
-def running(path: Path, **options: int) -> Iterator[Engine]:
-    engine = build(path, **options)
-    try:
-        yield engine
-        check_baseline(engine)
-    finally:
-        engine.stop()

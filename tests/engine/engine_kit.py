@@ -106,6 +106,17 @@ def build(path: Path, **options) -> Engine:
     return engine
 
 
+@contextmanager
+def running(path: Path, **options) -> Iterator[Engine]:
+    """An engine. Everything must be back when the block ends."""
+    engine = build(path, **options)
+    try:
+        yield engine
+        check_baseline(engine)
+    finally:
+        engine.stop()
+
+
 def submit(
     engine: Engine,
     prompt: Sequence[int],

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_kit import build, check_baseline, finish, submit
+from engine_kit import build, check_baseline, finish, running, submit
 from paths_kit import prompt_of
 from references import references
 from test_ranks import (
@@ -26,7 +26,6 @@ from test_ranks import (
     SMALL,
     Pair,
     check,
-    running,
     test_log_probabilities_of_prompt_and_output,
     test_preempted,
     test_rank_0_samples_for_all,

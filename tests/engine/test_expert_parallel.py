@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_kit import build, finish, submit
+from engine_kit import build, finish, running, submit
 from paths_kit import prompt_of
 from quantised_experts import write_mxfp4
 from references import references
@@ -17,7 +17,6 @@ from test_ranks import (
     FAMILIES,
     SMALL,
     Pair,
-    running,
     speaks,
     test_fingerprint_and_limits_do_not_depend_on_the_ranks,
     test_log_probabilities_of_prompt_and_output,

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from adapters_kit import answers, write_adapter
 from breaking_hooks import POINTS
-from engine_kit import build, check_baseline, finish, submit
+from engine_kit import finish, running, submit
 from heads_kit import write_head
 from hooks_kit import PROMPT, check_rank_1, fixture_of_installed_hooks  # noqa: F401
 from paths_kit import prompt_of
@@ -38,16 +36,6 @@ def fixture_of_model(tmp_path_factory) -> Path:
     """All feed-forwards are of experts."""
     folder = tmp_path_factory.mktemp("whole-experts")
     return write_tiny_model(folder, **EXPERTS["qwen3_moe"] | {"layers": 5, "max_positions": 1024})
-
-
-@contextmanager
-def running(path: Path, **options: Any) -> Iterator[Engine]:
-    engine = build(path, **options)
-    try:
-        yield engine
-        check_baseline(engine)
-    finally:
-        engine.stop()
 
 
 def speaks(engine: Engine, path: Path) -> None:

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from demo_prompts import CHATS, NOT_ASCII, PROSE, running
-from engine_kit import Run, finish, hand_off, held, submit
+from demo_prompts import CHATS, NOT_ASCII, PROSE
+from engine_kit import Run, finish, hand_off, held, running, submit
 from precision_reference import MOST_FLIPS, TIE, Inputs, Reference, watch
 from quantised_checkpoints import FORMS
 from quantised_folders import (

@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 import torch
-from engine_kit import Run, build, check_baseline, finish, held, submit
+from engine_kit import Run, build, finish, held, running, submit
 from nursery import the_nursery
 from paths_kit import prompt_of
 from precision_reference import Reference, Rule, by_channel
@@ -64,16 +63,6 @@ SCORED = SamplingParams(temperature=0.0, top_logprobs=3)
 FORMED = SamplingParams(temperature=1.5, seed=3, grammar=grammar_of(PERSON))
 GONE_S = 5.0
 """No process of a rank is left after this many seconds."""
-
-
-@contextmanager
-def running(path: Path, **options: Any) -> Iterator[Engine]:
-    engine = build(path, **options)
-    try:
-        yield engine
-        check_baseline(engine)
-    finally:
-        engine.stop()
 
 
 def pids_of(engine: Engine) -> dict[int, int]:

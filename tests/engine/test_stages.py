@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_kit import GREEDY, build, finish, held, submit
+from engine_kit import GREEDY, build, finish, held, running, submit
 from paths_kit import prompt_of
 from references import references
 from test_profiling import written
@@ -28,7 +28,6 @@ from test_ranks import (
     all_gone,
     check,
     pids_of,
-    running,
     test_log_probabilities_of_prompt_and_output,
     test_preempted,
     test_rank_0_samples_for_all,
