@@ -63,7 +63,7 @@ def prompt_limits(settings: WorkerSettings, role: Role) -> PromptLimits:
 
 def _shares_graphs(settings: WorkerSettings) -> bool:
     """Whether rows and prompts share steps that may be graphs. Without graphs, small chunks would
-    only be more steps. Through stages a chunk is a step of its own, whose size `Lanes` say."""
+    only be more steps. Through stages a chunk is a step of its own, whose size `Lanes` says."""
     import torch  # Here: `baton plan` reads the numbers above without it.
 
     return settings.pp == 1 and settings.device != "cpu" and torch.cuda.is_available()
