@@ -9,7 +9,8 @@ Arguments that name tests are run by one process, too, and once.
 
 Many tests hold something to a bound on time, and a machine may stand still for a moment. So where
 at most `FEW` tests of a part failed, they are run once more, alone, when both parts have ended. Who
-passes then is named at the end as passed on the second try; who fails twice has failed.
+passes then is named at the end as passed on the second try. Who fails twice has failed, and the end
+shows pytest's line of it again: of a long run often only the end is kept.
 
 At the end it names the files that took the most CPU time, and says how much the whole run took with
 all processes that it started and that have ended.
@@ -38,6 +39,8 @@ SLOWEST = 20
 """So many files are named."""
 FEW = 3
 """As many tests may fail by a stall; more that fail are a fault."""
+MOST_NAMED = 20
+"""So many tests that failed are named."""
 FAILED = 1
 """pytest's status where tests failed; others stand for a run that was cut short."""
 NO_TESTS = 5
@@ -62,6 +65,7 @@ class Part:
     def __init__(self, name: str, arguments: list[str], cache: Path, root: Path = ROOT) -> None:
         self.name = name
         self.last_line = ""
+        self.failures: list[str] = []
         self.passed_again: list[str] = []
         self._arguments = [*arguments, "-o", f"cache_dir={cache}"]
         self._cache = cache
@@ -99,6 +103,7 @@ class Part:
         return json.loads(kept.read_text()) if kept.exists() else {}
 
     def _start(self, *more: str) -> None:
+        self.failures = []
         self._process = subprocess.Popen(
             [sys.executable, "-m", "pytest", *self._arguments, *more],
             cwd=self._root,
@@ -120,6 +125,8 @@ class Part:
         for line in self._process.stdout:
             print(f"{self.name:8} {line.rstrip()}", flush=True)
             self.last_line = line.strip() or self.last_line
+            if line.startswith(("FAILED ", "ERROR ")):
+                self.failures.append(line.strip())
 
 
 def run(parts: list[Part]) -> int:
@@ -135,6 +142,8 @@ def run(parts: list[Part]) -> int:
         print(f"{part.name:8} {part.last_line}")
         for test in part.passed_again:
             print(f"{part.name:8} PASSED ON THE SECOND TRY ONLY: {test}")
+        for line in part.failures[:MOST_NAMED]:
+            print(f"{part.name:8} {line}")
     if len(parts) > 1 and statuses.count(NO_TESTS) == 1:
         statuses.remove(NO_TESTS)
     return max(map(abs, statuses))

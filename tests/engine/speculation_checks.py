@@ -14,7 +14,7 @@ from engine.attention.parts import FP8, PLAIN, division
 from engine.cuda.decode_attention import decode_attention
 from engine.cuda.kernels import StepInputs
 from engine.cuda.kv.fp8_decode import decode_attention_fp8
-from engine.cuda.speculation.accepting import accept, told
+from engine.cuda.speculation.accepting import accept, read_result
 from engine.cuda.speculation.columns import Columns as Known
 from engine.cuda.speculation.columns import unpack_columns
 from engine.cuda.speculation.noise import uniform
@@ -168,7 +168,7 @@ def check_accepting() -> None:
             valid = valid.minimum(allowed[:decodes])
         valid = valid.clamp(min=0).long()
         given = (ids.flatten(), torch.stack((every, finite)), slots, bounds, width, tables)
-        result = told(accept(*given, allowed=allowed))
+        result = read_result(accept(*given, allowed=allowed))
         counts = accepted(ids.long(), drawn.long(), valid)
         columns = Columns(own, want.length[own].long(), ids.long(), valid)
         want.advance(columns, drawn.long(), counts)
@@ -199,9 +199,10 @@ def check_synthetic_acceptance() -> None:
         again.ready.fill_(3)
         result = accept(*given, tables, synthetic=0.8)
         assert torch.equal(result, accept(*given, again, synthetic=0.8))
-        for row, count in enumerate(told(result).counts.tolist()):
-            assert told(result).tokens[row, : count - 1].tolist() == ids[row, 1:count].tolist()
-            assert told(result).tokens[row, count - 1] == VOCAB
+        tokens, accepted, *_ = read_result(result)
+        for row, count in enumerate(accepted.tolist()):
+            assert tokens[row, : count - 1].tolist() == ids[row, 1:count].tolist()
+            assert tokens[row, count - 1] == VOCAB
             counts.append(count)
     shares = [sum(count > least for count in counts) / len(counts) for least in (1, 2, 3)]
     assert all(abs(share - 0.8**n) < 0.08 for n, share in enumerate(shares, 1)), shares

@@ -10,7 +10,7 @@ from pathlib import Path
 import demo_prompts as demo
 import pytest
 from beams_kit import Searches, check
-from engine_kit import finish, held, submit
+from engine_kit import finish, held, running, submit
 
 from engine.beams.params import BeamParams
 
@@ -39,7 +39,7 @@ def searches(demo_model: Path) -> Searches:
 def test_what_transformers_finds(demo_model, prompts, searches, width, some):
     """One after the other; then each beside the next and greedy ones, from the prefix cache."""
     params = BeamParams(width)
-    with demo.running(demo_model, num_pages=700, max_sequences=24, max_step_tokens=512) as engine:
+    with running(demo_model, num_pages=700, max_sequences=24, max_step_tokens=512) as engine:
         ends = engine.model.eos_token_ids
         found = {}
         for prompt in prompts[some]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import demo_prompts as demo
 import pytest
 import torch
-from engine_kit import Run, build, check_baseline, finish, hand_off, held, submit
+from engine_kit import Run, build, check_baseline, finish, hand_off, held, running, submit
 from references import NOISE
 from safetensors.torch import load_file, save_file
 from tiny_models import write_tiny_model
@@ -167,8 +167,8 @@ def test_whole_cached_in_chunks_and_handed_off(demo_model, prompts, reference, c
     some = [prompts[i] for i in SOME]
     options = {"num_pages": 100, "max_sequences": 8, **FP8}
     with (
-        demo.running(demo_model, max_step_tokens=512, **options) as engine,
-        demo.running(demo_model, max_step_tokens=32, **options) as chunked,
+        running(demo_model, max_step_tokens=512, **options) as engine,
+        running(demo_model, max_step_tokens=32, **options) as chunked,
     ):
         runs = ask_all(contexts, engine, some[:1], at_once=1)
         cached = engine.load().prompt_tokens_cached
@@ -187,7 +187,7 @@ class TestEveryPath:
 
     def test_whole_then_from_the_prefix_cache(self, demo_model, prompts, reference, contexts):
         options = {"num_pages": 500, "max_sequences": 24, "max_step_tokens": 512, **FP8}
-        with demo.running(demo_model, **options) as engine:
+        with running(demo_model, **options) as engine:
             for at_once in (1, 24):
                 check(ask_all(contexts, engine, prompts, at_once), reference, contexts)
             assert engine.load().prompt_tokens_cached > 0
@@ -195,8 +195,8 @@ class TestEveryPath:
     def test_in_small_chunks_then_handed_off(self, demo_model, prompts, reference, contexts):
         options = {"num_pages": 500, "max_sequences": 16, **FP8}
         with (
-            demo.running(demo_model, max_step_tokens=32, **options) as chunked,
-            demo.running(demo_model, max_step_tokens=512, **options) as engine,
+            running(demo_model, max_step_tokens=32, **options) as chunked,
+            running(demo_model, max_step_tokens=512, **options) as engine,
         ):
             runs = ask_all(contexts, chunked, prompts[::2], at_once=16)
             runs += [hand_over(contexts, chunked, engine, prompt) for prompt in prompts[1::3]]
@@ -207,7 +207,7 @@ class TestEveryPath:
         some = [prompt for prompt in prompts if len(prompt) < 100][:8]
         need = sum(-(-(len(prompt) + 60) // 16) for prompt in some)
         options = {"num_pages": need // 3 + 1, "max_sequences": 24, "prefix_cache": False}
-        with demo.running(demo_model, max_step_tokens=64, **options, **FP8) as engine:
+        with running(demo_model, max_step_tokens=64, **options, **FP8) as engine:
             with held(engine):
                 runs = [ask(contexts, engine, prompt, 60) for prompt in some]
             finish(*runs, timeout_s=240)
@@ -216,7 +216,7 @@ class TestEveryPath:
 
     def test_resumed_and_of_several_choices(self, demo_model, prompts, reference, contexts):
         options = {"num_pages": 500, "max_sequences": 16, "max_step_tokens": 128, **FP8}
-        with demo.running(demo_model, **options) as engine:
+        with running(demo_model, **options) as engine:
             runs = [ask(contexts, engine, prompt, choices=3) for prompt in prompts[:8]]
             finish(*runs, timeout_s=240)
             for first in runs[:4]:
