@@ -113,7 +113,7 @@ class Adapters:
         """
         if self._read is None:
             raise AdapterError("this worker takes no adapters: start it with max_adapters above 0")
-        _check_name(name)
+        check_name(name)
         adapter = self._read(path, within)
         return self._add(name, adapter, _Source(path, within, adapter.num_bytes), again=again)
 
@@ -364,7 +364,8 @@ def _cause_of(error: AdapterUnreadError) -> str:
     return "a file is missing" if cause is None else type(cause).__name__
 
 
-def _check_name(name: str) -> None:
+def check_name(name: str) -> None:
+    """Raises AdapterError if no adapter can be named so."""
     if not name or len(name.encode()) > MOST_NAME_BYTES or not name.isprintable():
         raise AdapterError(
             f"an adapter's name has 1 to {MOST_NAME_BYTES} bytes, and no control characters:"

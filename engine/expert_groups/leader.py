@@ -24,6 +24,7 @@ import stat
 import threading
 import time
 from collections import Counter
+from collections.abc import Container
 from pathlib import Path
 from typing import Final
 from uuid import uuid4
@@ -135,8 +136,7 @@ class Leader:
                 self._take(rank, str(message["loaded"]))
             elif "finished" in message:
                 self._finished.add(rank)
-                if len(self._finished) == self._ranks:
-                    self._tell({"open": True})
+                self._tell_who_is_late(self._finished, {"open": True})
             elif "ended" in message:
                 self._run_now[rank] -= 1
                 self._ended_s[rank] = time.monotonic()
@@ -156,8 +156,7 @@ class Leader:
         else:
             self._hello = told
             self._members[rank] = connection
-            if len(self._members) == self._ranks:
-                self._tell({"welcome": self._store})
+            self._tell_who_is_late(self._members, {"welcome": self._store})
             return rank
         send(connection, {"refused": why})
         return None
@@ -166,8 +165,13 @@ class Leader:
         self._loaded[rank] = revision
         if len(set(self._loaded.values())) > 1:
             self._lost = f"rank {rank} of the expert group has read other weights"
-        elif len(self._loaded) == self._ranks:
-            self._tell({"ready": True})
+        else:
+            self._tell_who_is_late(self._loaded, {"ready": True})
+
+    def _tell_who_is_late(self, there: Container[int], all_there: Message) -> None:
+        """Tells all whom the group waits for, or that it waits for nobody."""
+        late = [rank for rank in range(self._ranks) if rank not in there]
+        self._tell({"waits": late} if late else {"waits": list(range(self._ranks))} | all_there)
 
     def _begin(self) -> None:
         """Begins a step, if it is time."""

@@ -22,6 +22,8 @@ FORM_S: Final = 120.0
 """Rank 0 comes within this many seconds, and all others within as many again. Not tuned."""
 LOAD_S: Final = 3600.0
 """All have loaded within this many seconds: a large model over a slow disk takes minutes."""
+TOLD_S: Final = 5.0
+"""After so many seconds the log says for whom a worker waits. Not tuned."""
 _LOOK_S: Final = 0.1
 """Rank 0's socket is looked for this often, seconds."""
 
@@ -68,8 +70,7 @@ class Member:
         Raises:
             CollectiveError: not all came, or this one was refused.
         """
-        why = "not all workers of the expert group have come"
-        return self._folder / str(self._wait("welcome", 2 * FORM_S, why))
+        return self._folder / str(self._wait("welcome", 2 * FORM_S, f"come to {self._folder}"))
 
     def loaded(self, revision: str) -> None:
         """Says what has been loaded, and waits until all have.
@@ -79,7 +80,7 @@ class Member:
         """
         assert self._socket is not None
         send(self._socket, {"loaded": revision})
-        self._wait("ready", LOAD_S, "not all workers of the expert group have loaded")
+        self._wait("ready", LOAD_S, "load")
 
     def finished(self) -> None:
         """Says that this worker can run a step without tokens, and waits until all can.
@@ -89,7 +90,7 @@ class Member:
         """
         assert self._socket is not None
         send(self._socket, {"finished": True})
-        self._wait("open", LOAD_S, "not all workers of the expert group have finished loading")
+        self._wait("open", LOAD_S, "finish loading")
 
     def take(self, ask: list[int]) -> Asks:
         """See `Turns`."""
@@ -133,14 +134,24 @@ class Member:
         if self.lost:
             raise CollectiveError(self.lost)
 
-    def _wait(self, name: str, seconds: float, late: str) -> Any:
+    def _wait(self, name: str, seconds: float, what: str) -> Any:
+        told_s = min(TOLD_S, seconds)
         with self._changed:
-            done = self._changed.wait_for(lambda: name in self._found or self.lost, seconds)
+            done = self._changed.wait_for(lambda: name in self._found or self.lost, told_s)
+            if not done:
+                log.info("the expert group waits for %s to %s", self._late(), what)
+                left_s = seconds - told_s
+                done = self._changed.wait_for(lambda: name in self._found or self.lost, left_s)
             self._check()
         if not done:
-            self.lose(f"{late} for {seconds:.0f} s")
+            self.lose(f"the expert group has waited {seconds:.0f} s for {self._late()} to {what}")
             self._check()
         return self._found[name]
+
+    def _late(self) -> str:
+        """Whom the group waits for; rank 0 knows, and who does not reach it waits for it."""
+        ranks = self._found.get("waits", [0])
+        return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
 
     # -- the threads ----------------------------------------------------------------------------
 
@@ -170,7 +181,8 @@ class Member:
             except OSError:
                 own.close()
                 if self.lost or time.monotonic() > deadline_s:
-                    raise TimeoutError(f"rank 0 has not come within {FORM_S:.0f} s") from None
+                    late = f"rank 0 has not come to {self._folder} within {FORM_S:.0f} s"
+                    raise TimeoutError(late) from None
                 time.sleep(_LOOK_S)
         send(self._socket, self._hello)
 

@@ -72,7 +72,9 @@ class GroupedRanks(NoRanks):
             self._is_started = True
             self._member.start()
             self._store = self._member.meet()
-        except (GroupError, CollectiveError, OSError) as error:
+        except OSError as error:
+            raise RankError(f"expert_group {self._place.folder}: {error.strerror}") from error
+        except (GroupError, CollectiveError) as error:
             raise RankError(str(error)) from error
 
     def count(self, pairs: PairCount | None) -> None:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from engine.adapters.registry import Adapters
+from engine.adapters.registry import Adapters, check_name
 from engine.adapters.shared import shared
 from engine.adapters.types import Adapter, AdapterError
 from engine.config import EngineConfig
 from engine.cuda import features
 from engine.model import LoadedModel
-from engine.model.adapters.reading import Limits, read_adapter
+from engine.model.adapters.reading import Limits, look_at, read_adapter
 from engine.model.adapters.sites import AdapterSites, linears_of, shapes_of
 from engine.parts.paging import EngineError, dtype_of
 
@@ -26,13 +26,34 @@ ON_CPU: Final = torch.float32
 
 
 def check_adapters(config: EngineConfig) -> None:
-    """Whether an engine can have adapters as configured.
+    """Whether an engine can have adapters as configured, as far as their folders say it: weights
+    take minutes to read.
 
     Raises:
         EngineError: it cannot; the reason is named.
     """
     if config.adapters and not config.max_adapters:
         raise EngineError("adapters need max_adapters above 0")
+    named = [_named(each) for each in config.adapters]
+    for name, folder in named:
+        try:
+            check_name(name)
+            look_at(folder, _limits(config))
+        except AdapterError as error:
+            raise EngineError(f"adapter {name!r}: {error}") from error
+        if len({other for own, other in named if own == name}) > 1:
+            raise EngineError(f"adapters: {name!r} names two folders")
+
+
+def _named(stated: str) -> tuple[str, Path]:
+    name, equals, path = stated.partition("=")
+    if not equals or not path:
+        raise EngineError(f"adapters: {stated!r} is not name=folder")
+    return name, Path(path)
+
+
+def _limits(config: EngineConfig) -> Limits:
+    return Limits(config.max_adapter_rank, config.adapters_host_bytes)
 
 
 def with_adapters(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> LoadedModel:
@@ -72,8 +93,7 @@ def adapters_of(config: EngineConfig, loaded: LoadedModel) -> Adapters:
     """
     if not config.max_adapters:
         return Adapters()
-    limits = Limits(config.max_adapter_rank, config.adapters_host_bytes)
-    on_gpu = config.device != "cpu"
+    limits, on_gpu = _limits(config), config.device != "cpu"
     shapes = shapes_of(linears_of(loaded.whole or loaded.model))
     dtype = dtype_of(config.dtype) if on_gpu else ON_CPU
 
@@ -84,12 +104,9 @@ def adapters_of(config: EngineConfig, loaded: LoadedModel) -> Adapters:
         return pinned(found) if on_gpu and torch.cuda.is_available() else found
 
     adapters = Adapters(read, config.adapters_host_bytes)
-    for named in config.adapters:
-        name, equals, path = named.partition("=")
-        if not equals or not path:
-            raise EngineError(f"adapters: {named!r} is not name=folder")
+    for name, folder in map(_named, config.adapters):
         try:
-            adapters.load(name, Path(path))
+            adapters.load(name, folder)
         except AdapterError as error:
             raise EngineError(f"adapter {name!r}: {error}") from error
     return adapters

@@ -11,12 +11,15 @@ import torch
 from engine import memory
 from engine.bounds import MOST_RANKS
 from engine.checkpoints import Weights
-from engine.config import MTP, EngineConfig
+from engine.config import MTP, EngineConfig, tiers_obstacle
 from engine.parts.adapters import check_adapters
 from engine.parts.paging import EngineError
 from engine.pool.kinds import PoolError, pool_type
 from engine.speculation import choosing
 from engine.step.dispatch import GroupPlace, place_of
+from engine.tiers.stores.opening import look_at
+from engine.tiers.stores.protocol import StoreError
+from engine.tiers.touching import HostMemoryError, check_total
 
 
 def with_defaults(config: EngineConfig) -> EngineConfig:
@@ -38,6 +41,7 @@ def with_defaults(config: EngineConfig) -> EngineConfig:
     except (PoolError, choosing.SpeculationError) as error:
         raise EngineError(str(error)) from error
     check_adapters(config)
+    _check_tiers(config)
     on_cpu = device == "cpu"
     _check_ranks(config, device)
     if config.expert_group and device == "cuda" and torch.cuda.device_count() > 1:
@@ -89,6 +93,20 @@ def check_memory(config: EngineConfig, weights: Weights, device: torch.device) -
     try:
         memory.check(need, free, str(device) if on_gpu else "this machine")
     except memory.NoRoomError as error:
+        raise EngineError(str(error)) from error
+
+
+def _check_tiers(config: EngineConfig) -> None:
+    """Whether there can be the tiers below the pool, as far as that is known before weights are
+    read."""
+    host, stores = config.kv_host_bytes > 0, config.kv_stores
+    if obstacle := tiers_obstacle(host=host, stores=bool(stores), prefix_cache=config.prefix_cache):
+        raise EngineError(obstacle)
+    try:
+        check_total(config.kv_host_bytes // config.nodes)
+        for address in stores:
+            look_at(address, config.kv_secret_file)
+    except (HostMemoryError, StoreError) as error:
         raise EngineError(str(error)) from error
 
 

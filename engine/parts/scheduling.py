@@ -6,7 +6,7 @@ import platform
 from collections.abc import Sequence
 
 from engine.adapters.registry import Adapters
-from engine.config import EngineConfig, tiers_obstacle
+from engine.config import EngineConfig
 from engine.groups.others import OtherGroups, other_groups
 from engine.hooks.requests import RequestHooks
 from engine.pages.blocks import BlockManager
@@ -40,7 +40,7 @@ def scheduler_of(
     """The scheduler of rank 0.
 
     Raises:
-        EngineError: there can be no tiers as configured.
+        EngineError: host memory or a store cannot be had.
     """
     managers = [
         BlockManager(
@@ -67,10 +67,6 @@ def _build_tiers(
     stores: StoreConfig,
     mover: Shared | None,
 ) -> PageTiers:
-    host, wanted = config.kv_host_bytes > 0, bool(config.kv_stores)
-    obstacle = tiers_obstacle(host=host, stores=wanted, prefix_cache=config.prefix_cache)
-    if obstacle:
-        raise EngineError(obstacle)
     try:
         return build_tiers(
             config.rank_host_bytes,

@@ -11,14 +11,18 @@ Shapes: T tokens of this worker, A of all, C chosen experts of each, H what expe
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 from urllib.parse import parse_qsl
 
 from torch import Tensor
 
 from engine.bounds import MOST_RANKS
+
+_MOST_PATH_BYTES: Final = 100
+"""Linux has 107 for the name of a socket, and that is in the folder."""
 
 
 class Dispatched(NamedTuple):
@@ -125,4 +129,10 @@ def place_of(text: str) -> GroupPlace:
         raise ValueError(f"expert_group: {ranks} ranks must be 2 to {MOST_RANKS}")
     if rank >= ranks:
         raise ValueError(f"expert_group: rank {rank} must be below ranks {ranks}: they begin at 0")
-    return GroupPlace(Path(folder).expanduser(), rank, ranks)
+    path = Path(folder).expanduser()
+    if len(os.fsencode(path)) > _MOST_PATH_BYTES:
+        raise ValueError(
+            f"expert_group: {folder} has more than {_MOST_PATH_BYTES} bytes: sockets have no longer"
+            " names"
+        )
+    return GroupPlace(path, rank, ranks)

@@ -38,9 +38,7 @@ def touched_file(size: int) -> int:
     Raises:
         HostMemoryError: less can be touched.
     """
-    total = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
-    if size > total:
-        raise HostMemoryError(_too_much(size, total, "this machine has"))
+    check_total(size)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         command = [sys.executable, "-P", "-m", __name__, str(size), str(theirs.fileno())]
@@ -51,6 +49,17 @@ def touched_file(size: int) -> int:
         finally:
             child.kill()
             child.wait()
+
+
+def check_total(size: int) -> None:
+    """Whether a machine as large as this one could have so much.
+
+    Raises:
+        HostMemoryError: it is smaller.
+    """
+    total = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+    if size > total:
+        raise HostMemoryError(_too_much(size, total, "this machine has"))
 
 
 def _receive(child: socket.socket, size: int) -> int:

@@ -155,9 +155,20 @@ def test_files(folder, shapes):
         ({"adapters": ("x",), "max_adapters": 1}, "'x' is not name=folder"),
         ({"adapters": ("x=/nowhere",), "max_adapters": 1}, "adapter 'x': /nowhere has no"),
         ({"adapters": ("x=y",)}, "max_adapters above 0"),
+        ({"adapters": ("x\n=y",), "max_adapters": 1}, "no control characters"),
+        (
+            {"adapters": ("x=GOOD", "x=GOOD/."), "max_adapters": 1, "max_adapter_rank": 7},
+            "adapter 'x': adapter_config.json: r 8 is above the 7",
+        ),
+        ({"adapters": ("x=GOOD", "x=GOOD2"), "max_adapters": 1}, "'x' names two folders"),
     ],
 )
-def test_options(options, told, path):
+def test_options(options, told, path, folder, monkeypatch):
+    """All of these are seen before weights are read."""
+    (folder.parent / f"{folder.name}2").symlink_to(folder)
+    monkeypatch.setattr("engine.engine.load", None)
+    stated = [one.replace("GOOD", str(folder)) for one in options["adapters"]]
+    options = {**options, "adapters": tuple(stated)}
     with pytest.raises(EngineError, match=told):
         Engine.build(EngineConfig(model=str(path), num_pages=20, **options))
 

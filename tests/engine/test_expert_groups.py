@@ -290,14 +290,21 @@ def test_a_folder_that_others_could_reach_is_refused(tmp_path, kind):
     assert not (folder / "lock").exists()
 
 
-def test_a_group_that_does_not_form_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr("engine.expert_groups.member.FORM_S", 0.3)
-    for leader, why in ((None, "rank 0 has not come within"), (2, "not all workers of the expert")):
+def test_a_group_that_does_not_form_says_so_and_who_is_late(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setattr("engine.expert_groups.member.FORM_S", 0.6)
+    monkeypatch.setattr("engine.expert_groups.member.TOLD_S", 0.1)
+    nobody, late = "rank 0 has not come to .* within", "has waited 1 s for ranks 1, 3 to come to"
+    for leader, own, why in ((None, 1, nobody), (4, 0, late)):
         leads = Leader(tmp_path, leader) if leader else None
+        others = [member(tmp_path, rank) for rank in (2,) if leads]
         with pytest.raises(CollectiveError, match=why):
-            member(tmp_path, 0).meet()
+            member(tmp_path, own).meet()
         if leads is not None:
+            assert "the expert group waits for ranks 1, 3 to come to" in caplog.text
             leads.close()
+        for other in others:
+            other.close()
 
 
 def test_a_step_waits_for_those_whose_step_runs_or_has_just_ended(tmp_path):
@@ -338,6 +345,10 @@ def test_a_step_waits_for_those_whose_step_runs_or_has_just_ended(tmp_path):
 REFUSED = {
     "expert_group here must be FOLDER": ("mixtral", {"expert_group": "here"}),
     "expert_group: 1 ranks must be 2 to 64": ("mixtral", {"expert_group": "g?rank=0&ranks=1"}),
+    "expert_group: .* has more than 100 bytes": (
+        "mixtral",
+        {"expert_group": f"{'g' * 101}?rank=0&ranks=2"},
+    ),
     "expert_group: rank 2 must be below ranks 2": ("mixtral", {"expert_group": "g?rank=2&ranks=2"}),
     "expert_group needs tp 1 and pp 1": ("mixtral", {"tp": 2}),
     "speculation mtp cannot be set with expert_group": ("mixtral", {"speculation": "mtp"}),

@@ -151,13 +151,20 @@ def test_a_store_that_fails_costs_time_alone(path, want, tmp_path, point, action
     engine.stop()
 
 
-def test_what_the_engine_says_of_a_store_that_cannot_be(path, tmp_path):
+def test_what_the_engine_says_of_a_store_that_cannot_be(path, tmp_path, monkeypatch):
+    """All but the first are said before weights are read."""
+    shared = {"kv_stores": (f"dir:{tmp_path}?gib=1",)}
     for options, message in (
-        ({"kv_stores": ("tape:x",)}, "no store of this kind"),
-        ({"kv_stores": (f"dir:{tmp_path}?gib=1",)}, "kv_secret_file"),
         ({"kv_stores": ("disk:/proc/no?gib=1",)}, "/proc/no"),
+        ({"kv_stores": ("tape:x",)}, "no store of this kind"),
+        ({"kv_stores": ("disk:/tmp/x",)}, "its size is missing"),
+        (shared, "it needs kv_secret_file"),
+        (shared | {"kv_secret_file": "/nowhere"}, "kv_secret_file /nowhere: No such file"),
         ({"kv_stores": ("disk:/tmp/x?gib=1",), "kv_host_bytes": 0}, "needs kv_host_gib"),
+        ({"kv_host_bytes": 1 << 60}, "wanted for KV pages, this machine has"),
     ):
+        if "/proc/no" not in message:
+            monkeypatch.setattr("engine.engine.load", None)
         config = EngineConfig(model=str(path), **{**SMALL, **options})
         with pytest.raises(EngineError, match=message):
             Engine.build(config)

@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from engine.adapters.types import Adapter, AdapterError, AdapterUnreadError, LowRank
-from engine.model.adapters.config import ALL_LINEAR, CONFIG, Rules, open_within, read_lora_config
+from engine.model.adapters.config import (
+    ALL_LINEAR,
+    CONFIG,
+    LoraConfig,
+    Rules,
+    open_within,
+    read_lora_config,
+)
 from engine.model.places import FLOATS
 
 log = logging.getLogger("baton.engine")
@@ -62,12 +69,8 @@ def read_adapter(
         AdapterUnreadError: its files cannot be read.
         AdapterError: it does not fit; the field or tensor is named.
     """
-    config = read_lora_config(folder, within)
-    rules, file = Rules(config), folder / TENSORS
-    if not file.is_file():
-        others = sorted(each.name for each in folder.glob("adapter_model*"))
-        has = f", but {others[0]}" if others else ""
-        raise AdapterUnreadError(f"{folder} has no {TENSORS}{has}: only safetensors are read")
+    config, file = look_at(folder, limits, within)
+    rules = Rules(config)
     try:
         with open_within(file, within) as opened:  # Once, so that what is hashed is what is used.
             content = opened.read(limits.most_bytes + 1)
@@ -93,6 +96,28 @@ def read_adapter(
             log.info("adapter %s: its %s is not read: the model's own is used", folder.name, name)
     rank = max(len(pair.a) for pair in modules.values())
     return Adapter(digest.digest(), modules, rank, config.base)
+
+
+def look_at(folder: Path, limits: Limits, within: Path | None = None) -> tuple[LoraConfig, Path]:
+    """What can be said of a folder without the model: its config, and the file of its tensors.
+
+    Raises: as `read_adapter`.
+    """
+    config, file = read_lora_config(folder, within), folder / TENSORS
+    if not file.is_file():
+        others = sorted(each.name for each in folder.glob("adapter_model*"))
+        has = f", but {others[0]}" if others else ""
+        raise AdapterUnreadError(f"{folder} has no {TENSORS}{has}: only safetensors are read")
+    if not config.ranks:
+        _check_rank(config.rank, limits)
+    return config, file
+
+
+def _check_rank(rank: int, limits: Limits) -> None:
+    if rank > limits.most_rank:
+        raise AdapterError(
+            f"{CONFIG}: r {rank} is above the {limits.most_rank} of this worker (max_adapter_rank)"
+        )
 
 
 def _tensors(content: bytes, file: Path) -> dict[str, Tensor]:
@@ -174,10 +199,7 @@ def _check(
         raise AdapterError(
             f"{TENSORS}: {tensor} has shape {list(found)}, the model and rank say {list(wanted)}"
         )
-    if rank > limits.most_rank:
-        raise AdapterError(
-            f"{CONFIG}: r {rank} is above the {limits.most_rank} of this worker (max_adapter_rank)"
-        )
+    _check_rank(rank, limits)
     if values.dtype not in FLOATS:
         kind = str(values.dtype).removeprefix("torch.")
         raise AdapterError(f"{TENSORS}: {tensor} is {kind}; float32, float16 and bfloat16 are read")

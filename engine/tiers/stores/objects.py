@@ -90,6 +90,16 @@ def read_secret(path: str) -> bytes:
     Raises:
         StoreError: the file cannot be read or has less than 16 bytes.
     """
+    secret = stated_secret(path)
+    if not secret:
+        return b""
+    from blake3 import blake3
+
+    return blake3(secret, derive_key_context="baton kv objects 1").digest()
+
+
+def stated_secret(path: str) -> bytes:
+    """What a file with a secret says; empty without one. Raises as `read_secret`."""
     if not path:
         return b""
     try:
@@ -98,6 +108,4 @@ def read_secret(path: str) -> bytes:
         raise StoreError(f"kv_secret_file {path}: {error.strerror}") from error
     if len(secret) < _LEAST_SECRET_BYTES:
         raise StoreError(f"kv_secret_file {path}: fewer than {_LEAST_SECRET_BYTES} bytes")
-    from blake3 import blake3
-
-    return blake3(secret, derive_key_context="baton kv objects 1").digest()
+    return secret

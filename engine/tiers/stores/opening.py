@@ -16,7 +16,7 @@ from urllib.parse import SplitResult, parse_qs, urlencode, urlsplit
 
 from engine.tiers.stores.disk import DiskStore
 from engine.tiers.stores.folder import FolderStore
-from engine.tiers.stores.objects import ObjectForm
+from engine.tiers.stores.objects import ObjectForm, stated_secret
 from engine.tiers.stores.protocol import PageStore, StoreError
 
 ENTRY_POINTS: Final = "baton.kv_stores"
@@ -61,8 +61,33 @@ def open_store(address: str, form: ObjectForm) -> PageStore:
     store = _maker(address)(address, form.object_bytes)
     if store.shared and not form.secret:
         store.close()
-        raise StoreError(f"{address}: others can write to this store: it needs kv_secret_file")
+        raise _unsigned(address)
     return store
+
+
+def look_at(address: str, secret_file: str) -> None:
+    """What can be said of a store without opening it.
+
+    Raises:
+        StoreError: as `open_store`, or the file with the secret cannot be read.
+    """
+    scheme = scheme_of(address)
+    if scheme not in _OWN and not entry_points(group=ENTRY_POINTS, name=scheme):
+        raise _unknown(address)
+    if scheme in _ON_DISKS:
+        _path_and_size(address)
+    if scheme in _SHARED and not secret_file:
+        raise _unsigned(address)
+    stated_secret(secret_file)
+
+
+def _unsigned(address: str) -> StoreError:
+    return StoreError(f"{address}: others can write to this store: it needs kv_secret_file")
+
+
+def _unknown(address: str) -> StoreError:
+    known = sorted({*_OWN, *(point.name for point in entry_points(group=ENTRY_POINTS))})
+    return StoreError(f"{address}: no store of this kind; there are {', '.join(known)}")
 
 
 def _maker(address: str) -> MakeStore:
@@ -75,8 +100,7 @@ def _maker(address: str) -> MakeStore:
         except Exception as error:
             raise StoreError(f"{address}: {point.value} cannot be loaded: {error}") from error
         return make
-    known = sorted({*_OWN, *(point.name for point in entry_points(group=ENTRY_POINTS))})
-    raise StoreError(f"{address}: no store of this kind; there are {', '.join(known)}")
+    raise _unknown(address)
 
 
 def _disk(address: str, object_bytes: int) -> PageStore:
@@ -111,3 +135,6 @@ def _mooncake(address: str, object_bytes: int) -> PageStore:
 
 
 _OWN: Final[dict[str, MakeStore]] = {"disk": _disk, "dir": _folder, "mooncake": _mooncake}
+_ON_DISKS: Final = frozenset({"disk", "dir"})
+_SHARED: Final = frozenset({"dir", "mooncake"})
+"""Others can write to these, whatever their address says."""
