@@ -24,13 +24,26 @@ class CannotListenError(Exception):
 def port_of(address: str) -> int | None:
     """The port of `HOST:PORT` or `[V6]:PORT`; None where the address is neither."""
     host, _, port = address.rpartition(":")
-    is_one = host and "/" not in host and port.isdecimal() and int(port) < 1 << 16
-    return int(port) if is_one else None
+    is_host = bool(host) and not set("/:[]") & set(host)
+    is_host = is_host or (host[:1] == "[" and host[-1:] == "]" and _is_v6(host[1:-1]))
+    return int(port) if is_host and port.isdecimal() and int(port) < 1 << 16 else None
 
 
 def host_of(address: str) -> str:
     """The host of `HOST:PORT` or `[V6]:PORT`, without the brackets."""
     return address.rpartition(":")[0].strip("[]")
+
+
+def _is_v6(host: str) -> bool:
+    try:
+        return ip_address(host).version == 6
+    except ValueError:
+        return False
+
+
+def bracketed(host: str) -> str:
+    """A host as it stands before `:PORT`: an address of IPv6 in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 @lru_cache(_HOSTS)

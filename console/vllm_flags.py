@@ -6,11 +6,13 @@ shows it. The flags are those of `vllm serve`: https://docs.vllm.ai/en/latest/cl
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Final
 
 SAME: Final = "the same"
 _STAGES: Final = "`--pp` of `baton worker`"
+_HOSTS: Final = "of `baton worker`, the same command on each host ([Several hosts](hosts.md))"
 _RANKS: Final = "`--tp` of `baton worker`"
 _BY_TEMPLATE: Final = "nothing: the chat template shows how a model calls tools and thinks"
 
@@ -35,12 +37,16 @@ FLAGS: Final[Mapping[str, str]] = {
     "--enforce-eager": "nothing: graphs are captured within seconds",
     "--generation-config": "`BATON_DEBUG_GENERATION_CONFIG=false` stands for `vllm`",
     "--gpu-memory-utilization": "`--gpu-memory-utilization` of `baton worker`",
+    "--headless": "nothing: a host whose `--node` is not 0 serves no clients"
+    " ([Several hosts](hosts.md))",
     "--host": "`--host` of `baton up`",
     "--kv-cache-dtype": "`--kv-cache-dtype` of `baton worker`: `auto`, or `fp8` without scales",
     "--kv-cache-memory-bytes": "`--kv-memory-gib`",
     "--kv-transfer-config": "nothing: `baton prefill` and `baton decode` find each other",
     "--load-format": "the variable `BATON_DEBUG_LOAD_FORMAT`",
     "--lora-modules": "`--adapters NAME=FOLDER` of `baton worker`, with commas between",
+    "--master-addr": f"`--leader HOST` {_HOSTS}",
+    "--master-port": f"`--leader HOST:PORT` {_HOSTS}",
     "--max-cpu-loras": "the variable `BATON_DEBUG_ADAPTERS_HOST_GIB`: it bounds their bytes",
     "--max-lora-rank": "the variable `BATON_DEBUG_MAX_ADAPTER_RANK`",
     "--max-loras": "the variable `BATON_DEBUG_MAX_ADAPTERS`",
@@ -50,6 +56,8 @@ FLAGS: Final[Mapping[str, str]] = {
     "--max-num-seqs": "`--max-sequences` of `baton worker`",
     "--model-impl": "`--model-impl` of `baton worker`: `auto`, `native` (for `vllm`) or"
     " `transformers`",
+    "--nnodes": f"`--nodes` {_HOSTS}",
+    "--node-rank": f"`--node` {_HOSTS}",
     "--no-enable-prefix-caching": "the variable `BATON_DEBUG_PREFIX_CACHE=false`",
     "--num-gpu-blocks-override": "the variable `BATON_DEBUG_NUM_PAGES`",
     "--otlp-traces-endpoint": "`--otlp-endpoint` of `baton router` and `baton worker`",
@@ -78,6 +86,10 @@ FLAGS: Final[Mapping[str, str]] = {
 """What to use instead, as Markdown."""
 
 
+_LINK: Final = re.compile(r"\[[^]]+\]\(([^)#]+)[^)]*\)")
+"""A link of Markdown; its group is the page."""
+
+
 def answer(flag: str) -> str | None:
     """What to answer somebody who used a flag of vLLM; None if it is none."""
     flag = flag.partition("=")[0].replace("_", "-")
@@ -86,6 +98,7 @@ def answer(flag: str) -> str | None:
         return None
     variable = _variable(ours)
     also = f" ({variable} sets it under `baton up`)" if variable else ""
+    ours = _LINK.sub(r"docs/\1", ours)
     return f"{flag} is vLLM's. Here: {ours}{also}".replace("`", "")
 
 

@@ -67,7 +67,7 @@ def _split(value: object) -> object:
 def _host_and_port(value: str) -> str:
     """Checks `HOST:PORT` or `[V6]:PORT`. With port 0 the system chooses the port."""
     if port_of(value) is None:
-        raise ValueError("must be HOST:PORT")
+        raise ValueError("must be HOST:PORT or [V6]:PORT")
     return value
 
 
@@ -92,8 +92,19 @@ def _receiver(value: str) -> str:
     return value
 
 
+_FABRIC: Final = re.compile(r"(trusted|encrypted):[0-9a-fA-F.:]+/\d+")
+
+
+def _fabric(value: str) -> str:
+    """Checks the form of a fabric, which may be empty."""
+    if value and not _FABRIC.fullmatch(value):
+        raise ValueError("must be trusted:CIDR or encrypted:CIDR, such as trusted:10.1.0.0/24")
+    return value
+
+
 Address = Annotated[str, AfterValidator(_host_and_port)]
 OtlpEndpoint = Annotated[str, AfterValidator(_receiver)]
+Fabric = Annotated[str, AfterValidator(_fabric)]
 Words = Annotated[tuple[str, ...], BeforeValidator(_split)]
 Numbers = Annotated[tuple[int, ...], BeforeValidator(_split)]
 Addresses = Annotated[tuple[Address, ...], BeforeValidator(_split)]
@@ -246,7 +257,8 @@ def _explain(error: ValidationError, table: str, kind: type[BaseModel]) -> str:
         else:
             rule = problem["msg"].removeprefix("Value error, ")
             got = f" (got {problem['input']!r})" if _is_shown(kind, field) else ""
-            lines.append(f"{table}: `{field}`: {rule}{got}")
+            where = f"{table}: `{field}`: " if problem["loc"] else f"{table}: "
+            lines.append(f"{where}{rule}{got}")
     return "\n".join(lines)
 
 

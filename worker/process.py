@@ -38,6 +38,7 @@ from serving.net.internal_net import InternalNet, workers_net
 from serving.net.spans import exporter_to_router
 from serving.net.tls import TlsError
 from serving.release import stamp
+from serving.settings import SettingsError
 from telemetry.logs import log_loop_errors, setup_logging
 from telemetry.names import Service
 from telemetry.tracing import Tracing, setup_tracing
@@ -65,6 +66,7 @@ _SERVICES: Final = {
 
 def main(settings: WorkerSettings, leads: tuple[Place, Guard] | None = None) -> int:
     """Runs a worker process; returns its exit code. `leads`: the leader's, of several hosts."""
+    begin_address_file(settings.debug.address_file)
     prepare_to_serve()
     service = Service.BOTH if settings.flexible else _SERVICES[settings.role]
     setup_logging(service, settings.name, settings.debug.log_level, settings.log_format)
@@ -87,6 +89,20 @@ def main(settings: WorkerSettings, leads: tuple[Place, Guard] | None = None) -> 
     except (NoSlotError, TlsError, GroupError) as error:
         logger.error("the worker cannot start: %s", error)
         return 1
+
+
+def begin_address_file(path: str) -> None:
+    """Empties the file: probes shall not ask whoever had the address before.
+
+    Raises:
+        SettingsError: the file cannot be written.
+    """
+    if not path:
+        return
+    try:
+        Path(path).write_text("", encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(f"worker: `debug.address_file`: {path}: {error.strerror}") from None
 
 
 def _run(

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Sequence
 from typing import Final, Self
 
-from baton.addresses import host_of
+from baton.addresses import bracketed, host_of
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ def _addresses_of(router: str) -> list[str]:
         host_of(router), port, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG
     )
     hosts = sorted({str(address[0]) for *_, address in known})
-    return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts]
+    return [f"{bracketed(host)}:{port}" for host in hosts]
 
 
 def _is_name(host: str) -> bool:

@@ -35,6 +35,7 @@ from serving.settings import (
     Address,
     Addresses,
     Advertised,
+    Fabric,
     Numbers,
     OtlpEndpoint,
     Words,
@@ -211,7 +212,7 @@ class WorkerSettings(BaseModel):
     leader: str = ""
     """Sets the HOST:PORT at which node 0 listens for the other hosts. Without a port: 50070. Empty:
     LWS_LEADER_ADDRESS, or torchrun's MASTER_ADDR."""
-    fabric: str = Field(default="", pattern=r"^$|^(trusted|encrypted):[0-9a-fA-F.:]+/\d+$")
+    fabric: Fabric = ""
     """Names the network of what hosts of a worker cannot encrypt: activations and KV pages.
     `encrypted:CIDR` says that WireGuard, IPsec or MACsec encrypts it below, `trusted:CIDR` that
     nobody else is on it. Each host listens at its address in it, and nowhere else."""
@@ -348,13 +349,9 @@ class WorkerSettings(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _check_flexible(self) -> WorkerSettings:
+    def _check_choices(self) -> WorkerSettings:
         if self.flexible and self.debug.transport == "nccl":
             raise ValueError("transport nccl cannot serve flexible workers; use nixl")
-        return self
-
-    @model_validator(mode="after")
-    def _check_gpu_choice(self) -> WorkerSettings:
         if self.gpu_slots_dir and self.device.startswith("cuda:"):
             raise ValueError("device must leave the choice of the GPU to gpu_slots_dir")
         return self

@@ -23,15 +23,16 @@ from console.supervisor import Supervisor, end_with_parent
 from router.settings import RouterSettings
 from serving.models import demo_model
 from serving.output import merged_log, model_progress, silence, stderr, stdout
-from serving.settings import Resolved, resolve
-from worker.hosts.place import Place, place_of, with_place
+from serving.settings import Resolved, SettingsError, resolve
+from worker.hosts.place import Place, placed
 from worker.settings import Role, WorkerSettings, with_model_found
 
 
 def _serve_worker(settings: WorkerSettings) -> None:
     end_with_parent()
-    settings = with_place(settings, os.environ)
-    place = place_of(settings)
+    if not settings.routers:
+        raise SettingsError("worker: `routers` must name a router: nobody finds this worker else")
+    settings, place = placed(settings, os.environ)
     if place is not None:
         raise typer.Exit(_run_on_one_of(settings, place))
     from worker.process import main

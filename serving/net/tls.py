@@ -161,7 +161,15 @@ def _seen_by(server: ssl.SSLContext, client: ssl.SSLContext) -> dict[str, Any]:
 
 
 def _unread(error: OSError) -> str:
-    return f"{error.filename} cannot be read: {error.strerror}"
+    return f"{error.filename} cannot be read: {error.strerror}{_of_others(Path(error.filename))}"
+
+
+def _of_others(file: Path) -> str:
+    """What to say where the folder is that of all holders, as `baton certs` makes it."""
+    holders = sorted(each.parent.name for each in file.parent.glob(f"*/{file.name}"))
+    if not holders or file.exists():
+        return ""
+    return f". {file.parent} has folders of {', '.join(holders)}: tls_dir names one of these"
 
 
 Stamp = tuple[tuple[int, ...], ...]

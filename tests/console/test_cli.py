@@ -390,6 +390,12 @@ def test_up_refuses_to_serve_everybody() -> None:
     assert "BATON_API_KEY or --api-key" in plain(result.output)
 
 
+def test_a_worker_that_nobody_would_find_is_refused() -> None:
+    result = run("worker", BATON_ROUTERS="")
+    assert result.exit_code == 2
+    assert "`routers` must name a router" in plain(result.output)
+
+
 @pytest.mark.parametrize("name", ["api_key", "operator_token"])
 def test_a_key_is_not_printed(name: str) -> None:
     result = run("config", "router", **{f"BATON_{name.upper()}": "sk-secret"})
@@ -409,6 +415,8 @@ def test_a_key_is_not_printed(name: str) -> None:
         (("--max-model-len=10",), "(BATON_MAX_CONTEXT_TOKENS sets it under baton up)"),
         (("--tensor-parallel-size", "2"), "--tp of baton worker"),
         (("-tp", "2"), "--tp of baton worker"),
+        (("--nnodes", "2"), "--nodes of baton worker, the same command on each host"),
+        (("--enable-lora",), "of baton worker turns them on (docs/adapters.md)"),
     ],
 )
 def test_a_flag_of_vllm_is_answered_with_ours(

@@ -133,6 +133,13 @@ def test_files(page: Path) -> None:
     ] == []
 
 
+@every_page()
+def test_bodies_are_called_json(page: Path) -> None:
+    """The HTTP API refuses others."""
+    sent = re.findall(r"^(?:\$ )?curl (?:.*\\\n)*.* -d .*", page.read_text(), flags=re.MULTILINE)
+    assert [each for each in sent if "content-type: application/json" not in each] == []
+
+
 def test_spans_of_the_waterfall() -> None:
     known = {value for name, value in vars(SpanName).items() if name.isupper()}
     pages = [DOCS / name for name in ("troubleshooting.md", "quickstart.md", "how-it-works.md")]

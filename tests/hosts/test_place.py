@@ -13,7 +13,7 @@ from serving.settings import SettingsError, resolve
 from worker.hosts import place as place_module
 from worker.hosts.digest import model_digest
 from worker.hosts.interfaces import DEVICES, RDMA, addresses, keep_data_plane_on
-from worker.hosts.place import place_of, with_place
+from worker.hosts.place import place_of, placed, with_place
 from worker.settings import WorkerSettings
 
 HERE = next((str(one) for one in addresses() if not one.is_loopback and one.version == 4), "")
@@ -29,6 +29,7 @@ GOOD: dict[str, Any] = {
 LOOPBACK = "is loopback here, which other hosts do not reach"
 FOREIGN = "is no address of this host"
 THERE = "192.0.2.77"
+NO_LEADER = "leader must be the HOST:PORT or [V6]:PORT of node 0, the same on all 2 hosts"
 NO_TLS = "nodes 2 need tls_dir: agents of other hosts join by certificates alone"
 
 
@@ -54,7 +55,7 @@ def test_the_leader_listens_where_it_was_named() -> None:
         ({"nodes": 8}, "nodes 8 must divide the 4 ranks of pp 1 and tp 4"),
         ({"node": 2}, "node 2 must be below nodes 2: hosts count from 0"),
         ({"node": -1}, "node must say which of 2 hosts this is, from 0 on"),
-        ({"leader": ""}, "leader must be the HOST:PORT of node 0, the same on all 2 hosts"),
+        ({"leader": ""}, NO_LEADER),
         ({"leader": "127.0.0.1:1"}, f"leader 127.0.0.1 {LOOPBACK}"),
         ({"leader": f"{THERE}:1"}, f"node 0 is the leader, and leader {THERE}:1 {FOREIGN}"),
         ({"tls_dir": ""}, NO_TLS),
@@ -82,8 +83,8 @@ def test_what_is_wrong_is_one_line(changed: dict[str, Any], line: str) -> None:
 @pytest.mark.parametrize(
     ("fabric", "why"),
     [
-        ("10.0.0.0/8", "String should match pattern"),
-        ("plain:10.0.0.0/8", "String should match pattern"),
+        ("10.0.0.0/8", "must be trusted:CIDR or encrypted:CIDR"),
+        ("plain:10.0.0.0/8", "must be trusted:CIDR or encrypted:CIDR"),
         ("trusted:0.0.0.0/0", "must be one network, and not all addresses"),
         ("trusted:10.0.0.1/8", "10.0.0.1/8 has host bits set"),
         ("trusted:10.0.0.300/8", "does not appear to be an IPv4 or IPv6 network"),
@@ -110,6 +111,8 @@ TORCHRUN = {"NODE_RANK": "1", "GROUP_RANK": "0", "MASTER_ADDR": "m", "MASTER_POR
         ({}, TORCHRUN, (1, 0, "")),
         ({"nodes": 2}, {"GROUP_RANK": "1", "MASTER_ADDR": "m:8"}, (2, 1, "m:8")),
         ({"nodes": 2}, {}, (2, -1, "")),
+        ({"nodes": 2, "leader": "fd00::2"}, {}, (2, -1, "[fd00::2]:50070")),
+        ({"nodes": 2, "leader": "[fd00::2]:7"}, {}, (2, -1, "[fd00::2]:7")),
     ],
 )
 def test_the_environment_completes_the_settings(
@@ -117,6 +120,18 @@ def test_the_environment_completes_the_settings(
 ) -> None:
     got = with_place(settings_of(WorkerSettings, tp=4, **given), environment)
     assert (got.nodes, got.node, got.leader) == found
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, r"nodes 2 must divide .* \(LWS_GROUP_SIZE says 2 hosts: nodes 1 is for a worker of"),
+        ({"nodes": 2}, "nodes 2 must divide the 1 ranks of pp 1 and tp 1$"),
+    ],
+)
+def test_where_the_number_of_hosts_comes_from(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(SettingsError, match=told):
+        placed(settings_of(WorkerSettings, **given), LWS)
 
 
 def test_a_variable_that_is_no_number_is_named() -> None:

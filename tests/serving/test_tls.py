@@ -255,6 +255,8 @@ def test_certs_makes_a_folder_for_each_holder(tmp_path: Path) -> None:
     assert isinstance(routers_net(files("router")), TlsNet)
     assert isinstance(workers_net(files("decode"), "decode-3"), TlsNet)
     assert "baton.example" in read_member(files("router")).names
+    with pytest.raises(TlsError, match="/c has folders of decode, router: tls_dir names one of"):
+        read_member(files(""))
     ca, cert = (Path(path).read_bytes() for path in files("decode")[:2])
     make("--pool", "decode")  # again: the authority stays
     assert Path(files("decode").ca).read_bytes() == ca

@@ -27,8 +27,10 @@ from baton.grpc_options import server_options
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from engine.engine import Engine
 from router.dispatch.merge import step_tokens
+from serving.settings import SettingsError
 from serving.wire import pack_ids
 from worker.engine_config import engine_config
+from worker.process import begin_address_file, main
 from worker.router_addresses import RouterAddresses
 from worker.server import SERVICE_NAME, Worker
 from worker.settings import Role, WorkerSettings
@@ -275,3 +277,13 @@ async def test_an_error_in_the_step_loop_ends_the_worker_at_once(tiny: Path) -> 
         await router.say(submit=submit(WHOLE, [5] * 40, b"r" * 16, stopping=stopping))
         await router.heard("first_token")
         assert await asyncio.to_thread(process.wait, START_S) == EXIT_DEVICE_LOST
+
+
+def test_an_address_file_is_tried_before_the_model_is_read(tiny: Path, tmp_path: Path) -> None:
+    """And emptied: a probe would ask whoever had the address before."""
+    file = tmp_path / "address"
+    file.write_text("127.0.0.1:9\n")
+    begin_address_file(str(file))
+    assert file.read_text() == ""
+    with pytest.raises(SettingsError, match=r"`debug\.address_file`: /nowhere/x: No such file"):
+        main(settings(tiny, Role.BOTH, model="/not/there", address_file="/nowhere/x"))

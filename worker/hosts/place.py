@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from baton.addresses import host_of, is_loopback, port_of
+from baton.addresses import bracketed, host_of, is_loopback, port_of
 from serving.settings import SettingsError
 from worker.hosts.interfaces import Address, addresses
 from worker.settings import WorkerSettings
@@ -60,8 +60,28 @@ class Place:
     @property
     def listen(self) -> str:
         """HOST:PORT at which the leader listens for agents."""
-        host = f"[{self.address}]" if ":" in self.address else self.address
-        return f"{host}:{self.leader.rpartition(':')[2]}"
+        return f"{bracketed(self.address)}:{self.leader.rpartition(':')[2]}"
+
+
+def placed(
+    settings: WorkerSettings, environment: Mapping[str, str]
+) -> tuple[WorkerSettings, Place | None]:
+    """The settings as the environment completes them, and this host's place. See `place_of`.
+
+    Raises:
+        SettingsError: a worker cannot be on such hosts. It says where their number comes from, if
+            that is no setting.
+    """
+    completed = with_place(settings, environment)
+    try:
+        return completed, place_of(completed)
+    except SettingsError as error:
+        if settings.nodes or completed.nodes == 1:
+            raise
+        raise SettingsError(
+            f"{error} ({LWS['nodes']} says {completed.nodes} hosts: nodes 1 is for a worker of this"
+            " host alone)"
+        ) from None
 
 
 def with_place(settings: WorkerSettings, environment: Mapping[str, str]) -> WorkerSettings:
@@ -82,7 +102,7 @@ def with_place(settings: WorkerSettings, environment: Mapping[str, str]) -> Work
         (environment[name] for name in names["leader"] if name in environment), ""
     )
     if leader and port_of(leader) is None:
-        leader = f"{leader}:{LEADER_PORT}"
+        leader = f"{bracketed(leader)}:{LEADER_PORT}"
     return settings.model_copy(update={"nodes": nodes, "node": node, "leader": leader})
 
 
@@ -124,7 +144,7 @@ def _obstacle(settings: WorkerSettings) -> str:
     if node >= nodes:
         return f"node {node} must be below nodes {nodes}: hosts count from 0"
     if port_of(settings.leader) is None:
-        return f"leader must be the HOST:PORT of node 0, the same on all {nodes} hosts"
+        return f"leader must be the HOST:PORT or [V6]:PORT of node 0, the same on all {nodes} hosts"
     if not all(settings.tls[:3]):
         return f"nodes {nodes} need tls_dir: agents of other hosts join by certificates alone"
     if not settings.fabric:
