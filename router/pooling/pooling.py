@@ -292,7 +292,8 @@ class _Room:
         self.field = field
         """Name of the field that is read."""
         cut = request.HasField("truncate_prompt_tokens")
-        self._keep = request.truncate_prompt_tokens if cut else None
+        most = model.max_context_tokens
+        self._keep = min(request.truncate_prompt_tokens, most) if cut else None
         self.most = None if cut else model.max_context_tokens
         """A text that certainly has more tokens need not be encoded."""
         self.ids: list[PromptIds] = []

@@ -102,6 +102,14 @@ def restrict(job: Job, bad_words: Iterable[bytes], plan: AnswerPlan) -> None:
     job.sampling.bad_words.extend(bad_words)
 
 
+def most_kept(generation: api.GenerationInput, max_context_tokens: int) -> int | None:
+    """The tokens of a prompt that are kept at most; None for all."""
+    if not generation.HasField("truncate_prompt_tokens"):
+        return None
+    room = max(1, max_context_tokens - (generation.stop.max_tokens or 1))
+    return min(generation.truncate_prompt_tokens, room)
+
+
 def last(ids: PromptIds, count: int | None) -> PromptIds:
     """The last `count` ids; None for all."""
     return ids if count is None else ids[-count:]

@@ -211,12 +211,12 @@ class Generations:
         more than `max_tokens` is refused instead, unless it is truncated."""
         kind, keep = holder.WhichOneof("prompt"), None
         if isinstance(holder, api.GenerationInput):
-            if holder.HasField("truncate_prompt_tokens"):
-                assert max_tokens is not None
-                room = max(1, max_tokens - (holder.stop.max_tokens or 1))
-                keep, max_tokens = min(holder.truncate_prompt_tokens, room), None
+            assert max_tokens is not None
+            keep = filling.most_kept(holder, max_tokens)
+            max_tokens = max_tokens if keep is None else None
             if kind == "token_ids":
-                return filling.last(np.array(holder.token_ids.ids, np.uint32), keep), ""
+                given = holder.token_ids.ids
+                return np.array(given if keep is None else given[-keep:], np.uint32), ""
         assert tokenizer is not None  # Validation made sure: text and chat need one.
         field = f"{path}.{kind}".lstrip(".")
         special = None

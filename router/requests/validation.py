@@ -176,13 +176,13 @@ def prompt_path(generation: api.GenerationInput) -> str:
 
 
 def check_prompt_ids(generation: api.GenerationInput, model: ServedModel) -> None:
-    """Counts the ids of a prompt before they are converted.
+    """Counts the ids of a prompt that is not truncated, before they are converted.
 
     Raises:
         RouterError: CONTEXT_LENGTH_EXCEEDED.
     """
-    if (tokens := len(generation.token_ids.ids)) >= model.max_context_tokens:
-        most = model.max_context_tokens
+    tokens, most = len(generation.token_ids.ids), model.max_context_tokens
+    if tokens >= most and not generation.HasField("truncate_prompt_tokens"):
         raise errors.context_length_exceeded(tokens, generation.stop.max_tokens or 1, most)
 
 

@@ -94,6 +94,20 @@ def test_all_doors_give_the_vectors_of_transformers(embeds: Cluster, model: Path
     embeds.check_baseline()
 
 
+@pytest.mark.parametrize("kept", [5, -1, 1 << 31])
+def test_a_long_input_is_kept_by_its_end(embeds: Cluster, model: Path, kept: int) -> None:
+    text = "The quick brown fox jumps. " * 400
+    with embeds.client() as client:
+        ids = list(client.tokenize(text))
+        most = client.models()[0].max_context_tokens
+    assert len(ids) > most
+    run = ids[-kept:] if kept == 5 else ids[-most:]
+    told = post(embeds, "/v1/embeddings", {"input": [text, ids], "truncate_prompt_tokens": kept})
+    assert told["usage"]["prompt_tokens"] == 2 * len(run)
+    for one in told["data"]:
+        assert np.abs(np.array(one["embedding"]) - wanted(model, run)).max() < NOISE
+
+
 def test_a_worker_that_dies_is_replaced_by_another(embeds: Cluster, model: Path) -> None:
     embeds.arm("prefill-0", "engine.step=kill@2")
     many = [f"{text} {number}" for number in range(60) for text in TEXTS]
@@ -130,7 +144,11 @@ def test_a_deadline_ends_all_inputs_of_a_call(embeds: Cluster) -> None:
         ("/v1/embeddings", {"input": "a", "encoding_format": "bits"}, "encoding_format"),
         ("/v1/embeddings", {"input": ["a", "b " * 3000]}, "input[1]"),
         ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
-        ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "queries"),
+        ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1: "),
+        ("/v1/score", {"queries": ["a", "b"], "documents": ["a"] * 3}, "queries: "),
+        ("/v1/score", {"text_1": "a", "text_2": ["b", ""]}, "text_2[1]: "),
+        ("/v1/score", {"text_1": "a", "text_2": "b", "use_activation": False}, "use_activation: "),
+        ("/v1/rerank", {"query": "", "documents": ["b"]}, "query: "),
         ("/v1/score", {"text_2": "a"}, "text_1"),
         ("/v1/score", {"text_1": "a", "text_2": "b", "instruction": "x"}, "instruction"),
         ("/v1/rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents"),

@@ -341,6 +341,36 @@ async def test_echo_with_logprobs(tmp_path: Path, as_ids: bool) -> None:
         assert columns.top_logprobs[1] == pytest.approx({columns.tokens[1]: scores[0]})
 
 
+@pytest.mark.parametrize("logprobs", [None, 0])
+@pytest.mark.parametrize("kept", [2, -1, 99])
+@pytest.mark.parametrize("as_ids", [False, True])
+async def test_a_prompt_is_echoed_as_far_as_it_is_kept(
+    tmp_path: Path, as_ids: bool, kept: int, logprobs: int | None
+) -> None:
+    async with open_port(tmp_path, answers(lambda *_: [70]), max_context_tokens=6) as port:
+        text = "The<|im_end|> quick fox"
+        prompt_ids = port.ids(text)
+        got = await port.client.completions.create(
+            model=MODEL,
+            prompt=prompt_ids if as_ids else text,
+            echo=True,
+            logprobs=logprobs,
+            max_tokens=2,
+            extra_body={"truncate_prompt_tokens": kept},
+        )
+        run = prompt_of(port.job)
+        assert run == prompt_ids[-min(kept % 100, 4) :]
+        whole = port.tokenizer.decode([*run, 70], skip_special_tokens=as_ids)
+        assert got.choices[0].text == whole
+        columns = got.choices[0].logprobs
+        assert (columns is None) == (logprobs is None)
+        if columns is not None:
+            tokens, offsets = columns.tokens, columns.text_offset
+            assert tokens == [port.tokenizer.token_text(one) for one in [*run, 70]]
+            assert offsets is not None
+            assert whole[offsets[-1] :] == tokens[-1]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_prompt_is_scored_with_nothing_generated(tmp_path: Path, stream: bool) -> None:
     ends = answers(lambda *_: [70], worker_pb2.END_REASON_END_OF_SEQUENCE)

@@ -36,8 +36,15 @@ IsNumber: Final = BeforeValidator(_number)
 Int = Annotated[int, IsNumber]
 Float = Annotated[float, IsNumber]
 UInt32 = Annotated[int, Field(ge=0, lt=1 << 32), IsNumber]
+Kept = Annotated[int, Field(ge=-1, lt=1 << 32), IsNumber]
+"""So many tokens of a prompt are kept, its last; -1: as many as the context holds."""
 Prompt = str | list[int]
 """A text, or token ids."""
+
+
+def kept_tokens(kept: int | None) -> int | None:
+    """The number for the gRPC API, where all that fit is a large one."""
+    return (1 << 32) - 1 if kept == -1 else kept
 
 
 def prompts(value: object, info: ValidationInfo) -> list[Prompt]:

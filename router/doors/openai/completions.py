@@ -12,12 +12,13 @@ from router.doors.openai.logprobs import completion_logprobs
 from router.doors.openai.reply import Echo, Reply, ReplyDelta, ReplyOrder
 from router.doors.openai.schema import CompletionRequest, StreamOptions
 from router.errors import Violation
+from router.requests.filling import most_kept
 from router.visible import Visible
 
 if TYPE_CHECKING:
     from router.call import Call
     from router.doors.http.statuses import JSON
-    from router.jobs import Dispatcher
+    from router.jobs import Dispatcher, ServedModel
     from router.requests.bounds import BodyShape
     from router.requests.generation import GenerationRequest, Generations
     from router.requests.tokenization import Tokenizer, Tokenizers
@@ -78,7 +79,9 @@ class Completions:
         echoes: list[Echo | None] = [None] * len(request.prompt)
         if request.echo:
             async with self._generations.deadline(call):
-                echoes = [await self._echo(request, one, tokenizer, call) for one in request.prompt]
+                echoes = [
+                    await self._echo(request, one.input, model, tokenizer, call) for one in requests
+                ]
             requests = [
                 _generation(request, prompt, echo, client_tag)
                 for prompt, echo in zip(request.prompt, echoes, strict=True)
@@ -101,24 +104,35 @@ class Completions:
         return Reply(self._generations, order, call)
 
     async def _echo(
-        self, request: CompletionRequest, prompt: Prompt, tokenizer: Tokenizer | None, call: Call
+        self,
+        request: CompletionRequest,
+        generation: api.GenerationInput,
+        model: ServedModel,
+        tokenizer: Tokenizer | None,
+        call: Call,
     ) -> Echo:
-        """The prompt as text, and also as ids if their log probabilities are wanted."""
-        if isinstance(prompt, str):
-            if request.logprobs is None:
-                return Echo(prompt)
-            tokenized = await self._generations.tokenize(
-                api.TokenizeRequest(
-                    model=request.model,
-                    text=prompt,
-                    add_special_tokens=request.add_special_tokens,
-                ),
-                call,
+        """The prompt as far as it is kept, as text, and also as ids if their log probabilities are
+        wanted."""
+        kept, scores = most_kept(generation, model.max_context_tokens), request.logprobs is not None
+        is_text = generation.WhichOneof("prompt") == "text"
+        if is_text and kept is None and not scores:
+            return Echo(generation.text)
+        if is_text:
+            asked = api.TokenizeRequest(
+                model=request.model,
+                text=generation.text,
+                add_special_tokens=request.add_special_tokens,
             )
-            return Echo(prompt, list(tokenized.token_ids))
+            ids = list((await self._generations.tokenize(asked, call)).token_ids)
+            if kept is None or len(ids) <= kept:
+                return Echo(generation.text, ids if scores else ())
+        else:
+            ids = list(generation.token_ids.ids)
         if tokenizer is None:
             raise errors.invalid_fields([Violation("echo", "the model has no tokenizer")])
-        return Echo(await self._tokenizers.decode(tokenizer, prompt, sharer=call.sharer), prompt)
+        ids = ids if kept is None else ids[-kept:]
+        text = await self._tokenizers.decode(tokenizer, ids, not is_text, call.sharer)
+        return Echo(text, ids if scores else ())
 
 
 def _generation(

@@ -12,9 +12,11 @@ from pydantic_core import PydanticCustomError
 
 from baton.inference.v1 import inference_pb2 as api
 from router import errors
+from router.doors.http.block_reply import renamed
 from router.doors.http.parsing import ModelRequest, parse
 from router.doors.http.said import Said
-from router.doors.http.values import Int, Prompt, Unless, ids_of
+from router.doors.http.statuses import name_by
+from router.doors.http.values import Int, Kept, Prompt, Unless, ids_of, kept_tokens
 from router.errors import Violation
 from router.requests.bounds import MOST_POOLED, MOST_WRITTEN_NUMBERS
 
@@ -62,7 +64,7 @@ Texts = Annotated[list[str], BeforeValidator(_texts)]
 class PoolingRequest(ModelRequest):
     """The part that the requests of this module share."""
 
-    truncate_prompt_tokens: Int | None = None
+    truncate_prompt_tokens: Kept | None = None
     priority: Int | None = None
     """Lower runs first, as in vLLM's server."""
     cache_salt: str | None = None
@@ -71,19 +73,15 @@ class PoolingRequest(ModelRequest):
 
     def common(self, client_tag: str) -> dict[str, Any]:
         """The fields of a message for all of them."""
-        given = {
-            "truncate_prompt_tokens": self.truncate_prompt_tokens,
-            "priority": None if self.priority is None else -self.priority,
-        }
-        for name, value in given.items():
-            low = 0 if name == "truncate_prompt_tokens" else -(1 << 31)
-            if value is not None and not low <= value < 1 << 31:
-                raise errors.invalid_fields([Violation(name, "must be a number of 32 bits")])
+        priority = None if self.priority is None else -self.priority
+        if priority is not None and not -(1 << 31) <= priority < 1 << 31:
+            raise errors.invalid_fields([Violation("priority", "must be a number of 32 bits")])
         return {
             "model": self.model,
             "client_tag": client_tag,
             "cache_salt": self.cache_salt or "",
-            **given,
+            "truncate_prompt_tokens": kept_tokens(self.truncate_prompt_tokens),
+            "priority": priority,
         }
 
 
@@ -176,7 +174,7 @@ class Embeddings:
             add_special_tokens=asked.add_special_tokens,
             **asked.common(client_tag),
         )
-        with _naming("inputs", "input"):
+        with renamed(lambda path: name_by((("inputs", "input"),), path)):
             response = await self._poolings.embed(request, call)
         data = [
             {
@@ -202,7 +200,11 @@ class Scores:
         asked = parse(ScoreRequest, body)
         queries = asked.text_1 or asked.queries or []
         documents = asked.text_2 or asked.documents or []
-        response = await self._scored(asked, queries, documents, call, client_tag)
+        names = [("raw", "use_activation")]
+        names += [("queries", "text_1")] if asked.text_1 is not None else []
+        names += [("documents", "text_2")] if asked.text_2 is not None else []
+        with renamed(lambda path: name_by(names, path)):
+            response = await self._scored(asked, queries, documents, call, client_tag)
         data = [
             {"index": index, "object": "score", "score": score}
             for index, score in enumerate(response.scores)
@@ -221,7 +223,9 @@ class Scores:
         asked = parse(RerankRequest, body)
         if asked.top_n is not None and asked.top_n < 0:
             raise errors.invalid_fields([Violation("top_n", "must not be negative")])
-        response = await self._scored(asked, [asked.query], asked.documents, call, client_tag)
+        names = (("queries[0]", "query"), ("raw", "use_activation"))
+        with renamed(lambda path: name_by(names, path)):
+            response = await self._scored(asked, [asked.query], asked.documents, call, client_tag)
         scores = list(response.scores)
         order = sorted(range(len(scores)), key=lambda index: -scores[index])
         results: list[JSON] = []
@@ -254,24 +258,6 @@ class Scores:
             **asked.common(client_tag),
         )
         return await self._poolings.score(request, call)
-
-
-class _naming:  # noqa: N801 - used as a block
-    """Within it, violations name a field as HTTP has it."""
-
-    def __init__(self, field: str, named: str) -> None:
-        self._field = field
-        self._named = named
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, errors.RouterError):
-            error.violations = [
-                Violation(one.field.replace(self._field, self._named, 1), one.description)
-                for one in error.violations
-            ]
 
 
 def _base64(embedding: api.Embedding) -> str:

@@ -22,10 +22,12 @@ from router.doors.http.values import (
     Float,
     Int,
     IsNumber,
+    Kept,
     Prompt,
     UInt32,
     Unless,
     ids_of,
+    kept_tokens,
     prompts,
     texts_of,
 )
@@ -64,7 +66,6 @@ HARMLESS: Final = frozenset(
     )
 )
 """Fields of OpenAI's API and of vLLM's server that are ignored, since they change no answer."""
-_ALL: Final = (1 << 32) - 1
 _EARLY: Final = {
     None: api.EARLY_STOPPING_UNSPECIFIED,
     False: api.EARLY_STOPPING_UNSPECIFIED,
@@ -73,6 +74,11 @@ _EARLY: Final = {
 }
 _TIERS: Final = {"flex": -10, "priority": 10}
 """Priorities of service tiers; of all others 0."""
+
+
+def served_tier(asked: str | None) -> str:
+    """The tier that a request is served in."""
+    return asked if asked in _TIERS else "default"
 
 
 class GenerationRequest(FormFields, ModelRequest):
@@ -121,8 +127,7 @@ class GenerationRequest(FormFields, ModelRequest):
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     """Stands for a priority, unless `priority` is set."""
     skip_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 32), IsNumber] | None = None
-    """Keeps the prompt's last tokens; -1: as many as the context holds beside the output."""
+    truncate_prompt_tokens: Kept | None = None
     use_beam_search: bool | None = None
     """Searches with `n` beams, or `best_of`, and returns the `n` best hypotheses."""
     length_penalty: Float | None = None
@@ -177,7 +182,6 @@ class GenerationRequest(FormFields, ModelRequest):
             top_logprobs: alternatives beside each token; None for no log probabilities.
             prompt: one of the fields `text`, `token_ids` and `chat`.
         """
-        kept = self.truncate_prompt_tokens
         return api.GenerationInput(
             model=self.model,
             sampling=self._sampling(),
@@ -192,7 +196,7 @@ class GenerationRequest(FormFields, ModelRequest):
             add_special_tokens=self.add_special_tokens,
             structure=self.structure(),
             cache_salt=self.cache_salt or "",
-            truncate_prompt_tokens=_ALL if kept == -1 else kept,
+            truncate_prompt_tokens=kept_tokens(self.truncate_prompt_tokens),
             extensions={name: text.encode() for name, text in (self.extensions or {}).items()},
             speculation=self.speculation,
             beams=self._beams(),
