@@ -11,6 +11,7 @@ from openai_kit import answers, open_port, prompt_of, says
 
 from baton.inference.v1 import inference_pb2 as api
 from baton.worker.v1 import worker_pb2
+from router.answers.token_texts import TokenTexts
 from router.doors.openai.turns import MAX_DEPTH, MAX_INTEGER
 
 MODEL = "tiny"
@@ -126,14 +127,29 @@ async def test_logprobs(tmp_path: Path) -> None:
             assert len(one.top_logprobs) == 2
 
 
-async def test_half_characters_have_no_bytes_and_infinity_a_number(tmp_path: Path) -> None:
+@pytest.mark.parametrize("knows", [True, False])
+async def test_parts_of_characters_have_bytes_and_infinity_a_number(
+    tmp_path: Path, knows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes of all tokens together are the text's, where the tokenizer knows them."""
+    if not knows:
+        monkeypatch.setattr(TokenTexts, "of", lambda _: None)
     async with open_port(tmp_path, answers(lambda *_: [70])) as port:
-        half = port.ids("🎉")[0]
-        port.dispatcher.script = answers(lambda *_: [half], logprob=-float("inf"))
-        got = await port.client.chat.completions.create(model=MODEL, messages=HELLO, logprobs=True)
+        ids = port.ids("é🎉🏃‍♀️")
+        port.dispatcher.script = answers(lambda *_: ids, logprob=-float("inf"))
+        got = await port.client.chat.completions.create(
+            model=MODEL, messages=HELLO, logprobs=True, top_logprobs=1
+        )
         assert got.choices[0].logprobs is not None
-        one = (got.choices[0].logprobs.content or [])[0]
-        assert (one.token, one.bytes, one.logprob) == ("\ufffd", None, -9999.0)
+        tokens = got.choices[0].logprobs.content or []
+        parts = [one for one in tokens if "\ufffd" in one.token]
+        assert parts
+        assert {one.logprob for one in tokens} == {-9999.0}
+        assert [one.bytes for one in tokens] == [one.top_logprobs[0].bytes for one in tokens]
+        if knows:
+            assert bytes(one for token in tokens for one in token.bytes or ()) == "é🎉🏃‍♀️".encode()
+        else:
+            assert {one.bytes is None for one in parts} == {True}
 
 
 async def test_what_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:

@@ -20,6 +20,14 @@ _CACHED_TEXTS: Final = 65_536
 """Texts of tokens: a vocabulary, nearly, at some tens of bytes each."""
 
 
+class Alternative(NamedTuple):
+    """A token that could have come."""
+
+    text: str
+    logprob: float
+    data: bytes | None
+
+
 class ScoredToken(NamedTuple):
     """A token and its likeliest alternatives, best first, as text."""
 
@@ -28,7 +36,9 @@ class ScoredToken(NamedTuple):
     """Its start in the text of its choice, characters."""
     logprob: float | None
     """None for the first token of a prompt."""
-    top: tuple[tuple[str, float], ...]
+    top: tuple[Alternative, ...]
+    data: bytes | None = None
+    """Its bytes, as far as they are known."""
 
 
 class Scorer:
@@ -63,15 +73,16 @@ class Scorer:
         for token_id, record in zip(token_ids, records, strict=True):
             logprob = None if record is None else _clamped(record.logprob)
             offset = 0 if self._places is None else self._places.next(token_id, text)
-            name = _text(self._tokenizer, token_id)
-            scored.append(ScoredToken(name, offset, logprob, self._top(record)))
+            name, data = _text(self._tokenizer, token_id), _bytes(self._tokenizer, token_id)
+            scored.append(ScoredToken(name, offset, logprob, self._top(record), data))
         return scored
 
-    def _top(self, record: TokenScore | None) -> tuple[tuple[str, float], ...]:
+    def _top(self, record: TokenScore | None) -> tuple[Alternative, ...]:
         if record is None:
             return ()
+        named = self._tokenizer
         return tuple(
-            (_text(self._tokenizer, token_id), _clamped(logprob))
+            Alternative(_text(named, token_id), _clamped(logprob), _bytes(named, token_id))
             for token_id, logprob in zip(record.top_ids, record.top_logprobs, strict=True)
         )
 
@@ -121,8 +132,8 @@ def chat_logprobs(tokens: Sequence[ScoredToken]) -> JSON:
     """Records, in the form of /v1/chat/completions."""
     content = [
         {
-            **_chat_token(token.text, token.logprob or 0.0),
-            "top_logprobs": [_chat_token(text, logprob) for text, logprob in token.top],
+            **_chat_token(token.text, token.logprob or 0.0, token.data),
+            "top_logprobs": [_chat_token(*one) for one in token.top],
         }
         for token in tokens
     ]
@@ -133,18 +144,26 @@ def _alternatives(token: ScoredToken) -> dict[str, float] | None:
     if token.logprob is None:
         return None
     # Two tokens may have the same text: the likelier one gets the key.
-    best_last = [(token.text, token.logprob), *reversed(token.top)]
+    others = [(one.text, one.logprob) for one in reversed(token.top)]
+    best_last = [(token.text, token.logprob), *others]
     return dict(sorted(dict(best_last).items(), key=lambda one: -one[1]))
 
 
-def _chat_token(text: str, logprob: float) -> JSON:
-    # Half a character has bytes, but the decoded text does not show them.
-    data = None if _HALF in text else list(text.encode())
-    return {"token": text, "logprob": logprob, "bytes": data}
+def _chat_token(text: str, logprob: float, data: bytes | None) -> JSON:
+    return {"token": text, "logprob": logprob, "bytes": None if data is None else list(data)}
 
 
 def _clamped(logprob: float) -> float:
     return max(logprob, _LEAST)
+
+
+def _bytes(tokenizer: Tokenizer | None, token_id: int) -> bytes | None:
+    """Its bytes: those of its text, or of a part of a character, which a decoded text does not
+    show. None where the tokenizer does not say."""
+    text = _text(tokenizer, token_id)
+    if tokenizer is None or _HALF not in text:
+        return text.encode()
+    return None if tokenizer.texts is None else tokenizer.texts.partial.get(token_id)
 
 
 @lru_cache(_CACHED_TEXTS)
