@@ -56,6 +56,9 @@ async def test_a_whole_response(port: Port) -> None:
     assert got.usage.input_tokens == port.job.prompt_tokens
     assert got.usage.total_tokens == port.job.prompt_tokens + len(port.ids("The fox"))
     assert not got.model_extra["store"]
+    for asked in ("auto", "scale", "flex"):
+        tier = (await create(port, extra_body={"service_tier": asked})).service_tier
+        assert tier == (asked if asked == "flex" else "default")
 
 
 async def test_requests_are_counted_by_method(tmp_path: Path) -> None:

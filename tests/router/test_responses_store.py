@@ -60,10 +60,11 @@ async def test_a_chain_has_the_prompt_of_its_turns(port: Port) -> None:
     ]
     await port.client.chat.completions.create(model=MODEL, messages=turns)
     assert prompt_of(port.job) == chained
-    ref = {"type": "item_reference", "id": first.output[0].id}
-    turns = [turns[1], ref, turns[3], *second.model_dump()["output"], turns[5]]
-    await create(port, turns, instructions="Be long.", store=False)
-    assert prompt_of(port.job) == chained
+    for kind in ({"type": "item_reference"}, {"type": None}, {}):
+        ref = {**kind, "id": first.output[0].id}
+        items = [turns[1], ref, turns[3], *second.model_dump()["output"], turns[5]]
+        await create(port, items, instructions="Be long.", store=False)
+        assert prompt_of(port.job) == chained
 
 
 async def test_reading_listing_and_deleting(port: Port) -> None:

@@ -22,6 +22,7 @@ from router.doors.http.block_reply import renamed
 from router.doors.http.statuses import JSON, chat_name, dropped_header, ignored_header
 from router.doors.merging import merged
 from router.doors.openai.logprobs import ScoredToken, Scorer
+from router.doors.openai.schema import served_tier
 from router.doors.straight import MARK, Straight, Template, text_of
 from router.requests.outputs import FINISH_WORDS, Finished, Output, Started, TextDelta
 
@@ -267,8 +268,7 @@ class Reply:
             "system_fingerprint": started.job.model.revision or None,
         }
         if self._order.service_tier is not None:
-            tier = self._order.service_tier
-            self._head["service_tier"] = tier if tier in ("flex", "priority") else "default"
+            self._head["service_tier"] = served_tier(self._order.service_tier)
         self.headers |= dropped_header(started.dropped_keywords)
         of_model = map(self._order.name_of, started.ignored_fields)
         self.headers |= ignored_header([*self._order.ignored, *of_model])

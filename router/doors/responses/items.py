@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from baton.inference.v1 import inference_pb2 as api
 from router.doors.http.parsing import said
-from router.doors.http.values import ApiObject
+from router.doors.http.values import ApiObject, name_of
 from router.errors import Violation
 from router.requests.bounds import MAX_CONTENT_PARTS
 
@@ -60,7 +60,8 @@ Content = Annotated[
 class Item(ApiObject):
     """One item, of any kind."""
 
-    type: str = "message"
+    type: Annotated[str, BeforeValidator(name_of)] = ""
+    """Left out, a message's, or a reference's where there is nothing but an id."""
     id: str | None = None
     status: str | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -72,6 +73,12 @@ class Item(ApiObject):
     output: Content = None
     summary: Content = None
     """Summary of thinking, where the thinking itself is not given."""
+
+    @model_validator(mode="after")
+    def _find_type(self) -> Self:
+        is_reference = self.id is not None and self.role is None and self.content is None
+        self.type = self.type or (REFERENCE if is_reference else "message")
+        return self
 
     def refused(self, path: str) -> Iterator[Violation]:
         """Violations: a kind that is not supported, missing fields, parts without text."""

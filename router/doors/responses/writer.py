@@ -16,6 +16,7 @@ from pydantic_core import from_json
 
 from baton.inference.v1 import inference_pb2 as api
 from router.doors.blocks import Block, Closed, Grown, Opened, Step
+from router.doors.openai.schema import served_tier
 
 if TYPE_CHECKING:
     from router.call import Call
@@ -219,7 +220,7 @@ def _echoed(request: ResponseRequest) -> JSON:
         "max_output_tokens": request.max_output_tokens,
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "reasoning": {"effort": request.reasoning and request.reasoning.effort, "summary": None},
-        "service_tier": request.service_tier or "default",
+        "service_tier": served_tier(request.service_tier),
         "text": {"format": format_},
         "tool_choice": choice if isinstance(choice, str) else _chosen(request),
         "tools": [
