@@ -16,6 +16,10 @@ CONTENT: Final = "content"
 CALLS: Final = "tool_calls"
 THINKING: Final = ("thinking", "reasoning", "reasoning_content")
 """Names that response templates give to the thinking."""
+EFFORT: Final = "reasoning_effort"
+"""Variable by which templates are told how much to think."""
+THINKING_SWITCHES: Final = ("enable_thinking", "thinking")
+"""Variables by which templates turn thinking on and off."""
 
 _JSON_HEAD: Final = ('{"name": "', '", "arguments": ', "}")
 _LONGEST_TAIL_CHARS: Final = 65_536

@@ -15,6 +15,7 @@ from google.protobuf.json_format import MessageToDict
 from pydantic_core import from_json
 
 from baton.inference.v1 import inference_pb2 as api
+from router.answers.forms import EFFORT, THINKING_SWITCHES
 from router.folders.templates import Template, TemplateRefusalError, Templates
 
 _ROLES: Final[Mapping[int, str]] = {
@@ -25,9 +26,6 @@ _ROLES: Final[Mapping[int, str]] = {
     api.ROLE_QUERY: "query",
     api.ROLE_DOCUMENT: "document",
 }
-EFFORT: Final = "reasoning_effort"
-THINKING_SWITCHES: Final = ("enable_thinking", "thinking")
-"""Variables by which templates turn thinking on and off."""
 _MAX_WORDS_CHARS: Final = 512
 """A template's own words are cut at this length."""
 

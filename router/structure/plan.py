@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from baton.inference.v1 import inference_pb2 as api
 from baton.worker.v1 import worker_pb2
 from router import errors
-from router.answers.forms import ResponseForm, Thought, thought_of
+from router.answers.forms import EFFORT, THINKING_SWITCHES, ResponseForm, Thought, thought_of
 from router.answers.parser import AnswerParser
 from router.errors import Violation
 from router.structure.checking import Question, is_one_call, mode_of
@@ -26,7 +26,8 @@ from router.structure.grammars import Grammars
 if TYPE_CHECKING:
     from router.jobs import ServedModel
 
-_EFFORT_NAMES: Final = frozenset(("reasoning_effort", "enable_thinking", "thinking"))
+_SWITCHES: Final = frozenset(THINKING_SWITCHES)
+_EFFORT_NAMES: Final = _SWITCHES | {EFFORT}
 
 
 class AnswerTokenizer(Protocol):
@@ -149,11 +150,14 @@ def _refusals(
 
 def _ignored(chat: api.ChatPrompt, tokenizer: AnswerTokenizer) -> Iterator[str]:
     """The fields that the chat template does not read. To turn thinking off takes nothing where
-    there is none."""
+    there is none. All switches together are one wish: one that is read fulfils it."""
     neutral = ("",) if tokenizer.form.thinking is not None else ("", "none")
     if chat.reasoning_effort not in neutral and not _EFFORT_NAMES & tokenizer.template_names:
         yield "input.chat.reasoning_effort"
-    for name in sorted(chat.template_variables.fields.keys() - tokenizer.template_names):
+    unread = chat.template_variables.fields.keys() - tokenizer.template_names
+    if chat.template_variables.fields.keys() >= _SWITCHES and not unread >= _SWITCHES:
+        unread -= _SWITCHES
+    for name in sorted(unread):
         yield f"input.chat.template_variables.{name}"
 
 

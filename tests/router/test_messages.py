@@ -228,6 +228,26 @@ async def test_what_cannot_be_honoured_is_refused_by_name(
     assert body["request_id"] == caught.value.request_id
 
 
+@pytest.mark.parametrize(
+    ("door", "ignored"),
+    [
+        ((HERMES, "a"), "output_config.effort, thinking"),
+        ((HERMES + "{{ enable_thinking }}", "a"), None),
+        ((HERMES + "{{ thinking }}", "a"), None),
+    ],
+    indirect=["door"],
+)
+async def test_thinking_is_named_where_it_has_no_effect(door: Door, ignored: str | None) -> None:
+    got = await door.client.messages.with_raw_response.create(
+        model=MODEL,
+        max_tokens=9,
+        messages=HELLO,
+        thinking={"type": "adaptive"},
+        output_config={"effort": "low"},
+    )
+    assert got.headers.get("x-baton-ignored") == ignored
+
+
 async def test_errors_and_keys_in_anthropics_form(door: Door) -> None:
     with pytest.raises(anthropic.NotFoundError) as caught:
         await door.create(model="other")
@@ -242,6 +262,18 @@ async def test_errors_and_keys_in_anthropics_form(door: Door) -> None:
     with pytest.raises(anthropic.NotFoundError) as unknown:
         await door.client.messages.batches.list(extra_headers=headers)
     assert "one by one" in unknown.value.body["error"]["message"]
+    for method, path, status, kind in (
+        ("GET", "/v1/models/other", 404, "not_found_error"),
+        ("GET", "/v1/nothing", 404, "not_found_error"),
+        ("GET", "/v1/messages", 405, "invalid_request_error"),
+        ("POST", "/v1/messages", 415, "invalid_request_error"),
+    ):
+        url = f"http://{door.port.server.address}{path}"
+        sent = {"x-api-key": "key", "anthropic-version": "2023-06-01", "content-encoding": "gzip"}
+        answer = await door.port.client._client.request(method, url, headers=sent)
+        body = answer.json()
+        assert (answer.status_code, body["error"]["type"]) == (status, kind)
+        assert body["request_id"] == answer.headers["request-id"] == answer.headers["x-request-id"]
     (model,) = (await door.client.models.list(extra_headers=headers)).data
     assert model == await door.client.models.retrieve(MODEL)
     assert (model.id, model.type, model.created_at.tzinfo is not None) == (MODEL, "model", True)

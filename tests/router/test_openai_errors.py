@@ -287,9 +287,17 @@ async def test_a_wrong_path_or_method_says_what_is_right(tmp_path: Path) -> None
         ):
             missing = await client.post(f"{url}/v1/{path}", json={})
             assert (missing.status_code, instead in missing.text) == (404, True)
-        get = await client.get(f"{url}/v1/completions")
-        assert get.json()["error"]["message"] == "this path takes POST"
-        assert get.headers["allow"] == "POST"
+        for path, allowed in (
+            ("completions", "POST"),
+            ("models", "GET, HEAD"),
+            ("files", "GET, HEAD, POST"),
+            ("files/file-a", "DELETE, GET, HEAD"),
+            ("batches", "GET, HEAD, POST"),
+            ("responses/resp_a", "DELETE, GET, HEAD"),
+        ):
+            put = await client.put(f"{url}/v1/{path}")
+            assert put.json()["error"]["message"] == f"this path takes {allowed}"
+            assert put.headers["allow"] == allowed
         listed = await client.get(f"{url}/v1/models/")
         assert [model["id"] for model in listed.json()["data"]] == [MODEL]
 

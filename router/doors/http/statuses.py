@@ -140,7 +140,8 @@ def ignored_header(fields: Sequence[str]) -> dict[str, str]:
 
 
 def _naming(header: str, names: Sequence[str]) -> dict[str, str]:
-    value = ", ".join(quote(name[:_MAX_NAME_CHARS], safe="/~$[]") for name in names[:_MAX_NAMES])
+    shown = list(dict.fromkeys(names))[:_MAX_NAMES]
+    value = ", ".join(quote(name[:_MAX_NAME_CHARS], safe="/~$[]") for name in shown)
     if len(value) > _MAX_HEADER_CHARS:
         value = value[: value.rindex(", ", 0, _MAX_HEADER_CHARS)] + ", ..."
     return {header: value} if value else {}

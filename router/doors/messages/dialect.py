@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 VERSION_HEADER: Final = "anthropic-version"
 """Header that Anthropic's clients send with every request."""
 _TYPES: Final = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -33,7 +32,8 @@ class MessagesDialect(NamedEvents):
 
     def body(self, status: int, message: str, trace_id: str) -> JSON:
         """The body of an error, from its parts."""
-        described = {"type": _TYPES.get(status, "api_error"), "message": message}
+        others = "invalid_request_error" if status < 500 else "api_error"
+        described = {"type": _TYPES.get(status, others), "message": message}
         return {"type": "error", "error": described, "request_id": trace_id or None}
 
     def headers(self, trace_id: str) -> dict[str, str]:

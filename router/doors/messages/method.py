@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from baton.inference.v1 import inference_pb2 as api
+from router.answers.forms import THINKING_SWITCHES
 from router.doors.http.block_reply import BlockReply, renamed
 from router.doors.http.parsing import parse
 from router.doors.http.said import Said
@@ -21,6 +22,7 @@ _NAMES: Final = (
     ("chat.reasoning_effort", "output_config.effort"),
     ("chat.thinking_token_budget", "thinking.budget_tokens"),
     ("chat.tool_choice.mode", "tool_choice"),
+    *((f"chat.template_variables.{name}", "thinking") for name in THINKING_SWITCHES),
     ("chat.", ""),
     ("chat", "messages"),
     ("structure.json_schema", "output_config.format"),

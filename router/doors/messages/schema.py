@@ -8,12 +8,12 @@ from typing import Annotated, Final, Literal
 from pydantic import BeforeValidator, Field
 
 from baton.inference.v1 import inference_pb2 as api
+from router.answers.forms import THINKING_SWITCHES
 from router.doors.http.parsing import ModelRequest, said
 from router.doors.http.values import ApiObject, AtMost, JsonText, UInt32, Unless, texts_of
 from router.doors.messages.blocks import Message, Texts, refused_texts, texts_in, turns_of
 from router.errors import Violation
 from router.requests.bounds import MAX_TURNS
-from router.requests.chat_template import THINKING_SWITCHES
 from router.requests.validation import MAX_STOP_TEXTS
 from router.structure.fields import MAX_TOOLS
 

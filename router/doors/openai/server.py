@@ -17,7 +17,7 @@ from pydantic_core import to_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute, Match, Route
 
 from baton.version import __version__
 from router import errors
@@ -309,8 +309,7 @@ class _Pages:
 
     def _admit(self, request: Request) -> Visible:
         """What the caller sees."""
-        dialect = MESSAGES_DIALECT if _is_anthropics(request) else CHATS
-        caller = self._gate.caller_of(dialect.authorization(request.headers))
+        caller = self._gate.caller_of(_dialect(request).authorization(request.headers))
         return Visible(self._dispatcher, caller)
 
     def _describe(self, model: ServedModel) -> JSON:
@@ -331,22 +330,26 @@ async def _not_served(request: Request, error: Exception) -> Response:
     forgotten /v1 in the base URL or use a part of the API that is not supported."""
     assert isinstance(error, HTTPException)
     path = request.url.path
-    message, code = not_served(path, _SERVED), "not_found"
+    message, code, headers = not_served(path, _SERVED), "not_found", dict[str, str]()
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        allowed = (error.headers or {}).get("Allow", "")
+        allowed = ", ".join(_methods_of(request))
         message, code = f"this path takes {allowed}", "method_not_allowed"
+        headers["allow"] = allowed
     content = statuses.body(message, "invalid_request_error", None, code)
+    trace_id = _trace_id(request)
     if _is_anthropics(request):
-        content = MESSAGES_DIALECT.body(error.status_code, message, _trace_id(request))
-    return _failed(request, content, error.status_code, error.headers or {})
+        content = MESSAGES_DIALECT.body(error.status_code, message, trace_id)
+    return _failed(request, content, error.status_code, headers, trace_id)
 
 
 async def _refused(request: Request, error: Exception) -> Response:
     """The response to an error of the API's pages."""
     assert isinstance(error, errors.RouterError)
-    dialect = MESSAGES_DIALECT if _is_anthropics(request) else CHATS
-    content, headers = dialect.error(error), statuses.retry_headers(error)
-    return _failed(request, content, statuses.http_status(error), headers)
+    content, trace_id = _dialect(request).error(error), _trace_id(request)
+    if _is_anthropics(request):
+        content["request_id"] = trace_id
+    headers = statuses.retry_headers(error)
+    return _failed(request, content, statuses.http_status(error), headers, trace_id)
 
 
 def _is_anthropics(request: Request) -> bool:
@@ -354,9 +357,24 @@ def _is_anthropics(request: Request) -> bool:
     return VERSION_HEADER in request.headers
 
 
-def _failed(request: Request, content: JSON, status: int, headers: Mapping[str, str]) -> Response:
+def _dialect(request: Request) -> Dialect:
+    """The dialect of the caller's client."""
+    return MESSAGES_DIALECT if _is_anthropics(request) else CHATS
+
+
+def _methods_of(request: Request) -> list[str]:
+    """The methods of a path, which may have several routes."""
+    routes = [one for one in request.app.routes if isinstance(one, Route)]
+    fitting = [one for one in routes if one.matches(request.scope)[0] != Match.NONE]
+    return sorted({method for one in fitting for method in one.methods or ()})
+
+
+def _failed(
+    request: Request, content: JSON, status: int, headers: Mapping[str, str], trace_id: str
+) -> Response:
     """A response with an error. Its id is the caller's trace id, if it sends one."""
-    return _json(content, status, {**headers, REQUEST_ID: _trace_id(request)})
+    ids = {REQUEST_ID: trace_id, **_dialect(request).headers(trace_id)}
+    return _json(content, status, {**headers, **ids})
 
 
 def _trace_id(request: Request) -> str:
