@@ -36,14 +36,10 @@ Figures = dict[tuple[str, str, str], float]
 
 
 class Up:
-    """`baton up` as a child process; a context manager.
+    """`baton up` as a child process; a context manager. Each worker has `options.host_gib` of host
+    memory below its pool."""
 
-    Under the policy `cost` each worker has `options.host_gib` of host memory below its pool.
-    """
-
-    def __init__(
-        self, policy: str, options: argparse.Namespace, counts: tuple[int, int, int] = (2, 2, 0)
-    ) -> None:
+    def __init__(self, options: argparse.Namespace, counts: tuple[int, int, int]) -> None:
         self._options = options
         self._counts = counts
         """Workers with the roles prefill, decode and both."""
@@ -51,10 +47,9 @@ class Up:
         self._log = Path(tempfile.mkdtemp(prefix="baton-up-")) / "up.log"
         self._environment = {
             **os.environ,
-            "BATON_DEBUG_POLICY": policy,
             "BATON_DEBUG_LOAD_FORMAT": "dummy",
             "BATON_DEBUG_MAX_STORED_TRACES": "4096",
-            "BATON_KV_HOST_GIB": str(options.host_gib if policy == "cost" else 0),
+            "BATON_KV_HOST_GIB": str(options.host_gib),
             "BATON_MAX_SEQUENCES": str(options.max_sequences),
             "GRPC_VERBOSITY": "error",
         }

@@ -1,22 +1,19 @@
-"""The next turn of a conversation on two GPUs: P and D under two policies, beside two replicas.
+"""The next turn of a conversation on two GPUs: P and D, beside two replicas.
 
 python -m bench.next_turn_gpus [--runs 2] [--limit-s 560] [--json FILE]
     64 conversations of 8 turns up to 8,192 tokens, in turns on
 
-        least_work   one P and one D, no host memory below their pools
-        cost         one P and one D, each with --host-gib of host memory
-        both         two workers that do both legs, by `cost`, with as much
+        pair    one P and one D, each with --host-gib of host memory
+        both    two workers that do both legs, with as much
 
 python -m bench.next_turn_gpus --apart 200 [--conversations 0]
     after each of these runs, with the same processes, prompts that share nothing: so many at
     --apart-rate a second, then as many at once. With --conversations 0 nothing else runs
 
-All arrangements of a run get the same requests; each run has a seed of its own. The first run of
-`least_work` finds the mean time of thought at which P is busy for 60 % of the time (--busy): where
-it is not, one more run is made with another time, and that is the first. With --think nothing is
-searched. Processes start anew where the arrangement changes. So every second run begins with the
-one that ended the run before. No run begins that would, by the longest so far, last beyond
---limit-s seconds. One that fails is printed, and the others go on.
+All arrangements of a run get the same requests; each run has a seed of its own. Processes start
+anew where the arrangement changes. So every second run begins with the one that ended the run
+before. No run begins that would, by the longest so far, last beyond --limit-s seconds. One that
+fails is printed, and the others go on.
 
 `busy` is the time of P's steps, by that of the run. `fetch` and `hand-off` are the bytes of all
 transfers of 32 MiB and more by their time: a fetch's from the wish for the pages to their arrival,
@@ -51,17 +48,10 @@ from baton.client.clients import Client
 from bench import turn_traces
 from bench.harness import Up, counted, table, warm_up, write_json
 
-ARRANGEMENTS = {
-    "least_work": ("least_work", (1, 1, 0)),
-    "cost": ("cost", (1, 1, 0)),
-    "both": ("cost", (0, 0, 2)),
-}
-"""Policy, and workers with the roles prefill, decode and both."""
+ARRANGEMENTS = {"pair": (1, 1, 0), "both": (0, 0, 2)}
+"""Workers with the roles prefill, decode and both."""
 WAITED = "streams waited"
 """A worker's word of a long gap (`engine.loop.slow_steps`)."""
-FIRST_THINK_S = 4.0
-NEAR = 0.08
-"""P's share of busy time may differ by so much from what is wanted."""
 Found = dict[str, Any]
 
 
@@ -85,10 +75,9 @@ class Processes:
         """Servers of an arrangement, warm. Others are stopped first."""
         if self.name != name:
             self.stop()
-            policy, counts = ARRANGEMENTS[name]
-            prefill, decode, both = (self._options.times * count for count in counts)
+            prefill, decode, both = (self._options.times * one for one in ARRANGEMENTS[name])
             began_s = time.monotonic()
-            self._up = self._open.enter_context(Up(policy, self._options, (prefill, decode, both)))
+            self._up = self._open.enter_context(Up(self._options, (prefill, decode, both)))
             with Client(self._up.address, timeout_s=120) as client:
                 warm_up(client)
             took_s = time.monotonic() - began_s
@@ -112,8 +101,6 @@ class Bench:
         self._end_s = time.monotonic() + options.limit_s
         self._longest_s = 0.0
         """Without a start."""
-        self.think_s = FIRST_THINK_S if options.think is None else options.think
-        self.seeds = [options.seed + number for number in range(options.runs)]
         self.found: list[Found] = []
 
     def run_all(self) -> None:
@@ -132,17 +119,13 @@ class Bench:
 
     def _one(self, number: int, name: str) -> None:
         up = self._processes.of(name)
-        began_s = time.monotonic()
+        began_s, seed = time.monotonic(), self._options.seed + number
         found: Found = {"run": number, "arrangement": name}
         self.found.append(found)
         if self._options.conversations:
-            if name == "least_work" and not number and self._options.think is None:
-                self._search(up, found)
-            if "busy" not in found:
-                began_s = time.monotonic()
-                self._keep(found, self._conversations(up, self.seeds[number]))
-        if self._options.apart and name != "both":
-            self._keep(found, {"apart": self._apart(up, self.seeds[number] + 1000)})
+            self._keep(found, self._conversations(up, seed))
+        if self._options.apart:
+            self._keep(found, {"apart": self._apart(up, seed + 1000)})
         self._longest_s = max(self._longest_s, time.monotonic() - began_s)
 
     def _keep(self, found: Found, more: Found) -> None:
@@ -150,25 +133,12 @@ class Bench:
         print(found["run"], found["arrangement"], json.dumps(more), flush=True)
         write_json(self._options.json, self.found)
 
-    def _search(self, up: Up, kept: Found) -> None:
-        """Finds the time of thought. All conversations are open, so P's share falls as they think
-        longer. Where the first guess was near, its run is the first one."""
-        found = self._conversations(up, self.seeds[0])
-        busy, answer_s = found["busy"]["prefill-0"], found["turn_mean_ms"] / 1e3
-        print(f"at {self.think_s:.2f} s of thought P is busy for {busy:.0%}", flush=True)
-        if abs(busy - self._options.busy) <= NEAR:
-            self._keep(kept, found)
-            return
-        wanted_s = (self.think_s + answer_s) * busy / self._options.busy - answer_s
-        self.think_s = max(0.0, wanted_s)
-        self.seeds[0] += 100  # What was asked before is in the pools.
-
     def _conversations(self, up: Up, seed: int) -> Found:
         """All begin in the time from one turn to the next, about."""
         options = self._options
         argv = ["--conversations", options.conversations, "--turns", options.turns]
-        argv += ["--think", self.think_s, "--context", options.context]
-        argv += ["--rate", options.conversations / max(1.0, self.think_s + 1.0)]
+        argv += ["--think", options.think, "--context", options.context]
+        argv += ["--rate", options.conversations / max(1.0, options.think + 1.0)]
         argv += ["--output-tokens", options.output_tokens]
         before, began_ns = up.figures(), time.time_ns()
         found = self._baton_bench(up, seed, argv)
@@ -177,7 +147,7 @@ class Bench:
         again, busy, figures = counted(before, up.figures(), run["wall_s"])
         later = found["ttft_ms_from_turn_2"][0]
         return {
-            "think_s": round(self.think_s, 2),
+            "think_s": round(options.think, 2),
             "seed": seed,
             **latencies(found),
             "ttft_ms_from_turn_2": later and {key: later[key] for key in ("p50", "p90", "p99")},
@@ -218,12 +188,9 @@ class Bench:
 
 
 def in_turns(names: Sequence[str], runs: int) -> Iterator[tuple[int, str]]:
-    """Every second run begins with the arrangement that the run before ended with. The replicas
-    come in the middle, and last, since they matter least."""
-    forth = [name for name in ("least_work", "both", "cost") if name in names]
-    back = [name for name in ("cost", "least_work", "both") if name in names]
+    """Every second run begins with the arrangement that the run before ended with."""
     for number in range(runs):
-        yield from ((number, name) for name in (back if number % 2 else forth))
+        yield from ((number, name) for name in (names[::-1] if number % 2 else names))
 
 
 def latencies(found: Found) -> Found:
@@ -276,16 +243,13 @@ def show(found: Sequence[Found]) -> None:
 
 
 def _ratio(what: str, found: Sequence[Found], figure: Any) -> None:
-    """Medians of the runs, as a multiple of those of `least_work`."""
-    medians = {
-        name: statistics.median(values)
-        for name in ARRANGEMENTS
-        if (values := [figure(one) for one in found if one["arrangement"] == name])
+    """The median of a pair's runs, as a multiple of that of the replicas."""
+    of = {
+        name: [figure(one) for one in found if one["arrangement"] == name] for name in ARRANGEMENTS
     }
-    base = medians.get("least_work")
-    for name, value in medians.items():
-        if base and name != "least_work":
-            print(f"{what}: {name} {value:.1f}, {value / base:.3f} x least_work's {base:.1f}")
+    if all(of.values()):
+        pair, both = (statistics.median(of[name]) for name in ("pair", "both"))
+        print(f"{what}: pair {pair:.1f}, {pair / both:.3f} x the replicas' {both:.1f}")
 
 
 def main() -> None:
@@ -294,8 +258,7 @@ def main() -> None:
     parser.add_argument("--arrangements", nargs="+", default=list(ARRANGEMENTS))
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--limit-s", type=float, default=560.0)
-    parser.add_argument("--busy", type=float, default=0.6)
-    parser.add_argument("--think", type=float, help="mean seconds; without it they are found")
+    parser.add_argument("--think", type=float, default=2.0, help="mean seconds")
     parser.add_argument("--conversations", type=int, default=64, help="0: none")
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--context", type=int, default=8192)
@@ -318,8 +281,6 @@ def main() -> None:
     wrong = set(options.arrangements) - set(ARRANGEMENTS)
     if wrong:
         parser.error(f"no such arrangement: {', '.join(wrong)}")
-    if options.conversations == 0:
-        options.arrangements = [name for name in options.arrangements if name != "both"]
     with Processes(options) as processes:
         bench = Bench(options, processes)
         bench.run_all()

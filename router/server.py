@@ -40,7 +40,7 @@ from router.doors.loads import endpoint_load_of, load_of
 from router.doors.openai.server import OpenAiServer
 from router.doors.responses.store import ResponseStore
 from router.folders.templates import TemplateFileError, read_template
-from router.placement.cost import policy_of
+from router.placement.cost import Cost
 from router.requests.bounds import UNREAD_GRACE_S, most_connections
 from router.requests.tokenization import Tokenizers
 from router.requests.validation import Limits
@@ -101,7 +101,7 @@ class RouterServer:
         self.registry = Registry(settings, self.dispatcher, self._net, _folders(settings))
         self.metrics.watch_pages(self.registry.pages.load)
         self.metrics.watch_endpoint(partial(endpoint_load_of, self.dispatcher, self.registry))
-        self.dispatcher.place_by(policy_of(settings.debug.policy, self.registry.pages))
+        self.dispatcher.place_by(Cost(self.registry.pages))
         self.address = ""
         """The address for clients; "" before the router listens there."""
         self.internal_address = ""

@@ -59,9 +59,6 @@ class RouterDebug(BaseModel):
 
     model_config = SETTINGS
 
-    policy: Literal["cost", "least_work", "round_robin"] = "cost"
-    """Chooses how workers are picked. `cost` goes by load and by what workers hold of a prompt. The
-    others are for comparisons only: `least_work` goes by load alone, `round_robin` ignores it."""
     max_choices: int = Field(default=16, ge=1, le=1024)
     """Limits the number of choices of a request."""
     max_retries: int = Field(default=2, ge=0, le=10)

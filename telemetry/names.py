@@ -130,7 +130,6 @@ class Attr:
     # router.queue and router.route.
     QUEUE_DEPTH: Final = "baton.queue.depth"
     QUEUE_TOKENS: Final = "baton.queue.tokens"
-    ROUTE_POLICY: Final = "baton.route.policy"
     ROUTE_PREFILL: Final = "baton.route.prefill"
     ROUTE_DECODE: Final = "baton.route.decode"
     ROUTE_ATTEMPT: Final = "baton.route.attempt"

@@ -683,7 +683,7 @@ BREAKAGES = (
         "router/workers/load_estimate.py",
         "                self._fresh = self._fresh.less(entry.reservation)\n\n    def reserve(",
         "                pass\n\n    def reserve(",
-        ("router/test_router_link.py", "router/test_router_policies.py"),
+        ("router/test_router_link.py", "router/test_load_estimate.py"),
     ),
     Breakage(
         "placement-forgets-the-cache",

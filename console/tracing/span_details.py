@@ -66,7 +66,6 @@ _DETAILS: Final[dict[str, tuple[tuple[str, Callable[[Any], str]], ...]]] = {
     ),
     SpanName.ROUTE: (
         (Attr.ROUTE_ATTEMPT, lambda attempt: f"attempt {attempt}" if attempt > 1 else ""),
-        (Attr.ROUTE_POLICY, lambda policy: str(policy).replace("_", " ")),
     ),
     SpanName.PREFILL_COMPUTE: (
         (Attr.PREFILL_TOKENS, count("token")),

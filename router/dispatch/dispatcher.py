@@ -40,7 +40,7 @@ from router.dispatch.waiting import Pump, WaitingGroups, now_s
 from router.events import NO_EVENTS, RouterEvents
 from router.jobs import Demand, Job, JobEvent, ServedModel
 from router.placement import routing
-from router.placement.cost import policy_of
+from router.placement.cost import Cost
 from router.placement.forecasts import Found, compare
 from router.placement.models import Models
 from router.placement.placing import LocalReason
@@ -51,7 +51,6 @@ from telemetry.tracing import write_span
 if TYPE_CHECKING:
     from router.dispatch.job_run import ChoiceGroup
     from router.dispatch.queue import ModelQueue
-    from router.placement.policies import Policy
     from router.placement.routing import Route
     from router.settings import RouterSettings
     from router.workers.link import LinkState, Loss, WorkerLink
@@ -66,7 +65,7 @@ class JobDispatcher:
     def __init__(self, settings: RouterSettings, events: RouterEvents = NO_EVENTS) -> None:
         self._settings = settings
         self._events = events
-        self._policy = policy_of(settings.debug.policy)
+        self._policy = Cost()
         self._local = settings.local_prefill
         self._workers: list[WorkerLink] = []
         self._models = Models(self._workers, self._local)
@@ -82,8 +81,8 @@ class JobDispatcher:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def place_by(self, policy: Policy) -> None:
-        """Takes another policy than the settings', such as one that knows what workers hold."""
+    def place_by(self, policy: Cost) -> None:
+        """Places by another policy, such as one that knows what workers hold."""
         self._policy = policy
 
     @property
@@ -317,7 +316,6 @@ class JobDispatcher:
 
     def _dispatch(self, group: ChoiceGroup, route: Route) -> None:
         chosen: dict[str, str | int] = {
-            Attr.ROUTE_POLICY: self._policy.name,
             Attr.ROUTE_PREFILL: route.prefill.worker_id,
             Attr.ROUTE_DECODE: route.decode.worker_id if route.decode else "",
             Attr.ROUTE_ATTEMPT: group.attempts + 1,

@@ -1,4 +1,4 @@
-"""The policy `cost`: a prompt goes where its first token is soonest, given who holds what of it.
+"""A prompt goes where its first token is soonest, given who holds what of it.
 
 A worker may come by the leading pages of a prompt in several ways: it has them in its pool, loads
 them from host memory, or fetches them from a peer. Only pages count behind which it can go on. For
@@ -9,20 +9,20 @@ each way,
 
 The delay is what the prompt costs others: decode rows x the delay of a step with a chunk of a
 prompt, as the workers of that role have measured it on average (`placing.usual_chunk`). A worker's
-way is its fastest. Among workers the fastest wins, and on a tie the first, as for `least_work`.
+way is its fastest. Among workers the fastest wins, and on a tie the first.
 
-Among decode workers that are to receive a prompt, the one under the least pressure is taken, as by
-`least_work`. One that holds the prompt already may have `SLACK` more, and one that holds a part of
-it that part of `SLACK`. So conversations stay where their KV is, if the load is about equal. One
-with the prompt's adapter in a slot has `SLACK` more, too, and one whose slots are all in use by
-others is under full pressure.
+Among decode workers that are to receive a prompt, the one under the least pressure is taken
+(`placing.pressure`). One that holds the prompt already may have `SLACK` more, and one that holds a
+part of it that part of `SLACK`. So conversations stay where their KV is, if the load is about
+equal. One with the prompt's adapter in a slot has `SLACK` more, too, and one whose slots are all in
+use by others is under full pressure.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -35,12 +35,12 @@ from router.placement.placing import (
     MixedChunk,
     delay_s,
     finish_s,
+    pressure,
     rate_of_unmeasured,
     rest_s,
     takeover_tokens,
     usual_chunk,
 )
-from router.placement.policies import LeastWork, Policy, RoundRobin, pressure
 from router.placement.ways import Way
 from router.workers.between import fetches, is_reachable, path_rate
 from router.workers.holdings import NO_HOLDINGS, Holdings
@@ -85,8 +85,6 @@ class Cost:
         holdings: what workers have reported.
         just_routed: what they compute or have got since.
     """
-
-    name = "cost"
 
     def __init__(
         self, holdings: Holdings | None = None, just_routed: JustRouted | None = None
@@ -159,12 +157,6 @@ class Cost:
                 share += is_in_slot(worker, digest)
             found.append((used - SLACK * share, running))
         return found.index(min(found))
-
-    def whole(
-        self, demand: Demand, candidates: Sequence[WorkerLink], everyone: Sequence[WorkerLink]
-    ) -> int:
-        """Index of the decode worker that runs the whole job."""
-        return self.prefill(demand, candidates, everyone)
 
     def local(
         self,
@@ -377,16 +369,6 @@ class Cost:
         again["unreachable"] += max(0, held - max(within, reachable))
         again["in_flight"] += max(0, coming - max(held, have))
         return +again
-
-
-def policy_of(name: str, holdings: Holdings | None = None) -> Policy:
-    """The policy of that name."""
-    policies: dict[str, Callable[[], Policy]] = {
-        Cost.name: lambda: Cost(holdings),
-        LeastWork.name: LeastWork,
-        RoundRobin.name: RoundRobin,
-    }
-    return policies[name]()
 
 
 def _here(worker: WorkerLink, own: Held) -> int:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from router.events import RouterEvents
     from router.jobs import Demand
-    from router.placement.policies import Policy
+    from router.placement.cost import Cost
     from router.placement.routing import Route
     from router.workers.link import WorkerLink
 
@@ -44,7 +44,7 @@ class Found(NamedTuple):
 
 def compare(
     events: RouterEvents,
-    policy: Policy,
+    policy: Cost,
     demand: Demand,
     route: Route,
     found: Found,

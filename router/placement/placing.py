@@ -5,8 +5,8 @@ For each worker that could compute a prompt of n tokens,
     finish_s = wait_s + n / rate        wait_s = queued tokens / rate
 
 and the smallest wins. The rule chooses among prefill workers, and between them and decode workers
-where `local_prefill` is `auto`. The policy `cost` extends it by what workers hold of the prompt
-(`router.placement.cost`):
+where `local_prefill` is `auto`. `router.placement.cost` extends it by what workers hold of the
+prompt:
 
     finish_s = wait_s + load or fetch + the rest of n / rate(context) + delay of streams
 
@@ -86,12 +86,6 @@ def finish_s(capacity: Capacity, tokens: int, unmeasured: float) -> float:
     return (capacity.queued_prefill_tokens + tokens) / _rate(capacity, unmeasured)
 
 
-def soonest(capacities: Sequence[Capacity], tokens: int, unmeasured: float) -> int:
-    """Index of the worker that finishes the prompt first. On a tie it is the first one."""
-    finishes_s = [finish_s(one, tokens, unmeasured) for one in capacities]
-    return finishes_s.index(min(finishes_s))
-
-
 def rest_s(capacity: Capacity, cached: int, tokens: int, unmeasured: float) -> float:
     """Seconds to compute the tokens of a prompt from `cached` on, without a queue. A token takes
     longer the more tokens are before it."""
@@ -120,6 +114,15 @@ def takeover_tokens(
             return 0
         each_s += chunk_s / chunk.tokens
     return min(NO_LIMIT, max(0, math.floor(left_s / each_s)))
+
+
+def pressure(capacity: Capacity) -> tuple[float, int]:
+    """How full a decode worker is, for choosing the least full one: the used share of slots or of
+    pages, whichever is larger; and, for ties, the running sequences. A step's time grows with the
+    batch, and pages run out before slots if contexts are long."""
+    used_slots = capacity.running_sequences / max(1, capacity.max_sequences)
+    used_pages = 1 - capacity.free_pages / max(1, capacity.total_pages)
+    return max(used_slots, used_pages), capacity.running_sequences
 
 
 def _token_s(capacity: Capacity, context: float, unmeasured: float) -> float:

@@ -22,7 +22,7 @@ from serving.release import Protocol, protocol_of
 
 if TYPE_CHECKING:
     from router.jobs import Demand
-    from router.placement.policies import Policy
+    from router.placement.cost import Cost
     from router.settings import LocalPrefill
     from router.workers.link import WorkerLink
 
@@ -115,7 +115,7 @@ def can_run(workers: Sequence[WorkerLink], local: LocalPrefill) -> bool:
 def choose(
     demand: Demand,
     workers: Sequence[WorkerLink],
-    policy: Policy,
+    policy: Cost,
     failed: Failed,
     local: LocalPrefill,
 ) -> Route | None:
@@ -148,7 +148,7 @@ def _place(
     demand: Demand,
     workers: Sequence[WorkerLink],
     those: Sequence[WorkerLink],
-    policy: Policy,
+    policy: Cost,
     failed: Failed,
     local: LocalPrefill,
 ) -> Route | None:
@@ -173,21 +173,21 @@ def everyone(demand: Demand, workers: Sequence[WorkerLink]) -> list[WorkerLink]:
 
 
 def _alone(
-    demand: Demand, those: Sequence[WorkerLink], policy: Policy, avoid: Collection[WorkerLink]
+    demand: Demand, those: Sequence[WorkerLink], policy: Cost, avoid: Collection[WorkerLink]
 ) -> Route | None:
     """A decode worker that runs the whole job, since no prefill worker is left."""
     decoders = _decoders(demand, those, _has_both)
     if not decoders:
         return None
     candidates = _preferred(decoders, avoid)
-    worker = candidates[policy.whole(demand, candidates, those)]
+    worker = candidates[policy.prefill(demand, candidates, those)]
     return Route(worker, worker, LocalReason.NO_PREFILL_WORKER)
 
 
 def _sooner_alone(
     demand: Demand,
     those: Sequence[WorkerLink],
-    policy: Policy,
+    policy: Cost,
     avoid: Collection[WorkerLink],
     prefills: Sequence[WorkerLink],
     local: LocalPrefill,
@@ -207,7 +207,7 @@ def _sooner_alone(
 def _usual_route(
     demand: Demand,
     those: Sequence[WorkerLink],
-    policy: Policy,
+    policy: Cost,
     avoid: Collection[WorkerLink],
     possible: Pairs,
 ) -> Route | None:

@@ -1,9 +1,6 @@
 """Decode workers prefill by themselves: same tokens, pages back, whole traces. What they take over
 is the engine's rule: `engine/test_takeover.py`. When they help a busy prefill worker is the
 router's: `router/test_dispatch_local.py`.
-
-The policy knows nothing of what workers hold. So a decode worker alone decides what it takes over.
-`test_e2e_routers.py` has the policy that knows.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ def reference(tiny):
 
 @contextmanager
 def running(tiny, folder, **options):
-    settings = {"max_step_tokens": STEP_TOKENS, "trace": True, "policy": "least_work", **options}
+    settings = {"max_step_tokens": STEP_TOKENS, "trace": True, **options}
     cluster = make_cluster(tiny, folder / "logs", **settings)
     with cluster.started(ends_well=True, killed=True):
         yield cluster

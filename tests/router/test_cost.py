@@ -115,7 +115,7 @@ def fast(*peers: str) -> dict[str, float]:
     return dict.fromkeys(peers, 50.0)
 
 
-def test_without_pages_the_rule_is_that_of_least_work() -> None:
+def test_without_pages_the_queues_decide() -> None:
     far, near = Worker("p0", queued=4000), Worker("p1", queued=1000)
     assert policy().prefill(demand(1000), [far, near], [far, near]) == 1
     assert policy().prefill(demand(1000), [near, near], [near]) == 0  # the first of equals

@@ -17,7 +17,6 @@ from router.jobs import Demand, ServedModel
 from router.placement import routing
 from router.placement.cost import Cost
 from router.placement.few import DRAWN, few_of
-from router.placement.policies import LeastWork
 from router.settings import RouterSettings
 from router.workers.life import kind_of
 from router.workers.link import WorkerLink
@@ -55,11 +54,11 @@ async def test_the_only_ones_with_room_are_found() -> None:
     for number, link in enumerate(links):
         report(link, number, full=number not in (100, 201))
     for _ in range(20):
-        route = choose(demand_of(), links, LeastWork())
+        route = choose(demand_of(), links, Cost())
         assert route is not None
         assert (route.prefill, route.decode) == (links[100], links[201])
     report(links[100], 100, full=True)
-    assert choose(demand_of(), links, LeastWork()) is None, "nobody decodes alone: it may wait"
+    assert choose(demand_of(), links, Cost()) is None, "nobody decodes alone: it may wait"
 
 
 async def test_who_holds_the_prompt_is_looked_at_wherever_it_is() -> None:

@@ -13,8 +13,8 @@ import pytest
 from baton.worker.v1 import worker_pb2
 from router.jobs import Demand, ServedModel
 from router.placement import routing
+from router.placement.cost import Cost
 from router.placement.pairs import agreeing, largest, pairs_of, passing
-from router.placement.policies import LeastWork
 from router.workers.load_estimate import Capacity
 from router.workers.registry import DECODES, PREFILLS, can_hand_off
 
@@ -147,6 +147,6 @@ def test_a_search_for_a_route_looks_at_each_worker_a_few_times() -> None:
     """A search that looks at each pair of these looks at each worker hundreds of times."""
     workers: list[Any] = [Worker(f"a{i}", ROLES[i % 2]) for i in range(200)]
     demand = Demand(MODEL, 500, 100, 1)
-    assert routing.choose(demand, workers, LeastWork(), routing.Failed(), "cached") is not None
+    assert routing.choose(demand, workers, Cost(), routing.Failed(), "cached") is not None
     assert routing.largest_pool_tokens(demand, workers, "cached") == 16_000
     assert max(worker.reads for worker in workers) < 60

@@ -9,8 +9,8 @@ from router.placement.placing import (
     NO_LIMIT,
     MixedChunk,
     finish_s,
+    pressure,
     rate_of_unmeasured,
-    soonest,
     takeover_tokens,
 )
 from router.workers.load_estimate import Capacity
@@ -30,7 +30,9 @@ def capacity(queued: int = 0, rate: float = 40_000.0, age_s: float = 0.0) -> Cap
 
 
 def chosen(*capacities: Capacity, tokens: int = 1000) -> int:
-    return soonest(capacities, tokens, rate_of_unmeasured(capacities))
+    unmeasured = rate_of_unmeasured(capacities)
+    finishes_s = [finish_s(one, tokens, unmeasured) for one in capacities]
+    return finishes_s.index(min(finishes_s))
 
 
 def takeover(prefill: Capacity, decode: Capacity, tokens: int) -> int:
@@ -55,10 +57,6 @@ def test_a_long_prompt_goes_to_the_faster_worker_and_a_short_one_to_the_nearer()
     assert chosen(far, near, tokens=8000) == 0
 
 
-def test_the_first_of_equals() -> None:
-    assert chosen(capacity(), capacity()) == 0
-
-
 def test_a_worker_without_a_rate_is_taken_to_be_as_fast_as_the_fastest() -> None:
     assert chosen(capacity(1000), capacity(900, rate=0.0)) == 1
     assert chosen(capacity(1000), capacity(1100, rate=0.0)) == 0
@@ -80,6 +78,18 @@ def test_where_no_rate_is_fresh_the_fastest_known_one_holds() -> None:
 def test_where_no_rate_is_known_the_queues_decide() -> None:
     nobody_knows = [capacity(300, rate=0.0), capacity(200, rate=0.0)]
     assert chosen(*nobody_knows) == 1
+
+
+def test_the_scarcer_of_slots_and_pages_is_the_pressure() -> None:
+    least = capacity()._replace(running_sequences=1, max_sequences=10, total_pages=100)
+    few_pages, few_slots = least._replace(free_pages=10), least._replace(running_sequences=8)
+    neither = least._replace(running_sequences=5, free_pages=50)
+    assert min([few_pages, few_slots, neither], key=pressure) is neither
+
+
+def test_of_two_under_the_same_pressure_the_smaller_batch_is_less() -> None:
+    large = capacity()._replace(running_sequences=10, max_sequences=20, free_pages=500)
+    assert pressure(large._replace(running_sequences=5)) < pressure(large)
 
 
 def test_a_decode_worker_may_compute_what_it_gets_done_before_the_prefill_worker() -> None:

@@ -81,7 +81,7 @@ class Builder:
         return request
 
     def route(self, request: Span, at_ms: float, attempt: int) -> None:
-        attributes = {Attr.ROUTE_POLICY: "least_work", Attr.ROUTE_ATTEMPT: attempt}
+        attributes = {Attr.ROUTE_ATTEMPT: attempt}
         self.span(SpanName.ROUTE, request, at_ms, at_ms + 0.1, attributes)
 
     def leg(

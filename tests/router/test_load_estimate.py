@@ -1,17 +1,14 @@
-"""Who gets the work: load estimates and policies."""
+"""What a router takes for the load of a worker, between its reports."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from baton.worker.v1 import worker_pb2
-from router.jobs import Demand, ServedModel
-from router.placement.policies import LeastWork, RoundRobin
-from router.workers.load_estimate import Capacity, LoadEstimate, Reservation
+from router.workers.load_estimate import LoadEstimate, Reservation
 
 A, B = b"a", b"b"
 
@@ -132,63 +129,3 @@ def test_every_release_restores_the_estimate(known: bool) -> None:
         estimate.release(A)
         assert estimate.capacity() == before
         assert estimate.open_reservations == 0
-
-
-@dataclass
-class Worker:
-    worker_id: str
-    queued_prefill_tokens: int = 0
-    prefill_tokens_per_s: float = 0.0
-    running_sequences: int = 0
-    free_pages: int = 100
-    max_sequences: int = 10
-
-    def capacity(self) -> Capacity:
-        return Capacity(
-            queued_prefill_tokens=self.queued_prefill_tokens,
-            prefill_credit_tokens=100,
-            prefill_tokens_per_s=self.prefill_tokens_per_s,
-            prefill_rate_age_s=0.0,
-            running_sequences=self.running_sequences,
-            max_sequences=self.max_sequences,
-            free_pages=self.free_pages,
-            total_pages=100,
-        )
-
-
-def demand(tokens: int) -> Demand:
-    return Demand(ServedModel("m", "r", "", 1 << 17, 1, (), 16), tokens, 10, 1)
-
-
-def test_least_work_counts_seconds_not_tokens() -> None:
-    slow = Worker("p0", queued_prefill_tokens=100, prefill_tokens_per_s=10)
-    fast = Worker("p1", queued_prefill_tokens=200, prefill_tokens_per_s=100)
-    assert LeastWork().prefill(demand(10), [slow, fast], ()) == 1
-
-
-def test_least_work_tries_a_worker_of_unknown_speed() -> None:
-    known = Worker("p0", queued_prefill_tokens=100, prefill_tokens_per_s=100)
-    unknown = Worker("p1", queued_prefill_tokens=50)
-    assert LeastWork().prefill(demand(10), [known, unknown], ()) == 1
-
-
-def test_least_work_looks_at_the_scarcer_of_slots_and_pages() -> None:
-    few_pages = Worker("d0", running_sequences=1, free_pages=10)
-    few_slots = Worker("d1", running_sequences=8, free_pages=90)
-    neither = Worker("d2", running_sequences=5, free_pages=50)
-    assert LeastWork().decode(demand(10), [few_pages, few_slots, neither]) == 2
-
-
-def test_least_work_prefers_the_smaller_batch_of_equals() -> None:
-    large = Worker("d0", running_sequences=10, max_sequences=20, free_pages=50)
-    small = Worker("d1", running_sequences=5, max_sequences=20, free_pages=50)
-    assert LeastWork().decode(demand(10), [large, small]) == 1
-
-
-def test_round_robin_goes_on_when_workers_come_and_go() -> None:
-    policy = RoundRobin()
-    workers = [Worker("p0"), Worker("p1"), Worker("p2")]
-    assert [policy.prefill(demand(10), workers, ()) for _ in range(4)] == [0, 1, 2, 0]
-    assert policy.decode(demand(10), workers) == 0  # the legs take turns apart
-    assert policy.prefill(demand(10), workers[1:], ()) == 0
-    assert policy.prefill(demand(10), workers, ()) == 2
