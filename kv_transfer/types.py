@@ -155,8 +155,6 @@ class KvTransport(Protocol):
     """Moves pages. One per process, owned by the transfer thread."""
 
     name: str
-    can_revoke: bool
-    """Whether closing a peer provably stops its writes. False unless proven."""
 
     @property
     def endpoint(self) -> Endpoint:

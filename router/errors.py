@@ -297,11 +297,6 @@ def reader_too_slow(tokens_sent: int, tokens_waiting: int) -> RouterError:
     )
 
 
-def kv_integrity() -> RouterError:
-    """KV pages arrived damaged, and computing them again failed."""
-    return RouterError(grpc.StatusCode.DATA_LOSS, "KV_INTEGRITY", "KV pages arrived damaged")
-
-
 def numerical_error() -> RouterError:
     """The model's logits held NaN or infinity."""
     words = "the model computed NaN or infinity"

@@ -85,15 +85,6 @@ def _most_pages(spec: GroupSpec, pages: int, page_size: int) -> int:
     return min(pages, spec.kind.most_pages(page_size))
 
 
-def sequence_bytes(tokens: int, specs: Sequence[GroupSpec], page_size: int) -> int:
-    """Bytes that a sequence of so many tokens holds, over all ranks once, while it decodes."""
-    pages = -(-tokens // page_size)
-    return sum(
-        spec.page_bytes * (_most_pages(spec, pages, page_size) if at else pages)
-        for at, spec in enumerate(specs)
-    )
-
-
 def bytes_of_groups(
     num_pages: int,
     specs: Sequence[GroupSpec],

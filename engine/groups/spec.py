@@ -86,8 +86,6 @@ class GroupSpec:
     planes: tuple[Plane, ...]
     units: int
     """Parts of a page that ranks divide, such as KV heads."""
-    replicated: bool = False
-    """Each rank holds all units."""
 
     @property
     def layers(self) -> tuple[int, ...]:

@@ -58,7 +58,6 @@ class NcclTransport:
     """See the module."""
 
     name = "nccl"
-    can_revoke = False
 
     def __init__(
         self, agent_name: str, pool: PoolMemory, options: ChannelOptions | None = None

@@ -87,8 +87,6 @@ class _Arriving:
 class GroupTransport:
     """See the module. A `KvTransport`."""
 
-    can_revoke = False
-
     def __init__(self, parts: Sequence[Part], units: Sequence[int], stages: int = 1) -> None:
         """Makes one transport of the ranks' parts.
 

@@ -50,7 +50,6 @@ class LoopbackTransport:
     """See the module."""
 
     name = "loopback"
-    can_revoke = False
     moves_pieces = True
 
     def __init__(self, agent_name: str, pool: PoolMemory) -> None:

@@ -83,7 +83,6 @@ class NixlTransport:
     """See the module."""
 
     name = "nixl"
-    can_revoke = False
     moves_pieces = True
 
     def __init__(self, agent_name: str, pool: PoolMemory) -> None:

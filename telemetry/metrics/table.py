@@ -37,7 +37,6 @@ _ERROR: Final = "error_type"
 
 OWN_FAULTS: Final = (
     "INTERNAL",
-    "KV_INTEGRITY",
     "KV_TRANSFER_FAILED",
     "NUMERICAL_ERROR",
     "POISON_REQUEST",

@@ -8,13 +8,39 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from engine_kit import Run, build, check_baseline
+from torch import Tensor
 
 from engine.config import MOST_DRAFTS
 from engine.engine import Engine
 from engine.speculation.choosing import DRAFTERS
-from engine.speculation.scripted import Script, ScriptedDrafter
+from engine.speculation.drafter import Drafts
+from engine.speculation.tables import SlotTables
 from engine.speculation.widths import Widths
+
+Script = Callable[[list[int]], Sequence[int]]
+"""Drafts for a sequence, from its tokens so far."""
+
+
+class ScriptedDrafter:
+    """Drafts whatever a script says."""
+
+    name = "scripted"
+
+    def __init__(self, most: int, script: Script) -> None:
+        self.most = most
+        self._script = script
+
+    def draft(self, tables: SlotTables, slots: Tensor) -> Drafts:
+        ids = torch.zeros((len(slots), self.most), dtype=torch.int64)
+        ready = torch.zeros(len(slots), dtype=torch.int64)
+        lengths = tables.length[slots].tolist()
+        for row, (slot, length) in enumerate(zip(slots.tolist(), lengths, strict=True)):
+            said = list(self._script(tables.history[slot, : length + 1].tolist()))[: self.most]
+            ids[row, : len(said)] = torch.tensor(said, dtype=torch.int64)
+            ready[row] = len(said)
+        return Drafts(ids.to(tables.device), ready.to(tables.device))
 
 
 class Switching:
@@ -86,7 +112,7 @@ class Oracle:
     def beyond(self, tokens: list[int]) -> Sequence[int]:
         return [*self.right(tokens)[:2], self._vocab, -1, 1 << 31 - 1]
 
-    def scripts(self) -> dict[str, Callable[[list[int]], Sequence[int]]]:
+    def scripts(self) -> dict[str, Script]:
         """All that it may say, by name."""
         names = ("right", "wrong", "half", "random", "beyond")
         return {name: getattr(self, name) for name in names}

@@ -79,13 +79,13 @@ async def test_headers_and_comments_come_before_the_first_token(tmp_path: Path) 
 
 
 async def test_an_error_after_a_comment_is_the_last_event(tmp_path: Path) -> None:
-    script = Paused(errors.kv_integrity())
+    script = Paused(errors.numerical_error())
     async with open_warm(tmp_path, script) as port:
         stream = await port.client.completions.create(**ASKED)
         script.go_on.set()
         with pytest.raises(openai.APIError) as caught:
             await anext(stream)
-    assert caught.value.code == "kv_integrity"
+    assert caught.value.code == "numerical_error"
 
 
 async def test_who_leaves_during_the_silence_ends_the_work(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ async def test_who_leaves_during_the_silence_ends_the_work(tmp_path: Path) -> No
 
 
 async def test_a_refusal_that_comes_soon_has_its_own_status(tmp_path: Path) -> None:
-    script = Paused(errors.kv_integrity())
+    script = Paused(errors.numerical_error())
     script.go_on.set()
     async with open_warm(tmp_path, script) as port:
         with pytest.raises(openai.InternalServerError):

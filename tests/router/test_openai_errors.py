@@ -349,7 +349,7 @@ async def test_one_failing_prompt_ends_the_others(tmp_path: Path) -> None:
 
     def script(job: Job) -> AsyncGenerator[JobEvent, None]:
         if prompt_of(job) == [9]:
-            return fails(errors.kv_integrity())(job)
+            return fails(errors.numerical_error())(job)
         return waits(job)
 
     async def waits(job: Job) -> AsyncGenerator[JobEvent, None]:

@@ -73,7 +73,6 @@ ROWS: list[tuple[RouterError, grpc.StatusCode, str, type[Message] | None]] = [
     (errors.poison_request(2, 0, started=False), Code.INTERNAL, "POISON_REQUEST", None),
     (errors.poison_request(2, 7, started=True), Code.ABORTED, "POISON_REQUEST", None),
     (errors.reader_too_slow(7, 9), Code.ABORTED, "READER_TOO_SLOW", None),
-    (errors.kv_integrity(), Code.DATA_LOSS, "KV_INTEGRITY", None),
     (errors.numerical_error(), Code.INTERNAL, "NUMERICAL_ERROR", None),
     (errors.hook_failed("quest"), Code.INTERNAL, "HOOK_FAILED", None),
     (errors.tokenizer_unsupported("no"), Code.INTERNAL, "TOKENIZER_UNSUPPORTED", None),
