@@ -573,6 +573,14 @@ BREAKAGES = (
         ("engine/test_expert_groups.py",),
     ),
     Breakage(
+        "stopped-in-a-group",
+        "workers of an expert group wait for one that is stopped",
+        "engine/expert_groups/leader.py",
+        "if (rank := self._stopped.look(self._pids, STOPPED_S)) is not None:",
+        "if (rank := self._stopped.look({}, STOPPED_S)) is not None:",
+        ("engine/test_expert_groups_ends.py",),
+    ),
+    Breakage(
         "adapter-slot-in-use",
         "a slot that a sequence uses gets another adapter",
         "engine/adapters/slots.py",

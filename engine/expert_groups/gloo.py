@@ -10,21 +10,24 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.eager.collective import at_once, gloo_group, wait
+from engine.eager.collective import at_once, gloo_group
 from engine.eager.meeting import meeting_in
 from engine.step.collective import CollectiveError
 from engine.step.dispatch import Asks, Dispatched, Turns
 
 _dist: Any = dist
 """torch's stubs lack most of what is used here."""
+_LOOK: Final = timedelta(seconds=0.5)
+"""Who waits for others looks this often whether the group is lost."""
 
 
 class GlooDispatch:
@@ -101,11 +104,17 @@ class GlooDispatch:
         return self._group
 
     def _wait(self, work: Any) -> None:
-        try:
-            wait(work)
-        except CollectiveError as error:
-            self.member.lose("the connection to another worker of the expert group broke")
-            raise CollectiveError(self.member.lost) from error
+        """Waits until it is done, or the group is lost: the connection to a worker that is stopped
+        does not break."""
+        while True:
+            try:
+                work.wait(_LOOK)
+                return
+            except RuntimeError as error:
+                if work.is_completed():
+                    self.member.lose("the connection to another worker of the expert group broke")
+                if self.member.lost:
+                    raise CollectiveError(self.member.lost) from error
 
     def _open(self, asks: Asks) -> None:
         self._owner, self._done = threading.get_ident(), 0

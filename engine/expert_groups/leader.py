@@ -10,7 +10,7 @@
    order, and all know how large they are. A device has a step in its queue while one runs: workers
    that do not wait for each other would each run every second step alone.
 
-Where a worker is gone, all others are told that the group is lost.
+Where a worker is gone, or was stopped for a while, all others are told that the group is lost.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from pathlib import Path
 from typing import Final
 from uuid import uuid4
 
-from engine.expert_groups.lines import Message, Reader, send
+from engine.expert_groups.lines import Message, Reader, pid_of, send
+from engine.hosts.lifeline import STOPPED_S
+from engine.hosts.processes import StoppedRanks
 
 log = logging.getLogger("baton.engine")
 
@@ -37,6 +39,9 @@ GRACE_S: Final = 0.005
 """A worker whose step has ended is waited for so long, seconds. Between two steps it plans and
 samples, which takes a millisecond or two; who has nothing to do costs the others this once."""
 SOCKET: Final = "turns"
+_STORE: Final = "store-"
+LOOK_S: Final = 0.5
+"""It is looked this often whether a worker is stopped, seconds."""
 
 
 class GroupError(Exception):
@@ -60,15 +65,18 @@ class Leader:
         except OSError as error:
             os.close(self._lock)
             raise GroupError(f"another worker is rank 0 of the expert group {folder}") from error
-        (folder / SOCKET).unlink(missing_ok=True)
+        for left in (folder / SOCKET, *folder.glob(f"{_STORE}*")):  # By a rank 0 that was killed.
+            left.unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(folder / SOCKET))
         self._listener.listen()
         self._folder, self._ranks = folder, ranks
-        self._store = f"store-{uuid4().hex}"
+        self._store = f"{_STORE}{uuid4().hex}"
         self._wake, self._waker = os.pipe()
         self._selector = selectors.DefaultSelector()
         self._members: dict[int, socket.socket] = {}
+        self._pids: dict[int, int] = {}
+        self._stopped, self._looked_s = StoppedRanks(), 0.0
         self._hello: Message = {}
         self._loaded: dict[int, str] = {}
         self._finished: set[int] = set()
@@ -95,7 +103,7 @@ class Leader:
         self._selector.register(self._listener, selectors.EVENT_READ)
         try:
             while not self._lost:
-                for key, _ in self._selector.select(self._patience_s()):
+                for key, _ in self._selector.select(self._nap_s()):
                     if key.fileobj == self._wake:
                         self._lost = "rank 0 of the expert group has ended"
                     elif key.fileobj is self._listener:
@@ -103,8 +111,23 @@ class Leader:
                     else:
                         self._hear(*key.data)
                 self._begin()
+                self._look()
         finally:
             self._end()
+
+    def _nap_s(self) -> float:
+        """How long nothing is to be done, if nobody says anything."""
+        patience_s = self._patience_s()
+        return LOOK_S if patience_s is None else min(patience_s, LOOK_S)
+
+    def _look(self) -> None:
+        """Whether a worker is stopped. All others would wait for it."""
+        now_s = time.monotonic()
+        if now_s < self._looked_s + LOOK_S:
+            return
+        self._looked_s = now_s
+        if (rank := self._stopped.look(self._pids, STOPPED_S)) is not None:
+            self._lost = self._lost or f"rank {rank} of the expert group is stopped"
 
     def _patience_s(self) -> float | None:
         """How long until a step begins, if no other worker asks; None: until somebody asks, or a
@@ -156,6 +179,7 @@ class Leader:
         else:
             self._hello = told
             self._members[rank] = connection
+            self._pids[rank] = pid_of(connection)
             self._tell_who_is_late(self._members, {"welcome": self._store})
             return rank
         send(connection, {"refused": why})

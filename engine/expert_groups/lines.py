@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import select
 import socket
-from collections.abc import Iterator
+import struct
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 _MOST_BYTES: Final = 1 << 16
@@ -18,6 +21,12 @@ def send(to: socket.socket, message: Message) -> None:
         to.sendall(json.dumps(message).encode() + b"\n")
     except OSError:
         return
+
+
+def pid_of(other: socket.socket) -> int:
+    """The process at the other end; 0 where it is in a PID namespace that cannot be seen here."""
+    pid, _, _ = struct.unpack("3i", other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(pid)
 
 
 class Reader:
@@ -41,7 +50,17 @@ class Reader:
         is_wrong = len(self._rest) > _MOST_BYTES or not all(isinstance(m, dict) for m in found)
         return None if not came or is_wrong else found
 
-    def all(self) -> Iterator[Message]:
-        """Messages until the other end is gone."""
-        while (found := self.read()) is not None:
+    def all(self, look_s: float, look: Callable[[], None]) -> Iterator[Message]:
+        """Messages until the other end is gone. Calls `look` about every `look_s` seconds."""
+        poll, looked_s = select.poll(), time.monotonic()
+        poll.register(self._source, select.POLLIN)
+        while True:
+            comes = poll.poll(1e3 * look_s)
+            if time.monotonic() >= looked_s + look_s:
+                look()
+                looked_s = time.monotonic()
+            if not comes:
+                continue
+            if (found := self.read()) is None:
+                return
             yield from found

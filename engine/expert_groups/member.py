@@ -11,8 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from engine.expert_groups.leader import SOCKET
-from engine.expert_groups.lines import Message, Reader, send
+from engine.expert_groups.leader import LOOK_S, SOCKET
+from engine.expert_groups.lines import Message, Reader, pid_of, send
+from engine.hosts.lifeline import STOPPED_S
+from engine.hosts.processes import StoppedRanks
 from engine.step.collective import CollectiveError
 from engine.step.dispatch import Asks
 
@@ -24,7 +26,7 @@ LOAD_S: Final = 3600.0
 """All have loaded within this many seconds: a large model over a slow disk takes minutes."""
 TOLD_S: Final = 5.0
 """After so many seconds the log says for whom a worker waits. Not tuned."""
-_LOOK_S: Final = 0.1
+_TRY_S: Final = 0.1
 """Rank 0's socket is looked for this often, seconds."""
 
 
@@ -159,7 +161,13 @@ class Member:
         try:
             self._connect()
             assert self._socket is not None
-            for message in Reader(self._socket).all():
+            stopped, leads = StoppedRanks(), {0: pid_of(self._socket)}
+
+            def look() -> None:
+                if stopped.look(leads, STOPPED_S) is not None:
+                    self.lose("rank 0 of the expert group is stopped")
+
+            for message in Reader(self._socket).all(LOOK_S, look):
                 self._hear(message)
             self.lose("rank 0 of the expert group is gone")
         except Exception as error:
@@ -183,7 +191,7 @@ class Member:
                 if self.lost or time.monotonic() > deadline_s:
                     late = f"rank 0 has not come to {self._folder} within {FORM_S:.0f} s"
                     raise TimeoutError(late) from None
-                time.sleep(_LOOK_S)
+                time.sleep(_TRY_S)
         send(self._socket, self._hello)
 
     def _hear(self, message: Message) -> None:

@@ -172,6 +172,7 @@ def _alike(config: EngineConfig, ranks: int) -> Message:
         "quantization": config.quantization,
         "load_format": config.load_format,
         "device": torch.device(config.device).type,
+        "seed": config.seed if config.load_format == "dummy" else None,
     }
     if alike["device"] != "cpu":
         alike |= {name: getattr(config, name) for name in _OF_GRAPHS}

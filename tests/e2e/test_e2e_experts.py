@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,14 @@ from test_e2e_ranks import PREFILL_TOKENS, check
 from tiny_families import EXPERTS
 from tiny_models import write_tiny_model
 
-from baton.errors import ServerError
-from worker.watchdog import EXIT_DEVICE_LOST, EXIT_HUNG
+from worker.watchdog import EXIT_DEVICE_LOST
 
 MODEL = EXPERTS["qwen3_moe"]
 WHOLE: Mapping[str, object] = {"tp": 2, "expert_parallel": True}
 SLICES: Mapping[str, object] = {"tp": 2}
+LOST_S = 4.0
+GRACE_S = 3.0
+"""What a busy machine may add."""
 
 
 def group(folder: Path, role: str) -> dict[str, Mapping[str, object]]:
@@ -55,43 +57,27 @@ def test_pages_go_between_workers_that_divide_experts_otherwise(grid: str, tmp_p
 
 @pytest.mark.matrix
 @pytest.mark.timeout(400)
-def test_a_worker_that_is_killed_ends_its_group_and_requests_go_on(tmp_path: Path) -> None:
-    """The others of the group end, and all start again; a worker outside goes on meanwhile."""
+@pytest.mark.parametrize("struck", [signal.SIGKILL, signal.SIGSTOP], ids=lambda own: own.name)
+def test_a_worker_that_is_struck_ends_its_group_and_requests_go_on(
+    struck: signal.Signals, tmp_path: Path
+) -> None:
+    """The others of the group end, and all start again; a worker outside goes on meanwhile. What
+    is stopped ends with its next signal."""
     model, own = write_tiny_model(tmp_path / "model", **MODEL), group(tmp_path, "prefill")
     cluster = make_cluster(model, tmp_path / "logs", own=own, prefill=3)
     with cluster.started():
         check(cluster, model)
-        for killed, other in (("prefill-0", "prefill-1"), ("prefill-1", "prefill-0")):
-            cluster.kill(killed)
+        for first, other in (("prefill-0", "prefill-1"), ("prefill-1", "prefill-0")):
+            began_s = time.monotonic()
+            cluster.kill(first, struck)
             assert cluster.wait_gone(other) == EXIT_DEVICE_LOST
+            assert time.monotonic() - began_s < LOST_S + GRACE_S
+            if struck is signal.SIGSTOP:
+                cluster.kill(first)
             check(cluster, model)
             cluster.start("prefill-0")
             cluster.start("prefill-1")
             for name in ("prefill-0", "prefill-1"):
                 cluster.wait_attached(name)
             check(cluster, model, (41, 201))
-        cluster.check_baseline()
-
-
-@pytest.mark.matrix
-@pytest.mark.timeout(400)
-def test_a_worker_that_stands_still_is_noticed_by_the_others(tmp_path: Path) -> None:
-    """By their own watchdogs, once they have a step."""
-    model, own = write_tiny_model(tmp_path / "model", **MODEL), group(tmp_path, "prefill")
-    cluster = make_cluster(model, tmp_path / "logs", own=own, prefill=3, step_timeout_s=5)
-    with cluster.started():
-        check(cluster, model)
-        cluster.kill("prefill-0", signal.SIGSTOP)
-        with cluster.client(retries=True) as client:
-            for prompt in range(12):
-                with suppress(ServerError):  # It has met both workers of the group.
-                    client.generate(token_ids=[prompt + 1] * 40, max_tokens=2)
-        assert cluster.wait_gone("prefill-1") == EXIT_HUNG
-        cluster.kill("prefill-0")
-        check(cluster, model)
-        for name in ("prefill-0", "prefill-1"):
-            cluster.start(name)
-        for name in ("prefill-0", "prefill-1"):
-            cluster.wait_attached(name)
-        check(cluster, model, (41, 201))
         cluster.check_baseline()

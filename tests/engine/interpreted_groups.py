@@ -16,11 +16,12 @@ from unittest.mock import patch
 import interpreted_ptx
 import torch
 from engine_kit import Run, build, check_baseline, finish, submit
+from expert_groups_kit import grouped
 from groups_kit import check_moving
 from interpreted_executor import OPTIONS, PROMPTS, patches, rounding, same
 from interpreted_ranks_kit import Turns
 from ranks_kit import Ranks, check_gather, check_sums
-from test_expert_groups import FAMILIES, grouped
+from test_ranks import FAMILIES
 from tiny_models import write_tiny_model
 from torch import Tensor
 

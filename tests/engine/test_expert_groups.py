@@ -1,23 +1,18 @@
 """Workers that hold the experts together: the tokens of one worker, alone and side by side; who may
-join; what the end of one does."""
+join."""
 
 from __future__ import annotations
 
-import os
-import re
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_kit import build, check_baseline, finish, running, submit
+from expert_groups_kit import grouped, member
 from paths_kit import prompt_of
 from references import references
 from test_ranks import (
@@ -54,23 +49,6 @@ __all__ = [
 ]
 GROUPS = [("glm4_moe", 2), ("qwen3_moe", 4), ("gpt_oss", 2), ("deepseek_v3", 2), ("mixtral", 2)]
 GROUPS += [("gemma4_experts", 2), ("lfm2_moe", 2)]
-GONE_S = 4.0
-
-
-@contextmanager
-def grouped(path: Path, folder: Path, count: int, **options: Any) -> Iterator[list[Engine]]:
-    """The workers of a group, in this process."""
-
-    def worker(rank: int) -> Engine:
-        return build(path, expert_group=f"{folder}?rank={rank}&ranks={count}", **options)
-
-    with ThreadPoolExecutor(count) as threads:
-        engines = list(threads.map(worker, range(count)))
-    try:
-        yield engines
-    finally:
-        for engine in engines:
-            engine.stop()
 
 
 def cases() -> list[Any]:
@@ -132,27 +110,6 @@ def test_models_that_keep_states(family, tmp_path):
             references(path, whole=True).check(run, 8)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    "options",
-    [{"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}, {"speculation": "suffix"}],
-    ids=str,
-)
-def test_options_are_those_of_one_worker(options, tmp_path):
-    """Experts are whole, so FP8 inputs are rounded as on one worker."""
-    path = write_tiny_model(tmp_path / "model", **FAMILIES["qwen3_moe"], hidden=128)
-    prompts, found = [prompt_of(n) for n in (70, 17)], []
-    with (
-        running(path, num_pages=40, **options) as one,
-        grouped(path, tmp_path / "group", 2, num_pages=40, **options) as engines,
-    ):
-        for first, second in ((one, one), engines):
-            runs = [submit(first, prompts[0], 12), submit(second, prompts[1], 12)]
-            finish(*runs)
-            found.append([run.tokens for run in runs])
-    assert found[0] == found[1]
-
-
 def test_nobody_serves_before_all_have_finished_their_weights(tmp_path, monkeypatch):
     """A step of one runs the experts of all."""
     path = write_tiny_model(tmp_path / "model", tokenizer=False, **FAMILIES["mixtral"])
@@ -178,79 +135,7 @@ def test_nobody_serves_before_all_have_finished_their_weights(tmp_path, monkeypa
     assert done == ["finished", "finished", "serves", "serves"]
 
 
-# -- the end of a worker ------------------------------------------------------------------------
-
-
-def test_the_others_are_told_when_one_ends(tmp_path):
-    path = write_tiny_model(tmp_path / "model", tokenizer=False, **FAMILIES["mixtral"])
-    with grouped(path, tmp_path / "group", 2) as engines:
-        run = submit(engines[0], prompt_of(20), 2000, ignore_eos=True)
-        engines[1].stop()
-        assert run.done.wait(GONE_S)
-        assert run.failed is not None
-        wait_until(lambda: engines[0].lost, GONE_S)
-        assert re.search(
-            "rank 1 of the expert group is gone|connection to another", engines[0].lost
-        )
-    assert [entry.name for entry in (tmp_path / "group").iterdir()] == ["lock"]
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("is_busy", [True, False])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_worker_ends_the_others(rank, is_busy, tmp_path):
-    path = write_tiny_model(tmp_path / "model", tokenizer=False, **FAMILIES["mixtral"])
-    place = f"{tmp_path / 'group'}?rank={{}}&ranks=2"
-    code = (
-        "import sys, time; from engine_kit import build; from pathlib import Path\n"
-        "engine = build(Path(sys.argv[1]), expert_group=sys.argv[2])\n"
-        "print('ready', flush=True); time.sleep(600)\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-c", code, str(path), place.format(rank)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as child:
-        assert child.stdout is not None
-        engine = build(path, expert_group=place.format(1 - rank))
-        assert child.stdout.readline() == b"ready\n"
-        if is_busy:
-            run = submit(engine, prompt_of(20), 2000, ignore_eos=True)
-            wait_until(lambda: run.tokens[0])
-        child.send_signal(signal.SIGKILL)
-        wait_until(lambda: engine.lost, GONE_S)
-        engine.stop()
-
-
-def test_a_step_that_fails_between_layers_ends_the_group(tmp_path, monkeypatch):
-    """The others wait in it, and the worker may have no step any more."""
-    path = write_tiny_model(tmp_path / "model", tokenizer=False, **FAMILIES["mixtral"])
-    with grouped(path, tmp_path / "group", 2) as engines:
-        finish(submit(engines[0], prompt_of(5), 2, ignore_eos=True))
-        told = [load.pairs for engine in engines for load in engine.ranks.loads()]
-        assert sum(told) % (2 * 2 * 6) == 0, "two experts of each token, in two layers"
-        assert min(told) > 0
-        dispatch = engines[0].ranks.dispatch
-        combine, count = dispatch.combine, []
-
-        def fails_once(out: Any) -> Any:
-            count.append(1)
-            if len(count) == 1:
-                raise RuntimeError("an error between two layers")
-            return combine(out)
-
-        monkeypatch.setattr(dispatch, "combine", fails_once)
-        run = submit(engines[0], prompt_of(20), 40, ignore_eos=True)
-        assert run.done.wait(10)
-        wait_until(lambda: engines[0].lost and engines[1].lost, 10)
-        assert "failed between two layers" in engines[0].lost
-
-
 # -- who may join -------------------------------------------------------------------------------
-
-
-def member(folder: Path, rank: int, **alike: Any) -> Member:
-    found = Member({"rank": rank, "ranks": 2} | alike, folder, lambda _: None)
-    found.start()
-    return found
 
 
 def test_who_does_not_fit_is_told_and_the_group_forms_without_it(tmp_path):
@@ -350,7 +235,15 @@ REFUSED = {
         {"expert_group": f"{'g' * 101}?rank=0&ranks=2"},
     ),
     "expert_group: rank 2 must be below ranks 2": ("mixtral", {"expert_group": "g?rank=2&ranks=2"}),
-    "expert_group needs tp 1 and pp 1": ("mixtral", {"tp": 2}),
+    "expert_group needs tp 1 and pp 1: its workers": (
+        "mixtral",
+        {"tp": 2, "expert_parallel": True},
+    ),
+    "expert_group needs tp 1 and pp 1": ("mixtral", {"pp": 2}),
+    "expert_parallel and expert_group cannot be set: transformers' own code runs this model": (
+        "qwen3_moe",
+        {"model_impl": "transformers"},
+    ),
     "speculation mtp cannot be set with expert_group": ("mixtral", {"speculation": "mtp"}),
     "expert_group is for models with experts, and this one has none": ("llama", {}),
     "expert_group with 3 ranks does not fit this model: it does not divide 4 experts; these fit: 1,"
