@@ -7,6 +7,7 @@ import os
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 from console.top.scrape import base_url
@@ -62,7 +63,7 @@ def _silent(url: str) -> OperatorCallError:
 def _why(status: int, body: bytes, url: str) -> str:
     if status == 403:
         return f"this needs the router's operator token: set {TOKEN_VARIABLE} here and there"
-    try:
-        return str(json.loads(body)["error"])
-    except (ValueError, KeyError, TypeError):
-        return f"{url} answered {status}: is this a router's admin port?"
+    with suppress(ValueError, KeyError, TypeError):
+        if isinstance(why := json.loads(body)["error"], str):
+            return why
+    return f"{url} answered {status}: is this a router's admin port?"

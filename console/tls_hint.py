@@ -1,4 +1,4 @@
-"""Tells a port that speaks TLS, asked in clear, from one where nothing answers."""
+"""Tells a port that speaks TLS, asked in clear or not trusted, from one where nothing answers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ _TIMEOUT_S: Final = 1.0
 
 
 def hint(message: str) -> str:
-    """What to do about a failed call, if the address in gRPC's message speaks TLS; else ""."""
+    """What to do about a failed call, if the address in gRPC's message speaks TLS; else "". The
+    other texts are those of gRPC."""
     if "refused" in message or (found := _ADDRESS.search(message)) is None:
         return ""
     host, port = found[1].strip("[]"), int(found[2])
+    if "CERTIFICATE_VERIFY_FAILED" in message:
+        return f"the certificate of the router at port {port} is not trusted: --tls-ca names its CA"
+    if "Hostname Verification" in message:
+        return f"the certificate of the router at port {port} is not of the name that was asked for"
     if not _speaks_tls(host, port):
         return ""
     return f"the router there speaks TLS: name it as grpcs://HOST:{port} (--tls-ca for its CA)"

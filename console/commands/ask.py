@@ -219,7 +219,7 @@ def models(
         print_json([asdict(model) for model in served])
         return
     if not served:
-        stderr.print("no worker has announced a model yet")
+        stderr.print("no model is served yet, or none to this caller")
         return
     table = Table(
         *("model", "adapts", "revision", "context", "longest output", "tokenizer"), box=None

@@ -199,11 +199,11 @@ def up_command(
 ) -> None:
     """Run a router and its workers on this machine.
 
-    Each is a process of its own; one log shows them all. A worker that dies is started again, and
-    so is a router if there are several. Ctrl-C drains, a second Ctrl-C stops at once. Each process
-    takes its other settings from BATON_* or baton.toml. So does this command for the addresses for
-    clients (BATON_LISTEN, BATON_HTTP_LISTEN), the key, and the receiver of spans
-    (BATON_OTLP_ENDPOINT), which then takes the place of `baton trace`.
+    Each is a process of its own; one log shows them all. One that dies is started again. Ctrl-C
+    drains, a second Ctrl-C stops at once. Each process takes its other settings from BATON_* or
+    baton.toml. So does this command for the addresses for clients (BATON_LISTEN,
+    BATON_HTTP_LISTEN), the key, and the receiver of spans (BATON_OTLP_ENDPOINT), which then takes
+    the place of `baton trace`.
 
     Example: [cyan]baton up --prefill 2 --decode 2 --model ./Llama-3.1-8B-Instruct[/]
     """

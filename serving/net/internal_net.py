@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -140,13 +140,26 @@ class TlsNet:
     Args:
         files: this process's certificate.
         refusals: counts those who are refused.
+        lacks: what a certificate lacks to be this process's; "" if nothing. Also one that takes
+            the place of another is asked.
 
     Raises:
-        TlsError: the certificate is not valid.
+        TlsError: the certificate is not valid, or not this process's.
     """
 
-    def __init__(self, files: TlsFiles, refusals: Refusals) -> None:
-        self.rotating = Rotating(files, read_member, Certificate.for_grpc)
+    def __init__(
+        self,
+        files: TlsFiles,
+        refusals: Refusals,
+        lacks: Callable[[Certificate], str] = lambda _: "",
+    ) -> None:
+        def read(files: TlsFiles) -> Certificate:
+            found = read_member(files)
+            if lacking := lacks(found):
+                raise TlsError(f"{files.cert} {lacking}")
+            return found
+
+        self.rotating = Rotating(files, read, Certificate.for_grpc)
         self.refusals = refusals
 
     async def watch(self) -> None:
@@ -243,14 +256,13 @@ def routers_net(files: TlsFiles) -> InternalNet:
     """
     if not any(files):
         return ClearNet()
-    net = TlsNet(files, Refusals())
-    certificate = net.rotating.certificate
-    if ROUTER_URI not in certificate.uris or ROUTER_NAME not in certificate.names:
-        raise TlsError(
-            f"{files.cert} is no router's: it needs the URI {ROUTER_URI} and the DNS name"
-            f" {ROUTER_NAME}"
-        )
-    return net
+
+    def lacks(found: Certificate) -> str:
+        if ROUTER_URI in found.uris and ROUTER_NAME in found.names:
+            return ""
+        return f"is no router's: it needs the URI {ROUTER_URI} and the DNS name {ROUTER_NAME}"
+
+    return TlsNet(files, Refusals(), lacks)
 
 
 def workers_net(files: TlsFiles, name: str) -> InternalNet:
@@ -261,15 +273,17 @@ def workers_net(files: TlsFiles, name: str) -> InternalNet:
     """
     if not any(files):
         return ClearNet()
-    net = TlsNet(files, Refusals())
-    names = net.rotating.certificate.names
-    if not server_name_of(names, name):
-        known = ", ".join(sorted(names)) or "no name"
-        raise TlsError(
-            f"{files.cert} is not of {name}, but of {known}: it needs the DNS name {name}, or a"
-            " pattern such as decode-* with decode beside it"
+
+    def lacks(found: Certificate) -> str:
+        if server_name_of(found.names, name):
+            return ""
+        known = ", ".join(sorted(found.names)) or "no name"
+        return (
+            f"is not of {name}, but of {known}: it needs the DNS name {name}, or a pattern such as"
+            " decode-* with decode beside it"
         )
-    return net
+
+    return TlsNet(files, Refusals(), lacks)
 
 
 def check_exposure(setting: str, address: str, files: TlsFiles, *, insecure: bool) -> None:

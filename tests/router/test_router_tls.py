@@ -307,12 +307,16 @@ async def test_doors_speak_tls(tmp_path: Path, client_ca: bool) -> None:
         assert health == SERVING
         in_clear = await asyncio.to_thread(check_at, router.address, "", 1.0, NO_FILES)
         assert in_clear != SERVING
-        async with AsyncClient(router.address, retries=False) as client:
-            with pytest.raises(UnreachableError) as caught:
-                await client.models(timeout_s=10.0)
-        told = await asyncio.to_thread(explain, caught.value)
-        assert told is not None
-        assert "speaks TLS" in told[0]
+        for address, why in (
+            (router.address, "speaks TLS"),
+            (f"grpcs://{router.address}", "is not trusted: --tls-ca names its CA"),
+        ):
+            async with AsyncClient(address, retries=False) as client:
+                with pytest.raises(UnreachableError) as caught:
+                    await client.models(timeout_s=10.0)
+            told = await asyncio.to_thread(explain, caught.value)
+            assert told is not None
+            assert why in told[0]
 
 
 def test_the_door_opens_on_the_event_loop_of_processes_too(tmp_path: Path) -> None:

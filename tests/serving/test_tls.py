@@ -115,6 +115,24 @@ def test_a_good_replacement_is_taken_and_a_bad_one_is_named(
     assert looked_at() not in (first, second)
 
 
+def test_a_replacement_of_another_name_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it would be at the start: routers would let this process in no more."""
+    monkeypatch.setattr("serving.net.tls.LOOK_S", 0.0)
+    for net, why in (
+        (
+            workers_net(of_pool(tmp_path, "decode"), "decode-7"),
+            "is not of decode-7, but",
+        ),
+        (routers_net(of_router(tmp_path)), "is no router's"),
+    ):
+        caplog.clear()
+        of_pool(tmp_path, "prefill")
+        assert [net.version for _ in range(3)] == [0, 0, 0]
+        assert why in caplog.records[0].cause  # type: ignore[attr-defined]
+
+
 async def test_a_certificate_that_ends_soon_is_told_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
