@@ -36,6 +36,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
+FINGERPRINT: Final = "__meta_baton_fingerprint"
+"""Label of a worker at the router's `/discovery`: workers that have it alike exchange KV.
+Prometheus drops labels of this beginning, so it makes no series."""
 SCHEMA_URL: Final = "https://opentelemetry.io/schemas/1.44.0"
 SCOPE: Final = "baton"
 """The instrumentation scope of all spans."""

@@ -62,6 +62,7 @@ def check_cluster(admin: str, *, expected: bool) -> Cluster:
     findings = [
         *_router(seen),
         *_workers(seen),
+        *_kinds(seen),
         *_path_findings(paths),
         *_stuck(seen),
         *_drafts(seen),
@@ -96,6 +97,20 @@ def _workers(seen: Scrape) -> Iterator[Finding]:
             found = f"routers that it is attached to: {attached}, that were asked: {seen.routers}"
             advice = "start it with all of them in --routers, and name all with --admin A,B"
             yield warning(worker.name, found, advice)
+
+
+def _kinds(seen: Scrape) -> Iterator[Finding]:
+    """Workers of one model that exchange nothing with each other: then decode workers compute
+    prompts themselves, and nothing else says so."""
+    by_model: dict[str, dict[str, list[str]]] = {}
+    for worker in seen.workers:
+        if worker.kind:
+            by_kind = by_model.setdefault(worker.model, {})
+            by_kind.setdefault(worker.kind, []).append(worker.name)
+    for model, by_kind in sorted(by_model.items()):
+        if len(by_kind) > 1:
+            groups = " | ".join(", ".join(names) for names in sorted(by_kind.values(), key=len))
+            yield warning(f"model {model}", f"its workers differ: {groups}", _DIFFER)
 
 
 def _paths(seen: Scrape, source: str) -> Iterator[Path]:
@@ -177,6 +192,10 @@ def _fewest(digests: Mapping[str, str]) -> list[str]:
     return sorted(name for name, digest in digests.items() if digest != usual)
 
 
+_DIFFER: Final = (
+    "these exchange no KV: weights, their precision or that of KV, or page size differ; in an"
+    " upgrade that passes, else start all alike"
+)
 _DRAFTS: Final[Mapping[str, str]] = {
     "peer_without": "prefill workers compute it with the same --speculation; else fewer drafts are"
     " right",

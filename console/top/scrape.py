@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from telemetry.names import Metric
+from telemetry.names import FINGERPRINT, Metric
 
 TIMEOUT_S: Final = 3.0
 """A process that is slower is shown as silent, as Prometheus would."""
@@ -73,6 +73,17 @@ class Known(NamedTuple):
     admin: str
     """HOST:PORT of its admin port; "": unknown."""
     attached: bool
+    model: str = ""
+    kind: str = ""
+    """Workers of one model that have it alike exchange KV; "": unknown."""
+
+
+class Target(NamedTuple):
+    """What a router says of an attached worker."""
+
+    admin: str = ""
+    model: str = ""
+    kind: str = ""
 
 
 class AdapterAt(NamedTuple):
@@ -143,11 +154,15 @@ def _together(routers: Sequence[Scraped]) -> Scraped:
     return Scraped(routers[-1].at_s, values)
 
 
-def _targets(admin: str) -> dict[str, str]:
-    """Admin addresses of the attached workers, by name."""
+def _targets(admin: str) -> dict[str, Target]:
+    """The attached workers, by name."""
     try:
         listed = json.loads(_get(f"{base_url(admin)}/discovery"))
-        return {one["labels"]["worker"]: one["targets"][0] for one in listed}
+        found = ((one["targets"][0], one["labels"]) for one in listed)
+        return {
+            labels["worker"]: Target(at, labels.get("model", ""), labels.get(FINGERPRINT, ""))
+            for at, labels in found
+        }
     except (ValueError, KeyError, IndexError, TypeError):
         raise TopError(f"{base_url(admin)} is no router's admin port") from None
 
@@ -169,13 +184,14 @@ def _adapters(admin: str) -> list[AdapterAt]:
         return []
 
 
-def _known(router: Scraped, where: Mapping[str, str]) -> list[Known]:
+def _known(router: Scraped, where: Mapping[str, Target]) -> list[Known]:
     """All workers in `baton_worker_up`: prefill first; workers that left are last."""
     found = []
     for labels, up in router.values.get(Metric.WORKER_UP, {}).items():
         have = dict(labels)
         name = have["worker"]
-        found.append(Known(name, have["role"], where.get(name, "") if up else "", bool(up)))
+        at = where.get(name, Target()) if up else Target()
+        found.append(Known(name, have["role"], at.admin, bool(up), at.model, at.kind))
     order = {"prefill": 0, "decode": 1, "both": 2}
     found.sort(key=lambda one: (not one.attached, order.get(one.role, 3), one.name))
     return found

@@ -154,10 +154,14 @@ class Models:
         self._loading.pop(worker.identity.worker_id, None)
         for name in (model.name, *worker.adapters):
             self._left_s.pop(name, None)
-        revisions = {other.identity.model.revision for other in self._named(model.name)}
-        if len(revisions) > 1:
-            fields = {"model": model.name, "revisions": sorted(revisions)}
-            logger.warning("workers of one model name hold different weights", extra=fields)
+        named = self._named(model.name)
+        revisions = sorted({other.identity.model.revision for other in named})
+        if len({other.fingerprint for other in named}) > 1 or len(revisions) > 1:
+            fields = {"model": model.name, "joined": worker.worker_id, "revisions": revisions}
+            logger.warning(
+                "workers of one model name differ in weights or settings, and exchange nothing",
+                extra=fields,
+            )
 
     def changed(self) -> None:
         """The role of a worker is another one."""

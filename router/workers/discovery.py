@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from telemetry.names import FINGERPRINT
+
 if TYPE_CHECKING:
     from starlette.requests import Request
 
@@ -28,5 +30,7 @@ def discovery_route(members: Callable[[], Iterable[WorkerLink]]) -> Route:
 
 
 def _target(link: WorkerLink) -> dict[str, object]:
-    labels = {"worker": link.worker_id, "role": link.role, "model": link.identity.model.name}
-    return {"targets": [link.identity.admin_address], "labels": labels}
+    model = link.identity.model
+    labels = {"worker": link.worker_id, "role": link.role, "model": model.name}
+    own = {FINGERPRINT: model.fingerprint}
+    return {"targets": [link.identity.admin_address], "labels": labels | own}

@@ -170,6 +170,18 @@ def test_who_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(f.level, f.found) for f in nobody] == [(Level.ERROR, "no worker is attached")]
 
 
+def test_workers_of_a_model_that_exchange_nothing_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Decode workers compute the prompts then, and all seems well."""
+    alike = [one._replace(model="n", kind="1") for one in (P, D)]
+    apart = [P._replace(model="m", kind="1"), D._replace(model="m", kind="2")]
+    assert not [f for f in look(monkeypatch, seen(*alike)).findings if f.subject == "model n"]
+    (finding,) = (f for f in look(monkeypatch, seen(*apart)).findings if f.subject == "model m")
+    assert finding.level is Level.WARNING
+    assert finding.found == "its workers differ: prefill-0 | decode-0"
+
+
 def test_adapters_that_workers_have_unlike_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     names = "p0", "p1", "p2", "other"
     up = {

@@ -22,6 +22,7 @@ from waiting import wait_until
 
 from baton.client.clients import Client
 from baton.errors import BatonError
+from telemetry.names import FINGERPRINT
 from worker.watchdog import EXIT_HUNG
 
 WAIT_S = 100.0
@@ -148,7 +149,9 @@ def test_a_worker_whose_step_hangs_is_started_again(running):
     with Client(router, retries=False) as client:
         until(lambda: answers(client), log)
         with urllib.request.urlopen(f"http://{admin}/discovery", timeout=10) as page:
-            admins = {one["labels"]["worker"]: one["targets"][0] for one in json.load(page)}
+            found = json.load(page)
+        admins = {one["labels"]["worker"]: one["targets"][0] for one in found}
+        assert len({one["labels"][FINGERPRINT] for one in found}) == 1
         url = f"http://{admins['decode-0']}/failpoints"
         urllib.request.urlopen(url, data=b"engine.step=hang@1", timeout=10).close()
         restarted = f"exited with status {EXIT_HUNG}; starts again in"

@@ -135,7 +135,7 @@ async def test_a_job_keeps_to_the_revision_that_it_began_with(
     old = await add(cluster, "one", revision="old")
     with caplog.at_level(logging.WARNING):
         new = [await add(cluster, "one", revision="new") for _ in range(2)]
-    assert "different weights" in caplog.text
+    assert "differ in weights or settings" in caplog.text
     assert cluster.dispatcher.model("one").revision == "new"
     reader = cluster.read(job(model="one", revision="old", max_tokens=1))
     attempt = (await old.heard("submit")).attempt_id
