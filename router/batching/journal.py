@@ -16,9 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic_core import to_json
-
 from router.batching.lines import BatchError
+from router.one_line import json_line
 
 
 class TakenError(BatchError):
@@ -76,7 +75,7 @@ class Journal:
             OSError: the disk is full.
         """
         try:
-            line = to_json(result) + b"\n"
+            line = json_line(result) + b"\n"
         except ValueError:  # Half of a surrogate pair.
             line = json.dumps(result).encode() + b"\n"
         data = memoryview(line)

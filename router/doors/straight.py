@@ -13,6 +13,8 @@ import json.encoder
 import secrets
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from router.one_line import one_line
+
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
@@ -43,7 +45,7 @@ class Template:
     def event(self, text: str, number: int) -> bytes:
         """The event with a text, and a number if the event has one."""
         written = _QUOTED(text).join(self._pieces)
-        return (f"{self._head}{number}{written}" if self._head else written).encode()
+        return one_line((f"{self._head}{number}{written}" if self._head else written).encode())
 
 
 class Connection(Protocol):

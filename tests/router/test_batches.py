@@ -96,7 +96,8 @@ async def test_a_batch_from_its_file_to_its_results(
     """Lines that went well are in one file, others in another. The batch is its tenant's."""
     synced: list[threading.Thread] = []
     monkeypatch.setattr(os, "fsync", lambda _: synced.append(threading.current_thread()))
-    content = lines("a", "b") + lines("wrong", body={"prompt": 5}) + lines("other", url="/v1/chat")
+    ends = "a\u2028\u2029\x85"
+    content = lines(ends, "b") + lines("wrong", body={"prompt": 5}) + lines("other", url="/v1/chat")
     batch = await begin(port, content, metadata={"night": "one"})
     assert (batch.status, batch.object, batch.metadata) == ("validating", "batch", {"night": "one"})
     done = await ended(port, batch)
@@ -104,7 +105,7 @@ async def test_a_batch_from_its_file_to_its_results(
     assert (done.status, counts.total, counts.completed, counts.failed) == ("completed", 4, 2, 2)
     assert done.created_at <= done.in_progress_at <= done.completed_at < done.expires_at
     good = await results(port, done.output_file_id)
-    assert sorted(one["custom_id"] for one in good) == ["a", "b"]
+    assert sorted(one["custom_id"] for one in good) == [ends, "b"]
     assert {one["response"]["body"]["choices"][0]["text"] for one in good} == {"The fox"}
     bad = {one["custom_id"]: one for one in await results(port, done.error_file_id)}
     assert bad["wrong"]["response"]["body"]["error"]["param"] == "prompt"

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from openai_kit import Port, open_port, score
+from openai_kit import Port, open_port, says, score
 from tool_templates import THINKING
 
 from baton.worker.v1 import worker_pb2
@@ -36,7 +36,19 @@ APIS = {
     "messages": ("/v1/messages", {"messages": HELLO, "max_tokens": 99}),
 }
 DRAWN = re.compile(rb'("(?:id|item_id)": ?"\w+?[_-])\w+|("(?:created\w*|completed_at)": ?)\d+')
-TEXTS = ["The fox ", "é🎉", "<think>", "</think>", "\n", '"\\', "\x01", " jumps", "stop", "日本"]
+TEXTS = [
+    "The fox ",
+    "é🎉",
+    "<think>",
+    "</think>",
+    "\n",
+    '"\\',
+    "\x01",
+    " jumps",
+    "stop",
+    "日本",
+    "\u2028\x85",
+]
 
 
 @dataclass
@@ -246,13 +258,37 @@ async def test_a_client_that_leaves_ends_the_job(tmp_path: Path) -> None:
             assert both.written < len(ids)
 
 
-@given(st.text(st.characters(exclude_categories=["Cs"])), st.integers(0, 1 << 40))
-def test_a_template_writes_what_the_encoder_writes(text: str, number: int) -> None:
-    from pydantic_core import to_json
+def text_in(event: Any) -> str:
+    """What an event of any API adds to the text."""
+    delta = event.get("delta") or (event.get("choices") or [{}])[0]
+    if isinstance(delta, str):
+        return delta
+    delta = delta.get("delta", delta)
+    return str(delta.get("content") or delta.get("text") or "")
 
+
+@pytest.mark.parametrize("api", APIS)
+async def test_an_event_is_one_line_for_all_who_split_lines(tmp_path: Path, api: str) -> None:
+    """httpx divides lines as `str.splitlines` does, at characters that are no ends in JSON."""
+    text, (path, body) = "a\u2028b\u2029c\x85d", APIS[api]
+    async with open_port(tmp_path, says(text)) as port:
+        url, client = f"http://{port.server.address}{path}", port.client._client
+        async with client.stream("POST", url, json={**body, "stream": True}) as answer:
+            lines = [line async for line in answer.aiter_lines() if line[:6] == "data: "]
+    events = [json.loads(line[6:]) for line in lines if line != "data: [DONE]"]
+    assert "".join(map(text_in, events)) == text
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])), st.integers(0, 1 << 40))
+@example("\x85é\u2028\\\u2029", 0)
+def test_a_template_writes_what_the_encoder_writes(text: str, number: int) -> None:
     from router.doors.straight import MARK
+    from router.one_line import json_line
 
     def event(text: str, number: int) -> bytes:
-        return to_json({"n": number, "choices": [{"text": text, "again": text}], "id": None})
+        return json_line({"n": number, "choices": [{"text": text, "again": text}], "id": None})
 
-    assert Template(event(MARK, NUMBER)).event(text, number) == event(text, number)
+    written = Template(event(MARK, NUMBER)).event(text, number)
+    assert written == event(text, number)
+    assert len(written.decode().splitlines()) == 1
+    assert json.loads(written)["choices"] == [{"text": text, "again": text}]

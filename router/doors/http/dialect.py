@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from pydantic_core import to_json
-
 from router.doors.auth import AUTHORIZATION
 from router.doors.http.statuses import JSON, error_body
+from router.one_line import json_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,7 +25,7 @@ class Dialect:
 
     def event(self, content: JSON) -> bytes:
         """An event of a stream."""
-        return b"data: %b\n\n" % to_json(content)
+        return b"data: %b\n\n" % json_line(content)
 
     def error(self, error: RouterError, trace_id: str = "") -> JSON:
         """An error, as a body and as the last event of a stream."""

@@ -1,0 +1,31 @@
+"""JSON on one line for everybody, whatever counts as the end of one.
+
+Events of streams and results of batches are lines, and JSON escapes line feeds in its texts. But
+Python's `str.splitlines`, and httpx's `iter_lines` with it, also divide at three characters that
+JSON leaves as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from pydantic_core import to_json
+
+_ENDS: Final = tuple((end.encode(), f"\\u{ord(end):04x}".encode()) for end in "\x85\u2028\u2029")
+
+
+def one_line(data: bytes) -> bytes:
+    """JSON with these characters escaped. They occur in its texts alone."""
+    for end, escaped in _ENDS:
+        if end in data:
+            data = data.replace(end, escaped)
+    return data
+
+
+def json_line(content: Any) -> bytes:
+    """A value as JSON on one line.
+
+    Raises:
+        ValueError: a text has half of a surrogate pair.
+    """
+    return one_line(to_json(content))
