@@ -14,22 +14,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import os
+import shutil
 import socket
 import sys
+import tempfile
 import urllib.request
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
+from uuid import uuid4
 
-from baton.addresses import is_loopback
 from baton.client.channels import TLS_SCHEME
 from baton.tls import NO_FILES, TlsFiles, holders_files
-from console.ports import HOST, PortPicker
+from console.ports import PortPicker
 from console.supervisor import ProcessSpec, Supervisor, Write
+from console.up_options import Device as Device
+from console.up_options import UpError as UpError
+from console.up_options import UpOptions as UpOptions
 from serving.gpu_slots import NoSlotError, shared_out, visible_gpus
 from worker.settings import Role
 
@@ -41,83 +45,7 @@ ADMIN_PORT: Final = 9090
 POLL_S: Final = 0.1
 """So often it is asked whether processes are ready, whose start takes seconds."""
 
-Device = Literal["auto", "cpu", "cuda"]
 _Flags = Mapping[str, str | float | None]
-
-
-class UpError(Exception):
-    """The wanted processes cannot run here, or did not start."""
-
-
-@dataclass(frozen=True, slots=True)
-class UpOptions:
-    """The processes to run. Port 0: any free one; None: the usual port or the next free one."""
-
-    model: str
-    """Its folder or GGUF file on this machine."""
-    served_name: str = ""
-    """The name that clients use; "": the last part of `model`."""
-    prefill: int = 1
-    decode: int = 1
-    both: int = 0
-    routers: int = 1
-    tp: int = 1
-    """Ranks of each stage of each worker."""
-    pp: int = 1
-    """Stages of each worker."""
-    tp_of: Mapping[Role, int | None] = field(default_factory=dict)
-    """`tp` of workers of a role, where it differs."""
-    pp_of: Mapping[Role, int | None] = field(default_factory=dict)
-    """`pp` of workers of a role, where it differs."""
-    device: Device = "auto"
-    trace: bool = True
-    """Whether every process sends its spans to the first router's trace store."""
-    otlp_endpoint: str = ""
-    """Where spans go instead; "": nowhere else."""
-    host: str = HOST
-    """The address of this machine at which clients are served over gRPC."""
-    http_host: str = ""
-    """HTTP address for clients; "": that of `host`."""
-    api_key: str = ""
-    """What clients must show; "": nothing, or what `has_tokens` says."""
-    has_tokens: bool = False
-    """Whether the routers' own settings let in callers with a token alone."""
-    grpc_port: int | None = None
-    http_port: int | None = None
-    admin_port: int | None = None
-    kv_memory_gib: float | None = None
-    chat_template: str | None = None
-    """A Jinja file that replaces the model's own; None: as the routers' settings say."""
-    gpu_memory_utilization: float = 0.9
-    """Share of a GPU's memory for all workers on it."""
-    drain_s: float = 30.0
-    """Seconds that running requests may continue when everything is stopped."""
-    certs: str = ""
-    """A folder that `baton certs` made: TLS between all processes and towards clients."""
-
-    def __post_init__(self) -> None:
-        """Raises UpError if everybody who reaches this machine would be served."""
-        hosts = (self.host, self.http_host or self.host)
-        if self.asks_for_key or all(map(is_loopback, hosts)):
-            return
-        host = next(host for host in hosts if not is_loopback(host))
-        raise UpError(
-            f"at {host} everybody who reaches this machine would be served: set BATON_API_KEY or "
-            "--api-key, which clients then show"
-        )
-
-    @property
-    def asks_for_key(self) -> bool:
-        """Whether clients must show a key or a token."""
-        return bool(self.api_key) or self.has_tokens
-
-    def ranks_of(self, role: Role) -> int:
-        """Ranks of each worker of a role, of all stages."""
-        return math.prod(self.grid_of(role))
-
-    def grid_of(self, role: Role) -> tuple[int, int]:
-        """Stages of each worker of a role, and ranks of each stage."""
-        return self.pp_of.get(role) or self.pp, self.tp_of.get(role) or self.tp
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +69,8 @@ class UpPlan:
     """Whether clients must show a key or a token."""
     tls: TlsFiles = NO_FILES
     """A router's certificate, by which every process lets itself be asked; none in clear."""
+    experts_folder: str = ""
+    """Where workers that share experts meet; it goes with the processes. "": none do."""
     claims: tuple[socket.socket, ...] = ()
     """Claims of its ports, at which nobody listens while models load. The plan holds them."""
 
@@ -186,6 +116,8 @@ def plan(options: UpOptions) -> UpPlan:
             _Worker(name, role, ports.pick(0, 0), ports.pick(admin_port, ADMIN_PORT + 1), own)
             for (name, role), own in zip(roles, shares, strict=True)
         ]
+    folder = f"{tempfile.gettempdir()}/baton-{uuid4().hex[:16]}" if options.share_experts else ""
+    workers = _sharing(workers, folder) if folder else workers
     threads = max(1, (os.cpu_count() or 1) // len(workers))
     on = Counter(gpu for worker in workers for gpu in worker.gpus or ("",))
     return UpPlan(
@@ -202,6 +134,7 @@ def plan(options: UpOptions) -> UpPlan:
         drain_s=options.drain_s,
         asks_for_key=options.asks_for_key,
         tls=holders_files(options.certs, "router"),
+        experts_folder=folder,
         claims=tuple(ports.claims),
     )
 
@@ -230,6 +163,20 @@ class _Worker(NamedTuple):
     admin: str
     gpus: tuple[str, ...]
     """Names of its ranks' GPUs in `CUDA_VISIBLE_DEVICES`; none: it runs on the CPU."""
+    expert_group: str = ""
+    """Its place among those that share experts; "": it has all experts."""
+
+
+def _sharing(workers: Sequence[_Worker], folder: str) -> list[_Worker]:
+    """Each with its place among those of its role, if there are several."""
+    counts, ranks = Counter(worker.role for worker in workers), Counter[Role]()
+    placed = []
+    for worker in workers:
+        role, count = worker.role, counts[worker.role]
+        place = f"{folder}/{role.value}?rank={ranks[role]}&ranks={count}"
+        ranks[role] += 1
+        placed.append(worker._replace(expert_group=place) if count > 1 else worker)
+    return placed
 
 
 def _router_spec(
@@ -272,6 +219,7 @@ def _worker_spec(
         "--device": "cuda" if worker.gpus else "cpu",
         "--tp": ranks if ranks > 1 else None,
         "--pp": stages if stages > 1 else None,
+        "--expert-group": worker.expert_group or None,
         "--threads": threads,
         "--listen": worker.address,
         "--routers": ",".join(router.internal for router in routers),
@@ -325,11 +273,24 @@ def _like(port: int | None) -> int | None:
 async def running(what: UpPlan, write: Write) -> AsyncIterator[Supervisor]:
     """Runs the plan's processes while the context is open, then drains them."""
     supervisor = Supervisor(what.specs, write)
-    supervisor.start()
+    with _folder(what.experts_folder):
+        supervisor.start()
+        try:
+            yield supervisor
+        finally:
+            await supervisor.stop(what.drain_s)
+
+
+@contextlib.contextmanager
+def _folder(name: str) -> Iterator[None]:
+    """A folder of this user's own while the block runs; none if it has no name."""
+    if name:
+        Path(name).mkdir(mode=0o700)
     try:
-        yield supervisor
+        yield
     finally:
-        await supervisor.stop(what.drain_s)
+        if name:
+            shutil.rmtree(name, ignore_errors=True)
 
 
 async def wait_until_ready(

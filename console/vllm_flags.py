@@ -14,27 +14,54 @@ SAME: Final = "the same"
 _STAGES: Final = "`--pp` of `baton worker`"
 _HOSTS: Final = "of `baton worker`, the same command on each host ([Several hosts](hosts.md))"
 _RANKS: Final = "`--tp` of `baton worker`"
+_GROUPS: Final = (
+    "`--both` of `baton up`: workers that do both legs; with `--share-experts` they hold a model's"
+    " experts together, as `--expert-group` of `baton worker` does"
+    " ([Experts](experts.md#expert-groups))"
+)
+_EXPERTS: Final = (
+    "`--expert-parallel` of `baton worker`, beside `--tp`; `--share-experts` of `baton up` where"
+    " vLLM has `--data-parallel-size`"
+)
+_RANK_OF_GROUP: Final = "R in `--expert-group FOLDER?rank=R&ranks=N` of each `baton worker`"
+_ONE_HOST: Final = "not yet: an expert group is on one host, where its workers meet in a folder"
+_ROUTED: Final = "nothing: routers know each worker, and choose one for each request"
+_ONE_PLACE: Final = "not yet: an expert is on one rank, or on one worker of its group"
 _BY_TEMPLATE: Final = "nothing: the chat template shows how a model calls tools and thinks"
 
 FLAGS: Final[Mapping[str, str]] = {
+    "--all2all-backend": "nothing: tokens move by our kernels, or by NCCL where GPUs share no"
+    " memory",
     "--allowed-origins": "`--allowed-origins` of `baton router`, with commas between origins",
     "--api-key": SAME,
     "--block-size": "the variable `BATON_DEBUG_PAGE_SIZE_TOKENS`",
     "--chat-template": SAME,
     "--cpu-offload-gb": "not yet: weights stay on the GPU",
-    "--data-parallel-size": "`--both` of `baton up`: workers that do both legs;"
-    " where they shall share a model's experts, `--expert-group` of `baton worker`"
-    " ([Experts](experts.md#expert-groups))",
+    "--data-parallel-address": _ONE_HOST,
+    "--data-parallel-external-lb": _ROUTED,
+    "--data-parallel-hybrid-lb": _ROUTED,
+    "--data-parallel-rank": _RANK_OF_GROUP,
+    "--data-parallel-rpc-port": _ONE_HOST,
+    "--data-parallel-size": _GROUPS,
+    "-dp": _GROUPS,
+    "--data-parallel-size-local": _ONE_HOST,
+    "--data-parallel-start-rank": _RANK_OF_GROUP,
     "--disable-log-requests": "nothing: prompts are never logged",
+    "--distributed-executor-backend": "nothing: ranks are processes, and hosts join by `--nodes` of"
+    " `baton worker` without Ray ([Several hosts](hosts.md))",
     "--download-dir": "`HF_HOME`, the variable of the Hugging Face library",
     "--dtype": "`--dtype` of `baton worker`",
     "--enable-auto-tool-choice": _BY_TEMPLATE,
     "--enable-chunked-prefill": "nothing: prompts are always computed in chunks",
-    "--enable-expert-parallel": "`--expert-parallel` of `baton worker`, beside `--tp`",
+    "--enable-eplb": _ONE_PLACE,
+    "--enable-expert-parallel": _EXPERTS,
+    "-ep": _EXPERTS,
     "--enable-lora": "nothing: `--adapters` or `--adapters-dir` of `baton worker` turns them on"
     " ([Adapters](adapters.md))",
     "--enable-prefix-caching": "nothing: it is on; `BATON_DEBUG_PREFIX_CACHE=false` ends it",
     "--enforce-eager": "nothing: graphs are captured within seconds",
+    "--eplb-config": _ONE_PLACE,
+    "--expert-placement-strategy": "nothing: it is always `round_robin`",
     "--generation-config": "`BATON_DEBUG_GENERATION_CONFIG=false` stands for `vllm`",
     "--gpu-memory-utilization": "`--gpu-memory-utilization` of `baton worker`",
     "--headless": "nothing: a host whose `--node` is not 0 serves no clients"
@@ -62,6 +89,7 @@ FLAGS: Final[Mapping[str, str]] = {
     "--num-gpu-blocks-override": "the variable `BATON_DEBUG_NUM_PAGES`",
     "--otlp-traces-endpoint": "`--otlp-endpoint` of `baton router` and `baton worker`",
     "--pipeline-parallel-size": _STAGES,
+    "-pp": _STAGES,
     "--port": "`--http-port` of `baton up`; `--port` is gRPC's",
     "--quantization": "`--quantization fp8` of `baton worker` for float checkpoints; else nothing",
     "--reasoning-parser": _BY_TEMPLATE,
@@ -88,12 +116,14 @@ FLAGS: Final[Mapping[str, str]] = {
 
 _LINK: Final = re.compile(r"\[[^]]+\]\(([^)#]+)[^)]*\)")
 """A link of Markdown; its group is the page."""
+_SHORT: Final = {"-t": "-tp", "-p": "-pp", "-d": "-dp", "-e": "-ep"}
+"""Options as a command line without them reads them."""
 
 
 def answer(flag: str) -> str | None:
     """What to answer somebody who used a flag of vLLM; None if it is none."""
     flag = flag.partition("=")[0].replace("_", "-")
-    flag = "-tp" if flag == "-t" else flag  # as a command line without it reads it
+    flag = _SHORT.get(flag, flag)
     if (ours := FLAGS.get(flag)) is None:
         return None
     variable = _variable(ours)

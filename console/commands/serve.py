@@ -140,6 +140,19 @@ StagesOption = Annotated[
 RoleStagesOption = Annotated[
     int | None, typer.Option(min=1, help="Stages of each worker of this role, if they differ.")
 ]
+RoutersOption = Annotated[
+    int, typer.Option(min=1, help="Routers, which share the addresses for clients.")
+]
+TemplateOption = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Jinja file in place of the model's own.")
+]
+ShareOption = Annotated[
+    bool,
+    typer.Option(
+        "--share-experts",
+        help="The workers of a role hold a model's experts together (data-parallel attention).",
+    ),
+]
 KeyOption = Annotated[
     str | None,
     typer.Option(
@@ -173,9 +186,7 @@ def up_command(
     prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(min=0, help="Decode workers.")] = 1,
     both: Annotated[int, typer.Option(min=0, help="Workers that do both by themselves.")] = 0,
-    routers: Annotated[
-        int, typer.Option(min=1, help="Routers, which share the addresses for clients.")
-    ] = 1,
+    routers: RoutersOption = 1,
     model: ModelOption = demo_model.DEMO,
     tp: RanksOption = 1,
     prefill_tp: RoleRanksOption = None,
@@ -183,13 +194,12 @@ def up_command(
     pp: StagesOption = 1,
     prefill_pp: RoleStagesOption = None,
     decode_pp: RoleStagesOption = None,
+    share_experts: ShareOption = False,
     device: DeviceOption = "auto",
     trace: TraceOption = True,
     host: HostOption = None,
     api_key: KeyOption = None,
-    chat_template: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Jinja file in place of the model's own.")
-    ] = None,
+    chat_template: TemplateOption = None,
     port: Annotated[int | None, Port] = None,
     http_port: Annotated[int | None, Port] = None,
     admin_port: Annotated[int | None, Port] = None,
@@ -222,6 +232,7 @@ def up_command(
         tp_of={Role.PREFILL: prefill_tp, Role.DECODE: decode_tp},
         pp=pp,
         pp_of={Role.PREFILL: prefill_pp, Role.DECODE: decode_pp},
+        share_experts=share_experts,
         device=device,
         trace=trace,
         host=host or host_of(listen),
@@ -251,6 +262,10 @@ def _planned(options: up.UpOptions) -> up.UpPlan:
     with model_progress() as progress:
         workers_own = resolve(WorkerSettings, "worker", given)
         warn_of_old_names(workers_own)
+        if workers_own.settings.expert_group:
+            raise up.UpError(
+                "each worker needs a rank of its own: use --share-experts, not expert_group"
+            )
         of_workers = with_model_found(workers_own.settings, progress)
     plan = up.plan(
         replace(
@@ -261,7 +276,8 @@ def _planned(options: up.UpOptions) -> up.UpPlan:
         )
     )
     has_parts = max(map(options.ranks_of, Role)) > 1
-    if not has_parts or "" in plan.workers_on:  # There each rank counts its part for itself.
+    counts = not has_parts or "" in plan.workers_on  # Else each rank counts its part for itself.
+    if counts and not options.share_experts:
         check_room(of_workers, plan.workers_on)
     return plan
 

@@ -12,6 +12,7 @@ import torch
 from console.doctor.finding import Finding, error, ok, warning
 from engine import memory
 from engine.attention import choose_backend
+from engine.bounds import MOST_RANKS
 from engine.checkpoints import Weights
 from engine.config import EngineConfig
 from engine.cuda import features
@@ -22,6 +23,7 @@ from engine.model.config import WrappedConfig
 from engine.model.gguf import GgufFile
 from engine.model.loading import choose
 from engine.model.mixers.config import AttentionConfig, LatentConfig, MixerConfig
+from engine.model.ranks import mixtures
 from engine.parts.paging import lives_of
 from engine.pool.kinds import maker
 from engine.pool.kv_pool import KvPool
@@ -102,6 +104,7 @@ def check_model(name: str) -> Iterator[Finding]:
     if isinstance(config, WrappedConfig):
         yield ok("code", "transformers' own, over our pages: no file of ours reads this model")
     yield from _implementation(config, dtype, device)
+    yield from _experts(config)
     room = room_of(config, weights, dtype, device)
     yield _fits(room, device)
     if len(room.groups) > 1:
@@ -142,6 +145,18 @@ def _shape(config: ModelConfig) -> str:
         f"{config.architecture}: {config.num_layers} {what} of {config.hidden_size}, contexts of"
         f" up to {config.max_position_embeddings:,} tokens"
     )
+
+
+def _experts(config: ModelConfig) -> Iterator[Finding]:
+    """How many there are, and by how much they can be divided whole."""
+    for own in dict.fromkeys(mixtures(config)):
+        count, chosen = own.routing.experts, own.routing.chosen
+        by = [str(ranks) for ranks in range(2, min(count, MOST_RANKS) + 1) if count % ranks == 0]
+        yield ok(
+            "experts",
+            f"{chosen} of {count} for each token; whole on {', '.join(by)} ranks"
+            " (--expert-parallel beside --tp) or workers of one host (--expert-group)",
+        )
 
 
 def _implementation(
@@ -247,7 +262,7 @@ def _fits(room: Room, device: torch.device) -> Finding:
     where = "the GPU" if device.type == "cuda" else "this machine"
     takes = f"weights take {_gib(room.model)} of {_gib(room.free)} that are free on {where}"
     if room.left <= room.of_sequence + USUAL.page_size * room.of_token:
-        advice = "free memory, take more ranks (--tp), or a checkpoint with smaller weights"
+        advice = "free memory, take more ranks (--tp, --pp, --nodes), or smaller weights"
         return error("memory", f"{takes}: nothing is left for KV", advice)
     left = f"{takes}; {_gib(room.left)} are left for KV"
     if not room.groups[0].layers:

@@ -40,7 +40,7 @@ def check_ranks(config: ModelConfig, precision: Precision, shard: Shard) -> None
     Raises:
         UnsupportedModelError: it says why, and which numbers work.
     """
-    if shard.experts is not None and not any(_mixtures(config)):
+    if shard.experts is not None and not any(mixtures(config)):
         raise UnsupportedModelError(
             f"{_name(shard)} is for models with experts, and this one has none: leave it out"
         )
@@ -76,7 +76,8 @@ def _feed_forwards(config: ModelConfig) -> Iterator[GatedConfig | MlpConfig | Ex
         yield from _parts_of(own)
 
 
-def _mixtures(config: ModelConfig) -> Iterator[ExpertsConfig]:
+def mixtures(config: ModelConfig) -> Iterator[ExpertsConfig]:
+    """The kinds of layers with experts that a model has."""
     yield from (part for part in _feed_forwards(config) if isinstance(part, ExpertsConfig))
 
 
@@ -84,7 +85,7 @@ def _obstacle(config: ModelConfig, precision: Precision, shard: Shard) -> str:
     """Why such ranks cannot hold the model; empty: they can."""
     count = shard.count
     if shard.experts is not None:
-        for own in _mixtures(config):
+        for own in mixtures(config):
             if own.routing.experts % shard.experts.ranks:
                 return f"it does not divide {own.routing.experts} experts"
     if count == 1:

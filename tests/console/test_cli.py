@@ -23,7 +23,7 @@ from console import up, vllm_flags
 from console.cli import app, explain
 from console.ports import ANY_PORT, PortPicker, PortTakenError
 from serving.settings import DEBUG, fields
-from worker.settings import WorkerSettings
+from worker.settings import Role, WorkerSettings
 
 NOBODY = "127.0.0.1:1"
 
@@ -332,6 +332,12 @@ def test_a_plan_gives_each_worker_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
         ({"prefill": 0, "decode": 0}, "no worker"),
         ({"device": "cuda"}, "no GPU"),
         ({"grpc_port": 1}, "taken"),
+        ({"share_experts": True}, "--share-experts needs two or more workers of a role"),
+        ({"share_experts": True, "both": 2, "tp": 2}, "needs --tp 1 and --pp 1"),
+        (
+            {"share_experts": True, "decode": 2, "pp_of": {Role.PREFILL: 2}},
+            "needs --tp 1 and --pp 1",
+        ),
     ],
 )
 def test_plans_that_cannot_be(
@@ -416,6 +422,8 @@ def test_a_key_is_not_printed(name: str) -> None:
         (("--tensor-parallel-size", "2"), "--tp of baton worker"),
         (("-tp", "2"), "--tp of baton worker"),
         (("--nnodes", "2"), "--nodes of baton worker, the same command on each host"),
+        (("-dp", "2"), "with --share-experts they hold a model's experts together"),
+        (("--enable-expert-parallel",), "--expert-parallel of baton worker, beside --tp"),
         (("--enable-lora",), "of baton worker turns them on (docs/adapters.md)"),
     ],
 )

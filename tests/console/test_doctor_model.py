@@ -64,6 +64,7 @@ def test_of_latents_a_token_has_one_for_all_heads(tmp_path):
     code, text = text_of(str(path))
     assert code == 0, text
     assert "tokens of 0.5 KiB" in text
+    assert "experts 3 of 8 for each token; whole on 2, 4, 8 ranks (--expert-parallel" in text
     tokens, left = (float(text.split(before)[0].split()[-1].replace(",", "")) for before in (
         " tokens of 0.5 KiB", " GiB are left for KV"
     ))  # fmt: skip
@@ -102,4 +103,4 @@ def test_what_does_not_fit_is_an_error(free, tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda: free)
     code, text = text_of(str(write_tiny_model(tmp_path, tokenizer=False)))
     assert code == 1
-    assert "nothing is left for KV -> free memory, take more ranks (--tp)" in text
+    assert "nothing is left for KV -> free memory, take more ranks (--tp, --pp, --nodes)" in text

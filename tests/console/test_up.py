@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import sys
 import threading
 from collections.abc import Iterator
@@ -18,6 +20,7 @@ from baton.addresses import CannotListenError
 from console import up
 from console.ports import PortPicker
 from console.supervisor import ProcessSpec
+from engine.step.dispatch import place_of
 from worker.settings import Role
 
 FAKE = str(Path(__file__).with_name("fake_process.py"))
@@ -136,6 +139,28 @@ def test_no_two_processes_get_the_same_port_unless_they_are_to_share_it(
     ]
     assert len(own) == 2 * routers + 2 * 4
     assert len({*own, *doors}) == len(own) + 2
+
+
+async def test_workers_of_a_role_share_experts_in_a_folder_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A single worker of a role shares them with nobody."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    options = up.UpOptions("/m", prefill=1, decode=2, both=3, share_experts=True, **OWN_PORTS)
+    plan = up.plan(options)
+    folder = Path(plan.experts_folder)
+    places = {spec.name: flags_of(spec).get("--expert-group") for spec in plan.specs}
+    assert places == {
+        "router": None,
+        "prefill-0": None,
+        **{f"decode-{rank}": f"{folder}/decode?rank={rank}&ranks=2" for rank in range(2)},
+        **{f"both-{rank}": f"{folder}/both?rank={rank}&ranks=3" for rank in range(3)},
+    }
+    assert place_of(str(places["both-2"])) == (folder / "both", 2, 3)
+    async with up.running(replace(plan, specs=()), lambda *_: None):
+        assert stat.filemode(os.stat(folder).st_mode) == "drwx------"
+    with pytest.raises(FileNotFoundError):
+        os.stat(folder)
 
 
 def test_several_routers_share_clients_workers_and_one_store_of_traces(

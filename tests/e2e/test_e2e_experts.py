@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from cluster import make_cluster
+from streams import prompt_of, read
 from test_e2e_ranks import PREFILL_TOKENS, check
 from tiny_families import EXPERTS
 from tiny_models import write_tiny_model
@@ -19,6 +20,7 @@ from worker.watchdog import EXIT_DEVICE_LOST
 MODEL = EXPERTS["qwen3_moe"]
 WHOLE: Mapping[str, object] = {"tp": 2, "expert_parallel": True}
 SLICES: Mapping[str, object] = {"tp": 2}
+ROLES = ("prefill", "decode", "both")
 LOST_S = 4.0
 GRACE_S = 3.0
 """What a busy machine may add."""
@@ -36,6 +38,7 @@ GRIDS: Mapping[str, Any] = {
     "slices to whole": lambda _: {"prefill-0": SLICES, "decode-0": WHOLE},
     "one to group": lambda folder: {"prefill-0": {}} | group(folder, "decode"),
     "group to group": lambda folder: group(folder, "prefill") | group(folder, "decode"),
+    "both": lambda folder: group(folder, "both"),
 }
 
 
@@ -45,10 +48,10 @@ GRIDS: Mapping[str, Any] = {
 def test_pages_go_between_workers_that_divide_experts_otherwise(grid: str, tmp_path: Path) -> None:
     """The answers are those of transformers; nothing is computed again on decode."""
     model, own = write_tiny_model(tmp_path / "model", **MODEL), GRIDS[grid](tmp_path)
-    counts = {role: sum(name.startswith(role) for name in own) for role in ("prefill", "decode")}
+    counts = {role: sum(name.startswith(role) for name in own) for role in ROLES}
     cluster = make_cluster(model, tmp_path / "logs", own=own, local_prefill="never", **counts)
     with cluster.started():
-        for _ in range(counts["prefill"] + counts["decode"] - 1):
+        for _ in range(len(own) - 1):
             check(cluster, model)
         for name in (name for name in own if name.startswith("decode")):
             assert cluster.metric(PREFILL_TOKENS, name, source="computed") == 0
@@ -80,4 +83,39 @@ def test_a_worker_that_is_struck_ends_its_group_and_requests_go_on(
             for name in ("prefill-0", "prefill-1"):
                 cluster.wait_attached(name)
             check(cluster, model, (41, 201))
+        cluster.check_baseline()
+
+
+STREAMS = {"greedy": {"temperature": 0.0}, "seeded": {"temperature": 0.8, "seed": 11}}
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("killed", ["decode-0", "decode-1"])
+def test_streams_of_a_lost_group_go_on_where_they_were(killed: str, tmp_path: Path) -> None:
+    """Both workers of the group decode some of them; the third worker has all experts."""
+    model, own = write_tiny_model(tmp_path / "model", **MODEL), group(tmp_path, "decode")
+    cluster = make_cluster(model, tmp_path / "logs", own=own, decode=3)
+    prompts = [prompt_of(40 + number, number) for number in range(6)]
+    with cluster.started():
+        for options in STREAMS.values():
+            with cluster.client() as client:
+                want = [
+                    client.generate(token_ids=prompt, max_tokens=300, ignore_eos=True, **options)
+                    for prompt in prompts
+                ]
+                readings = [read(client, prompt, max_tokens=300, **options) for prompt in prompts]
+                for reading in readings:
+                    reading.until(5)
+                cluster.kill(killed)
+                for reading, one in zip(readings, want, strict=True):
+                    reading.end()
+                    assert reading.error is None, reading.error
+                    assert reading.tokens() == list(one.token_ids)
+            (other,) = own.keys() - {killed}
+            assert cluster.wait_gone(other) == EXIT_DEVICE_LOST
+            for name in own:
+                cluster.start(name)
+            for name in own:
+                cluster.wait_attached(name)
         cluster.check_baseline()
