@@ -111,10 +111,9 @@ class WorkerDebug(BaseModel):
     generation_config: bool = _ENGINE.generation_config
     """Takes what a request leaves out of its sampling from the model's `generation_config.json`:
     temperature, top_p, top_k, min_p and repetition_penalty. Off: the API's own defaults."""
-    transport: Literal["nixl", "nccl", "loopback", "null"] = "nixl"
+    transport: Literal["nixl", "nccl", "loopback"] = "nixl"
     """Chooses the transport of KV pages. `nccl` cannot see a dead peer and is for experiments; it
-    is refused with TLS on an address that other machines reach, since its connections have none.
-    `null` moves nothing, for benchmarks of decoding."""
+    is refused with TLS on an address that other machines reach, since its connections have none."""
     address_file: str = ""
     """Names a file. The worker writes its address there once it serves, for `baton health @FILE`
     and scripts."""

@@ -10,7 +10,6 @@ import torch
 from kv_transfer.nccl.transport import NcclTransport
 from kv_transfer.transports.loopback import LoopbackTransport
 from kv_transfer.transports.nixl import NixlTransport
-from kv_transfer.transports.null import NullTransport
 from kv_transfer.transports.pool import PoolMemory
 from kv_transfer.types import KvTransport, PageGroup, TransportError
 
@@ -18,7 +17,6 @@ TRANSPORTS: dict[str, Callable[[str, PoolMemory], KvTransport]] = {
     "nixl": NixlTransport,
     "nccl": NcclTransport,
     "loopback": LoopbackTransport,
-    "null": NullTransport,
 }
 
 FETCHED_BY: Final = frozenset({"nixl", "loopback"})

@@ -149,15 +149,12 @@ class LoopbackTransport:
 
     def _copy(self, handle: int) -> None:
         push = self._pushes.pop(handle)
-        self._move(push)
-        push.peer._inbox.append(Notification(self._agent_name, push.payload))
-
-    def _move(self, push: _Push) -> None:
         rows, target = (torch.from_numpy(pages).long() for pages in (push.source, push.target))
         mine, theirs = (one._pool.pages(push.group) for one in (self, push.peer))
         for own, other, size in push.pieces:
             pages = mine[rows, own : own + size]
             theirs[target, other : other + size] = pages.to(theirs.device)
+        push.peer._inbox.append(Notification(self._agent_name, push.payload))
 
     def _peer(self, agent_name: str) -> tuple[LoopbackTransport, Sequence[Pieces]]:
         peer = self._peers.get(agent_name)

@@ -30,7 +30,7 @@ from kv_transfer.types import KvTransport, PageGroup, PageIds
 RANKED = ("loopback 2-8", "nixl 1-2")
 """Ranks of the prefill and the decode side, each a transport of its own. `2@1 3`: two ranks of each
 of two stages, whose layers end there. `2@3/1 3`: two ranks, of all three layers in two bands."""
-KINDS = sorted({*TRANSPORTS, *RANKED} - {"null"})
+KINDS = sorted({*TRANSPORTS, *RANKED})
 """Every transport that moves pages: the protocol's tests run on each, whatever the factory knows.
 One that needs what this machine lacks says so with TransportError `nixl_missing` or the like."""
 KV_HEADS = 4

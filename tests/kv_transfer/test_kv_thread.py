@@ -66,20 +66,6 @@ def test_nixl_missing_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
         make_transport("nixl", "n", torch.zeros(4, 4096, dtype=torch.uint8), [PageGroup(4096, 4)])
 
 
-def test_null_moves_nothing_but_delivers() -> None:
-    prefill = LocalWorker("null", "null-prefill", 4, 4096, 1)
-    decode = LocalWorker("null", "null-decode", 4, 4096, 1)
-    prefill.thread.meet(decode.endpoint)
-    decode.thread.meet(prefill.endpoint)
-    assert prefill.events.wait(PeerOpened).transport == "null"
-    prefill.fill(PAGES, np.ones((1, 4096), dtype=np.uint8))
-    _send(prefill, decode, b"t" * 16)
-    assert decode.events.wait(Delivered).payload == b"tokens"
-    assert not decode.pool.any()
-    prefill.close()
-    decode.close()
-
-
 def test_stopping_waits_for_pushes_in_progress() -> None:
     prefill = LocalWorker("loopback", "stop-prefill", 4, 4096, 1)
     decode = LocalWorker("loopback", "stop-decode", 4, 4096, 1)
