@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from opentelemetry import trace
-from opentelemetry.sdk.trace import ReadableSpan, sampling
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 if TYPE_CHECKING:
@@ -115,26 +115,20 @@ class RecordedSpan(ReadableSpan, trace.Span):
 
 
 class Recorder:
-    """Starts the spans of a process. A child is recorded if its parent is.
+    """Starts the spans of a process. A child is recorded if its parent is, and all roots are.
 
     Args:
         processor: gets spans as they end.
         resource: names the process.
         scope: names the code that writes spans.
-        sample_ratio: share of roots that are recorded.
     """
 
     def __init__(
-        self,
-        processor: SpanProcessor,
-        resource: Resource,
-        scope: InstrumentationScope,
-        sample_ratio: float,
+        self, processor: SpanProcessor, resource: Resource, scope: InstrumentationScope
     ) -> None:
         self.processor = processor
         self.resource = resource
         self.scope = scope
-        self._sampler = sampling.TraceIdRatioBased(sample_ratio)
 
     def start(
         self,
@@ -150,10 +144,7 @@ class Recorder:
             trace_id, flags, state = parent.trace_id, parent.trace_flags, parent.trace_state
         else:
             trace_id, state = random.getrandbits(128) or 1, None
-            flags = trace.TraceFlags(trace.TraceFlags.RANDOM_TRACE_ID)
-            decision = self._sampler.should_sample(None, trace_id, name).decision
-            if decision is sampling.Decision.RECORD_AND_SAMPLE:
-                flags = trace.TraceFlags(flags | trace.TraceFlags.SAMPLED)
+            flags = trace.TraceFlags(trace.TraceFlags.RANDOM_TRACE_ID | trace.TraceFlags.SAMPLED)
         context = trace.SpanContext(trace_id, random.getrandbits(64) or 1, False, flags, state)
         if not flags & trace.TraceFlags.SAMPLED:
             return trace.NonRecordingSpan(context)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -70,9 +70,6 @@ class ServerSpans(grpc.aio.ServerInterceptor):
     then returns normally, its call counts as OK.
     """
 
-    def __init__(self, untraced: Sequence[str] = UNTRACED) -> None:
-        self._untraced = tuple(untraced)
-
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
@@ -81,7 +78,7 @@ class ServerSpans(grpc.aio.ServerInterceptor):
         """Puts the span around the call's handler."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or method.startswith(self._untraced):
+        if handler is None or method.startswith(UNTRACED):
             return handler
         return _traced(handler, method, handler_call_details.invocation_metadata)
 

@@ -77,7 +77,6 @@ def setup_tracing(
     instance_id: str = "",
     otlp_endpoint: str = "",
     *,
-    sample_ratio: float = 1.0,
     schedule_delay_ms: int = 200,
     max_queued_spans: int = 4096,
     export_timeout_s: float = 5.0,
@@ -90,7 +89,6 @@ def setup_tracing(
         service_name: one of `names.Service`.
         instance_id: the process's own name, such as "prefill-0".
         otlp_endpoint: host:port or URL of the receiver; "" sends nothing and returns None.
-        sample_ratio: share of traces begun here that are recorded. Callers decide about theirs.
         schedule_delay_ms: longest time between a span's end and its sending, if the receiver works.
         max_queued_spans: number of waiting spans above which further ones are dropped.
         export_timeout_s: time after which an unaccepted batch is dropped.
@@ -108,7 +106,7 @@ def setup_tracing(
         otlp_endpoint,
     )
     scope = InstrumentationScope(SCOPE, schema_url=SCHEMA_URL)
-    recorder = Recorder(processor, _resource(service_name, instance_id), scope, sample_ratio)
+    recorder = Recorder(processor, _resource(service_name, instance_id), scope)
     _switch.enter(recorder)
     return Tracing(recorder, processor)
 

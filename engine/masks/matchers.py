@@ -207,8 +207,8 @@ def read_tokenizer(file: Path, vocab_size: int, eos_ids: Iterable[int]) -> LLTok
 class MaskFiller:
     """Fills the masks of a step, the grammars' on several threads with the interpreter released."""
 
-    def __init__(self, threads: int = MASK_THREADS) -> None:
-        self._pool = LLExecutor(threads)
+    def __init__(self) -> None:
+        self._pool = LLExecutor(MASK_THREADS)
 
     def fill(self, masks: Masks, wanted: Sequence[Wanted]) -> list[int]:
         """Fills the masks of each matcher, behind each other.

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from engine.schedule.sequences import ActiveRequest
+
+AGEING: Final = 64
+"""So many later arrivals are worth a level of priority. It was not tuned."""
+FORGIVEN_TOKENS: Final = 16
+"""Each later arrival is worth so many tokens of a prompt. It was not tuned."""
 
 
 class SchedulingPolicy(Protocol):
@@ -36,11 +41,8 @@ class Fcfs(SchedulingPolicy):
 
 
 class PriorityWithAgeing(SchedulingPolicy):
-    """Higher priority first. A request gains one level for every `ageing` requests that arrived
+    """Higher priority first. A request gains one level for every `AGEING` requests that arrived
     after it, so none starves."""
-
-    def __init__(self, ageing: int = 64) -> None:
-        self._ageing = ageing
 
     def order(
         self, waiting: Sequence[ActiveRequest], in_slots: Iterable[ActiveRequest]
@@ -49,16 +51,14 @@ class PriorityWithAgeing(SchedulingPolicy):
         newest = max((active.seniority for active in waiting), default=0)
 
         def urgency(active: ActiveRequest) -> float:
-            return -(active.request.priority + (newest - active.seniority) / self._ageing)
+            return -(active.request.priority + (newest - active.seniority) / AGEING)
 
         return sorted(waiting, key=urgency)
 
 
 class ShortestFirst(SchedulingPolicy):
-    """Fewest prompt tokens first. A request counts as shorter for each later arrival."""
-
-    def __init__(self, tokens_forgiven_per_arrival: int = 16) -> None:
-        self._forgiven = tokens_forgiven_per_arrival
+    """Fewest prompt tokens first. A request counts as `FORGIVEN_TOKENS` shorter for each later
+    arrival."""
 
     def order(
         self, waiting: Sequence[ActiveRequest], in_slots: Iterable[ActiveRequest]
@@ -67,7 +67,7 @@ class ShortestFirst(SchedulingPolicy):
         newest = max((active.seniority for active in waiting), default=0)
 
         def length(active: ActiveRequest) -> int:
-            return len(active.request.prompt_ids) - self._forgiven * (newest - active.seniority)
+            return len(active.request.prompt_ids) - FORGIVEN_TOKENS * (newest - active.seniority)
 
         return sorted(waiting, key=length)
 

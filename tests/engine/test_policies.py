@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from test_scheduler_property import Bench
 
-from engine.schedule.policies import PriorityWithAgeing
+from engine.schedule.policies import AGEING
 from engine.types import Mode
 
 
@@ -87,7 +87,7 @@ def test_nobody_starves(policy: str) -> None:
         arrivals += 1
         for _ in range(3):
             bench.turn()
-    bound = {"priority": PriorityWithAgeing()._ageing, "shortest": 120 // 16}[policy]
+    bound = {"priority": AGEING, "shortest": 120 // 16}[policy]
     assert bound // 2 < arrivals < 2 * bound + 16
     bench.run()
     bench.check_baseline()

@@ -175,6 +175,19 @@ def sigmoid_routing(experts: int, chosen: int, **features: Any) -> Routing:
     return routing(experts, chosen, Scores.SIGMOID, **features)
 
 
+def deepseek_routing(config: Any, experts: int) -> Routing:
+    """The choice among so many experts as DeepSeek-V3's config states it."""
+    return sigmoid_routing(
+        experts,
+        config.num_experts_per_tok,
+        normalised=bool(config.norm_topk_prob),
+        factor=float(config.routed_scaling_factor),
+        groups=config.n_group,
+        open_groups=config.topk_group,
+        best_of_group=2,
+    )
+
+
 def shared_experts(config: Any, count: int | None) -> GatedConfig | None:
     """The experts of all tokens, which are one that is so many times as wide."""
     if not count:
@@ -190,15 +203,7 @@ def shared_experts(config: Any, count: int | None) -> GatedConfig | None:
 def deepseek_experts(config: Any, first: int | None = None) -> tuple[FeedForwardConfig, ...]:
     """Experts as DeepSeek-V3 has them in all layers from `first` on, which a config states."""
     silu_only(config)
-    how = sigmoid_routing(
-        config.n_routed_experts,
-        config.num_experts_per_tok,
-        normalised=bool(config.norm_topk_prob),
-        factor=float(config.routed_scaling_factor),
-        groups=config.n_group,
-        open_groups=config.topk_group,
-        best_of_group=2,
-    )
+    how = deepseek_routing(config, config.n_routed_experts)
     shared = shared_experts(config, config.n_shared_experts)
     experts = ExpertsConfig(config.moe_intermediate_size, how, shared=shared)
     plain = config.first_k_dense_replace if first is None else first
@@ -289,14 +294,14 @@ def activation(name: str) -> Activation:
     return _ACTIVATIONS[name]
 
 
-def kinds(config: Any, usual: str = SLIDING) -> list[str]:
+def kinds(config: Any) -> list[str]:
     """The kind of each layer: all tokens or a window.
 
     Raises:
         UnsupportedModelError: there are others.
     """
     stated: list[str] | None = getattr(config, "layer_types", None)
-    found = stated or [usual] * int(config.num_hidden_layers)
+    found = stated or [SLIDING] * int(config.num_hidden_layers)
     if unknown := set(found) - {FULL, SLIDING}:
         raise UnsupportedModelError(f"layers of type {', '.join(sorted(unknown))}")
     return found

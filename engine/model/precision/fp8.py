@@ -6,6 +6,8 @@ e4m3 is exact: that is as fast as a plain weight, and rounds inputs as a GPU doe
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -40,11 +42,45 @@ def quantised_by_block(weight: Tensor) -> Quantised:
     return Quantised(values.view(rows, inputs), scales)
 
 
-class Fp8Channels(Method):
+class _Fp8(Method):
+    """FP8 values with scales, and the kernels that `finish` was given, if any."""
+
+    values: nn.Parameter
+    scales: Tensor
+    input: Rounding
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+        self._kernels: Kernels | None = None
+
+    def finish(self, kernels: Kernels | None = None) -> None:
+        """See `Method`."""
+        self._kernels = kernels
+        if kernels is None:
+            self.values = pack(self.values)
+
+    def product(self, x: Tensor | Rounded, bias: Tensor | None) -> Tensor:
+        """See `Method`."""
+        if self._kernels is None:
+            return self._plain(x if isinstance(x, Rounded) else self.input(x), bias)
+        return self._kernels.fp8_linear(self.values, self.scales, x, self.input, bias, self._dtype)
+
+    def gated(self, x: Tensor | Rounded) -> Tensor | None:
+        """See `Method`."""
+        if self._kernels is None or not isinstance(x, Rounded):
+            return None
+        return self._kernels.fp8_gated(self.values, self.scales, x, self._dtype)
+
+    @abstractmethod
+    def _plain(self, x: Rounded, bias: Tensor | None) -> Tensor:
+        """The product without kernels of ours."""
+
+
+class Fp8Channels(_Fp8):
     """A scale for each output channel. Inputs have a scale by row, or one that the checkpoint
     gives. Parts of a fused weight share their input, so the largest of their scales holds."""
 
-    scales: Tensor
     input_scale: Tensor
 
     def __init__(
@@ -57,13 +93,11 @@ class Fp8Channels(Method):
         on_gpu: bool,
         static_input: bool,
     ) -> None:
-        super().__init__()
-        self._dtype = dtype
+        super().__init__(dtype)
         kept = torch.float8_e4m3fn if on_gpu else dtype
-        self.values: nn.Parameter = parameter((outputs, inputs), kept, device)
+        self.values = parameter((outputs, inputs), kept, device)
         self.scales = parameter((outputs,), torch.float32, device)
-        self._kernels: Kernels | None = None
-        self.input: Rounding = Rounding()
+        self.input = Rounding()
         if static_input:
             self.input_scale = parameter((1,), torch.float32, device)
             self.input_scale.zero_()
@@ -81,36 +115,18 @@ class Fp8Channels(Method):
             scale = torch.ones(()) if given is None else given  # A dummy weight has none.
             self.input_scale.copy_(torch.maximum(self.input_scale, scale.to(self.scales.device)))
 
-    def finish(self, kernels: Kernels | None = None) -> None:
-        """See `Method`."""
-        self._kernels = kernels
-        if kernels is None:
-            self.values = pack(self.values)
-
-    def product(self, x: Tensor | Rounded, bias: Tensor | None) -> Tensor:
-        """See `Method`."""
-        if self._kernels is not None:
-            return self._kernels.fp8_linear(
-                self.values, self.scales, x, self.input, bias, self._dtype
-            )
-        rounded = x if isinstance(x, Rounded) else self.input(x)
+    def _plain(self, x: Rounded, bias: Tensor | None) -> Tensor:
         if self.values.dtype == torch.float8_e4m3fn:
-            return scaled_rows(self.values, self.scales, rounded, bias, self._dtype)
-        sums = product(rounded.values.to(self._dtype), self.values).float()
-        sums *= rounded.scales * self.scales
+            return scaled_rows(self.values, self.scales, x, bias, self._dtype)
+        sums = product(x.values.to(self._dtype), self.values).float()
+        sums *= x.scales * self.scales
         return (sums if bias is None else sums + bias).to(self._dtype)
 
-    def gated(self, x: Tensor | Rounded) -> Tensor | None:
-        """See `Method`."""
-        if self._kernels is None or not isinstance(x, Rounded):
-            return None
-        return self._kernels.fp8_gated(self.values, self.scales, x, self._dtype)
 
-
-class Fp8Blocks(Method):
+class Fp8Blocks(_Fp8):
     """A scale for each 128 x 128 of the weight, and for each 128 inputs of a row."""
 
-    input: Rounding = Rounding(group=BLOCK)
+    input = Rounding(group=BLOCK)
 
     def __init__(
         self,
@@ -121,11 +137,9 @@ class Fp8Blocks(Method):
         *,
         on_gpu: bool,
     ) -> None:
-        super().__init__()
-        self._dtype = dtype
-        self._kernels: Kernels | None = None
+        super().__init__(dtype)
         if on_gpu:
-            self.values: nn.Parameter = parameter((outputs, inputs), torch.float8_e4m3fn, device)
+            self.values = parameter((outputs, inputs), torch.float8_e4m3fn, device)
             blocks = (outputs // BLOCK, inputs // BLOCK)
             self.scales = parameter(blocks, torch.float32, device)
         else:  # With its scales in it, since those change along a sum.
@@ -143,29 +157,11 @@ class Fp8Blocks(Method):
         first = first_row // BLOCK
         self.scales[first : first + len(part.scales)].copy_(part.scales)
 
-    def finish(self, kernels: Kernels | None = None) -> None:
-        """See `Method`."""
-        self._kernels = kernels
-        if kernels is None:
-            self.values = pack(self.values)
-
-    def product(self, x: Tensor | Rounded, bias: Tensor | None) -> Tensor:
-        """See `Method`."""
-        if self._kernels is not None:
-            return self._kernels.fp8_linear(
-                self.values, self.scales, x, self.input, bias, self._dtype
-            )
-        rounded = x if isinstance(x, Rounded) else self.input(x)
+    def _plain(self, x: Rounded, bias: Tensor | None) -> Tensor:
         weight: Tensor = self.values
         if weight.dtype == torch.float8_e4m3fn:  # A GPU whose kernels are PyTorch's.
             weight = dequantised(Quantised(self.values, self.scales)).to(self._dtype)
-        return product(restored(rounded).to(self._dtype), weight, bias)
-
-    def gated(self, x: Tensor | Rounded) -> Tensor | None:
-        """See `Method`."""
-        if self._kernels is None or not isinstance(x, Rounded):
-            return None
-        return self._kernels.fp8_gated(self.values, self.scales, x, self._dtype)
+        return product(restored(x).to(self._dtype), weight, bias)
 
 
 def scaled_rows(

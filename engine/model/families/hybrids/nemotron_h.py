@@ -20,7 +20,7 @@ from engine.model.config import (
 )
 from engine.model.experts.config import SQUARED, ExpertNames
 from engine.model.families.hybrids.granite4 import units_of
-from engine.model.families.reading import FULL, Family, decoder, head_dim, sigmoid_routing
+from engine.model.families.reading import FULL, Family, decoder, deepseek_routing, head_dim
 from engine.model.families.sense import MOST_LAYERS
 from engine.model.mixers.config import AttentionConfig, MambaConfig
 
@@ -101,15 +101,7 @@ def _experts(config: Any) -> LayerConfig:
         if config.mlp_bias:
             raise UnsupportedModelError("mlp_bias beside moe_latent_size is not supported")
         reduced = Reduced(int(size), f"{MODULE}.fc1_latent_proj", f"{MODULE}.fc2_latent_proj")
-    how = sigmoid_routing(
-        config.n_routed_experts,
-        config.num_experts_per_tok,
-        normalised=bool(config.norm_topk_prob),
-        factor=float(config.routed_scaling_factor),
-        groups=config.n_group,
-        open_groups=config.topk_group,
-        best_of_group=2,
-    )
+    how = deepseek_routing(config, config.n_routed_experts)
     shared = _products(
         config, f"{MODULE}.shared_experts", config.moe_shared_expert_intermediate_size
     )

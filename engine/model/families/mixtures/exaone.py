@@ -13,10 +13,10 @@ from engine.model.families.reading import (
     Family,
     by_forward,
     decoder,
+    deepseek_routing,
     layers_alike,
     rope,
     shared_experts,
-    sigmoid_routing,
     silu_only,
     windows,
 )
@@ -31,15 +31,7 @@ def _read_4(config: Any, _longest: int) -> ModelConfig:
 
 def _read_experts(config: Any, _longest: int) -> ModelConfig:
     silu_only(config)
-    how = sigmoid_routing(
-        config.num_experts,
-        config.num_experts_per_tok,
-        normalised=bool(config.norm_topk_prob),
-        factor=float(config.routed_scaling_factor),
-        groups=config.n_group,
-        open_groups=config.topk_group,
-        best_of_group=2,
-    )
+    how = deepseek_routing(config, config.num_experts)
     shared = shared_experts(config, config.num_shared_experts)
     experts = ExpertsConfig(config.moe_intermediate_size, how, shared=shared, names=NAMES)
     return decoder(config, layers_alike(config, by_forward(config, experts), **_attention(config)))
