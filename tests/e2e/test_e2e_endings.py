@@ -6,18 +6,12 @@ import signal
 import threading
 import time
 
-import numpy as np
 import pytest
 from cluster import running
-from tiny_models import write_tiny_model
+from streams import prompt_of
 from waiting import wait_until
 
 from baton.errors import BatonError
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("model"), max_positions=16384)
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +20,6 @@ def cluster(tiny, tmp_path_factory):
     logs = tmp_path_factory.mktemp("logs")
     with running(tiny, logs, local_prefill="never", **settings) as cluster:
         yield cluster
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(5, 384, length).tolist()
 
 
 def test_cancelling_at_any_time_gives_every_page_back(cluster):

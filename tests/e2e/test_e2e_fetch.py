@@ -12,7 +12,6 @@ from cluster import Cluster, make_cluster
 from fetching_policy import FETCHING
 from references import references
 from streams import prompt_of
-from tiny_models import write_tiny_model
 from waiting import wait_until
 
 from baton.client.generation import Generation
@@ -25,11 +24,6 @@ MAX_TOKENS = 40
 GREEDY = {"max_tokens": MAX_TOKENS, "temperature": 0.0, "ignore_eos": True}
 FETCHES = Metric.FETCHES + "_total"
 PAGES = Metric.FETCH_PAGES + "_total"
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"), max_positions=4096)
 
 
 @pytest.fixture(scope="module")

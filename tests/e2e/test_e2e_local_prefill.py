@@ -8,12 +8,11 @@ from __future__ import annotations
 import threading
 from contextlib import contextmanager
 
-import numpy as np
 import pytest
 from cluster import READY_S, Cluster, make_cluster
 from references import references
 from scraping import SETTLED_S, Figures, scrape, scrape_until
-from tiny_models import write_tiny_model
+from streams import prompt_of
 
 from baton.client.generation import Generation
 from console.tracing.traces import fetch, missing_spans
@@ -24,11 +23,6 @@ STEP_TOKENS = 64
 GREEDY = {"max_tokens": MAX_TOKENS, "temperature": 0.0, "ignore_eos": True}
 LOCAL = Metric.LOCAL_PREFILLS + "_total"
 COMPUTED = {"name": Metric.PREFILL_TOKENS + "_total", "source": "computed"}
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("model"), max_positions=16384)
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +48,6 @@ def running(tiny, folder, **options):
 def pair(tiny, tmp_path_factory):
     with running(tiny, tmp_path_factory.mktemp("pair"), failpoints="live") as cluster:
         yield cluster
-
-
-def prompt_of(length: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(5, 384, length).tolist()
 
 
 def local_prefills(cluster: Cluster) -> dict[str, float]:

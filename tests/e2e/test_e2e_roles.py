@@ -15,17 +15,11 @@ import pytest
 from cluster import Cluster, running
 from references import references
 from streams import busy, prompt_of, read
-from tiny_models import write_tiny_model
 
 OPTIONS = {"temperature": 0.0, "ignore_eos": True}
 TOKEN = "an-operator"
 BY_ITSELF_S = 2.0
 """A change without running legs; the command's own start is not counted."""
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"), max_positions=4096)
 
 
 @pytest.fixture(scope="module")

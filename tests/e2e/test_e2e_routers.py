@@ -10,7 +10,6 @@ import pytest
 from cluster import Cluster, running
 from references import references
 from streams import prompt_of, read
-from tiny_models import write_tiny_model
 from waiting import wait_until
 
 from baton.client.clients import Client
@@ -23,11 +22,6 @@ MOST_CONNECTIONS = 64
 """Of so many, a kernel that spreads them gives some to either router."""
 ASKED = "baton_requests_total"
 ROUTED, AGAIN = Metric.ROUTED_CACHED_TOKENS + "_total", Metric.COMPUTED_AGAIN + "_total"
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"), max_positions=4096)
 
 
 @pytest.fixture(scope="module")

@@ -4,16 +4,15 @@ are over no page and no slot is missing."""
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_kit import GREEDY, Run, check_baseline, finish, hand_off, held
+from engine_kit import GREEDY, Run, finish, hand_off, held, running
 
-from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.types import Event, NewTokens, Request, SamplingParams, StopRules
 
@@ -40,24 +39,16 @@ class Stream:
         return self.choices * -(-(len(self.prompt) + self.max_tokens) // PAGE)
 
 
-@contextmanager
-def running(tiny_path: Path, **options) -> Iterator[Engine]:
-    """An engine; everything must be back when the test ends."""
+def large(path: Path, **options) -> AbstractContextManager[Engine]:
     defaults = {"num_pages": 1500, "max_sequences": 64, "max_step_tokens": 160}
-    engine = Engine.build(EngineConfig(model=str(tiny_path), **{**defaults, **options}))
-    engine.start()
-    try:
-        yield engine
-        check_baseline(engine)
-    finally:
-        engine.stop()
+    return running(path, **defaults | options)
 
 
 @pytest.fixture(scope="module")
 def solo(tiny_path):
     """Output of a stream alone in an engine that caches nothing."""
     known: dict[Stream, list[list[int]]] = {}
-    with running(tiny_path, prefix_cache=False) as engine:
+    with large(tiny_path, prefix_cache=False) as engine:
 
         def run(stream: Stream) -> list[list[int]]:
             alone = replace(stream, cancel_after=None)
@@ -141,7 +132,7 @@ def run_crowd(engine: Engine, streams: Sequence[Stream]) -> list[Run]:
 )
 def test_survivors_equal_their_solo_runs(tiny_path, solo, seed):
     streams = mixed_streams(seed)
-    with running(tiny_path) as engine:
+    with large(tiny_path) as engine:
         for _ in range(2):  # the second time from the cache
             check_survivors(streams, run_crowd(engine, streams), solo)
 
@@ -151,7 +142,7 @@ def test_growth_in_a_pool_of_a_third_of_the_need_preempts(tiny_path, solo):
     rng = np.random.default_rng(8)
     streams = [Stream(prompt_of(rng, int(rng.integers(1, 20))), 60) for _ in range(16)]
     need = sum(stream.pages for stream in streams)
-    with running(tiny_path, num_pages=need // 3 + 1) as engine:
+    with large(tiny_path, num_pages=need // 3 + 1) as engine:
         runs = run_crowd(engine, streams)
         assert engine.load().preemptions > 0
         check_survivors(streams, runs, solo)
@@ -161,7 +152,7 @@ def test_a_crowd_beside_hand_offs(tiny_path, solo):
     """A decode worker that also runs requests of its own gives both their solo output."""
     streams = mixed_streams(seed=11)[:20]
     rng = np.random.default_rng(12)
-    with running(tiny_path) as prefill, running(tiny_path) as decode:
+    with large(tiny_path) as prefill, large(tiny_path) as decode:
         runs = [start(decode, stream) for stream in streams]
         for length in (1, 16, 17, 100, 230):
             stream = Stream(prompt_of(rng, length), 20, choices=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import flash_attn_like
 import pytest
 import torch
-from engine_kit import build, check_baseline, finish, hand_off, submit
+from engine_kit import build, check_baseline, finish, hand_off, running, submit
 from paths_kit import prompt_of
 from references import references
 
@@ -27,18 +27,14 @@ def reference(tiny_path):
 
 @pytest.fixture(scope="module")
 def engine(tiny_path):
-    engine = build(tiny_path)
-    yield engine
-    check_baseline(engine)
-    engine.stop()
+    with running(tiny_path) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")
 def other(tiny_path):
-    engine = build(tiny_path, max_step_tokens=32)
-    yield engine
-    check_baseline(engine)
-    engine.stop()
+    with running(tiny_path, max_step_tokens=32) as engine:
+        yield engine
 
 
 @pytest.mark.parametrize("length", LENGTHS)

@@ -12,7 +12,7 @@ from typing import Any
 import hypothesis_jsonschema
 import jsonschema
 import pytest
-from engine_kit import build, check_baseline, finish, submit
+from engine_kit import finish, running, submit
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
@@ -118,10 +118,8 @@ def random_engine(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
     """Random weights with a real tokenizer."""
     folder = write_tiny_model(tmp_path_factory.mktemp("m"), vocab=VOCAB, tokenizer=False)
     shutil.copy(demo_model / "tokenizer.json", folder)
-    engine = build(folder, num_pages=400)
-    yield engine
-    check_baseline(engine)
-    engine.stop()
+    with running(folder, num_pages=400) as engine:
+        yield engine
 
 
 def ended(engine: Engine, demo_model: Path, wanted: list[tuple[str, Callable[[str], bool]]]) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_kit import Run, build, check_baseline, finish, hand_off, submit
+from engine_kit import Run, build, check_baseline, finish, hand_off, running, submit
 from llguidance import LLMatcher
 from tiny_models import write_tiny_model
 from tokenizers import Tokenizer
@@ -64,10 +64,8 @@ def path(demo_model: Path, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(path: Path):
-    engine = build(path)
-    yield engine
-    check_baseline(engine)
-    engine.stop()
+    with running(path) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")

@@ -4,13 +4,12 @@ drafts are worse and tokens the same."""
 from __future__ import annotations
 
 import json
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from engine_kit import build, check_baseline, finish, hand_off, submit
+from engine_kit import build, finish, hand_off, running, submit
 from heads_kit import PlainHead, config_of, write_head, write_oracle
 from references import references
 from test_heads import ALL_TAPS, SHORT, drafting, prompts_of
@@ -24,15 +23,9 @@ from waiting import wait_until
 from engine.types import Mode
 
 
-@contextmanager
 def prefilling(model: Path, **options):
     """A worker that decodes nothing."""
-    engine = build(model, decodes=False, **{"max_step_tokens": 48, **options})
-    try:
-        yield engine
-        check_baseline(engine)
-    finally:
-        engine.stop()
+    return running(model, decodes=False, **{"max_step_tokens": 48, **options})
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from typing import cast
 
 import numpy as np
 import pytest
-from engine_kit import GREEDY, Run, build, check_baseline, finish, hand_off, submit
+from engine_kit import GREEDY, Run, build, check_baseline, finish, hand_off, running, submit
 from paths_kit import prompt_of
 from waiting import wait_until
 
@@ -97,10 +97,8 @@ class Decoding:
 
 @pytest.fixture(scope="module")
 def prefill(tiny_path) -> Iterator[Engine]:
-    engine = build(tiny_path)
-    yield engine
-    check_baseline(engine)
-    engine.stop()
+    with running(tiny_path) as engine:
+        yield engine
 
 
 @pytest.fixture

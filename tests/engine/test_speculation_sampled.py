@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_kit import Run, build, check_baseline, finish, submit
+from engine_kit import Run, finish, running, submit
 from speculation_kit import Oracle, Switching, speculating
 from test_engine_structure import FORMED, PROMPT, wild
 from tiny_models import write_tiny_model
@@ -74,10 +74,8 @@ def path(demo_model: Path, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def alone(path: Path) -> Iterator[Engine]:
     """The engine without drafts."""
-    engine = build(path)
-    yield engine
-    check_baseline(engine)
-    engine.stop()
+    with running(path) as engine:
+        yield engine
 
 
 def run(engine: Engine, name: str) -> Run:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
+from frontdoor_kit import write_tokenizer
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from scripted_worker import Cluster
 
 from router.answers.token_texts import TokenTexts
+from telemetry.names import Service
+from telemetry.tracing import Tracing, setup_tracing
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -26,6 +31,28 @@ def _texts_are_read_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TokenTexts, "of", of)
         yield
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model folder that has a tokenizer alone."""
+    write_tokenizer(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def exporter() -> InMemorySpanExporter:
+    """Has the spans of `tracing`."""
+    return InMemorySpanExporter()
+
+
+@pytest.fixture
+def tracing(exporter: InMemorySpanExporter) -> Iterator[Tracing]:
+    """A router's spans are recorded."""
+    tracing = setup_tracing(Service.ROUTER, "r", exporter=exporter)
+    assert tracing is not None
+    yield tracing
+    tracing.shutdown()
 
 
 @pytest.fixture

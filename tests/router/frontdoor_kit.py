@@ -38,7 +38,7 @@ from router.jobs import (
     ServedModel,
 )
 from router.quotas import Quotas
-from router.requests.tokenization import Tokenizers
+from router.requests.tokenization import Tokenizer, Tokenizers
 from router.requests.validation import Limits
 
 Detail = TypeVar("Detail", bound=Message)
@@ -91,6 +91,13 @@ def byte_fallback_tokenizer() -> tokenizers.Tokenizer:
             decoders.Strip(" ", 1, 0),
         ]
     )
+    return tokenizer
+
+
+def load(folder: Path) -> Tokenizer:
+    """The tokenizer of a model folder."""
+    tokenizer = Tokenizer.load(str(folder))
+    assert tokenizer is not None
     return tokenizer
 
 

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from frontdoor_kit import load
 from tiny_tokenizers import KINDS, TEMPLATE, texts, write_folder
 
 from baton.inference.v1 import inference_pb2 as api
 from router.errors import RouterError
 from router.folders.classes import _OTHERS, CLASSES, TokenizerError
 from router.requests.chat_template import ChatTemplateError
-from router.requests.tokenization import Tokenizer, Tokenizers
+from router.requests.tokenization import Tokenizers
 
 NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 LISTED = {
@@ -26,12 +27,6 @@ MODELS = (
     "llama", "smollm3", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma2",
     "gemma3_text", "phi3", "granite", "olmo2", "olmo3", "gpt_oss",
 )  # fmt: skip
-
-
-def load(folder: Path) -> Tokenizer:
-    found = Tokenizer.load(str(folder))
-    assert found is not None
-    return found
 
 
 def check(folder: Path, count: int) -> None:

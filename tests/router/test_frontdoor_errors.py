@@ -27,7 +27,6 @@ from frontdoor_kit import (
     read,
     refusal,
     served_model,
-    write_tokenizer,
 )
 from google.rpc import error_details_pb2
 
@@ -43,12 +42,6 @@ from router.requests.validation import Limits
 Code = grpc.StatusCode
 SECRET = "the prompt was: secret"
 METHODS = ["Generate", "StreamGenerate", "Tokenize", "ListModels"]
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_tokenizer(tmp_path)
-    return tmp_path
 
 
 @pytest.fixture

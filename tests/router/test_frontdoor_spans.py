@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,32 +15,19 @@ from router import errors
 from router.call import AccessRecord, Call
 from router.doors.frontdoor import InferenceService
 from router.requests.tokenization import Tokenizers
-from telemetry.names import Attr, Service, undeclared
+from telemetry.names import Attr, undeclared
 from telemetry.tracing import (
     Tracing,
     context_of,
     end_span,
-    setup_tracing,
     start_span,
     trace_id_of,
     traceparent_of,
 )
 
+pytestmark = pytest.mark.usefixtures("tracing")
 PROMPT = "secret größe"
 CALLER = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
-
-
-@pytest.fixture
-def exporter() -> InMemorySpanExporter:
-    return InMemorySpanExporter()
-
-
-@pytest.fixture(autouse=True)
-def tracing(exporter: InMemorySpanExporter) -> Iterator[Tracing]:
-    tracing = setup_tracing(Service.ROUTER, "r", exporter=exporter)
-    assert tracing is not None
-    yield tracing
-    tracing.shutdown()
 
 
 @pytest.fixture

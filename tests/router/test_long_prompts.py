@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from frontdoor_kit import CORPUS, byte_fallback_tokenizer, byte_level_tokenizer, write_tokenizer
+from frontdoor_kit import CORPUS, byte_fallback_tokenizer, byte_level_tokenizer, load
 from scripted_worker import ScriptedWorker
 from test_router_shutdown import Running, a_router_process
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
@@ -35,18 +35,6 @@ PASSING = 20
 """So many normal prompts, one after the other, are answered before one of the largest is tokenized,
 however fast the machine is: a normal one takes 20 ms where a largest one takes 6 s."""
 TEXT_300_KB = "The quick brown fox jumps over the lazy dog. " * 6_666
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_tokenizer(tmp_path)
-    return tmp_path
-
-
-def load(folder: Path) -> Tokenizer:
-    tokenizer = Tokenizer.load(str(folder))
-    assert tokenizer is not None
-    return tokenizer
 
 
 def test_a_batch_of_one_gives_the_same_ids(folder: Path) -> None:

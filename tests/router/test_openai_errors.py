@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from waiting import until
 from router import errors
 from router.doors.auth import TokenGate
 from router.jobs import Job, JobEvent, JobStarted
-from telemetry.names import Attr, Service, undeclared
-from telemetry.tracing import Tracing, setup_tracing
+from telemetry.names import Attr, undeclared
+from telemetry.tracing import Tracing
 
 MODEL = "tiny"
 CALLER = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
@@ -417,19 +417,6 @@ async def test_closing_the_clients_stream_cancels_a_batch(tmp_path: Path) -> Non
         await anext(aiter(stream))
         await stream.close()
         await asyncio.wait_for(port.dispatcher.closed.wait(), GONE_S)
-
-
-@pytest.fixture
-def exporter() -> InMemorySpanExporter:
-    return InMemorySpanExporter()
-
-
-@pytest.fixture
-def tracing(exporter: InMemorySpanExporter) -> Iterator[Tracing]:
-    tracing = setup_tracing(Service.ROUTER, "r", exporter=exporter)
-    assert tracing is not None
-    yield tracing
-    tracing.shutdown()
 
 
 def spans(tracing: Tracing, exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from frontdoor_kit import CORPUS, write_tokenizer
+from frontdoor_kit import CORPUS, load
 
 from baton.inference.v1 import inference_pb2 as api
 from router.folders.templates import TemplateFileError, read_template
@@ -25,18 +25,6 @@ TURNS = [
 CHAT = api.ChatPrompt(
     messages=[api.ChatMessage(role=role, content=content) for role, _, content in TURNS]
 )
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_tokenizer(tmp_path)
-    return tmp_path
-
-
-def load(folder: Path) -> Tokenizer:
-    tokenizer = Tokenizer.load(str(folder))
-    assert tokenizer is not None
-    return tokenizer
 
 
 def use_template(folder: Path, template: str) -> Tokenizer:
