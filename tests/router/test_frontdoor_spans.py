@@ -46,10 +46,10 @@ async def serve(
     dispatcher: ScriptedDispatcher, messages: int | None = None, time_left_s: float | None = None
 ) -> AccessRecord:
     """One streamed call under a SERVER span, left after so many messages."""
+    tokenizers = Tokenizers()
+    await tokenizers.get(dispatcher.served[0].path)  # Before the call's time begins.
     server = start_span("server", CALLER)
     call = Call(trace_id_of(server), time_left_s=time_left_s, context=context_of(server))
-    tokenizers = Tokenizers()
-    await tokenizers.get(dispatcher.served[0].path)
     stream = InferenceService(dispatcher, tokenizers).stream_generate(request(), call)
     try:
         while messages is None or messages > 0:
