@@ -9,7 +9,7 @@ import typer
 from console.commands.tls_options import CaOption, CertOption, KeyOption, read_admin_over
 from console.commands.trace import ROUTER_ADMIN_ADDRESS, AdminOption
 from console.operator_calls import ask_router, ask_router_json
-from serving.output import stdout
+from serving.output import stderr, stdout
 
 ANSWER_S: Final = 260.0
 """Workers read the adapter meanwhile, and undo it if one cannot: the router gives all of them 120 s
@@ -56,8 +56,11 @@ def adapters(
 
 
 def _show(found: list[dict[str, Any]]) -> None:
+    if not found:
+        stderr.print("no worker has an adapter")
     for one in found:
         contents = {digest[:12] for digest in one["workers"].values()}
-        where = f"{len(one['workers'])} workers"
+        count = len(one["workers"])
+        where = f"{count} worker{'s' * (count > 1)}"
         line = f"{one['name']}  {one['model']}  {' '.join(sorted(contents))}  {where}"
         stdout.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -11,7 +11,7 @@ from console.commands.tls_options import CaOption, CertOption, KeyOption, read_a
 from console.commands.trace import ROUTER_ADMIN_ADDRESS, AdminOption
 from console.operator_calls import OperatorCallError, ask_router_json
 from console.top.scrape import TIMEOUT_S
-from serving.output import stdout
+from serving.output import stderr, stdout
 
 _PAGE: Final = "/fence"
 
@@ -57,6 +57,8 @@ def fence(
 
 
 def _show(lost: list[dict[str, Any]]) -> None:
+    if not lost:
+        stderr.print("no worker is lost whose end nobody has seen")
     for one in lost:
         since = time.strftime("%H:%M:%S", time.localtime(one["since"]))
         line = f"{one['worker']}  {one['epoch']}  lost {since}  {one['processes']} processes unseen"

@@ -11,7 +11,7 @@ from console.commands.tls_options import CaOption, CertOption, KeyOption, read_a
 from console.commands.trace import ROUTER_ADMIN_ADDRESS, AdminOption
 from console.operator_calls import OperatorCallError, ask_router_json
 from console.top.scrape import TIMEOUT_S
-from serving.output import stdout
+from serving.output import stderr, stdout
 
 _LOOK_S: Final = 0.1
 """Time between two looks at a change, as between two load reports."""
@@ -70,6 +70,8 @@ def _find(workers: list[dict[str, Any]], name: str) -> dict[str, Any]:
 
 def _show(workers: list[dict[str, Any]], name: str | None) -> None:
     shown = workers if name is None else [_find(workers, name)]
+    if not shown:
+        stderr.print("no worker is attached")
     for one in shown:
         to = f" -> {one['next_role']}" if one["next_role"] else ""
         fixed = "" if one["flexible"] else "  fixed"

@@ -54,7 +54,7 @@ class Member:
         """Steps in their order; None: there will be no more."""
         self._granted: Asks | None = None
         """What the step that runs is for, if it is one of this worker's."""
-        self._is_closed = False
+        self._is_closed = self._is_told = False
         self.lost = ""
         self.on_lost: Callable[[str], None] = lambda _: None
         """Is called once, on the thread, when the group is lost."""
@@ -121,6 +121,9 @@ class Member:
         with self._changed:
             self.lost = self.lost or why
             self._changed.notify_all()
+            is_new, self._is_told = not self._is_told, True
+        if is_new and not self._is_closed and "open" in self._found:
+            log.error("the expert group is lost: %s", self.lost)
         self.let_go()
         if self._socket is not None:
             _shut(self._socket)

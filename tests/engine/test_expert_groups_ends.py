@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(300)
 GONE_S = 4.0
 
 
-def test_the_others_are_told_when_one_ends(tmp_path):
+def test_the_others_are_told_when_one_ends(tmp_path, caplog):
     path = write_tiny_model(tmp_path / "model", tokenizer=False, **EXPERTS["mixtral"])
     with grouped(path, tmp_path / "group", 2) as engines:
         run = submit(engines[0], prompt_of(20), 2000, ignore_eos=True)
@@ -36,6 +36,8 @@ def test_the_others_are_told_when_one_ends(tmp_path):
         assert re.search(
             "rank 1 of the expert group is gone|connection to another", engines[0].lost
         )
+        wait_until(lambda: f"the expert group is lost: {engines[0].lost}" in caplog.text, GONE_S)
+    assert caplog.text.count("the expert group is lost") == 1, "one of them left by itself"
     assert [entry.name for entry in (tmp_path / "group").iterdir()] == ["lock"]
 
 
