@@ -75,7 +75,8 @@ class RouterMetrics(ProcessMetrics):
         self._duration = self._histogram(Metric.REQUEST_DURATION)
         self._workers_lost = self._counter(Metric.WORKERS_LOST)
         self._watch(load, _ROUTER_ROWS)
-        self.registry.register(Samples(Metric.WORKER_UP, _WorkersUp(load, clock)))
+        self._workers_up = _WorkersUp(load, clock)
+        self.registry.register(Samples(Metric.WORKER_UP, self._workers_up))
         self.registry.register(
             Samples(
                 Metric.QUEUE_DRAIN,
@@ -102,10 +103,12 @@ class RouterMetrics(ProcessMetrics):
         self.registry.register(Samples(Metric.BALANCE_RATIO, ratios))
 
     def worker_attached(self, role: str, model: str) -> None:
-        """A worker joined. From now on the counters that alerts watch are shown, at 0.
+        """A worker joined. From now on the counters that alerts watch are shown, at 0, and the
+        worker itself, also if it is gone before anybody looks.
 
         Prometheus sees no increase in a series that begins at 50.
         """
+        self._workers_up()
         for cause in LOSS_CAUSES:
             self._workers_lost.labels(role, cause)
         for outcome in OWN_FAULTS:
@@ -216,10 +219,13 @@ class _WorkersUp:
         self._load = load
         self._clock = clock
         self._seen_s: dict[WorkerUp, float] = {}
+        self._up: set[WorkerUp] = set()
+        """At the last look: whoever is not attached any more has left since."""
 
     def __call__(self) -> dict[tuple[str, ...], float]:
         now_s, up = self._clock(), set(self._load().workers)
-        known = self._seen_s | dict.fromkeys(up, now_s)
+        known = self._seen_s | dict.fromkeys(up | self._up, now_s)
+        self._up = up
         names = {one.worker_id for one in up}
         self._seen_s = {
             one: at_s

@@ -138,6 +138,11 @@ def test_a_worker_that_left_is_shown_as_down() -> None:
     assert shown_up(metrics) == {"prefill-0": 1}, "names of workers do not pile up"
     workers[:] = [WorkerUp("prefill-0", "decode", "m")]
     assert shown_up(metrics) == {"prefill-0": 1}, "in another role it has not left"
+    workers.append(WorkerUp("decode-1", "decode", "m"))
+    metrics.worker_attached("decode", "m")
+    workers.pop()
+    now_s += LEFT_SHOWN_S
+    assert shown_up(metrics) == {"prefill-0": 1, "decode-1": 0}, "though nobody looked meanwhile"
 
 
 def shown_up(metrics: RouterMetrics) -> dict[str, float]:
