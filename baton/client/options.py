@@ -23,13 +23,15 @@ class Message(TypedDict):
     """One turn of a chat."""
 
     role: str
-    """"system", "user", "assistant" or "tool"."""
-    content: NotRequired[str]
-    """The text. Only a turn of the assistant's that calls functions may have none."""
+    """"system", "developer", "user", "assistant" or "tool"."""
+    content: NotRequired[str | Sequence[str | Mapping[str, str]] | None]
+    """The text, or its parts, each a text or `{"type": "text", "text": TEXT}`. Only a turn of the
+    assistant's that calls functions may have none."""
     reasoning: NotRequired[str]
     """What the assistant thought before, for templates that want it."""
-    tool_calls: NotRequired[Sequence[ToolCall]]
-    """Calls that the assistant made: those of an earlier result, as they are."""
+    tool_calls: NotRequired[Sequence[ToolCall | Mapping[str, Any]]]
+    """Calls that the assistant made: those of an earlier result as they are, or as OpenAI's API
+    has them."""
     tool_call_id: NotRequired[str]
     """In a tool's turn, the call that it answers."""
 

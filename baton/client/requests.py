@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from baton.client.generation import ToolCall
 from baton.client.options import Message, Options, Tool
 from baton.inference.v1 import inference_pb2 as pb
 
@@ -144,7 +145,7 @@ def _set_structure(request: pb.GenerationInput, options: Options) -> None:
 
 
 def _json(schema: str | Mapping[str, Any]) -> str:
-    """The text of a schema. Its order of properties is the output's, so it is kept."""
+    """The text of a schema, whose order of properties is the output's, or of arguments."""
     return schema if isinstance(schema, str) else json.dumps(schema)
 
 
@@ -238,29 +239,54 @@ def chat_prompt(messages: Sequence[Message]) -> pb.ChatPrompt:
 
     Raises:
         ValueError: a role is unknown, or a turn lacks role or content.
+        TypeError: they are no turns, or a content is no text and no parts of text.
     """
+    if isinstance(messages, str | Mapping):
+        raise TypeError("messages are several turns, each with a role and a content")
     return pb.ChatPrompt(messages=map(_turn, messages))
 
 
 def _turn(turn: Message) -> pb.ChatMessage:
+    if not isinstance(turn, Mapping):
+        raise TypeError(f"a message is a mapping, and not of type {type(turn).__name__}")
     if "role" not in turn or not ("content" in turn or turn.get("tool_calls")):
         raise ValueError("a message has a role and a content")
+    content = turn.get("content")
+    said: dict[str, Any] = {"content": content}
+    if not isinstance(content, str | None):
+        said = {"content_parts": _parts(content)}
     return pb.ChatMessage(
         role=_role(turn["role"]),
-        content=turn.get("content"),
+        **said,
         reasoning=turn.get("reasoning", ""),
-        tool_calls=[
-            pb.ToolCall(id=call.id, name=call.name, arguments=call.arguments)
-            for call in turn.get("tool_calls", ())
-        ],
+        tool_calls=map(_called, turn.get("tool_calls") or ()),
         tool_call_id=turn.get("tool_call_id", ""),
     )
+
+
+def _parts(content: object) -> Sequence[str]:
+    """The texts of a content of several parts, each a text or `{"type": "text", "text": TEXT}`."""
+    found = content if isinstance(content, Sequence) else (None,)
+    texts: list[Any] = [one.get("text") if isinstance(one, Mapping) else one for one in found]
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("a content is a text, or several parts of text")
+    return texts
+
+
+def _called(call: ToolCall | Mapping[str, Any]) -> pb.ToolCall:
+    """A call of a result, or as OpenAI's API writes it."""
+    if isinstance(call, Mapping):
+        function = call["function"]
+        arguments = _json(function.get("arguments", ""))
+        return pb.ToolCall(id=call["id"], name=function["name"], arguments=arguments)
+    return pb.ToolCall(id=call.id, name=call.name, arguments=call.arguments)
 
 
 def _role(name: str) -> pb.Role.ValueType:
     try:
         return {
             "system": pb.ROLE_SYSTEM,
+            "developer": pb.ROLE_SYSTEM,
             "user": pb.ROLE_USER,
             "assistant": pb.ROLE_ASSISTANT,
             "tool": pb.ROLE_TOOL,

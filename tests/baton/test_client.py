@@ -258,6 +258,44 @@ def test_the_prompt_has_exactly_one_form(client: Client) -> None:
         client.generate(messages=[{"role": "user"}])
 
 
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ({"role": "user", "content": "x"}, "several turns"),
+        ("x", "several turns"),
+        (["x"], "a message is a mapping, and not of type str"),
+        ([{"role": "user", "content": 7}], "a text, or several parts of text"),
+        ([{"role": "user", "content": {"text": "x"}}], "a text, or several parts of text"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "several parts of text"),
+    ],
+)
+def test_what_is_no_conversation_is_said_so(client: Client, messages: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        client.generate(messages=messages)
+
+
+def test_conversations_may_be_as_openais_api_has_them(
+    client: Client, router: ScriptedRouter
+) -> None:
+    function = {"name": "f", "arguments": {"a": 1}}
+    parts: list[Any] = ["a", {"type": "text", "text": "b"}]
+    called: Any = {"id": "c", "type": "function", "function": function}
+    client.generate(
+        messages=[
+            {"role": "developer", "content": "x"},
+            {"role": "user", "content": parts},
+            {"role": "assistant", "content": None, "tool_calls": [called]},
+            {"role": "tool", "content": "", "tool_call_id": "c"},
+        ]
+    )
+    system, user, assistant, tool = router.inputs[-1].chat.messages
+    assert (system.role, system.content) == (pb.ROLE_SYSTEM, "x")
+    assert (list(user.content_parts), user.HasField("content")) == (["a", "b"], False)
+    assert list(assistant.tool_calls) == [pb.ToolCall(id="c", name="f", arguments='{"a": 1}')]
+    assert not assistant.HasField("content")
+    assert tool.HasField("content")
+
+
 def test_closing_a_stream_cancels_on_the_server(client: Client, router: ScriptedRouter) -> None:
     def endless(request: pb.GenerationInput, context: grpc.ServicerContext):
         yield started()
