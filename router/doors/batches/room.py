@@ -14,7 +14,7 @@ from router.workers.load_estimate import Capacity
 
 RESERVED: Final = 0.5
 """Part of the slots that a line leaves free. With a quarter, first tokens come 36 % later at 0.3 of
-the capacity, with half 4 % (`bench.batch_beside`)."""
+the capacity, with half 4 % (bench/README.md)."""
 AHEAD_S: Final = 0.02
 """Time of prompts that may wait at a prefill worker before a line's own; not tuned."""
 LOOK_S: Final = 0.02
