@@ -105,7 +105,7 @@ class NixlTransport:
                 self._own_list(group, ((0, pages.page_bytes),))
             metadata = _host_header() + self._agent.getLocalMD()
         except Exception as error:
-            raise TransportError("nixl_failed", type(error).__name__) from error
+            raise TransportError("nixl_failed", f"{type(error).__name__}{_set_here()}") from error
         self._endpoint = pool.endpoint(agent_name, self.name, metadata)
 
     @property
@@ -355,6 +355,12 @@ def _bindings() -> Any:
         return importlib.import_module("nixl_cu13._bindings")
     except ImportError as error:
         raise TransportError("nixl_missing", "install nixl-cu13, or choose loopback") from error
+
+
+def _set_here() -> str:
+    """Variables of UCX, which may be those of another program; empty: there are none."""
+    found = sorted(f"{name}={of}" for name, of in os.environ.items() if name.startswith("UCX_"))
+    return f"; UCX's own lines say more, and set here are {', '.join(found)}" if found else ""
 
 
 def _check_environment() -> None:

@@ -7,9 +7,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from kv_transfer.transports.factory import make_transport
 from kv_transfer.transports.nixl import path_name
 from kv_transfer.transports.pool import in_expandable_segment
+from kv_transfer.types import PageGroup, TransportError
 
 SEGMENTS = [
     {"address": 1 << 20, "total_size": 1 << 20, "is_expandable": True},
@@ -85,3 +88,16 @@ def test_a_path_is_not_named_after_what_is_ruled_out(
     allowed: str, same_host: bool, on_gpus: bool, name: str
 ) -> None:
     assert path_name(allowed, same_host, on_gpus) == name
+
+
+def test_variables_of_ucx_are_named_where_it_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may come from the environment of another program."""
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr("kv_transfer.transports.nixl.NixlTransport._new_agent", fails)
+    monkeypatch.setenv("UCX_NET_DEVICES", "nope0")
+    pool = torch.zeros(64, 64, dtype=torch.uint8)
+    with pytest.raises(TransportError, match=r"nixl_failed: RuntimeError; .*UCX_NET_DEVICES=nope0"):
+        make_transport("nixl", "alone", pool, [PageGroup(64, 64)])
