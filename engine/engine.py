@@ -118,6 +118,11 @@ class Engine:
             EngineError: the configuration does not fit the model or the device.
         """
         config = with_defaults(config)
+        if config.nodes > 1 and hosts is None:
+            raise EngineError(
+                f"nodes {config.nodes} need `baton worker` on each host: an engine alone has no"
+                " agents there"
+            )
         hooks, ranks = open_all(config), _ranks(config, beside, hosts)
         try:
             with on_device(torch.device(config.device)):

@@ -156,6 +156,7 @@ def test_a_rank_of_which_no_expert_is_chosen_adds_nothing():
 REFUSED = {
     "expert_parallel divides experts among the ranks of tp, and tp is 1": ("mixtral", {"tp": 1}),
     "expert_parallel is for models with experts, and this one has none": ("llama", {}),
+    "nodes 2 need `baton worker` on each host": ("mixtral", {"nodes": 2}),
     "expert_parallel and expert_group cannot be set: transformers' own code runs this model": (
         "qwen3_moe",
         {"model_impl": "transformers"},

@@ -150,7 +150,13 @@ def test_who_does_not_belong_is_refused_by_name(host: Host, tmp_path: Path) -> N
 LOST_S = 4.0
 GRACE_S = 3.0
 """What a machine with eight other sessions may add."""
-PHASES = ("start", "idle", "prefill")
+PHASES = {
+    "start": WORKER,
+    "idle": WORKER,
+    "prefill": WORKER,
+    "decode": "decode-0",
+}
+"""What the group does meanwhile, and which worker it is. Prompts are handed off chunk by chunk."""
 VICTIMS = ("rank", "agent", "leader")
 HOWS = ("killed", "stopped", "cut")
 CASES = [
@@ -169,21 +175,21 @@ CASES = [
 def test_a_lost_part_loses_the_group(phase: str, host: Host, tmp_path: Path) -> None:
     """Within four seconds every rank has ended, and every process that is not stopped. Once
     witnesses have said so, all pages of the decode worker are free again."""
-    model = write_tiny_model(tmp_path / "model", layers=4)
-    with group(model, tmp_path, host) as made:
+    model, worker = write_tiny_model(tmp_path / "model", layers=4), PHASES[phase]
+    (peer,) = {*PAIR} - {worker}
+    with group(model, tmp_path, host, worker=worker) as made:
         made.start_agent()
         with made.cluster.started(), ThreadPoolExecutor(4) as threads:
+            made.cluster.wait_measured(*PAIR)
             for victim, how in [(v, h) for v, h, p in CASES if p == phase]:
                 took_s = strike(made, victim, how, phase, threads)
                 print(f"{phase} {victim} {how}: lost after {took_s:.1f} s")
-                made.cluster.wait_gone(WORKER)
-                assert made.cluster.processes[WORKER].returncode != 0
+                assert made.cluster.wait_gone(worker) != 0
                 assert made.agents[-1].wait(60) != 0
+                assert not host.processes("baton"), "something is left there"
+                whole = made.cluster.baselines[peer]
                 wait_until(
-                    lambda: (
-                        made.cluster.available_pages("decode-0")
-                        == made.cluster.baselines["decode-0"]
-                    ),
+                    lambda whole=whole: made.cluster.available_pages(peer) == whole,
                     30,
                     show=made.tail,
                 )
@@ -200,10 +206,11 @@ def strike(made: Group, victim: str, how: str, phase: str, threads: ThreadPoolEx
         made.start_agent()
         made.cluster.start(WORKER)
         wait_until(lambda: made.host.processes("engine.ranks"), 120, show=made.tail)
-    if phase == "prefill":
+    if phase not in ("start", "idle"):
         for number in range(4):
-            threads.submit(ask, made, number)
-        time.sleep(0.3)
+            threads.submit(ask, made, number, 300 if phase == "decode" else 12)
+        whole = made.cluster.baselines["decode-0"]
+        wait_until(lambda: made.cluster.available_pages("decode-0") < whole, 30, show=made.tail)
     (rank,) = made.host.processes("engine.ranks")
     struck = {"rank": rank, "agent": made.agent, "leader": made.leader}[victim]
     rest = [rank, made.agent, made.leader]
@@ -218,11 +225,11 @@ def strike(made: Group, victim: str, how: str, phase: str, threads: ThreadPoolEx
     return took_s
 
 
-def ask(made: Group, number: int) -> None:
+def ask(made: Group, number: int, max_tokens: int = 12) -> None:
     """A long prompt, of which nobody knows whether it is answered."""
     prompt = np.random.default_rng(number).integers(1, 384, 1500).tolist()
     with suppress(BatonError), made.cluster.client() as client:
-        client.generate(token_ids=prompt, max_tokens=12, temperature=0.0, ignore_eos=True)
+        client.generate(token_ids=prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from serving.gpu_slots import claimed
 from serving.net.certificates import write_set
 from serving.net.internal_net import TlsNet, server_name_of, workers_net
+from serving.net.refusals import FIRST_CALL_S
 from worker.hosts import agent as agent_module
 from worker.hosts import leader as leader_module
 from worker.hosts.agent import Agent, GroupEndedError
@@ -44,7 +45,7 @@ class Door:
         self._folder = folder
         self._over, self._stack = threading.Event(), ExitStack()
         place = Place(NODES, 0, f"{HOME}:0", HOME, HOME, "lo")
-        net = self._net("prefill", NAME)
+        self.net = net = self._net("prefill", NAME)
         self._shown = server_name_of(net.rotating.certificate.names, NAME)
         self._address, bind = "", net.bind
 
@@ -108,6 +109,19 @@ def test_silent_streams_keep_no_agent_out(door: Door) -> None:
             next(stream)
         error: Any = found.value
         assert error.code() is grpc.StatusCode.CANCELLED
+
+
+def test_an_agent_that_joins_is_none_without_a_certificate(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its stream no other call comes."""
+    agent = door.open("prefill", worker_pb2.JoinRequest(member=MEMBER))
+    door.group.form(10)
+    refusals, later_s = door.net.refusals, time.monotonic() + 2 * FIRST_CALL_S
+    monkeypatch.setattr(refusals, "_clock", lambda: later_s)
+    refusals.look()
+    assert agent.is_active()
+    assert not any(refusals.counts.values())
 
 
 def agent_of(folder: Path, **changed: Any) -> WorkerSettings:

@@ -106,6 +106,10 @@ class Group:
         self._server.start()
         threading.Thread(target=self._beat, name="baton-group-beat", daemon=True).start()
 
+    def called(self, context: Any) -> None:
+        """A call came from somebody, so the certificate that was shown is valid."""
+        self._net.refusals.called(context.peer())
+
     @property
     def known(self) -> list[str]:
         """See `OtherHosts`."""
@@ -264,6 +268,7 @@ class _Servicer(worker_pb2_grpc.GroupServiceServicer):
         self, request_iterator: Iterator[worker_pb2.JoinRequest], context: Any
     ) -> Iterator[worker_pb2.JoinResponse]:
         """Serves one agent."""
+        self._group.called(context)
         agent: _Agent | str = self._group.refusal(context)
         if not agent:
             silent = threading.Timer(FIRST_WORD_S, context.cancel)
