@@ -238,7 +238,7 @@ def chat_prompt(messages: Sequence[Message]) -> pb.ChatPrompt:
     """Makes a chat prompt of turns.
 
     Raises:
-        ValueError: a role is unknown, or a turn lacks role or content.
+        ValueError: a role is unknown, or a turn lacks role or content, or a call its id or name.
         TypeError: they are no turns, or a content is no text and no parts of text.
     """
     if isinstance(messages, str | Mapping):
@@ -267,16 +267,22 @@ def _turn(turn: Message) -> pb.ChatMessage:
 def _parts(content: object) -> Sequence[str]:
     """The texts of a content of several parts, each a text or `{"type": "text", "text": TEXT}`."""
     found = content if isinstance(content, Sequence) else (None,)
-    texts: list[Any] = [one.get("text") if isinstance(one, Mapping) else one for one in found]
+    texts: list[Any] = [_text(one) if isinstance(one, Mapping) else one for one in found]
     if not all(isinstance(text, str) for text in texts):
         raise TypeError("a content is a text, or several parts of text")
     return texts
 
 
+def _text(part: Mapping[str, Any]) -> object:
+    return part.get("text") if part.get("type", "text") == "text" else None
+
+
 def _called(call: ToolCall | Mapping[str, Any]) -> pb.ToolCall:
     """A call of a result, or as OpenAI's API writes it."""
     if isinstance(call, Mapping):
-        function = call["function"]
+        function = call.get("function")
+        if not isinstance(function, Mapping) or "name" not in function or "id" not in call:
+            raise ValueError("a call has an id, and a function with a name")
         arguments = _json(function.get("arguments", ""))
         return pb.ToolCall(id=call["id"], name=function["name"], arguments=arguments)
     return pb.ToolCall(id=call.id, name=call.name, arguments=call.arguments)

@@ -63,8 +63,14 @@ class GlooDispatch:
             layer()
 
     def let_go(self) -> None:
-        """Closes the connections, so that who waits for this worker hears of it."""
+        """Closes the connections, so that who waits for this worker hears of it.
+
+        gloo joins its own threads when it goes, and those wait for a worker that is stopped. So it
+        goes on a thread of its own, and nobody waits here.
+        """
+        last = [self._group]
         self._group = None
+        threading.Thread(target=last.clear, name="gloo's end", daemon=True).start()
 
     def failed(self) -> None:
         """A step of this worker has failed. In its middle the others wait in it, so the group is
@@ -111,7 +117,7 @@ class GlooDispatch:
                 work.wait(_LOOK)
                 return
             except RuntimeError as error:
-                if work.is_completed():
+                if work.is_completed() and not work.is_success():  # It may end behind the look.
                     self.member.lose("the connection to another worker of the expert group broke")
                 if self.member.lost:
                     raise CollectiveError(self.member.lost) from error

@@ -266,11 +266,13 @@ def test_the_prompt_has_exactly_one_form(client: Client) -> None:
         (["x"], "a message is a mapping, and not of type str"),
         ([{"role": "user", "content": 7}], "a text, or several parts of text"),
         ([{"role": "user", "content": {"text": "x"}}], "a text, or several parts of text"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "several parts of text"),
+        ([{"role": "user", "content": [{"type": "image_url", "text": "x"}]}], "parts of text"),
+        ([{"role": "assistant", "tool_calls": [{"id": "c", "function": {}}]}], "a call has an id"),
+        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}], "a call has an id"),
     ],
 )
 def test_what_is_no_conversation_is_said_so(client: Client, messages: Any, words: str) -> None:
-    with pytest.raises(TypeError, match=words):
+    with pytest.raises((TypeError, ValueError), match=words):
         client.generate(messages=messages)
 
 

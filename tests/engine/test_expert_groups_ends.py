@@ -81,8 +81,11 @@ def test_a_struck_worker_ends_the_others(how, rank, phase, tmp_path):
             building = threads.submit(build, path, expert_group=place.format(1 - rank))
             assert child.stdout is not None
             assert child.stdout.readline() == b"there\n"
+            told: list[str] = []
             if phase in ("idle", "busy"):
                 engines.append(building.result(60))
+                own, loop = engines[0].ranks, engines[0]._loop
+                own.call_when_lost(lambda why: (loop.lose(), told.append(why)))
             if phase == "busy":
                 run = submit(engines[0], prompt_of(20), 2000, ignore_eos=True)
                 wait_until(lambda: run.tokens[0])
@@ -91,7 +94,8 @@ def test_a_struck_worker_ends_the_others(how, rank, phase, tmp_path):
                 with pytest.raises(EngineError, match="expert group"):
                     building.result(GONE_S)
             for engine in engines:
-                wait_until(lambda engine=engine: engine.lost, GONE_S)
+                wait_until(lambda: told, GONE_S)
+                assert engine.lost == told[0]
             if phase == "busy":
                 assert run.done.wait(GONE_S)
                 assert run.failed is not None

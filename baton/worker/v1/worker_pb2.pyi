@@ -919,7 +919,7 @@ class KvEndpoint(_message.Message):
     agent_name: _builtins.str
     """Name of the transfer agent, new at every start."""
     transport: _builtins.str
-    """Which transport: "nixl", "loopback", "null"."""
+    """Which transport: "nixl", "loopback"."""
     metadata: _builtins.bytes
     """The transport's own connection metadata."""
     base_address: _builtins.int
