@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -112,15 +113,16 @@ class GlooDispatch:
     def _wait(self, work: Any) -> None:
         """Waits until it is done, or the group is lost: the connection to a worker that is stopped
         does not break."""
-        while True:
-            try:
+        while not work.is_completed():
+            with suppress(RuntimeError):  # It is not done yet, or has failed, which it says below.
                 work.wait(_LOOK)
-                return
-            except RuntimeError as error:
-                if work.is_completed() and not work.is_success():  # It may end behind the look.
-                    self.member.lose("the connection to another worker of the expert group broke")
-                if self.member.lost:
-                    raise CollectiveError(self.member.lost) from error
+            if self.member.lost:
+                raise CollectiveError(self.member.lost)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self.member.lose("the connection to another worker of the expert group broke")
+            raise CollectiveError(self.member.lost) from error
 
     def _open(self, asks: Asks) -> None:
         self._owner, self._done = threading.get_ident(), 0
