@@ -98,6 +98,7 @@ class Worker:
                 epoch=self.epoch,
                 role=ROLES[settings.role],
                 flexible=settings.flexible,
+                failure_unit=engine.ranks.unit,
                 model=model_message(engine.model),
             )
         )

@@ -72,6 +72,7 @@ class GroupedRanks(NoRanks):
             self._is_started = True
             self._member.start()
             self._store = self._member.meet()
+            self.unit = self._store.name
         except OSError as error:
             raise RankError(f"expert_group {self._place.folder}: {error.strerror}") from error
         except (GroupError, CollectiveError) as error:

@@ -96,6 +96,7 @@ class HostRanks:
         self._keeper: Keeper | None = None
         self._meetings: RankMeetings | None = None
         """torch may ask its store later, too."""
+        self.unit = ""
 
     @property
     def pids(self) -> dict[int, int]:

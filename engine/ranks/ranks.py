@@ -33,6 +33,10 @@ class Ranks(Protocol):
     """The memory files of the host slots of ranks 1, 2, ..., by group, if there are stores. They
     end with the ranks."""
 
+    unit: str
+    """Engines of other processes with an equal one end together with this one, which knows it once
+    they have met; empty: it ends alone."""
+
     @property
     def lost(self) -> str:
         """Which rank is lost, and why; empty: none is."""
@@ -119,6 +123,7 @@ class NoRanks:
         self.beside: list[zmq.Socket[bytes]] = []
         self.memories: list[list[int]] = []
         self.skew_s: float | None = None
+        self.unit = ""
 
     @property
     def lost(self) -> str:

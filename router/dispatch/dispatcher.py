@@ -362,7 +362,7 @@ class JobDispatcher:
         """Whether another attempt follows."""
         return (
             not fault.final
-            and len(group.run.lost) < self._settings.debug.max_workers_lost
+            and group.run.workers_lost < self._settings.debug.max_workers_lost
             and group.refusals <= self._settings.debug.max_retries
             and (group.run.started or self._waiting.may_come(group) or self._refusal(group) is None)
         )

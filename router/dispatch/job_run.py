@@ -119,6 +119,12 @@ class JobRun:
         """Every choice has ended."""
         return all(choice.ended for choice in self.choices)
 
+    @property
+    def workers_lost(self) -> int:
+        """How many were lost with the job in hand. Those of one failure unit count once."""
+        units = {one.identity.failure_unit or _start_of(one) for one in self.lost}
+        return len(units)
+
     def came_back(self, worker: WorkerLink) -> None:
         """A worker was attached. If it is one that the job had lost, the job did not kill it. That
         counts once: it may be the job that makes it stand still."""

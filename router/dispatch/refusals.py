@@ -23,8 +23,8 @@ _KV_POOL: Final = ", the size of the largest KV pool"
 def error_of(group: ChoiceGroup, fault: Fault, max_workers_lost: int) -> errors.RouterError:
     """The error for the client when no attempt follows."""
     run = group.run
-    if len(run.lost) >= max_workers_lost:
-        return errors.poison_request(len(run.lost), run.tokens_sent, started=run.started)
+    if run.workers_lost >= max_workers_lost:
+        return errors.poison_request(run.workers_lost, run.tokens_sent, started=run.started)
     match fault.reason:
         case worker_pb2.FAILURE_REASON_NUMERICAL:
             return errors.numerical_error()

@@ -49,6 +49,9 @@ DECODES: Final = frozenset({worker_pb2.WORKER_ROLE_DECODE, worker_pb2.WORKER_ROL
 ROLES: Final = PREFILLS | DECODES
 STARTS_KEPT: Final = 256
 """Most starts of workers that are remembered after their end. The oldest go."""
+UNIT_ENDS_S: Final = 10.0
+"""When a worker is lost, the others of its failure unit end within four seconds or so. Who has not
+ended after this time lives: the loss was one of a connection."""
 
 Key = tuple[str, int]
 """One start of a worker: id and epoch."""
@@ -215,6 +218,10 @@ class Registry:
         else:
             logger.warning("worker lost", extra=details)
         idle = link.left_in_order(loss) and not link.estimate.open_reservations
+        if unit := link.identity.failure_unit:
+            for other in self.members:
+                if other.identity.failure_unit == unit:
+                    other.doubt(UNIT_ENDS_S)
         self.pages.lost(link)
         self._owner.lost(link, loss, was)
         if loss is not Loss.CLOSED and link.agent_name:

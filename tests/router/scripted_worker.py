@@ -58,6 +58,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         extensions: Sequence[str] = (),
         transport: str = "null",
         flexible: bool = False,
+        failure_unit: str = "",
         adapters: Mapping[str, bytes] | None = None,
     ) -> None:
         epoch = next(_epochs)
@@ -68,6 +69,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             epoch=epoch,
             role=role,
             flexible=flexible,
+            failure_unit=failure_unit,
             model=worker_pb2.ModelInfo(
                 name=model,
                 path=f"/{model}",

@@ -21,6 +21,7 @@ from scripted_worker import (
 
 from baton.worker.v1 import worker_pb2
 from router.dispatch import waiting
+from router.workers import registry
 
 if TYPE_CHECKING:
     from scripted_worker import Reader, ScriptedWorker
@@ -200,6 +201,44 @@ async def test_a_worker_that_stood_still_and_comes_back_costs_no_retry(cluster: 
     for reader in readers:
         assert tokens_of(await reader.end()) == [10, 11, 12]
     assert first != second
+
+
+async def test_what_ends_with_a_lost_worker_gets_nothing_new(cluster: Cluster) -> None:
+    first, other = [await cluster.add(f"b{at}", BOTH, failure_unit="group") for at in range(2)]
+    cluster.link(other).doubt(60)  # The job goes to the first.
+    reader = cluster.read(job(max_tokens=2))
+    first.first_token((await first.heard("submit")).attempt_id, 10)
+    await until(lambda: len(tokens_of(reader.events)) == 1)
+    cluster.link(other).doubt(0)
+    await first.stop()
+    await until(lambda: len(cluster.registry.members) == 1)
+    alone = await cluster.add("alone", BOTH)
+    again = await alone.heard("submit")
+    alone.first_token(again.attempt_id, 11)
+    alone.finished(again.attempt_id, 2)
+    assert tokens_of(await reader.end()) == [10, 11]
+    assert not [one for one in other.history if one.HasField("submit")]
+
+
+@pytest.mark.parametrize("unit", ["", "group"])
+async def test_workers_that_end_together_are_one_loss(
+    unit: str, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "UNIT_ENDS_S", 0.0)
+    worker = await cluster.add("b0", BOTH, failure_unit=unit)
+    reader = cluster.read(job(max_tokens=3))
+    for at in range(2):
+        worker.first_token((await worker.heard("submit")).attempt_id, 10 + at)
+        await until(lambda at=at: len(tokens_of(reader.events)) == 1 + at)
+        lost, worker = worker, await cluster.add(f"b{at + 1}", BOTH, failure_unit=unit)
+        await lost.stop()
+    if not unit:
+        assert (await error_of(reader)).reason == "POISON_REQUEST"
+        return
+    again = await worker.heard("submit")
+    worker.first_token(again.attempt_id, 12)
+    worker.finished(again.attempt_id, 3)
+    assert tokens_of(await reader.end()) == [10, 11, 12]
 
 
 async def test_restarted_worker_serves_again(cluster: Cluster) -> None:

@@ -655,6 +655,7 @@ class WorkerIdentity(_message.Message):
     RELEASE_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
     FLEXIBLE_FIELD_NUMBER: _builtins.int
+    FAILURE_UNIT_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name, such as "prefill-0"."""
     epoch: _builtins.int
@@ -673,6 +674,10 @@ class WorkerIdentity(_message.Message):
     """
     flexible: _builtins.bool
     """Its role may change while it runs."""
+    failure_unit: _builtins.str
+    """Workers with an equal one end together, such as those of an expert group; empty: it
+    ends alone.
+    """
     @_builtins.property
     def model(self) -> Global___ModelInfo:
         """The model it serves."""
@@ -694,10 +699,11 @@ class WorkerIdentity(_message.Message):
         release: _builtins.str = ...,
         protocol: _builtins.str = ...,
         flexible: _builtins.bool = ...,
+        failure_unit: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admin_address", b"admin_address", "endpoint", b"endpoint", "epoch", b"epoch", "flexible", b"flexible", "model", b"model", "protocol", b"protocol", "release", b"release", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admin_address", b"admin_address", "endpoint", b"endpoint", "epoch", b"epoch", "failure_unit", b"failure_unit", "flexible", b"flexible", "model", b"model", "protocol", b"protocol", "release", b"release", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
