@@ -228,7 +228,7 @@ def test_a_coding_agent_that_speaks_messages(served: Served, tmp_path: Path) -> 
 
 
 def test_the_ai_sdk_in_node(served: Served) -> None:
-    said = run_program("ai_sdk.mjs", f"{served.url}/v1", MODEL_NAME)
+    said = run_program("ai_sdk.mjs", f"{served.url}/v1", MODEL_NAME, timeout_s=RUN_S)
     assert said.pop("parsed").keys() == {"name", "people"}
     assert said.pop("calls")[0][1] in ("Paris", "Rome")
     assert said == {"chat": served.chat, "stream": served.chat, "finish": "tool-calls"}
