@@ -25,8 +25,10 @@ import argparse
 import hashlib
 import logging
 import math
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -175,8 +177,7 @@ class Worker:
 
 
 def loop_of(world: World, device: Device, chunk: int) -> step_loop.StepLoop:
-    """The engine's loop, whose clock and inbox are the world's. It is to be run by the world."""
-    vars(step_loop)["time"] = vars(rates)["time"] = world
+    """The engine's loop, whose inbox is the world's. It is to be run by the world."""
     bounds = Bounds(
         max_sequences=SLOTS, max_step_tokens=STEP_TOKENS, mixed_prefill_tokens=chunk or UNBOUNDED,
         max_context_tokens=16_384, page_size=PAGE, eos_token_ids=frozenset({2}),
@@ -188,6 +189,19 @@ def loop_of(world: World, device: Device, chunk: int) -> step_loop.StepLoop:
     return loop
 
 
+@contextmanager
+def clock_of(world: World) -> Iterator[None]:
+    """Engines have the world's clock meanwhile."""
+    modules = vars(step_loop), vars(rates)
+    for names in modules:
+        names["time"] = world
+    try:
+        yield
+    finally:
+        for names in modules:
+            names["time"] = time
+
+
 class Run:
     """One draw: a router and its workers."""
 
@@ -196,14 +210,21 @@ class Run:
     ) -> None:
         self._world, self._rng = World(), np.random.default_rng(seed)
         self._policy = Cost()
-        graph_tokens, self._workers = max(GRAPH_TOKENS, options.chunk), list[Worker]()
-        for i, ms in enumerate(options.launch_ms):
-            device = Device(self._world, 16 * seed + i, ms / 1e3, options.slow, graph_tokens)
-            self._workers.append(Worker(self._world, device, str(i), options.chunk))
+        self._workers: list[Worker] = []
         self._waiting: deque[tuple[Request, Demand]] = deque()
         self._arrived_s: dict[bytes, float] = {}
         self._told_s: dict[bytes, list[float]] = {}
         self._left = options.requests
+        with clock_of(self._world):
+            self._run(lengths, rate, seed, options)
+
+    def _run(
+        self, lengths: Sequence[tuple[int, int]], rate: float, seed: int, options: Any
+    ) -> None:
+        graph_tokens = max(GRAPH_TOKENS, options.chunk)
+        for i, ms in enumerate(options.launch_ms):
+            device = Device(self._world, 16 * seed + i, ms / 1e3, options.slow, graph_tokens)
+            self._workers.append(Worker(self._world, device, str(i), options.chunk))
         due_s = self._world.now_s + 0.5
         for number in range(options.requests):
             due_s += float(self._rng.exponential(1 / rate))

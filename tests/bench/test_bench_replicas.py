@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from argparse import Namespace
 
 from bench.replicas import Run
+from engine.loop import rates, step_loop
 
 LENGTHS = [(1024, 24)]
 
@@ -20,6 +22,7 @@ def test_a_launch_longer_than_its_step_delays_first_tokens_and_the_rows_beside()
     assert first + 5 < later
     assert gaps < 35 < 55 < longest, "a step of 30 ms, one of 60"
     assert abs(gap - same) < 1, "the steps of rows alone are as they were"
+    assert vars(step_loop)["time"] is vars(rates)["time"] is time, "its clock is its own"
 
 
 def test_a_prompt_beside_rows_is_whole_or_in_chunks() -> None:
