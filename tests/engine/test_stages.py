@@ -252,7 +252,11 @@ def test_a_rank_that_does_not_go_on_is_named_and_none_is_left(
 REFUSED = {
     "kv_bands 3 does not fit this model: it has 2 layers": {"kv_bands": 3},
     "hooks need kv_bands 1": {"kv_bands": 2, "hooks": ("quest",)},
-    "kv_store needs kv_bands 1": {"kv_bands": 2, "kv_stores": ("disk:/tmp/kv?gib=1",)},
+    "kv_store needs kv_bands 1": {
+        "kv_bands": 2,
+        "kv_host_bytes": 1 << 20,
+        "kv_stores": ("disk:/tmp/kv?gib=1",),
+    },
     "kv_bands 2 cannot be set: transformers' own code": {
         "kv_bands": 2,
         "model_impl": "transformers",
