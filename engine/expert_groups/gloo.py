@@ -69,6 +69,8 @@ class GlooDispatch:
         gloo joins its own threads when it goes, and those wait for a worker that is stopped. So it
         goes on a thread of its own, and nobody waits here.
         """
+        if self._group is None:
+            return
         last = [self._group]
         self._group = None
         threading.Thread(target=last.clear, name="gloo's end", daemon=True).start()

@@ -140,7 +140,7 @@ class WorkerLink:
         self._alive_until_s = self._clock() + attach_timeout_s
         self._look_due_s = math.inf
         self._woke_s = -math.inf
-        self._doubted_until_s = -math.inf
+        self._doubted_until_s = 0.0
         self.was_slept_through = False
         """It was lost just after this router had been stopped. This says nothing about the worker,
         which may have hung up because the router did not answer."""
@@ -213,12 +213,15 @@ class WorkerLink:
     @property
     def draining(self) -> bool:
         """Whether the worker gets no new work, for good or for a while."""
-        is_doubted = self._clock() < self._doubted_until_s
-        return self.estimate.draining or bool(self.next_role) or is_doubted
+        return self.estimate.draining or bool(self.next_role) or self._is_doubted()
 
     def doubt(self, seconds: float) -> None:
         """Gives it no new work for so long: another worker of its failure unit was lost."""
         self._doubted_until_s = self._clock() + seconds
+
+    def _is_doubted(self) -> bool:
+        # Each choice asks it of every worker: the clock is read for those alone that ever were.
+        return bool(self._doubted_until_s) and self._clock() < self._doubted_until_s
 
     def left_in_order(self, loss: Loss) -> bool:
         """Whether the end was announced, or is this router's own. Then it needs no warning."""
