@@ -40,6 +40,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.types import (
     Event,
+    PrefillStarted,
     Request,
     RequestFailed,
     SamplingParams,
@@ -134,7 +135,9 @@ class Watch:
         self._left = expected
 
     def __call__(self, events: Sequence[Event]) -> None:
-        """See `engine.types.Sink`."""
+        """See `engine.types.Sink`. That prompts begin is told when their step is planned."""
+        if all(isinstance(event, PrefillStarted) for event in events):
+            return
         self.step_times.append(time.perf_counter())
         self.cpu_times.append(time.thread_time())
         for event in events:

@@ -18,6 +18,9 @@ last one first. `target`, `vllm` and `floor` are those of one GPU.
 weights of those in all layers by the median time of a step, in which attention, head and all else
 are, too. `vllm` is vLLM 0.25.1 on one H200 with dummy weights, whose routing was concentrated: it
 is no bound.
+
+Below a case stands for each worker where its time went (`bench.step_records`): in steps, waiting
+for its turn in a group, between steps, before the first and after the last. `--json` has each step.
 """
 
 from __future__ import annotations
@@ -50,6 +53,7 @@ from bench.engine import (
     run_case,
 )
 from bench.harness import write_json
+from bench.step_records import StepRecords, spent
 from engine.cuda import feed_forward
 from engine.cuda.experts.routing import route
 from engine.model.config import ExpertsConfig
@@ -66,6 +70,9 @@ SHAPES: Final = Path(__file__).parent / "shapes"
 PRECISIONS: Final[dict[str, dict[str, Any]]] = {"as-is": {}, "fp8": {"quantization": "fp8"}}
 """As-is: bf16, but what the shape's config says is quantised."""
 WAYS: Final = ("tp", "experts", "groups")
+Run = Callable[..., tuple[float, Watch]]
+Steps = list[dict[str, Any]]
+"""What `StepRecords` took."""
 BEGINNINGS: Final = 997
 """Places of layers in the numbers by which experts are drawn. A prime: none repeats soon."""
 CASES: Final[dict[tuple[str, str], dict[str, Case]]] = {
@@ -200,12 +207,14 @@ def run_way(
     print(f"{shape}, {precision}, {arguments.ranks} ranks, {way}")
     with ExitStack() as stack:
         stack.enter_context(even_routing(experts.in_layer, arguments.step_tokens))
-        run: Callable[..., tuple[float, Watch]] = run_case
+        run: Run = run_case
+        others = list[Steps]()
         if way == "groups":
             group = stack.enter_context(Group(arguments.ranks, shape, precision))
             options = PRECISIONS[precision] | group.options
-            arguments, run = group.arguments, group.run
+            arguments, run, others = group.arguments, group.run, group.steps
         engine = build(arguments, model=SHAPES / shape, options=options)
+        watched = Watched(StepRecords(engine), run, others)
         print(
             f"{'':>14} {'rate':>10} {'target':>10} {'vllm':>10} {'floor':>10} {'p50 ms':>8}"
             f" {'experts':>8} {'TB/s':>6}"
@@ -214,8 +223,10 @@ def run_way(
         for name, case in cases.items():
             if arguments.cases and name not in arguments.cases:
                 continue
-            rows.append(row_of(engine, name, case, experts, arguments.repeats, run))
-            print(line(rows[-1]), flush=True)
+            rows.append(row_of(engine, name, case, experts, arguments.repeats, watched.run))
+            print(line(rows[-1]))
+            print(*watched.lines(), sep="\n", flush=True)
+            rows[-1]["steps"] = watched.steps
         for row in rows if arguments.profile and way != "groups" else ():
             print(profile(engine, row["case"], rows=20, cases=cases), flush=True)
         engine.stop()
@@ -228,7 +239,7 @@ def row_of(
     case: Case,
     experts: Experts,
     repeats: int,
-    run: Callable[..., tuple[float, Watch]] = run_case,
+    run: Run = run_case,
 ) -> dict[str, Any]:
     """One case, measured. Steps of prompts alone read all experts, so they have no TB/s."""
     outcome = measure(engine, name, repeats, cases={name: case}, run=run)
@@ -247,6 +258,32 @@ def row_of(
     }
 
 
+class Watched:
+    """Runs cases, and knows where the time of the last one went."""
+
+    def __init__(self, records: StepRecords, run: Run, others: list[Steps]) -> None:
+        """`others`: where `run` leaves the steps of other workers."""
+        self._records, self._run, self._others = records, run, others
+        self._began_s = self._over_s = 0.0
+        self.steps: list[Steps] = []
+        """Steps of each worker."""
+
+    def run(self, *given: Any) -> tuple[float, Watch]:
+        """As `run_case`."""
+        self._records.taken()
+        self._began_s = time.monotonic()
+        found = self._run(*given)
+        self._over_s = time.monotonic()
+        self.steps = [self._records.taken(), *self._others]
+        return found
+
+    def lines(self) -> Iterator[str]:
+        """One for each worker that had steps."""
+        for rank, steps in enumerate(self.steps):
+            if (found := spent(steps, self._began_s, self._over_s)) is not None:
+                yield f"{f'worker {rank}':>14} {found.line()}"
+
+
 class Group:
     """Workers on the other GPUs, which run their parts of cases. A context manager."""
 
@@ -256,6 +293,8 @@ class Group:
         self._ranks, self._what = ranks, ["--shapes", shape, "--precisions", precision]
         self._folder = TemporaryDirectory()
         self.options = {"expert_group": self._place(0)}
+        self.steps: list[Steps] = []
+        """Steps of the other workers in the last case."""
 
     def _place(self, rank: int) -> str:
         return f"{self._folder.name}/group?rank={rank}&ranks={self._ranks}"
@@ -288,10 +327,14 @@ class Group:
             print(share.prompts, case.prompt_tokens, case.output_tokens, seed, file=other.stdin)
             other.stdin.flush()
         _, watch = run_case(engine, own, seed, *given)
+        told = []
         for other in self._others:
             assert other.stdout is not None
-            assert other.stdout.readline() == "done\n", "a worker has ended"
-        return time.perf_counter() - begin, watch
+            told.append(other.stdout.readline())
+            assert told[-1], "a worker has ended"
+        seconds = time.perf_counter() - begin
+        self.steps[:] = map(json.loads, told)
+        return seconds, watch
 
 
 def divided(arguments: argparse.Namespace, ranks: int) -> argparse.Namespace:
@@ -319,11 +362,12 @@ def run_member(arguments: argparse.Namespace) -> None:
         even_routing(experts.in_layer, arguments.step_tokens, first * place.rank),
     ):
         engine = build(arguments, model=SHAPES / shape, options=options)
+    records = StepRecords(engine)
     for told in sys.stdin:
         prompts, prompt_tokens, output_tokens, seed = map(int, told.split())
         if prompts:
             run_case(engine, Case(prompts, prompt_tokens, output_tokens, 0, 0, 0), seed)
-        print("done", flush=True)
+        print(json.dumps(records.taken()), flush=True)
 
 
 def line(row: Mapping[str, Any]) -> str:
