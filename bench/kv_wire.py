@@ -1,7 +1,7 @@
 """KV pages between two processes, a GPU each: the transports beside the libraries under them.
 
 python -m bench.kv_wire [--page-mib 2 4 8 16] [--run-pages 1] [--total-mib 1024] [--ways ...]
-                        [--repeats 8] [--device cuda] [--json FILE] [--ranks 2x2]
+                        [--repeats 8] [--device cuda] [--json FILE]
 
 `total-mib` of pages in one push, GB/s as the sender sees it from posting to the end. Pages are
 scattered, in runs of `run-pages` adjacent ones (1: none adjacent on purpose):
@@ -10,8 +10,6 @@ scattered, in runs of `run-pages` adjacent ones (1: none adjacent on purpose):
     nixl            our transport, polled every 50 us, as a worker does
     nccl            our transport, polled likewise: pages gathered, sent, scattered
     nccl, bare      one contiguous tensor of that size through send and recv
-
-`--ranks` has workers of several ranks instead (`bench/kv_wire_ranks.py`).
 
 The ways take turns in every repeat; the first two repeats do not count. One layer's K or V of 16
 tokens of an 8B GQA model is 0.03125 MiB: a page of that size stands for a cache of one tensor a
@@ -30,6 +28,7 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -39,13 +38,22 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from bench.harness import write_json
-from bench.kv_pushes import POLL_S, UNCOUNTED, WAIT_S, Pipe, scattered
 from kv_transfer.nccl.groups import RECEIVER, SENDER, form_group
 from kv_transfer.transports.factory import make_transport
 from kv_transfer.types import KvTransport, PageGroup, PageIds, PushState
 from serving.event_loop import prepare_to_serve
 
 WAYS = ("nixl, bare", "nixl", "nccl", "nccl, bare")
+POLL_S = 5e-5
+UNCOUNTED = 2
+"""The first repeats, which do not count."""
+WAIT_S = 60.0
+
+
+def scattered(rng: np.random.Generator, num_pages: int, count: int, run: int) -> PageIds:
+    """`count` pages out of so many, in runs of `run` adjacent ones, the runs in any order."""
+    starts = rng.permutation(num_pages // run)[: -(-count // run)] * run
+    return (starts[:, None] + np.arange(run)).reshape(-1)[:count].astype(np.int32)
 
 
 class Side:
@@ -112,7 +120,7 @@ def _table(base: int, pool: torch.Tensor, device_id: int) -> np.ndarray:
 
 
 def send(
-    side: Side, other: dict[str, Any], pipe: Pipe, settings: Mapping[str, Any]
+    side: Side, other: dict[str, Any], pipe: Connection, settings: Mapping[str, Any]
 ) -> dict[str, float]:
     """Medians in GB/s by way."""
     rng = np.random.default_rng(0)
@@ -129,7 +137,7 @@ def send(
 
 
 def _way(
-    name: str, side: Side, other: dict[str, Any], pipe: Pipe, source: PageIds, target: PageIds
+    name: str, side: Side, other: dict[str, Any], pipe: Connection, source: PageIds, target: PageIds
 ) -> Callable[[], float]:
     if name == "nixl, bare":
         return lambda: push_bare(side, other, source, target)
@@ -175,7 +183,7 @@ def push_ours(
     return took
 
 
-def _flat(side: Side, pipe: Pipe) -> float:
+def _flat(side: Side, pipe: Connection) -> float:
     begin = time.perf_counter()
     side.group.send([side.flat], RECEIVER, 0).wait()
     if side.flat.is_cuda:
@@ -185,7 +193,7 @@ def _flat(side: Side, pipe: Pipe) -> float:
     return took
 
 
-def serve(side: Side, pipe: Pipe) -> None:
+def serve(side: Side, pipe: Connection) -> None:
     """The receiving side, until it is asked to end."""
     way = ""
     while True:
@@ -202,7 +210,9 @@ def serve(side: Side, pipe: Pipe) -> None:
             pipe.send("received")
 
 
-def prepared(rank: int, pipe: Pipe, settings: Mapping[str, Any]) -> tuple[Side, dict[str, Any]]:
+def prepared(
+    rank: int, pipe: Connection, settings: Mapping[str, Any]
+) -> tuple[Side, dict[str, Any]]:
     """This process's side, on its own GPU, and the address of the other one; they have met."""
     prepare_to_serve()  # as workers do
     if settings["device"] == "cuda":
@@ -224,7 +234,7 @@ def prepared(rank: int, pipe: Pipe, settings: Mapping[str, Any]) -> tuple[Side, 
     return side, other
 
 
-def run(rank: int, pipe: Pipe, out: Any, settings: Mapping[str, Any]) -> None:
+def run(rank: int, pipe: Connection, out: Any, settings: Mapping[str, Any]) -> None:
     """One process."""
     side, other = prepared(rank, pipe, settings)
     if rank == RECEIVER:
@@ -237,7 +247,7 @@ def run(rank: int, pipe: Pipe, out: Any, settings: Mapping[str, Any]) -> None:
 
 
 def in_two_processes(
-    target: Callable[[int, Pipe, Any, Mapping[str, Any]], None],
+    target: Callable[[int, Connection, Any, Mapping[str, Any]], None],
     settings: Mapping[str, Any],
     timeout_s: float,
 ) -> Any:
@@ -297,13 +307,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--ranks", nargs="+", help="of the sender x of the receiver, such as 2x2")
     arguments = parser.parse_args()
-    if arguments.ranks:
-        from bench import kv_wire_ranks
-
-        kv_wire_ranks.main(arguments)
-        return
     rows = []
     for page_mib in arguments.page_mib:
         for run_pages in arguments.run_pages:
