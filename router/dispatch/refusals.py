@@ -103,6 +103,7 @@ def _nobody(
         return errors.worker_lost(group.attempts)
     if is_loading:
         return errors.model_loading(model)
+    named = [worker for worker in named if not worker.is_doubted]
     if any(worker.draining for worker in named):
         return errors.workers_draining(model)
     roles = {worker.identity.role for worker in named}

@@ -213,13 +213,15 @@ class WorkerLink:
     @property
     def draining(self) -> bool:
         """Whether the worker gets no new work, for good or for a while."""
-        return self.estimate.draining or bool(self.next_role) or self._is_doubted()
+        return self.estimate.draining or bool(self.next_role) or self.is_doubted
 
     def doubt(self, seconds: float) -> None:
         """Gives it no new work for so long: another worker of its failure unit was lost."""
         self._doubted_until_s = self._clock() + seconds
 
-    def _is_doubted(self) -> bool:
+    @property
+    def is_doubted(self) -> bool:
+        """Whether it is likely to end: another one of its failure unit was lost just now."""
         # Each choice asks it of every worker: the clock is read for those alone that ever were.
         return bool(self._doubted_until_s) and self._clock() < self._doubted_until_s
 

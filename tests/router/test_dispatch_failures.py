@@ -220,6 +220,22 @@ async def test_what_ends_with_a_lost_worker_gets_nothing_new(cluster: Cluster) -
     assert not [one for one in other.history if one.HasField("submit")]
 
 
+async def test_who_comes_while_a_lost_group_ends_hears_that_no_worker_is_there(
+    cluster: Cluster,
+) -> None:
+    """And not that workers shut down: nobody has asked them to."""
+    first, other = [await cluster.add(f"b{at}", BOTH, failure_unit="group") for at in range(2)]
+    await first.stop()
+    await until(lambda: len(cluster.registry.members) == 1)
+    assert (await error_of(cluster.read(job()))).reason == "NO_WORKERS"
+    cluster.link(other).doubt(0)
+    reader = cluster.read(job(max_tokens=1))
+    again = await other.heard("submit")
+    other.first_token(again.attempt_id, 10)
+    other.finished(again.attempt_id, 1)
+    assert tokens_of(await reader.end()) == [10]
+
+
 @pytest.mark.parametrize("unit", ["", "group"])
 async def test_workers_that_end_together_are_one_loss(
     unit: str, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
