@@ -27,6 +27,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,7 +64,8 @@ PRELOADED: Final = (
 
 
 class Child:
-    """A process that somebody else is the parent of; looks like `subprocess.Popen`."""
+    """A process that somebody else is the parent of; looks like `subprocess.Popen`. Several threads
+    may wait for it."""
 
     def __init__(self, pid: int, code_of: Callable[[int], int]) -> None:
         self.pid = pid
@@ -71,6 +73,8 @@ class Child:
         self._code_of = code_of
         """Waits for a child that has ended, as its parent; its exit code."""
         self._fd = os.pidfd_open(pid)
+        self._lock = threading.Lock()
+        weakref.finalize(self, os.close, self._fd)
 
     def poll(self) -> int | None:
         """Not None once it has ended."""
@@ -101,8 +105,9 @@ class Child:
         self.send_signal(signal.SIGKILL)
 
     def _ended(self) -> None:
-        self.returncode = self._code_of(self.pid)
-        os.close(self._fd)
+        with self._lock:
+            if self.returncode is None:
+                self.returncode = self._code_of(self.pid)
 
 
 class Nursery:
