@@ -15,6 +15,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections import Counter
@@ -29,6 +30,7 @@ from fetching_policy import FETCHING
 from prometheus_client.parser import text_string_to_metric_families
 
 from chaos.plan import Topology
+from worker.watchdog import EXIT_DEVICE_LOST
 
 TEND_S: Final = 0.05
 ADMIN_TIMEOUT_S: Final = 5.0
@@ -36,6 +38,11 @@ OPERATOR: Final = "operator"
 ROLE_TRIES: Final = 100
 """Ten seconds: a worker that was killed meanwhile is back by then."""
 READY_S: Final = 60.0
+SHARED: Final = "/dev/shm"
+GROUP_END_S: Final = 4.0
+"""All of an expert group end so soon after one of them has, or was stopped for good."""
+BUSY_S: Final = 3.0
+"""What a busy machine may add."""
 HOST_GIB: Final = 0.001
 """Fewer slots than a tight pool has pages."""
 STORE_MODULE: Final = "engine.tiers.stores.child"
@@ -57,6 +64,8 @@ class Blow:
     """`time.monotonic`."""
     at_unix_s: float
     woken_s: float = 0.0
+    code: int | None = None
+    """Of a process that ended by itself."""
 
 
 @dataclass
@@ -84,6 +93,12 @@ class Arena:
     frozen_by_us: set[str] = field(default_factory=set)
     seen_ranks: dict[psutil.Process, int] = field(default_factory=dict)
     """Processes of ranks, with the process of their worker."""
+    late: list[str] = field(default_factory=list)
+    """Workers that did not end in time with others of their group."""
+    scratch: str = ""
+    """Folder for temporary files."""
+    shared_before: frozenset[str] = frozenset()
+    """Files of shared memory that were there before it."""
 
     @classmethod
     def start(cls, topology: Topology, model: Path, logs: Path, certs: str = "") -> Arena:
@@ -99,10 +114,15 @@ class Arena:
             for name in topology.workers
         }
         local = "cached" if topology.fetching in ("", "any") else "never"
+        singles = tiers if topology.tiers else own
+        for name in topology.workers:
+            if len(names := topology.group_of(name)) > 1:
+                place = f"rank={names.index(name)}&ranks={len(names)}"
+                singles[name] |= {"expert_group": f"{logs / name.partition('-')[0]}?{place}"}
         cluster = make_cluster(
             model,
             logs,
-            own=tiers if topology.tiers else own,
+            own=singles,
             prefill=topology.prefill,
             decode=topology.decode,
             both=topology.both,
@@ -117,10 +137,13 @@ class Arena:
         )
         if topology.fetching:
             cluster.own = {**cluster.own, "router": {FETCHING: topology.fetching}}
+        scratch = tempfile.mkdtemp(prefix="scratch-", dir=logs)
+        cluster.environment = {**cluster.environment, "TMPDIR": scratch}
         if topology.tcp:
             cluster.environment = {**cluster.environment, "UCX_TLS": "tcp"}
+        before = frozenset(os.listdir(SHARED))
         cluster.start_all()
-        return cls(cluster, topology)
+        return cls(cluster, topology, scratch=scratch, shared_before=before)
 
     def stop(self) -> None:
         """Ends every process."""
@@ -171,10 +194,14 @@ class Arena:
         urllib.request.urlopen(request, timeout=ADMIN_TIMEOUT_S).close()
 
     def start_armed(self, name: str, specification: str) -> None:
-        """Starts a worker anew, with failpoints in the processes that it starts itself: only their
-        environment reaches those. The next start has none of them. It is no blow."""
+        """Starts a worker anew, and others of its group, with failpoints in the processes that it
+        starts itself: only their environment reaches those. The next start has none of them. It is
+        no blow."""
         self.restarts += 1
         self.cluster.kill(name)
+        others = [other for other in self.topology.group_of(name) if other != name]
+        for other in others:
+            self.cluster.wait_gone(other)
         usual = self.cluster.own
         mine = usual[name] | {FAILPOINTS: f"live,{specification}" if specification else "live"}
         self.cluster.own = {**usual, name: mine}
@@ -182,6 +209,8 @@ class Arena:
             self.cluster.start(name)
         finally:
             self.cluster.own = usual
+        for other in others:
+            self.cluster.start(other)
 
     def fired_below(self, name: str) -> Counter[str]:
         """How often each failpoint has fired in processes that a worker started, in all its
@@ -226,6 +255,17 @@ class Arena:
             if owner not in living and rank.is_running()
         ]
 
+    def leftovers(self) -> list[str]:
+        """Files that nobody needs any more. A worker of ranks that was killed while it started has
+        left a folder."""
+        of_ranks = [name for name in self.topology.workers if self.topology.ranks_of(name) > 1]
+        excused = sum(blow.kind == "killed" and blow.name in of_ranks for blow in self.blows)
+        found = sorted(os.listdir(self.scratch))
+        folders = [name for name in found if name.startswith("baton-ranks-")]
+        left = [name for name in found if len(folders) > excused or name not in folders]
+        left += sorted(set(os.listdir(SHARED)) - self.shared_before)
+        return [f"{name} is left behind" for name in left]
+
     def freeze_rank(self, name: str, rank: psutil.Process) -> None:
         """SIGSTOP to one rank: then its worker does nothing, either."""
         self._note(name, "frozen")
@@ -259,7 +299,22 @@ class Arena:
                 elif now_s >= due[name]:
                     del due[name]
                     self.cluster.start(name) if trouble == "killed" else self.wake(name)
+            self._look_at_groups(now_s)
             await asyncio.sleep(TEND_S)
+
+    def _look_at_groups(self, now_s: float) -> None:
+        """Whether others of a group have ended in time after the first."""
+        for blow in self.blows:
+            is_over = blow.woken_s and blow.woken_s < blow.at_s + GROUP_END_S
+            if blow.code == EXIT_DEVICE_LOST or is_over:
+                continue
+            if now_s < blow.at_s + GROUP_END_S + BUSY_S:
+                continue
+            for name in self.topology.group_of(blow.name):
+                is_there = self._born_s(name) < blow.at_s and self.is_alive(name)
+                if is_there and name != blow.name and not self._trouble(name):
+                    text = f"{name} has outlived its group since {blow.name} was {blow.kind}"
+                    self.late += [text] * (text not in self.late)
 
     async def ready(self) -> None:
         """Until every process runs, serves and is attached. Raises AssertionError."""
@@ -323,7 +378,7 @@ class Arena:
         """What a process suffers from that nobody told us of, or what we did to it."""
         if not self.is_alive(name):
             if not any(b.name == name and b.kind == "killed" for b in self._unhealed(name)):
-                self._note(name, "killed")
+                self._note(name, "killed", self.cluster.processes[name].returncode)
             return "killed"
         if name in self.frozen_by_us:
             return ""
@@ -348,5 +403,5 @@ class Arena:
         care = self.care.get(name, Care())
         return care.restart_after_s if trouble == "killed" else care.wake_after_s
 
-    def _note(self, name: str, kind: str) -> None:
-        self.blows.append(Blow(name, kind, time.monotonic(), time.time()))
+    def _note(self, name: str, kind: str, code: int | None = None) -> None:
+        self.blows.append(Blow(name, kind, time.monotonic(), time.time(), code=code))

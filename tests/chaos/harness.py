@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from tiny_families import DENSE, HYBRIDS
+from tiny_families import DENSE, EXPERTS, HYBRIDS
 from tiny_models import write_tiny_model
 from tokenizers import Tokenizer
 
@@ -35,6 +35,7 @@ OPTIONS: Final = {
     "windows": DENSE["gemma3"] | {"sliding_window": 24},
     "windows alone": DENSE["phi3"],
     "hybrid": HYBRIDS["qwen3_5"],
+    "experts": EXPERTS["qwen3_moe"],
 }
 """Of the models of `MODELS`."""
 

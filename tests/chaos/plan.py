@@ -17,8 +17,12 @@ RUNS_PER_CLUSTER: Final = 20
 VOCAB: Final = 384
 FIRST_ID: Final = 5
 """Below are special tokens."""
-MODELS: Final = ("", "", "windows", "", "hybrid", "", "", "windows alone", "", "hybrid")
-"""The model of each block of runs: some layers have windows, or all, or most have states."""
+EXPERTS: Final = "experts"
+MODELS: Final = ("", "", "windows", "", "hybrid", "", EXPERTS, "windows alone", "", "hybrid")
+"""The model of each block of runs: some layers have windows, or all, or most have states, or all
+have experts, which workers hold together."""
+IN_GROUP: Final = 2
+"""Workers of an expert group, the first of their role."""
 TIGHT_PAGES: Final = 150
 """Every request fits by itself, and hardly three of the larger ones at once."""
 POISON_TOKENS: Final = 173
@@ -181,6 +185,8 @@ class Topology:
     """Of each prefill worker and of each decode worker. A worker of both roles has the larger."""
     stages: bool = False
     """Ranks divide layers, and not heads."""
+    groups: tuple[str, ...] = ()
+    """Roles whose first workers are an expert group: they end together."""
 
     def ranks_of(self, name: str) -> int:
         """Of a worker."""
@@ -203,11 +209,18 @@ class Topology:
         """Who gets them."""
         return [name for name in self.workers if name.startswith("decode")]
 
+    def group_of(self, name: str) -> list[str]:
+        """Workers that end with this one, itself included."""
+        role, _, number = name.partition("-")
+        if role not in self.groups or int(number) >= IN_GROUP:
+            return [name]
+        return [f"{role}-{rank}" for rank in range(IN_GROUP)]
+
     def peers(self, name: str) -> int:
-        """Processes that do what this one does, itself included."""
+        """Processes that do what this one does, itself included. A group counts as one."""
         role = name.partition("-")[0]
         counts = {"prefill": self.prefill, "decode": self.decode, "both": self.both, "router": 1}
-        return counts[role]
+        return counts[role] - (IN_GROUP - 1) * (role in self.groups)
 
 
 TOPOLOGIES: Final = (
@@ -221,6 +234,14 @@ TOPOLOGIES: Final = (
     Topology(0, 0, 2),
     Topology(1, 1, 1),
 )
+GROUPED: Final = (
+    Topology(0, 0, 2, groups=("both",)),
+    Topology(3, 1, groups=("prefill",), ranks=(1, 2)),
+    Topology(1, 3, groups=("decode",)),
+    Topology(2, 2, groups=("prefill", "decode")),
+    Topology(1, 3, groups=("decode",), ranks=(2, 1), stages=True),
+)
+"""Those of models with experts."""
 
 
 @dataclass(frozen=True)
@@ -281,6 +302,7 @@ class RunPlan:
         kind = "stages" if shape.stages else "ranks"
         workers += f" with {shape.ranks} {kind}" * (max(shape.ranks) > 1)
         workers += " over TCP" * shape.tcp + " over tiers" * shape.tiers
+        workers += f" with {' and '.join(shape.groups)} in a group" * bool(shape.groups)
         workers += " with flexible roles" * shape.flexible
         workers += " fetching" * bool(shape.fetching) + f" of {shape.model}" * bool(shape.model)
         return f"run {self.number} of seed {self.seed}: {workers}, {len(self.asks)} asks, {faults}"
@@ -292,9 +314,11 @@ def topology_of(seed: int, number: int) -> Topology:
     rng = random.Random(seed)
     first, tight, over_tcp = rng.randrange(len(TOPOLOGIES)), rng.randrange(2), rng.randrange(3)
     topology = TOPOLOGIES[(first + block) % len(TOPOLOGIES)]
+    if MODELS[block % len(MODELS)] == EXPERTS:
+        topology = GROUPED[(first + block // len(MODELS)) % len(GROUPED)]
     topology = replace(topology, tcp=block % 3 == over_tcp, fetching="any" * (block % 4 < 3))
     topology = replace(topology, model=MODELS[block % len(MODELS)], flexible=block % 2 == 0)
-    if block % 4 == 3:
+    if block % 4 == 3 and not topology.groups:
         fewer = {"prefill": min(2, topology.prefill), "decode": min(2, topology.decode)}
         topology = replace(topology, ranks=RANKS[(first + block // 4) % len(RANKS)], **fewer)
         if block // 4 % 2 != tight:

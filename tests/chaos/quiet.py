@@ -61,7 +61,7 @@ async def wait_for_quiet(arena: Arena, baselines: Baselines) -> list[str]:
     deadline_s = time.monotonic() + QUIET_S
     while True:
         left = [text for name in arena.names for text in await _left(arena, baselines, name)]
-        left += arena.orphans()
+        left += arena.orphans() + arena.late + arena.leftovers()
         if not left or time.monotonic() > deadline_s:
             return left
         await asyncio.sleep(POLL_S)

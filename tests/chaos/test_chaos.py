@@ -8,6 +8,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ import pytest
 from chaos import plan
 from chaos.harness import Harness, harness, run_many
 from chaos.plan import (
+    GROUPED,
     RANKS,
+    RUNS_PER_CLUSTER,
     Fault,
     FaultKind,
     Topology,
@@ -27,6 +30,7 @@ from chaos.plan import (
     plan_of_rank,
     plan_rolling,
     plan_run,
+    topology_of,
 )
 from faults.failpoints import POINTS
 
@@ -215,6 +219,36 @@ def test_a_rank_dies_or_stands_still(made: Harness, target: str, lasts_s: float)
     assert all(history.ended_ok for history in outcome.histories)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("lasts_s", [0.0, 4.5], ids=["kill", "stop and wake"])
+@pytest.mark.parametrize("target", ["prefill-0", "decode-1"])
+def test_a_group_ends_with_a_worker_of_it_and_comes_back(
+    made: Harness, target: str, lasts_s: float
+) -> None:
+    """Another worker goes on with the requests of both."""
+    role = target.partition("-")[0]
+    topology = next(each for each in GROUPED if each.groups == (role,))
+    kind: FaultKind = "freeze" if lasts_s else "kill"
+    fault = Fault(kind, 0.4, target, lasts_s=lasts_s, restart_after_s=0.2)
+    plan = replace(plan_moment(SEED, 1150, target, ""), faults=(fault,))
+    outcome = made.run(of_model(replace(plan, topology=topology), "experts"))
+    assert outcome.is_good, outcome.report()
+    assert {blow.name for blow in outcome.blows} == set(topology.group_of(target))
+    assert all(history.ended_ok for history in outcome.histories)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("topology", GROUPED, ids=lambda own: " ".join(own.groups))
+def test_faults_make_no_answer_of_an_expert_group_wrong(made: Harness, topology: Topology) -> None:
+    """Beside workers of several ranks or stages, too."""
+    for number in range(4):
+        plan = plan_run(SEED + 2, number, replace(topology, model="experts", fetching="any"))
+        outcome = made.run(plan)
+        assert outcome.is_good, outcome.report()
+
+
 @pytest.mark.matrix
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("ending", ["kill", "raise", "sleep:0.5"])
@@ -253,6 +287,16 @@ def test_every_failpoint_is_struck() -> None:
     texts = [one.value for one in ast.walk(tree) if isinstance(one, ast.Constant)]
     planned = {re.split("[=~]", text)[0] for text in texts if isinstance(text, str)}
     assert POINTS.keys() - planned == {"rank.load", "rank.join", "rank.joined"}
+
+
+def test_expert_groups_have_their_share_of_the_runs() -> None:
+    shapes = [topology_of(SEED, RUNS_PER_CLUSTER * block) for block in range(60)]
+    grouped = [shape for shape in shapes if shape.groups]
+    assert len(grouped) >= 5
+    assert {(shape.groups, shape.ranks) for shape in grouped} == {
+        (shape.groups, shape.ranks) for shape in GROUPED
+    }
+    assert all(shape.model == "experts" for shape in grouped)
 
 
 def test_workers_of_several_ranks_have_their_share_of_the_runs() -> None:
