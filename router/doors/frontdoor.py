@@ -74,7 +74,7 @@ class InferenceService:
         messages = Messages()
         async with aclosing(self._generations.stream(request, call)) as outputs:
             async for output in outputs:
-                yield messages.of(output)
+                yield await messages.of(output)
 
     async def generate(self, request: api.GenerateRequest, call: Call) -> api.GenerateResponse:
         """Generate: collects the stream into one message."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from google.protobuf import duration_pb2
 
@@ -14,6 +15,9 @@ from router.requests.outputs import Finished, Output, Started, TextDelta
 if TYPE_CHECKING:
     from router.jobs import Job, TokenScore
 
+_SCORES_A_TURN: Final = 64
+"""Tokens of a prompt whose log probabilities are written in one callback."""
+
 
 class Messages:
     """Makes the gRPC API's messages of one generation."""
@@ -22,7 +26,7 @@ class Messages:
         self._arrived_ns = 0
         self._first_token_ns = 0
 
-    def of(self, output: Output) -> api.StreamGenerateResponse:
+    async def of(self, output: Output) -> api.StreamGenerateResponse:
         """The message for the next output to the client."""
         match output:
             case TextDelta():
@@ -30,7 +34,10 @@ class Messages:
                 return _delta_message(output)
             case Started(job):
                 self._arrived_ns = job.arrived_ns
-                return _started_message(job, output)
+                message = _started_message(job, output)
+                if job.prompt_logprobs:
+                    await _add_scores(message.started, output.prompt_logprobs)
+                return message
             case Finished():
                 return _finished_message(output, self._first_token_ns - self._arrived_ns)
 
@@ -45,10 +52,15 @@ def _started_message(job: Job, started: Started) -> api.StreamGenerateResponse:
         prompt_tokens=job.prompt_tokens,
         cached_prompt_tokens=started.cached_prompt_tokens,
     )
-    if job.prompt_logprobs:
-        message.prompt_logprobs.add()  # The first token has none.
-        message.prompt_logprobs.extend(_logprobs(started.prompt_logprobs))
     return api.StreamGenerateResponse(started=message)
+
+
+async def _add_scores(message: api.GenerationStarted, scores: Sequence[TokenScore]) -> None:
+    """Adds those of a prompt. They are many, so they are written in several callbacks."""
+    message.prompt_logprobs.add()  # The first token has none.
+    for start in range(0, len(scores), _SCORES_A_TURN):
+        message.prompt_logprobs.extend(_logprobs(scores[start : start + _SCORES_A_TURN]))
+        await asyncio.sleep(0)
 
 
 def _delta_message(delta: TextDelta) -> api.StreamGenerateResponse:

@@ -45,6 +45,7 @@ from router.requests.outputs import (
     OutputBuffer,
     ShortWay,
     Started,
+    check_scores,
 )
 from router.requests.request_span import ObservedWay, RequestSpan
 from router.requests.selecting import Selection, runs, selects
@@ -110,6 +111,7 @@ class Generations:
             stop = request.input.stop
             if stop.cut_max_tokens or not stop.HasField("max_tokens"):
                 self._shorten(job)
+            check_scores(request, job)
             span.describe_job(job)
             seen = short_way and ObservedWay(short_way, span, call)
             most = self._limits.max_unread_tokens
@@ -219,17 +221,15 @@ class Generations:
                 return np.array(given if keep is None else given[-keep:], np.uint32), ""
         assert tokenizer is not None  # Validation made sure: text and chat need one.
         field = f"{path}.{kind}".lstrip(".")
-        special = None
-        if holder.HasField("add_special_tokens"):
-            special = holder.add_special_tokens
+        special = holder.add_special_tokens if holder.HasField("add_special_tokens") else None
         try:
             prompt = holder.chat if kind == "chat" else holder.text
             ids, text = await self._tokenizers.encode(
                 tokenizer, prompt, special, max_tokens, sharer
             )
         except ChatTemplateError as error:
-            field = f"{field}.{error.field}".rstrip(".")
-            raise errors.invalid_fields([Violation(field, error.rule)]) from None
+            broken = Violation(f"{field}.{error.field}".rstrip("."), error.rule)
+            raise errors.invalid_fields([broken]) from None
         except PromptTooLongError as error:
             raise errors.context_length_exceeded(
                 error.least_tokens, 1, error.max_tokens, at_least=True

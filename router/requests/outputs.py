@@ -20,6 +20,7 @@ from baton.worker.v1 import worker_pb2
 from router import errors
 from router.answers.calls import CallDelta
 from router.dispatch.stopping import ending_ids
+from router.errors import Violation
 from router.jobs import Job, JobTimings, JobTokens, TokenScore
 
 if TYPE_CHECKING:
@@ -43,6 +44,11 @@ FINISH_WORDS: Final = {
     api.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
 """Words for the end of a choice in OpenAI's API, spans and the access log."""
+
+
+MOST_SCORES: Final = 1 << 21
+"""Most of them, with those of alternatives. For a chat they take 336 bytes each before they are
+written: 700 MB."""
 
 
 class Started(NamedTuple):
@@ -211,6 +217,31 @@ class ChoiceOutput:
         if self._stop_texts is not None:
             text, self.stop_text = self._stop_texts.push(text, may_stop)
         return "" if self._omit_text else text
+
+
+def check_scores(
+    request: api.GenerateRequest | api.StreamGenerateRequest, job: Job, others: int = 0
+) -> int:
+    """Counts the log probabilities that an answer holds at once, with those of alternatives: those
+    of the prompt, and, where the answer is whole, those of all tokens that may come. `others` are
+    those of its other prompts.
+
+    Raises:
+        RouterError: INVALID_FIELD, they are too many.
+    """
+    tokens, output = 0, request.input.output
+    if output.prompt_logprobs:
+        tokens += job.prompt_tokens
+    if output.logprobs and isinstance(request, api.GenerateRequest):
+        tokens += job.choices * job.stopping.max_tokens
+    count = others + tokens * (1 + output.top_logprobs)
+    if count > MOST_SCORES:
+        rule = (
+            f"an answer holds at most {MOST_SCORES} of them with those of alternatives: of its "
+            "prompts, and of all max_tokens of its choices unless it is a stream"
+        )
+        raise errors.invalid_fields([Violation("input.output.logprobs", rule)])
+    return count
 
 
 class ShortWay(Protocol):

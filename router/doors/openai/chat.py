@@ -56,10 +56,12 @@ class ChatForm:
         return {
             "index": delta.choice,
             name: content,
-            "logprobs": None if delta.scored is None else chat_logprobs(delta.scored),
+            "logprobs": delta.scored,
             "finish_reason": delta.finish_reason,
             **({} if delta.token_ids is None else {"token_ids": delta.token_ids}),
         }
+
+    scores = staticmethod(chat_logprobs)
 
     def prompt_ids(self, token_ids: list[int]) -> tuple[JSON, JSON]:
         """The prompt's ids stand in the answer itself."""

@@ -36,12 +36,14 @@ class CompletionForm:
         return {
             "index": delta.choice,
             "text": delta.text,
-            "logprobs": None if delta.scored is None else completion_logprobs(delta.scored),
+            "logprobs": delta.scored,
             "finish_reason": delta.finish_reason,
             **({} if delta.token_ids is None else {"token_ids": delta.token_ids}),
         }
 
     delta = choice
+
+    scores = staticmethod(completion_logprobs)
 
     def prompt_ids(self, token_ids: list[int]) -> tuple[JSON, JSON]:
         """The prompt's ids stand in each of its choices, since there may be several prompts."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
+from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from router.answers.detokenization import Detokenizer, ShowsSpecial
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 _LEAST: Final = -9999.0
 """The value that this API writes for an impossible token. JSON has no infinity."""
 _HALF: Final = "\ufffd"
+_A_TURN: Final = 32
+"""Tokens that are scored and written in one callback: a millisecond, with 20 alternatives each."""
 _CACHED_TEXTS: Final = 65_536
 """Texts of tokens: a vocabulary, nearly, at some tens of bytes each."""
 
@@ -66,16 +70,14 @@ class Scorer:
 
     def score(
         self, token_ids: Iterable[int], records: Iterable[TokenScore | None], text: str = ""
-    ) -> list[ScoredToken]:
-        """Scores the next tokens. The first token of a prompt has no record. `text` is what they
-        were made of, if that is known."""
-        scored = []
+    ) -> Iterator[ScoredToken]:
+        """Scores the next tokens, as they are taken. The first token of a prompt has no record.
+        `text` is what they were made of, if that is known."""
         for token_id, record in zip(token_ids, records, strict=True):
             logprob = None if record is None else _clamped(record.logprob)
             offset = 0 if self._places is None else self._places.next(token_id, text)
             name, data = _text(self._tokenizer, token_id), _bytes(self._tokenizer, token_id)
-            scored.append(ScoredToken(name, offset, logprob, self._top(record), data))
-        return scored
+            yield ScoredToken(name, offset, logprob, self._top(record), data)
 
     def _top(self, record: TokenScore | None) -> tuple[Alternative, ...]:
         if record is None:
@@ -116,6 +118,24 @@ class _Places:
         self._width += len(new)
         # What was held back before comes with it.
         return self._width - len(name) if new.endswith(name) else begins
+
+
+async def written(
+    scores: Iterator[ScoredToken], form: Callable[[Sequence[ScoredToken]], JSON]
+) -> JSON:
+    """Scores in an API's form. A prompt has many, so they are made in several callbacks."""
+    whole = form([*islice(scores, _A_TURN)])
+    while some := [*islice(scores, _A_TURN)]:
+        await asyncio.sleep(0)
+        extend(whole, form(some))
+    return whole
+
+
+def extend(scores: JSON, later: JSON) -> None:
+    """Appends later scores of the same form."""
+    for name, more in later.items():
+        if isinstance(more, list):
+            scores[name] += more
 
 
 def completion_logprobs(tokens: Sequence[ScoredToken]) -> JSON:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -21,10 +21,17 @@ from router.answers.detokenization import CONTEXT_TOKENS
 from router.doors.http.block_reply import renamed
 from router.doors.http.statuses import JSON, chat_name, dropped_header, ignored_header
 from router.doors.merging import merged
-from router.doors.openai.logprobs import ScoredToken, Scorer
+from router.doors.openai.logprobs import ScoredToken, Scorer, extend, written
 from router.doors.openai.schema import served_tier
 from router.doors.straight import MARK, Straight, Template, text_of
-from router.requests.outputs import FINISH_WORDS, Finished, Output, Started, TextDelta
+from router.requests.outputs import (
+    FINISH_WORDS,
+    Finished,
+    Output,
+    Started,
+    TextDelta,
+    check_scores,
+)
 
 if TYPE_CHECKING:
     from router.call import Call
@@ -40,8 +47,8 @@ class ReplyDelta:
 
     choice: int
     texts: list[str]
-    scored: list[ScoredToken] | None = None
-    """Log probabilities, if the request asks for them."""
+    scored: JSON | None = None
+    """Log probabilities in the API's form, if the request asks for them."""
     finish_reason: str | None = None
     first: bool = False
     """Whether it is the first delta of its choice."""
@@ -61,12 +68,16 @@ class ReplyDelta:
         """Appends a later delta."""
         self.texts += later.texts
         if self.scored is not None and later.scored is not None:
-            self.scored += later.scored
+            extend(self.scored, later.scored)
         self.reasoning += later.reasoning
         self.calls += later.calls
         if self.token_ids is not None and later.token_ids is not None:
             self.token_ids += later.token_ids
         self.finish_reason = later.finish_reason
+
+
+_Scored = tuple[ReplyDelta, Iterator[ScoredToken] | None]
+"""A delta, and its log probabilities, which are not written yet."""
 
 
 class Form(Protocol):
@@ -82,6 +93,10 @@ class Form(Protocol):
 
     def delta(self, delta: ReplyDelta) -> JSON:
         """What is new of a choice, in a stream."""
+        ...
+
+    def scores(self, tokens: Sequence[ScoredToken]) -> JSON:
+        """Log probabilities, in lists by token."""
         ...
 
     def prompt_ids(self, token_ids: list[int]) -> tuple[JSON, JSON]:
@@ -154,6 +169,8 @@ class Reply:
         self._choices: dict[int, _Choice] = {}
         """Choices by index in the reply. They are added when their prompt's generation starts."""
         self._usage = _Usage()
+        self._scores = 0
+        """Log probabilities that are held at once."""
         self._head: JSON = {}
         self._id = f"{order.form.id_prefix}-{call.id}{secrets.token_hex(4)}"
         """Begins with the trace id, which all requests of a trace share."""
@@ -232,10 +249,12 @@ class Reply:
         with renamed(self._order.name_of):
             async with aclosing(merged(self._streams)) as outputs:
                 async for prompt, output in outputs:
-                    for delta in self._take(prompt, output):
+                    for delta, scores in self._take(prompt, output):
+                        if scores is not None:
+                            delta.scored = await written(scores, self._order.form.scores)
                         yield delta
 
-    def _take(self, prompt: int, output: Output) -> list[ReplyDelta]:
+    def _take(self, prompt: int, output: Output) -> Iterable[_Scored]:
         """The deltas that one output of a prompt's generation makes."""
         first = prompt * self._choices_per_prompt
         match output:
@@ -253,10 +272,11 @@ class Reply:
                     self._usage.loaded_tokens.update(output.usage.loaded_prompt_tokens)
                     self._usage.accepted_drafts += output.usage.accepted_draft_tokens
                     self._usage.rejected_drafts += output.usage.rejected_draft_tokens
-                return [self._choices[first + output.choice].finish(output)]
+                return [(self._choices[first + output.choice].finish(output), None)]
 
-    def _start(self, prompt: int, started: Started) -> list[ReplyDelta]:
+    def _start(self, prompt: int, started: Started) -> Iterable[_Scored]:
         """Notes the start of a prompt's generation; returns the deltas that echo the prompt."""
+        self._scores = check_scores(self._order.requests[prompt], started.job, self._scores)
         self._usage.prompt_tokens += started.job.prompt_tokens
         echo = self._order.echoes[prompt]
         form = self._order.form
@@ -311,22 +331,23 @@ class _Choice:
                 prompt_ids=prompt_ids[-CONTEXT_TOKENS:].tolist() if echo is None else (),
             )
 
-    def echo(self, echo: Echo, records: Sequence[TokenScore]) -> ReplyDelta:
+    def echo(self, echo: Echo, records: Sequence[TokenScore]) -> _Scored:
         """The prompt. Its first token has no log probability."""
-        delta = self._begun([echo.text])
+        delta, scores = self._begun([echo.text]), None
         if self._scorer is not None:
-            delta.scored = self._scorer.score(echo.token_ids, [None, *records], echo.text)
-        return delta
+            scores = self._scorer.score(echo.token_ids, [None, *records], echo.text)
+        return delta, scores
 
-    def add(self, delta: TextDelta) -> ReplyDelta:
+    def add(self, delta: TextDelta) -> _Scored:
         """New tokens. Tokens without text make one, too, since clients count and time them."""
         made = self._begun(delta.texts)
         made.reasoning, made.calls = delta.reasoning, delta.calls
         if self._token_ids:
             made.token_ids = [*delta.token_ids]
+        scores = None
         if self._scorer is not None:
-            made.scored = self._scorer.score(delta.token_ids, delta.logprobs)
-        return made
+            scores = self._scorer.score(delta.token_ids, delta.logprobs)
+        return made, scores
 
     def finish(self, finished: Finished) -> ReplyDelta:
         """The end."""
