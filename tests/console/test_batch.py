@@ -8,15 +8,14 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
+from http_server import Asked, Reply, http_server
 from tiny_models import write_tiny_model
 from typer.testing import CliRunner, Result
 
@@ -28,42 +27,35 @@ from router.batching.running import MOST_BYTES, Answer, NobodyError, run
 LINES = 120
 
 
-class Echo(BaseHTTPRequestHandler):
+class Echo:
     """Answers with the body, late, and some of the first tries with an error of the moment."""
 
-    protocol_version = "HTTP/1.1"
-    seen: ClassVar[Counter[str]] = Counter()
-    busy: ClassVar[float] = 0.0
+    def __init__(self) -> None:
+        self.seen: Counter[str] = Counter()
+        self.busy = 0.0
 
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+    def __call__(self, asked: Asked) -> Reply:
+        body = json.loads(asked.body)
         time.sleep(random.uniform(0.005, 0.03))
         self.seen[body["prompt"]] += 1
         is_busy = self.seen[body["prompt"]] == 1 and random.random() < self.busy
         is_busy |= body["prompt"] == "poison"
         status = 400 if body["prompt"] == "bad" else 503 if is_busy else 200
-        content = json.dumps({"echo": body}).encode()
-        self.send_response(status)
-        headers = {"content-length": str(len(content)), "retry-after": "0.01"}
+        headers = {"retry-after": "0.01"}
         if body["prompt"] == "poison":
             headers["x-should-retry"] = "false"
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_: object) -> None:
-        """Nothing."""
+        return Reply(json.dumps({"echo": body}).encode(), status, headers)
 
 
 @pytest.fixture
-def url() -> Iterator[str]:
-    Echo.seen, Echo.busy = Counter(), 0.0
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Echo)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+def echo() -> Echo:
+    return Echo()
+
+
+@pytest.fixture
+def url(echo: Echo) -> Iterator[str]:
+    with http_server(echo) as address:
+        yield f"http://{address}"
 
 
 def line(name: str, **more: Any) -> dict[str, Any]:
@@ -86,11 +78,11 @@ def batch(*arguments: object) -> Result:
 
 @pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_process_that_is_killed_loses_and_doubles_nothing(
-    tmp_path: Path, url: str, kills: int
+    tmp_path: Path, echo: Echo, url: str, kills: int
 ) -> None:
     source = write(tmp_path / "in.jsonl", *(line(f"r{number}") for number in range(LINES)))
     target = tmp_path / "out.jsonl"
-    Echo.busy = 0.2
+    echo.busy = 0.2
     words = [sys.executable, "-m", "baton", "batch", source, target, "--url", url, "--at-once", "2"]
     done = [0]
     for _ in range(kills):
@@ -107,14 +99,14 @@ def test_a_process_that_is_killed_loses_and_doubles_nothing(
     assert subprocess.run(list(map(str, words)), check=False).returncode == 0
     found = Counter(one["custom_id"] for one in results(target))
     assert found == Counter(f"r{number}" for number in range(LINES))
-    assert sum(Echo.seen.values()) <= LINES * 2 + 2 * kills, "what was done is not sent again"
+    assert sum(echo.seen.values()) <= LINES * 2 + 2 * kills, "what was done is not sent again"
 
 
 def lines_of(path: Path) -> list[bytes]:
     return path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
 
 
-def test_errors_are_results_of_their_lines(tmp_path: Path, url: str) -> None:
+def test_errors_are_results_of_their_lines(tmp_path: Path, echo: Echo, url: str) -> None:
     source = write(
         tmp_path / "in.jsonl",
         line("a"),
@@ -153,7 +145,7 @@ def test_errors_are_results_of_their_lines(tmp_path: Path, url: str) -> None:
     before = results(tmp_path / "out.jsonl")
     assert batch(source, tmp_path / "out.jsonl", "--url", url).exit_code == 0
     assert results(tmp_path / "out.jsonl") == before
-    assert Echo.seen == Counter({"a": 1, "bad": 1, "e": 1, "poison": 1}), (
+    assert echo.seen == Counter({"a": 1, "bad": 1, "e": 1, "poison": 1}), (
         "a router says what is final"
     )
 

@@ -3,39 +3,18 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
 
+from http_server import Reply, http_server
 from typer.testing import CliRunner
 
 from console.cli import app
 
 
-@contextmanager
-def router(status: int, answer: Mapping[str, object]) -> Iterator[str]:
+def router(status: int, answer: Mapping[str, object]) -> AbstractContextManager[str]:
     """An admin port that answers so."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
-            self.do_GET()
-
-        def do_GET(self) -> None:
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(json.dumps(answer).encode())
-
-        def log_message(self, *_: object) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    try:
-        yield f"127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    return http_server(lambda _: Reply(json.dumps(answer).encode(), status))
 
 
 def test_a_router_that_does_not_know_it_keeps_no_other_from_hearing_it() -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import io
 import re
 import socket
-import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
+from http_server import Asked, Reply, http_server
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from rich.console import Console
 from typer.testing import CliRunner
@@ -34,36 +33,28 @@ class Pages:
         self.registry = CollectorRegistry()
         self.discovery = "[]"
         self.adapters = ""
-        pages = self
+        self.address = ""
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                known = {
-                    "/metrics": lambda: generate_latest(pages.registry),
-                    "/discovery": lambda: pages.discovery.encode(),
-                    "/adapters": lambda: pages.adapters.encode(),
-                }
-                self.send_response(200 if self.path in known else 404)
-                self.end_headers()
-                self.wfile.write(known.get(self.path, lambda: b"")())
+    def __call__(self, asked: Asked) -> Reply:
+        known = {
+            "/metrics": lambda: generate_latest(self.registry),
+            "/discovery": lambda: self.discovery.encode(),
+            "/adapters": lambda: self.adapters.encode(),
+        }
+        return Reply(known[asked.path]()) if asked.path in known else Reply(status=404)
 
-            def log_message(self, *_: object) -> None:
-                pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.address = f"127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+@contextmanager
+def served() -> Iterator[Pages]:
+    made = Pages()
+    with http_server(made) as made.address:
+        yield made
 
 
 @pytest.fixture
 def pages() -> Iterator[Pages]:
-    made = Pages()
-    yield made
-    made.close()
+    with served() as made:
+        yield made
 
 
 def test_quantiles_are_those_of_the_values_within_a_bucket() -> None:
@@ -122,7 +113,7 @@ def test_rates_and_percentiles_are_of_what_happened_between(pages: Pages) -> Non
 
 def test_what_several_routers_counted_is_added_up() -> None:
     workers = ("decode-0", "decode-1")
-    with closing(Pages()) as one, closing(Pages()) as other:
+    with served() as one, served() as other:
         for pages, name in zip((one, other), workers, strict=True):
             Gauge(Metric.INFLIGHT, "", registry=pages.registry).set(3)
             first = Histogram(

@@ -6,14 +6,13 @@ import json
 import os
 import stat
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from http_server import Asked, Reply, http_server
 from waiting import until
 
 from baton.addresses import CannotListenError
@@ -26,41 +25,31 @@ from worker.settings import Role
 FAKE = str(Path(__file__).with_name("fake_process.py"))
 
 
-class Pages(HTTPServer):
+class Pages:
     """A router's admin port: it says that it is well from the second time on that it is asked, and
     then lists one more attached worker every time."""
 
     workers = ("prefill-0", "decode-0")
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Page)
         self.asked = {"/health/ready": 0, "/discovery": 0}
-        self.address = f"127.0.0.1:{self.server_port}"
+        self.address = ""
 
-
-class _Page(BaseHTTPRequestHandler):
-    server: Pages
-
-    def do_GET(self) -> None:
-        before = self.server.asked[self.path]
-        self.server.asked[self.path] += 1
-        self.send_response(200 if before or self.path == "/discovery" else 503)
-        self.end_headers()
-        targets = [{"targets": [], "labels": {"worker": name}} for name in Pages.workers[:before]]
-        self.wfile.write(json.dumps(targets).encode())
-
-    def log_message(self, *_: object) -> None:
-        pass
+    def __call__(self, asked: Asked) -> Reply:
+        before = self.asked[asked.path]
+        self.asked[asked.path] += 1
+        targets = [{"targets": [], "labels": {"worker": name}} for name in self.workers[:before]]
+        status = 200 if before or asked.path == "/discovery" else 503
+        return Reply(json.dumps(targets).encode(), status)
 
 
 @pytest.fixture(params=[1, 2], ids="{} routers".format)
 def routers(request: pytest.FixtureRequest) -> Iterator[list[Pages]]:
     """The admin ports of so many."""
     with ExitStack() as stack:
-        pages = [stack.enter_context(Pages()) for _ in range(request.param)]
-        for server in pages:
-            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-            stack.callback(server.shutdown)
+        pages = [Pages() for _ in range(request.param)]
+        for page in pages:
+            page.address = stack.enter_context(http_server(page))
         yield pages
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from http_server import Asked, Reply, http_server
 from tiny_models import write_tiny_model
 
 from serving.models import finding, hub
@@ -18,68 +17,49 @@ GATED, PRIVATE, MODEL = "org/gated", "org/private", "org/tiny"
 TOKEN = "hf_secret"
 
 
-class Hub(ThreadingHTTPServer):
+class Hub:
     """Serves one folder as three models."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(("127.0.0.1", 0), _Page)
         self.folder = folder
         self.fetched: list[str] = []
         self.asked: list[str] = []
-        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.url = ""
 
     def files(self) -> list[Path]:
         return [path for path in sorted(self.folder.rglob("*")) if path.is_file()]
 
-
-class _Page(BaseHTTPRequestHandler):
-    server: Hub
-
-    def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
-        self.server.asked.append(path)
+    def __call__(self, asked: Asked) -> Reply:
+        path = asked.path.partition("?")[0]
+        self.asked.append(path)
         model = "/".join(path.removeprefix("/api/models").strip("/").split("/")[:2])
-        is_known = self.headers.get("authorization") == f"Bearer {TOKEN}"
+        is_known = asked.headers.get("authorization") == f"Bearer {TOKEN}"
         if model not in (GATED, PRIVATE, MODEL) or (model == PRIVATE and not is_known):
-            self._answer(401 if not is_known else 404, {"x-error-code": "RepoNotFound"})
-        elif path.endswith("/revision/nothing"):
-            self._answer(404, {"x-error-code": "RevisionNotFound"})
-        elif "/tree/" in path:
-            self._json([self._entry(file) for file in self.server.files()])
-        elif path.startswith("/api/models"):
-            self._json({"id": model, "sha": SHA, "siblings": [], "private": model == PRIVATE})
-        elif model == GATED and not is_known:
-            self._answer(401, {"x-error-code": "GatedRepo"})
-        else:
-            self._file(path.partition(f"/resolve/{SHA}/")[2])
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
+            return Reply(b"", 401 if not is_known else 404, {"x-error-code": "RepoNotFound"})
+        if path.endswith("/revision/nothing"):
+            return Reply(b"", 404, {"x-error-code": "RevisionNotFound"})
+        if "/tree/" in path:
+            return self._json([self._entry(file) for file in self.files()])
+        if path.startswith("/api/models"):
+            return self._json(
+                {"id": model, "sha": SHA, "siblings": [], "private": model == PRIVATE}
+            )
+        if model == GATED and not is_known:
+            return Reply(b"", 401, {"x-error-code": "GatedRepo"})
+        return self._file(asked, path.partition(f"/resolve/{SHA}/")[2])
 
     def _entry(self, file: Path) -> dict[str, object]:
-        name = str(file.relative_to(self.server.folder))
+        name = str(file.relative_to(self.folder))
         return {"type": "file", "path": name, "size": file.stat().st_size, "oid": name}
 
-    def _file(self, name: str) -> None:
-        content = (self.server.folder / name).read_bytes()
-        headers = {"etag": f'"{name}"', "x-repo-commit": SHA, "content-length": str(len(content))}
-        if self.command == "GET":
-            self.server.fetched.append(name)
-        self._answer(200, headers, content)
+    def _file(self, asked: Asked, name: str) -> Reply:
+        if asked.method == "GET":
+            self.fetched.append(name)
+        headers = {"etag": f'"{name}"', "x-repo-commit": SHA}
+        return Reply((self.folder / name).read_bytes(), 200, headers)
 
-    def _json(self, content: object) -> None:
-        self._answer(200, {"content-type": "application/json"}, json.dumps(content).encode())
-
-    def _answer(self, status: int, headers: dict[str, str], content: bytes = b"") -> None:
-        self.send_response(status)
-        for name, value in {"content-length": str(len(content)), **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(content)
-
-    def log_message(self, *_: object) -> None:
-        pass
+    def _json(self, content: object) -> Reply:
+        return Reply(json.dumps(content).encode(), 200, {"content-type": "application/json"})
 
 
 @pytest.fixture
@@ -90,11 +70,11 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         (folder / name).write_text("twice")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    with Hub(folder) as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield server
-        server.shutdown()
+    hub = Hub(folder)
+    with http_server(hub) as address:
+        hub.url = f"http://{address}"
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        yield hub
 
 
 def test_a_model_is_fetched_once_with_nothing_twice(served: Hub) -> None:

@@ -7,12 +7,12 @@ import io
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
+from http_server import Asked, Reply, http_server
 from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
@@ -268,29 +268,14 @@ def test_the_store_and_jaeger_show_the_same_picture(make: Callable[[], Trace]) -
         assert received.links == (sent.id,) == from_query.named(SpanName.KV_RECEIVE)[0].links
 
 
-@contextmanager
-def serving(pages: Callable[[str], Any]) -> Iterator[str]:
+def serving(pages: Callable[[str], Any]) -> AbstractContextManager[str]:
     """An HTTP server of JSON; None is 404."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            found = pages(self.path)
-            self.send_response(404 if found is None else 200)
-            self.end_headers()
-            self.wfile.write(json.dumps(found).encode())
+    def answer(asked: Asked) -> Reply:
+        found = pages(asked.path)
+        return Reply(json.dumps(found).encode(), 404 if found is None else 200)
 
-        def log_message(self, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    return http_server(answer)
 
 
 def store_pages(store: TraceStore) -> Callable[[str], Any]:
