@@ -20,6 +20,7 @@ from llguidance import LLMatcher, LLParserLimits
 from pydantic_core import from_json
 
 from router.structure.closing import close, escaped
+from router.structure.numbers import is_beyond, move_inwards
 
 LIMITS: Final = LLParserLimits(step_max_items=15_000, verbose_errors=False)
 """Fuel of a compilation and of each mask, as workers have it (`engine.masks.matchers`)."""
@@ -125,11 +126,14 @@ def prepare(schema: dict[str, Any], *, strict: bool) -> Prepared:
     for part in _parts(schema):
         _quote_references(part.schema)
         _take_in_patterns(part.schema)
+        move_inwards(part.schema)
     if strict and (pointers := close(schema)):
         rule = "must be false, as strict asks"
         raise SchemaError(f"{_listed(pointers)} {rule}", pointers)
     prepared = Prepared(schema)
-    found: list[str] = []
+    found = _remove(schema, is_beyond)
+    if not strict:
+        prepared.dropped, found = found, []
     for _ in range(_MAX_ROUNDS):
         problem = _problem(schema, coerce_one_of=prepared.coerce_one_of)
         if not problem:

@@ -154,6 +154,66 @@ def test_the_order_of_properties_is_kept() -> None:
     assert list(prepare(read(text), strict=False).schema["properties"]) == ["z", "a", "m"]
 
 
+def matcher_of(schema: dict[str, Any]) -> LLMatcher:
+    grammar = Grammar({})
+    asked = api.JsonSchema(schema=json.dumps(schema), strict=True)
+    grammar.structure(api.Structure(json_schema=asked))
+    return LLMatcher(LLTokenizer(file_of("bytes")), grammar.text(), log_level=0)
+
+
+BYTES = Tokenizer.from_str(file_of("bytes"))
+
+
+def takes(matcher: LLMatcher, text: str) -> bool:
+    follower = matcher.deep_copy()
+    ids = BYTES.encode(text, add_special_tokens=False).ids
+    return follower.try_consume_tokens(ids) == len(ids) and follower.is_accepting()
+
+
+BIG = 2**53 + 1
+BEYOND: list[tuple[dict[str, Any], str]] = [
+    ({"const": BIG}, "/const"),
+    ({"enum": [1, {"a": [-BIG]}]}, "/enum"),
+    ({"properties": {"a": {"const": 2**63}}}, "/properties/a/const"),
+    ({"const": 1 - 2**63}, "/const"),
+    ({"const": 10**400}, "/const"),
+    ({"type": "integer", "minimum": 2**70}, "/minimum"),
+    ({"type": "integer", "exclusiveMinimum": 1e30}, "/exclusiveMinimum"),
+    ({"type": "number", "maximum": -(2**63)}, "/maximum"),
+]
+
+
+@pytest.mark.parametrize(("schema", "pointer"), BEYOND)
+def test_numbers_that_would_become_others_cannot_be_enforced(
+    schema: dict[str, Any], pointer: str
+) -> None:
+    with pytest.raises(SchemaError, match="cannot be enforced, as strict asks") as caught:
+        prepare(read(json.dumps(schema)), strict=True)
+    assert caught.value.pointers == [pointer]
+    assert prepare(read(json.dumps(schema)), strict=False).dropped == [pointer]
+
+
+@pytest.mark.parametrize("value", [2**53, -(2**53), 2**62, 0, -1, True, 1.5])
+def test_numbers_that_stay_are_enforced(value: float) -> None:
+    matcher = matcher_of({"enum": [value, "x"]})
+    assert takes(matcher, json.dumps(value))
+    assert not takes(matcher, json.dumps(value + 2))
+
+
+@pytest.mark.parametrize("bound", [BIG, -BIG])
+def test_bounds_never_allow_what_is_outside(bound: int) -> None:
+    for name, sign, own in (
+        ("minimum", 1, 0),
+        ("exclusiveMinimum", 1, 1),
+        ("maximum", -1, 0),
+        ("exclusiveMaximum", -1, 1),
+    ):
+        matcher = matcher_of({"type": "integer", name: bound})
+        inside = [at for at in range(-6, 7) if takes(matcher, str(bound + sign * at))]
+        assert inside, name
+        assert min(inside) >= own, name
+
+
 def wide(count: int) -> dict[str, Any]:
     """Schema of many alternatives, each an object of its own."""
     return {
