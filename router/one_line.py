@@ -1,4 +1,4 @@
-"""JSON on one line for everybody, whatever counts as the end of one.
+"""JSON for everybody: with the numbers that JSON has, and on one line where that counts.
 
 Events of streams and results of batches are lines, and JSON escapes line feeds in its texts. But
 Python's `str.splitlines`, and httpx's `iter_lines` with it, also divide at three characters that
@@ -22,10 +22,16 @@ def one_line(data: bytes) -> bytes:
     return data
 
 
-def json_line(content: Any) -> bytes:
-    """A value as JSON on one line.
+def json_of(content: Any) -> bytes:
+    """A value as JSON. Infinity and NaN, which JSON has not, are null: a number such as 1e400 is
+    read as infinity.
 
     Raises:
         ValueError: a text has half of a surrogate pair.
     """
-    return one_line(to_json(content))
+    return to_json(content, inf_nan_mode="null")
+
+
+def json_line(content: Any) -> bytes:
+    """A value as JSON on one line; see `json_of`."""
+    return one_line(json_of(content))

@@ -9,7 +9,6 @@ import stat
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import Field
-from pydantic_core import to_json
 from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
@@ -25,6 +24,7 @@ from router.doors.http.origins import refuse_foreign
 from router.doors.http.parsing import Body, parse
 from router.doors.http.said import Said
 from router.doors.http.values import Unless
+from router.one_line import json_of
 from router.requests.bounds import MOST_FILE_BYTES
 
 if TYPE_CHECKING:
@@ -311,4 +311,4 @@ def _is_number(said: str, least: int, most: int) -> bool:
 
 
 def _json(content: JSON) -> Response:
-    return Response(to_json(content), media_type="application/json")
+    return Response(json_of(content), media_type="application/json")

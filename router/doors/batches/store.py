@@ -18,10 +18,11 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from pydantic_core import from_json, to_json
+from pydantic_core import from_json
 
 from router.doors.batches.refusals import store_full, wrong
 from router.doors.database import DAY_S, Bounds, Database, own_folder
+from router.one_line import json_of
 
 if TYPE_CHECKING:
     import sqlite3
@@ -209,7 +210,7 @@ class FileStore:
                     os.close(descriptor)
                     names.append(name)
                 row = (batch_id, tenant, 0, "validating", now_s, now_s + lives_s)
-                row = (*row, stated["input_file_id"], content.name, *names, to_json(shown))
+                row = (*row, stated["input_file_id"], content.name, *names, json_of(shown))
                 database.execute(f"INSERT INTO batches VALUES (?{', ?' * 10})", row)
             return shown
 
@@ -330,7 +331,7 @@ class FileStore:
             "purpose": purpose,
             "status": "processed",
         }
-        row = (file_id, tenant, size, name, purpose, now_s, expires_s, to_json(shown))
+        row = (file_id, tenant, size, name, purpose, now_s, expires_s, json_of(shown))
         database.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
         return shown
 
@@ -346,4 +347,4 @@ class FileStore:
         if shown["status"] != batch.status:
             shown[f"{shown['status']}_at"] = int(self._clock())
         query = "UPDATE batches SET status = ?, object = ? WHERE id = ?"
-        database.execute(query, (shown["status"], to_json(shown), batch.id))
+        database.execute(query, (shown["status"], json_of(shown), batch.id))

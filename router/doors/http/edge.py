@@ -33,7 +33,6 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from opentelemetry.trace import SpanKind
-from pydantic_core import to_json
 from starlette.requests import ClientDisconnect, Request
 
 from router import errors
@@ -44,6 +43,7 @@ from router.doors.http.connections import connection_of
 from router.doors.http.dialect import CHATS, Dialect
 from router.doors.http.statuses import CLIENT_LEFT, JSON, http_status, retry_headers
 from router.doors.straight import Straight
+from router.one_line import json_of
 from router.requests.deadlines import UnreadError, read_by
 from router.requests.validation import MAX_CLIENT_TAG_BYTES
 from telemetry.names import Attr
@@ -217,7 +217,7 @@ class _Response:
 
     async def whole(self, content: JSON, headers: Mapping[str, str], status: int = 200) -> None:
         """Sends a whole answer."""
-        body = to_json(content)
+        body = json_of(content)
         with self.connection.together():
             await self._begin(status, _JSON_TYPE, {**headers, "content-length": str(len(body))})
             await self._write(body, last=True)

@@ -13,7 +13,6 @@ from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
-from pydantic_core import to_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -47,6 +46,7 @@ from router.doors.responses.pages import ResponsePages
 from router.doors.responses.schema import ResponseRequest
 from router.errors import Violation
 from router.events import NO_EVENTS, RouterEvents
+from router.one_line import json_of
 from router.requests.bounds import BodyShape, most_connections
 from router.visible import Visible
 from serving.embedded_http import EmbeddedHttpServer
@@ -382,4 +382,4 @@ def _trace_id(request: Request) -> str:
 
 
 def _json(content: JSON, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(to_json(content), status, headers, media_type="application/json")
+    return Response(json_of(content), status, headers, media_type="application/json")

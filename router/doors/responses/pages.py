@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -12,6 +11,7 @@ from router import errors
 from router.doors.auth import AUTHORIZATION, Gate
 from router.doors.responses.refusals import response_not_found
 from router.errors import Violation
+from router.one_line import json_of
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -95,4 +95,4 @@ class ResponsePages:
 
 
 def _json(content: JSON) -> Response:
-    return Response(to_json(content), media_type="application/json")
+    return Response(json_of(content), media_type="application/json")

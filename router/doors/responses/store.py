@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from pydantic_core import from_json, to_json
+from pydantic_core import from_json
 
 from router.doors.database import DAY_S, Bounds, Database
+from router.one_line import json_of
 from router.requests.bounds import MAX_TURNS
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ class ResponseStore:
         return await self._run(self._items, tenant, ids, most_bytes)
 
     def _put(self, tenant: str, kept: Kept) -> None:
-        asked, answer = to_json(kept.input), to_json(kept.response)
+        asked, answer = json_of(kept.input), json_of(kept.response)
         items: Sequence[JSON] = kept.response["output"]
         response_id, size = kept.response["id"], len(asked) + len(answer)
         row = (
