@@ -10,6 +10,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import math
+import secrets
 import time
 import uuid
 from dataclasses import dataclass, field, replace
@@ -179,6 +180,10 @@ class Call:
         is behind the address; on this machine the connection."""
         peer = self.peer
         return self.tenant or (peer.connection if peer.is_local else peer.address) or self.id
+
+    def answer_id(self, prefix: str) -> str:
+        """An id of an answer's own. It has the trace id, which all requests of a trace share."""
+        return f"{prefix}{self.id}{secrets.token_hex(4)}"
 
     def admitted(self, caller: Caller) -> Call:
         """The call, with the tenant of its token."""

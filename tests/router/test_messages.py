@@ -63,6 +63,14 @@ async def test_a_whole_message_and_its_tokens(door: Door) -> None:
     assert counted.input_tokens == read
 
 
+async def test_messages_of_one_trace_have_ids_of_their_own(door: Door) -> None:
+    trace = "ab" * 16
+    headers = {"traceparent": f"00-{trace}-{'cd' * 8}-01"}
+    ids = {(await door.create(extra_headers=headers)).id for _ in range(2)}
+    assert len(ids) == 2
+    assert all(one.startswith(f"msg_{trace}") for one in ids)
+
+
 @pytest.mark.parametrize(
     "door", [(THINKING, f"<think>Hm.</think>Sure. {CALL}\n{CALL}")], indirect=True
 )

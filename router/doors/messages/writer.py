@@ -39,7 +39,7 @@ class MessageWriter:
     def __init__(self, call: Call, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self._message: JSON = {
-            "id": f"msg_{call.id}",
+            "id": call.answer_id("msg_"),
             "type": "message",
             "role": "assistant",
             "content": [],

@@ -210,7 +210,7 @@ class Scores:
             for index, score in enumerate(response.scores)
         ]
         content = {
-            "id": f"score-{call.id}",
+            "id": call.answer_id("score-"),
             "object": "list",
             "created": int(time.time()),
             "model": response.model,
@@ -235,7 +235,7 @@ class Scores:
                 result["document"] = {"text": asked.documents[index]}
             results.append(result)
         content = {
-            "id": f"rerank-{call.id}",
+            "id": call.answer_id("rerank-"),
             "model": response.model,
             "results": results,
             "meta": {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}},

@@ -7,7 +7,6 @@ within each choice. `Reply.whole` joins them. `Reply.chunks` sends each on as it
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
@@ -172,8 +171,7 @@ class Reply:
         self._scores = 0
         """Log probabilities that are held at once."""
         self._head: JSON = {}
-        self._id = f"{order.form.id_prefix}-{call.id}{secrets.token_hex(4)}"
-        """Begins with the trace id, which all requests of a trace share."""
+        self._id = call.answer_id(f"{order.form.id_prefix}-")
         self.headers: dict[str, str] = ignored_header(order.ignored)
         """Headers of the answer, known when its first delta is."""
 
