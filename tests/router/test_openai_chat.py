@@ -256,7 +256,19 @@ async def test_fields_that_ask_for_nothing_pass(tmp_path: Path) -> None:
     "part", ["Nobody", {"type": "refusal", "refusal": "Nobody"}, {"type": "text", "text": "Nobody"}]
 )
 async def test_parts_that_hold_text(tmp_path: Path, part: object) -> None:
-    turns = [*HELLO, {"role": "assistant", "content": [part]}, *HELLO]
+    await check_said(tmp_path, {"content": [part]})
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+async def test_a_refusal_is_what_the_assistant_said(
+    tmp_path: Path, content: dict[str, object]
+) -> None:
+    """As the client gives a message back."""
+    await check_said(tmp_path, {**content, "refusal": "Nobody"})
+
+
+async def check_said(tmp_path: Path, given: dict[str, object]) -> None:
+    turns = [*HELLO, {"role": "assistant", **given}, *HELLO]
     async with open_port(tmp_path, says("a")) as port:
         await port.client.chat.completions.create(
             model=MODEL, messages=[], extra_body={"messages": turns}
@@ -268,6 +280,10 @@ async def test_turns_that_cannot_be_rendered(tmp_path: Path) -> None:
     cases: list[tuple[dict[str, object], str]] = [
         ({"role": "tool", "content": "SECRET"}, "messages[1].tool_call_id"),
         ({"role": "user", "content": [{"type": "image_url"}, "SECRET"]}, "messages[1].content"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "text": "SECRET"}]},
+            "messages[1].content",
+        ),
         ({"role": "user", "content": {"SECRET": 1}}, "messages[1].content"),
         ({"role": "user", "contents": "SECRET"}, "messages[1].content"),
         ({"role": "system", "content": None}, "messages[1].content"),

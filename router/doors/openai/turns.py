@@ -44,8 +44,10 @@ def _content(value: object) -> str | list[str] | None:
         raise PydanticCustomError("content", rule, {"most": MAX_CONTENT_PARTS})
     texts: list[str] = []
     for part in value:
-        kind = "refusal" if isinstance(part, dict) and part.get("type") == "refusal" else "text"
-        text = part.get(kind) if isinstance(part, dict) else part
+        text: object = part
+        if isinstance(part, dict):
+            kind = part.get("type", "text")
+            text = part.get(kind) if kind in ("text", "refusal") else None
         if not isinstance(text, str):
             raise PydanticCustomError("content", "only parts of type 'text' are supported")
         texts.append(text)
@@ -88,6 +90,8 @@ class ChatTurn(ApiObject):
     reasoning: str | None = None
     reasoning_content: str | None = None
     """Another name of `reasoning`."""
+    refusal: str | None = None
+    """What the assistant said instead of a content."""
     tool_call_id: str | None = None
     tool_calls: Annotated[list[Call], Field(max_length=MAX_TOOLS)] | None = None
 
@@ -96,10 +100,11 @@ class ChatTurn(ApiObject):
 
     def message(self) -> api.ChatMessage:
         """The turn as a message of the gRPC API."""
+        said = self.content or self.refusal or self.content
         return api.ChatMessage(
             role=_ROLES[self.role],
-            content=self.content if isinstance(self.content, str) else None,
-            content_parts=self.content if isinstance(self.content, list) else (),
+            content=said if isinstance(said, str) else None,
+            content_parts=said if isinstance(said, list) else (),
             reasoning=self.reasoning_content or self.reasoning or "",
             tool_calls=[
                 api.ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
