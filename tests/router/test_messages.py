@@ -221,6 +221,10 @@ _CONTENT = "messages[1].content[0]"
             "context_management.edits[0].type",
         ),
         ({"stop_sequences": ["a" * 999]}, "stop_sequences[0]"),
+        *(
+            ({"extra_body": {name: True}}, name)
+            for name in ("temperature", "top_p", "top_k", "seed")
+        ),
     ],
 )
 async def test_what_cannot_be_honoured_is_refused_by_name(

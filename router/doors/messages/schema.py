@@ -10,7 +10,16 @@ from pydantic import BeforeValidator, Field
 from baton.inference.v1 import inference_pb2 as api
 from router.answers.forms import THINKING_SWITCHES
 from router.doors.http.parsing import ModelRequest, said
-from router.doors.http.values import ApiObject, AtMost, JsonText, UInt32, Unless, texts_of
+from router.doors.http.values import (
+    ApiObject,
+    AtMost,
+    Float,
+    Int,
+    JsonText,
+    UInt32,
+    Unless,
+    texts_of,
+)
 from router.doors.messages.blocks import Message, Texts, refused_texts, texts_in, turns_of
 from router.errors import Violation
 from router.requests.bounds import MAX_TURNS
@@ -196,10 +205,10 @@ class MessageRequest(CountRequest):
     stop_sequences: Annotated[
         list[str], AtMost(MAX_STOP_TEXTS, "texts"), BeforeValidator(texts_of)
     ] = Field(default_factory=list)
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: Float | None = None
+    top_p: Float | None = None
     top_k: UInt32 | None = None
-    seed: int | None = None
+    seed: Int | None = None
     """A field of ours: only the lowest 64 bits are used."""
 
     def generation(self, chat: api.ChatPrompt) -> api.GenerationInput:
