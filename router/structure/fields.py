@@ -6,9 +6,12 @@ may.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from typing import Final
+
+from google.protobuf import struct_pb2
 
 from baton.inference.v1 import inference_pb2 as api
 from router.errors import Violation
@@ -26,7 +29,7 @@ MAX_BAD_WORDS: Final = 128
 """Each is matched at every token of the row."""
 MAX_BAD_WORD_BYTES: Final = 256
 """So far back a match may begin."""
-EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh")
+EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _GBNF_RULE: Final = re.compile(r"^[ \t]*[A-Za-z][\w-]*[ \t]*::=", re.MULTILINE)
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -88,6 +91,9 @@ def _check_structure(structure: api.Structure) -> Iterator[Violation]:
 def check_chat(chat: api.ChatPrompt, path: str) -> Iterator[Violation]:
     """Broken rules of tools, and of the turns that call them."""
     yield from _check_tools(chat, path)
+    for name, value in chat.template_variables.fields.items():
+        if not _is_finite(value):
+            yield Violation(f"{path}.template_variables.{name}", "must hold finite numbers alone")
     if chat.reasoning_effort and chat.reasoning_effort not in EFFORTS:
         yield Violation(f"{path}.reasoning_effort", f"must be one of {', '.join(EFFORTS)}")
     called: set[str] = set()
@@ -104,6 +110,18 @@ def check_chat(chat: api.ChatPrompt, path: str) -> Iterator[Violation]:
             called.add(call.id)
             if not call.id or not call.name:
                 yield Violation(f"{here}.tool_calls[{number}]", "must have an id and a name")
+
+
+def _is_finite(value: struct_pb2.Value) -> bool:
+    """Whether a chat template can be given it: JSON has no other numbers."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if not math.isfinite(one.number_value):
+            return False
+        waiting += one.list_value.values
+        waiting += one.struct_value.fields.values()
+    return True
 
 
 def _tool_bytes(tool: api.Tool) -> int:

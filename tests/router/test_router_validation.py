@@ -5,10 +5,12 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 from frontdoor_kit import served_model
+from openai.types.shared import ReasoningEffort
 
 from baton.inference.v1 import inference_pb2 as api
 from baton.worker.v1 import worker_pb2
@@ -76,6 +78,20 @@ def test_variables_that_the_server_sets() -> None:
     chat.template_variables.update({"tools": None, "add_generation_prompt": False})
     path = "input.chat.template_variables"
     assert paths(request(chat=chat)) == [f"{path}.add_generation_prompt", f"{path}.tools"]
+
+
+@pytest.mark.parametrize("number", [NAN, INF])
+def test_variables_hold_numbers_that_json_has(number: float) -> None:
+    """As 1e400 is read. A template that cannot have them blamed the turns."""
+    chat = turns(api.ROLE_USER)
+    chat.template_variables.update({"deep": [{"a": number}], "flat": number, "other": [1e300]})
+    path = "input.chat.template_variables"
+    assert sorted(paths(request(chat=chat))) == [f"{path}.deep", f"{path}.flat"]
+
+
+@pytest.mark.parametrize("effort", [*get_args(get_args(ReasoningEffort)[0]), ""])
+def test_every_effort_of_openais_api_is_known(effort: str) -> None:
+    assert paths(request(chat=turns(api.ROLE_USER, reasoning_effort=effort))) == []
 
 
 BROKEN: list[tuple[Callable[[api.GenerateRequest], object], str]] = [

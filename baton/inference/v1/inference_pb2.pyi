@@ -540,8 +540,8 @@ class ChatPrompt(_message.Message):
     parallel_tool_calls: _builtins.bool
     """False allows one call only. Unset: true."""
     reasoning_effort: _builtins.str
-    """How much to think: "none", "minimal", "low", "medium", "high" or "xhigh",
-    as far as the chat template knows it. Empty: as the template says.
+    """How much to think: "none", "minimal", "low", "medium", "high", "xhigh" or
+    "max", as far as the chat template knows it. Empty: as the template says.
     """
     thinking_token_budget: _builtins.int
     """Most tokens to think, after which the thinking is ended. Needs a model that
