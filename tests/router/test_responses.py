@@ -61,6 +61,32 @@ async def test_a_whole_response(port: Port) -> None:
         assert tier == (asked if asked == "flex" else "default")
 
 
+OPEN_RESPONSES = """background completed_at created_at error frequency_penalty id incomplete_details
+    instructions max_output_tokens max_tool_calls metadata model object output parallel_tool_calls
+    presence_penalty previous_response_id prompt_cache_key reasoning safety_identifier service_tier
+    status store temperature text tool_choice tools top_logprobs top_p truncation usage user"""
+"""What its `ResponseResource` requires (2026-04-24)."""
+
+
+async def test_a_response_has_all_that_open_responses_requires(port: Port) -> None:
+    text = {
+        "verbosity": "low",
+        "format": {"type": "json_schema", "name": "a", "schema": {"const": 1}, "strict": True},
+    }
+    more = {"presence_penalty": 1, "max_tool_calls": 2}
+    stream = await create(port, stream=True, text=text, extra_body=more)
+    events = [one async for one in stream]
+    for event in (events[0], events[-1]):
+        got = event.response.model_dump()
+        assert got.keys() >= set(OPEN_RESPONSES.split())
+        assert got["text"]["verbosity"] == "low"
+        form = got["text"]["format"]
+        assert form["name"] == "a"
+        assert form["description"] is None
+        assert (got["presence_penalty"], got["frequency_penalty"]) == (1, 0)
+        assert got["max_tool_calls"] == 2
+
+
 async def test_requests_are_counted_by_method(tmp_path: Path) -> None:
     metrics = RouterMetrics(RouterLoad)
     async with open_port(tmp_path, says("a"), events=metrics) as port:

@@ -38,6 +38,7 @@ class Format(ApiObject):
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
+    description: str | None = None
     schema_: Annotated[JsonText, Field(alias="schema")] = None
     strict: bool | None = None
 

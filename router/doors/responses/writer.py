@@ -53,6 +53,7 @@ class ResponseWriter:
             "id": new_id("resp"),
             "object": "response",
             "created_at": call.arrived_ns // 1_000_000_000,
+            "completed_at": None,
             "status": "in_progress",
             "background": False,
             "error": None,
@@ -207,13 +208,19 @@ def _usage(usage: api.Usage) -> JSON:
 
 
 def _echoed(request: ResponseRequest) -> JSON:
-    """The fields of the request that its response repeats."""
+    """The fields of the request that its response repeats. All that OpenAI's and Open Responses'
+    schemas have are there: readers of the latter refuse a response without one of them."""
     choice, form = request.tool_choice, request.format
     format_: JSON = {"type": form.type}
     if form.type == "json_schema":
-        schema = _told(form.schema_)
-        format_ |= {"name": form.name, "schema": schema, "strict": bool(form.strict)}
+        format_ |= {"name": form.name, "description": form.description}
+        format_ |= {"schema": _told(form.schema_), "strict": bool(form.strict)}
+    verbosity = request.text and request.text.verbosity
     return {
+        **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key")),
+        "presence_penalty": request.presence_penalty or 0,
+        "frequency_penalty": request.frequency_penalty or 0,
+        "max_tool_calls": request.max_tool_calls,
         "instructions": request.instructions,
         "previous_response_id": request.previous_response_id,
         "metadata": request.metadata or {},
@@ -221,7 +228,7 @@ def _echoed(request: ResponseRequest) -> JSON:
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "reasoning": {"effort": request.reasoning and request.reasoning.effort, "summary": None},
         "service_tier": served_tier(request.service_tier),
-        "text": {"format": format_},
+        "text": {"format": format_, **({"verbosity": verbosity} if verbosity else {})},
         "tool_choice": choice if isinstance(choice, str) else _chosen(request),
         "tools": [
             {
