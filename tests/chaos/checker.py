@@ -41,7 +41,7 @@ DRAWN_NOISE: Final = 2e-4
 BEFORE_FIRST_TOKEN: Final[Mapping[str, frozenset[str]]] = {
     "UNAVAILABLE": frozenset({"NO_WORKERS", "WORKER_LOST", "KV_TRANSFER_FAILED", "MODEL_LOADING"}),
     "RESOURCE_EXHAUSTED": frozenset({"QUEUE_FULL", "QUEUE_TIMEOUT", "DEADLINE_UNREACHABLE"}),
-    "DEADLINE_EXCEEDED": frozenset({"DEADLINE_EXCEEDED"}),
+    "DEADLINE_EXCEEDED": frozenset({"DEADLINE_EXCEEDED", "DEADLINE_UNREACHABLE"}),
     "INTERNAL": frozenset({"POISON_REQUEST"}),
     "INVALID_ARGUMENT": frozenset({"STRUCTURE_TOO_COMPLEX"}),
 }
@@ -50,7 +50,8 @@ AFTER_FIRST_TOKEN: Final[Mapping[str, frozenset[str]]] = {
     "DEADLINE_EXCEEDED": frozenset({"DEADLINE_EXCEEDED"}),
 }
 OF_DEADLINES: Final = frozenset({"DEADLINE_EXCEEDED", "DEADLINE_UNREACHABLE"})
-"""gRPC lets a caller whose deadline is met read nothing more of what was sent to it."""
+"""gRPC lets a caller whose deadline is met read nothing more of what was sent to it. Where the
+router's refusal comes at that moment, the code is the caller's own and the reason the router's."""
 UNREACHABLE: Final = "UNREACHABLE"
 """The router itself was gone: the connection broke and no status was sent."""
 

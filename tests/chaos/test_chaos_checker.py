@@ -179,6 +179,8 @@ def test_only_a_short_deadline_may_pass_without_an_excuse() -> None:
     passed = [*GOOD[:3], status("DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED")]
     assert rules(history(passed, replace(ASK, timeout_s=1.0))) == set()
     assert rules(history(passed, replace(ASK, timeout_s=USUAL_TIMEOUT_S))) == {"promise"}
+    refused = [status("DEADLINE_EXCEEDED", "DEADLINE_UNREACHABLE")]
+    assert rules(history(refused, replace(ASK, timeout_s=1.0))) == set()
 
 
 @pytest.mark.parametrize(("tokens_sent", "found"), [(3, set()), (9, set()), (2, {"status"})])
