@@ -367,6 +367,11 @@ def power_of_2(least: int) -> int:
     return 1 << (least - 1).bit_length()
 
 
+def pieces_of(size: int, each: int) -> int:
+    """How many pieces of at most `each` make up `size`. As `power_of_2`, not Triton's own."""
+    return -(-size // each)
+
+
 def launch(kernel: Kernel, grid: tuple[int, ...], *arguments: object, **options: int) -> None:
     """Launches a Triton kernel on the current stream; `options` are the compiler's."""
     kernel[grid](*arguments, **options)

@@ -27,7 +27,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.cuda.early import early
-from engine.cuda.kernels import launch
+from engine.cuda.kernels import launch, pieces_of, power_of_2
 
 TILE: Final = 16
 """Ranks are padded to it, and so are few tokens: the least that a tensor core multiplies."""
@@ -85,8 +85,8 @@ class Pairs(NamedTuple):
     @property
     def columns(self) -> int:
         """Ranks that a program takes at once."""
-        most: int = triton.next_power_of_2(self.b.shape[2])
-        parts: int = triton.next_power_of_2(self.parts)
+        most: int = power_of_2(self.b.shape[2])
+        parts: int = power_of_2(self.parts)
         return min(most, _MOST_COLUMNS // parts)
 
 
@@ -296,10 +296,10 @@ def shrink(x: Tensor, pairs: Pairs, own: Tiles, values: Tensor) -> Low:
     """The first step, of [T, K], in memory of `Low`."""
     inputs, number = pairs.a.shape[2], len(own.tiles)
     columns, most = pairs.columns, pairs.b.shape[2]
-    wide = triton.next_power_of_2(pairs.parts) * columns
-    blocks = triton.cdiv(most, columns)
+    wide = power_of_2(pairs.parts) * columns
+    blocks = pieces_of(most, columns)
     splits, block = splits_of(number), _block_of(own.size, wide, x.element_size())
-    split_inputs = triton.cdiv(triton.cdiv(inputs, block), splits) * block
+    split_inputs = pieces_of(pieces_of(inputs, block), splits) * block
     low = Low(values, splits, len(own.order) * pairs.parts * most)
     launch(
         _shrink,
@@ -370,7 +370,7 @@ def expand_gated(both: Tensor, pairs: Pairs, own: Tiles, low: Low) -> Tensor:
     out = both.new_empty(len(both), size)
     launch(
         _expand_gated,
-        (triton.cdiv(size, BLOCK_N), len(own.tiles)),
+        (pieces_of(size, BLOCK_N), len(own.tiles)),
         low.values,
         pairs.b,
         both,

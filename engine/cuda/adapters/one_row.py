@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.cuda.adapters.kernels import Pairs, Tiles
 from engine.cuda.early import early
-from engine.cuda.kernels import launch
+from engine.cuda.kernels import launch, power_of_2
 from engine.cuda.products.single_row import block_of, part_of
 
 _AHEAD: Final = 4096
@@ -194,7 +194,7 @@ def _launched(
     launch(_shrink_row, (width,), *first, num_warps=4)
     given = out if bias is None else bias
     of_pairs = pairs.b, pairs.scales, pairs.ends
-    columns = triton.next_power_of_2(most)
+    columns = power_of_2(most)
     shape = inputs, pairs.parts, most, columns, *cut, bias is not None, soon
     second = (x, weight, given, out, low, *of_pairs, *adapter, outputs, *shape)
     launch(kernel, (outputs,), *second, num_warps=4, launch_pdl=soon)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from engine.cuda.experts.cutting import Tiles, expert_of, whose, with_bias
 from engine.cuda.experts.routing import Order, form_of, gated, numbers
-from engine.cuda.kernels import launch
+from engine.cuda.kernels import launch, pieces_of, power_of_2
 from engine.model.experts.config import Gate
 from engine.model.experts.stacked import Stacked
 from engine.model.precision.base import Kind
@@ -40,7 +40,7 @@ _MANY_ROWS: Final = 32
 
 def tiles_of(rows: float) -> Tiles:
     """How it is cut for so many rows of an expert. By counts of instructions, not measured."""
-    at_once = min(64, max(8, triton.next_power_of_2(int(1.5 * rows))))
+    at_once = min(64, max(8, power_of_2(int(1.5 * rows))))
     return Tiles(64, 64, at_once, 4, 4) if at_once >= _MANY_ROWS else Tiles(32, 64, at_once, 2, 5)
 
 
@@ -272,7 +272,7 @@ def product(
     points, unused = weights.zero_points, order.starts
     launch(
         _product,
-        (min(len(out), weights.shape[0]), triton.cdiv(out.shape[1], cut.outputs)),
+        (min(len(out), weights.shape[0]), pieces_of(out.shape[1], cut.outputs)),
         weights.values,
         weights.scales,
         unused if points is None else points,

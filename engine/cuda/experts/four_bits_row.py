@@ -30,7 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from engine.cuda.early import early
 from engine.cuda.experts.cutting import Tiles, with_bias
 from engine.cuda.experts.routing import form_of, gated, numbers
-from engine.cuda.kernels import launch
+from engine.cuda.kernels import launch, pieces_of, power_of_2
 from engine.model.experts.config import Gate
 from engine.model.experts.stacked import Stacked
 from engine.model.precision.base import Kind
@@ -58,7 +58,7 @@ def takes(weights: Stacked) -> bool:
 def tiles_of(weights: Stacked) -> Tiles:
     """By shapes alone. Measured with gpt-oss-20b on an H200 (`bench/history/experts.md`). A
     program is a warp, and many fit a processor. So while some wait for weights, others multiply."""
-    units = min(_BYTES * 2, triton.next_power_of_2(weights.inputs)) // UNIT
+    units = min(_BYTES * 2, power_of_2(weights.inputs)) // UNIT
     return Tiles(8, units * UNIT // 2, 1, 1, 1)
 
 
@@ -336,7 +336,7 @@ def product(
     points = weights.zero_points
     launch(
         _four_bits_row,
-        (len(out), triton.cdiv(out.shape[1], cut.outputs)),
+        (len(out), pieces_of(out.shape[1], cut.outputs)),
         weights.values.view(torch.int32),
         weights.scales,
         out if points is None else points,

@@ -36,7 +36,7 @@ from engine.cuda.early import early
 from engine.cuda.experts.beside import Alike
 from engine.cuda.experts.cutting import Tiles, with_bias
 from engine.cuda.experts.routing import form_of, gated, numbers
-from engine.cuda.kernels import launch
+from engine.cuda.kernels import launch, pieces_of, power_of_2
 from engine.cuda.products.own_rounding import (
     KINDS,
     asked,
@@ -62,7 +62,7 @@ With 2,048 inputs, and merges of narrow heads cut, a step of Qwen3-30B-A3B took 
 
 def tiles_of(weights: Stacked) -> Tiles:
     """By shapes alone. Where inputs of 16 bits take several turns, fewer outputs have room."""
-    size, inputs = weights.values.element_size(), triton.next_power_of_2(weights.inputs)
+    size, inputs = weights.values.element_size(), power_of_2(weights.inputs)
     if size == 1 and inputs > _MOST_ROUNDED:
         return Tiles(_BYTES // _ROUNDED, _ROUNDED, 1)
     inputs = min(_MOST_INPUTS, inputs)
@@ -170,7 +170,7 @@ def product(
     given, group = rounding_of(weights.input, out)
     launch(
         _one_row,
-        (len(out), triton.cdiv(out.shape[1], cut.outputs)),
+        (len(out), pieces_of(out.shape[1], cut.outputs)),
         weights.values,
         out if weights.scales is None else weights.scales,
         out if weights.bias is None else weights.bias,

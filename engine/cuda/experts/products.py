@@ -32,7 +32,7 @@ from engine.cuda.experts import four_bits, four_bits_row, one_row
 from engine.cuda.experts.beside import Alike
 from engine.cuda.experts.cutting import Tiles, expert_of, whose, with_bias
 from engine.cuda.experts.routing import Order, form_of, gated, numbers
-from engine.cuda.kernels import launch
+from engine.cuda.kernels import launch, pieces_of, power_of_2
 from engine.model.experts.config import Gate
 from engine.model.experts.stacked import Stacked
 from engine.model.precision.base import Kind
@@ -59,8 +59,8 @@ def tiles_of(weights: Stacked, tokens: int, pairs: int) -> Tiles:
         return four_bits.tiles_of(each)
     if tokens == 1:
         return one_row.tiles_of(weights)
-    rows = min(64, max(16, triton.next_power_of_2(int(1.5 * each))))
-    few = min(pairs, experts) * triton.cdiv(outputs, 64) < 2 * PROCESSORS
+    rows = min(64, max(16, power_of_2(int(1.5 * each))))
+    few = min(pairs, experts) * pieces_of(outputs, 64) < 2 * PROCESSORS
     return Tiles(64, 128, rows, stages=5 if few and tokens <= 16 else 3)
 
 
@@ -173,7 +173,7 @@ def product(
     rows, x_scales = x[:2] if isinstance(x, Rounded) else (x, x)
     width = outputs // 2 if gate else outputs
     out = rows.new_empty(pairs + (shared is not None), width, dtype=weights.dtype)
-    cut = tiles or tiles_of(weights, tokens, triton.cdiv(pairs, order.ranks))
+    cut = tiles or tiles_of(weights, tokens, pieces_of(pairs, order.ranks))
     if cut.rows == 1:
         is_small = weights.kind in _FOUR_BITS
         own = four_bits_row.product if is_small else partial(one_row.product, shared=shared)
@@ -185,7 +185,7 @@ def product(
     unused = order.starts
     launch(
         _product,
-        (min(pairs, experts), triton.cdiv(width, cut.outputs)),
+        (min(pairs, experts), pieces_of(width, cut.outputs)),
         weights.values,
         _or(weights.scales, unused),
         _or(weights.bias, unused),

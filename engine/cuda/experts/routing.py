@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.cuda.early import early
-from engine.cuda.kernels import launch
+from engine.cuda.kernels import launch, pieces_of, power_of_2
 from engine.model.experts.config import EACH, Gate, Held, Routing, Scores
 from engine.model.experts.routing import LEAST_SUM, Chosen, held
 from engine.model.experts.routing import route as route_by_torch
@@ -122,8 +122,8 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None, which: Held = E
         bias is not None,
         which != EACH,
         early(),
-        triton.next_power_of_2(routing.experts),
-        triton.next_power_of_2(routing.chosen),
+        power_of_2(routing.experts),
+        power_of_2(routing.chosen),
         num_warps=1,
         launch_pdl=early(),
     )
@@ -180,7 +180,7 @@ def sort(experts: Tensor, count: int, ranks: int = 1, total: Tensor | None = Non
     pairs = torch.empty(experts.numel(), dtype=torch.int32, device=experts.device)
     places = torch.empty_like(pairs)
     starts = torch.empty(count + 1, dtype=torch.int32, device=experts.device)
-    block = min(_PAIRS_AT_ONCE, triton.next_power_of_2(len(pairs)))
+    block = min(_PAIRS_AT_ONCE, power_of_2(len(pairs)))
     counts, into = total is not None, starts if total is None else total
     launch(_sort, (count + 1,), experts, pairs, places, starts, into, len(pairs), counts, block)
     return Order(pairs, places, starts, experts, ranks)
@@ -230,7 +230,7 @@ def activate(gate_up: Tensor, gate: Gate, order: Order | None = None) -> Tensor:
     """[R, 2 I], gate then up -> [R, I]. `order`: that of the rows; None: all are the rank's own."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
-    grid = (rows, triton.cdiv(width, _COLUMNS))
+    grid = (rows, pieces_of(width, _COLUMNS))
     parts = order is not None and order.ranks > 1
     own = gate_up if order is None else order.starts[-1:]
     *given, form = numbers(gate)

@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.cuda.early import early
 from engine.cuda.experts.routing import Order
-from engine.cuda.kernels import launch
+from engine.cuda.kernels import launch, pieces_of, power_of_2
 from engine.cuda.products.rounding import PLAIN, room, store_rounded, warps_of
 from engine.model.precision.rounding import Rounded, Rounding
 
@@ -109,9 +109,9 @@ def add_up(given: Parts) -> Tensor:
     parts, order, weights, _ = given
     (tokens, chosen), size = weights.shape, parts.shape[1]
     out = parts.new_empty(tokens, size)
-    grid = (tokens, triton.cdiv(size, _COLUMNS))
+    grid = (tokens, pieces_of(size, _COLUMNS))
     *shared, has_shared, has_gate = given.beside
-    blocks = triton.next_power_of_2(size), _COLUMNS
+    blocks = power_of_2(size), _COLUMNS
     known = has_shared, has_gate, chosen, *blocks
     launch(_add_up, grid, parts, order.places, weights, *shared, out, size, *known)
     return out
@@ -156,7 +156,7 @@ def add_up_norm(
 ) -> Tensor | Rounded:
     """Adds the sum to `residual` [T, H] in place; returns the norm of that, rounded or not."""
     (tokens, chosen), size = x.weights.shape, residual.shape[1]
-    block = triton.next_power_of_2(size)
+    block = power_of_2(size)
     keeps = how is not None and how.keeps
     plain = values = residual.new_empty(tokens, size) if how is None or keeps else residual
     out: Tensor | Rounded = plain

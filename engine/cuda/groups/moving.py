@@ -10,12 +10,11 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from engine.cuda.experts.summing import Parts
 from engine.cuda.groups import kernels
-from engine.cuda.kernels import launch
+from engine.cuda.kernels import launch, power_of_2
 from engine.cuda.ranks.shared import Phases, Shared
 from engine.model.experts.routing import Chosen
 
@@ -60,7 +59,7 @@ def gather(
         behind the last, and the weight 0.
     """
     (tokens, size), places = x.shape, chosen.weights.shape[1]
-    every, block = rows.each * shared.ranks, triton.next_power_of_2(size)
+    every, block = rows.each * shared.ranks, power_of_2(size)
     out = x.new_empty(every, size)
     weights = chosen.weights.new_empty(every, places)
     experts = torch.empty(every, places, dtype=torch.int32, device=x.device)
@@ -90,7 +89,7 @@ def gather(
         shared.ranks,
         *phases,
         block,
-        triton.next_power_of_2(places),
+        power_of_2(places),
         num_warps=_warps(block),
     )
     return out, Chosen(weights, experts)
@@ -109,7 +108,7 @@ def scatter(shared: Shared, parts: Parts, tokens: int, rows: int, phases: Phases
     Returns:
         [T, H]
     """
-    size, block = parts.parts.shape[1], triton.next_power_of_2(parts.parts.shape[1])
+    size, block = parts.parts.shape[1], power_of_2(parts.parts.shape[1])
     out = parts.parts.new_empty(tokens, size)
     *beside, has_shared, has_gate = parts.beside
     launch(

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.attention.paged import PagedAttention, PagedStep
-from engine.cuda.kernels import launch
+from engine.cuda.kernels import launch, pieces_of
 from engine.hooks.steps import StepHooks
 from engine.step.hooks import DecodeRows, HookSite
 
@@ -75,7 +75,7 @@ def head_tables(wanted: Tensor, rows: DecodeRows, beyond: Tensor) -> Tensor:
     out = torch.empty(count * heads, width, dtype=torch.int32, device=wanted.device)
     launch(
         _head_tables,
-        (count, heads, triton.cdiv(width, _BLOCK)),
+        (count, heads, pieces_of(width, _BLOCK)),
         wanted,
         rows.table,
         rows.contexts,

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda.kernels import launch
+from engine.cuda.kernels import launch, power_of_2
 from engine.cuda.kv.fp8_store import power_of_two
 from engine.pool.kv_pool import KvPool
 
@@ -165,7 +165,7 @@ class Gatherer:
             rows,
             page_table.shape[1],
             self._pool.page_size,
-            triton.next_power_of_2(self._rows),
+            power_of_2(self._rows),
             _LIST_BLOCK,
         )
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda.kernels import launch
+from engine.cuda.kernels import launch, pieces_of
 from engine.cuda.kv.rope_store import HEADS_AT_ONCE, HeadNorms, RopeTable, rotated
 from engine.pool.fp8_rounding import EXPONENTS
 from engine.pool.kv_pool import KvPool
@@ -141,7 +141,7 @@ def rope_store_fp8(
     kv_heads, dim = pool.num_kv_heads, pool.head_dim
     heads = qkv.shape[1] // dim - 2 * kv_heads
     q_weight, k_weight, eps, norms_v = norms or HeadNorms(rope.angles, rope.angles, 0.0)
-    grid = (len(qkv), triton.cdiv(heads + 2 * kv_heads, HEADS_AT_ONCE))
+    grid = (len(qkv), pieces_of(heads + 2 * kv_heads, HEADS_AT_ONCE))
     launch(
         _rope_store_fp8,
         grid,

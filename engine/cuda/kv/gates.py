@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.cuda.early import early
-from engine.cuda.kernels import launch
+from engine.cuda.kernels import launch, pieces_of
 
 _BLOCK: Final = 1024
 """Numbers of a program. Not tuned."""
@@ -53,7 +53,7 @@ def ungated(made: Tensor, heads: int, dim: int) -> Tensor:
     """[T, (2 Hq + 2 Hkv) D], contiguous -> [T, (Hq + 2 Hkv) D], without the gates of Hq heads."""
     size = made.shape[1] - heads * dim
     out = made.new_empty(len(made), size)
-    grid = len(made), triton.cdiv(size, _BLOCK)
+    grid = len(made), pieces_of(size, _BLOCK)
     arguments = made, out, size, heads * dim, dim, early(), _BLOCK
     launch(_ungate, grid, *arguments, launch_pdl=early())
     return out
@@ -62,7 +62,7 @@ def ungated(made: Tensor, heads: int, dim: int) -> Tensor:
 def opened(read: Tensor, made: Tensor, dim: int) -> Tensor:
     """What attention gives, [T, Hq * D], contiguous, by the sigmoid of the gates in `made`."""
     out, size = read.new_empty(read.shape), read.shape[1]
-    grid = len(read), triton.cdiv(size, _BLOCK)
+    grid = len(read), pieces_of(size, _BLOCK)
     arguments = read, made, out, size, made.stride(0), dim, early(), _BLOCK
     launch(_open, grid, *arguments, launch_pdl=early())
     return out

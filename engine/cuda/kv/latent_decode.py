@@ -33,7 +33,7 @@ from engine.cuda.decode_attention import (
     weighed,
 )
 from engine.cuda.early import early
-from engine.cuda.kernels import launch
+from engine.cuda.kernels import launch, power_of_2
 from engine.pool.kv_pool import KvPool
 from engine.step.attention import AttentionSpec
 
@@ -141,9 +141,9 @@ def decode_latents(
         page_table.shape[1],
         *rows.sizes,
         rank,
-        triton.next_power_of_2(rank),
+        power_of_2(rank),
         dim - rank,
-        max(MIN_QUERIES, triton.next_power_of_2(dim - rank)),
+        max(MIN_QUERIES, power_of_2(dim - rank)),
         pool.page_size,
         early(),
         tiles.block,

@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from engine.attention.latents import MOST_QUERIES
 from engine.cuda.decode_attention import LOG2_E, MIN_QUERIES
 from engine.cuda.early import early
-from engine.cuda.kernels import launch
+from engine.cuda.kernels import launch, pieces_of, power_of_2
 from engine.pool.kv_pool import KvPool
 from engine.step.attention import AttentionSpec
 
@@ -115,7 +115,7 @@ def prompt_latents(
     out = q.new_empty(tokens, heads, rank)
     launch(
         _attend_latent_prompt,
-        (len(contexts), triton.cdiv(max_query * heads, MOST_QUERIES)),
+        (len(contexts), pieces_of(max_query * heads, MOST_QUERIES)),
         q,
         pool.elements,
         query_starts,
@@ -129,9 +129,9 @@ def prompt_latents(
         heads,
         MOST_QUERIES,
         rank,
-        triton.next_power_of_2(rank),
+        power_of_2(rank),
         dim - rank,
-        max(MIN_QUERIES, triton.next_power_of_2(dim - rank)),
+        max(MIN_QUERIES, power_of_2(dim - rank)),
         pool.page_size,
         early(),
         BLOCK,

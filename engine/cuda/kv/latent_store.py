@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.cuda.early import early
-from engine.cuda.kernels import launch
+from engine.cuda.kernels import launch, pieces_of, power_of_2
 from engine.cuda.kv.rope_store import HEADS_AT_ONCE, RopeTable
 from engine.model.linear import RmsNorm
 from engine.pool.kv_pool import KvPool
@@ -103,7 +103,7 @@ def latent_store(
     rank = kept.shape[1] - 2 * half
     launch(
         _latent_store,
-        (len(kept), 1 + triton.cdiv(heads, HEADS_AT_ONCE)),
+        (len(kept), 1 + pieces_of(heads, HEADS_AT_ONCE)),
         kept,
         kept if q is None else q,
         norm.weight,
@@ -115,9 +115,9 @@ def latent_store(
         pool.page_stride,
         layer * pool.layer_stride,
         rank,
-        triton.next_power_of_2(rank),
+        power_of_2(rank),
         half,
-        triton.next_power_of_2(half),
+        power_of_2(half),
         rope.neighbours,
         heads,
         0 if q is None else q.shape[1] // heads,

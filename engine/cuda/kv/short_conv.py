@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.attention.paged import PagedStep
 from engine.cuda.early import early
-from engine.cuda.kernels import launch
+from engine.cuda.kernels import launch, pieces_of, power_of_2
 from engine.pool.kv_pool import KvPool
 from engine.step.attention import Taps
 
@@ -114,10 +114,10 @@ def short_conv(
     out = gates.new_empty(tokens, channels)
     starts = step.query_starts
     prompts = 0 if starts is None else len(starts) - 1
-    block = min(_CHANNELS, triton.next_power_of_2(channels))
+    block = min(_CHANNELS, power_of_2(channels))
     launch(
         _short_conv,
-        (tokens, triton.cdiv(channels, block)),
+        (tokens, pieces_of(channels, block)),
         gates,
         pool.elements,
         out,
@@ -140,7 +140,7 @@ def short_conv(
         pool.page_size,
         taps.bias is not None,
         starts is not None,
-        triton.next_power_of_2(max(prompts, 1)),
+        power_of_2(max(prompts, 1)),
         early(),
         block,
         launch_pdl=early(),

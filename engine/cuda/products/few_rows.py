@@ -28,7 +28,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from engine.cuda.kernels import launch
+from engine.cuda.kernels import launch, pieces_of, power_of_2
 
 LEAST_COLUMNS: Final = 16
 """Rows of the smallest product, to which fewer are padded."""
@@ -184,9 +184,9 @@ def few_rows(
         [T, N]
     """
     (outputs, inputs), rows = values.shape, len(x)
-    padded = max(LEAST_COLUMNS, triton.next_power_of_2(rows))
+    padded = max(LEAST_COLUMNS, power_of_2(rows))
     out = torch.empty(rows, outputs, dtype=out_dtype, device=x.device)
-    count = triton.cdiv(outputs, tiles.outputs)
+    count = pieces_of(outputs, tiles.outputs)
     part_shape = (count if tiles.parts > 1 else 0, tiles.parts, tiles.outputs, padded)
     partial = torch.empty(part_shape, dtype=torch.float32, device=x.device)
     scaled = scales is not None and x_scales is not None

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda.kernels import launch
+from engine.cuda.kernels import launch, power_of_2
 
 
 @triton.jit
@@ -74,6 +74,6 @@ def join(
     size = x.shape[1]
     given = (residual if each is None else each for each in (after, before, scalar))
     kinds = (after is not None, factor != 1.0, scalar is not None, before is not None, centred)
-    block = triton.next_power_of_2(size)
+    block = power_of_2(size)
     launch(_join, (len(x),), residual, x, *given, x, eps, factor, size, *kinds, block)
     return residual if before is None else x

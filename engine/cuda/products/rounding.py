@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.cuda.early import early
-from engine.cuda.kernels import launch, silu_mul
+from engine.cuda.kernels import launch, pieces_of, power_of_2, silu_mul
 from engine.model.precision.rounding import E4M3, Rounded, Rounding
 
 _ACTIVATION_BLOCK: Final = 1024
@@ -202,7 +202,7 @@ def silu_mul_rounded(gate_up: Tensor, how: Rounding) -> Rounded:
     size = gate_up.shape[1] // 2
     out, stride, group = room(gate_up, size, how)
     block = _block(size, group)
-    grid = (len(gate_up), triton.cdiv(size, block))
+    grid = (len(gate_up), pieces_of(size, block))
     given = out.scales if how.scale is None else how.scale
     arguments = (gate_up, *out[:2], given, size, stride, early(), group, block)
     launch(_silu_mul, grid, *arguments, num_warps=warps_of(block), launch_pdl=early())
@@ -213,11 +213,11 @@ def rounded(x: Tensor, how: Rounding) -> Rounded:
     """[T, K], contiguous, rounded; for what no kernel of ours has made, such as attention."""
     size = x.shape[1]
     out, stride, group = room(x, size, how)
-    block, whole = _block(size, group), triton.next_power_of_2(size)
+    block, whole = _block(size, group), power_of_2(size)
     seen = block
     if group == _ROWS:
         block, seen = _part(whole, len(x)), whole
-    grid = (len(x), triton.cdiv(size, block))
+    grid = (len(x), pieces_of(size, block))
     given = out.scales if how.scale is None else how.scale
     arguments = (x, *out[:2], given, size, stride, early(), group, whole, block)
     launch(_round, grid, *arguments, num_warps=warps_of(seen), launch_pdl=early())
@@ -229,7 +229,7 @@ def _normed(
 ) -> Rounded:
     size = x.shape[1]
     out, stride, group = room(x, size, how)
-    block = triton.next_power_of_2(size)
+    block = power_of_2(size)
     given = out.scales if how.scale is None else how.scale
     plain = torch.empty_like(x) if how.keeps else x
     arguments = (residual, x, weight, *out[:2], plain, given, eps, size, stride)
@@ -254,7 +254,7 @@ def room(x: Tensor, size: int, how: Rounding) -> tuple[Rounded, int, int]:
 
 def _block(size: int, group: int) -> int:
     """Values of a program, where a row need not be one's."""
-    whole: int = triton.next_power_of_2(size)
+    whole: int = power_of_2(size)
     return whole if group == _ROWS else min(whole, _ACTIVATION_BLOCK)
 
 

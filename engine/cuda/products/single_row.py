@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.cuda.early import early
-from engine.cuda.kernels import launch
+from engine.cuda.kernels import launch, power_of_2
 
 _BLOCKS = (2048, 1024, 512)
 """Inputs that are loaded at once. The largest that divides a row is used."""
@@ -111,5 +111,5 @@ def gated(x: Tensor, weight: Tensor) -> Tensor | None:
 
 def block_of(inputs: int) -> int:
     """Inputs that are loaded at once."""
-    whole = min(_WHOLE, triton.next_power_of_2(inputs))
+    whole = min(_WHOLE, power_of_2(inputs))
     return next((block for block in _BLOCKS if inputs % block == 0), whole)

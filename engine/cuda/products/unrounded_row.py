@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.cuda.early import early
-from engine.cuda.kernels import launch
+from engine.cuda.kernels import launch, pieces_of, power_of_2
 from engine.cuda.products.own_rounding import (
     BLOCK,
     KINDS,
@@ -80,8 +80,8 @@ def cut_of(values: Tensor, rows: int) -> Cut | None:
     outputs, inputs = values.shape
     if rows != 1 or inputs > _MOST_INPUTS:
         return None
-    at_once = triton.next_power_of_2(inputs)
-    each = triton.next_power_of_2(triton.cdiv(outputs, _PROGRAMS))
+    at_once = power_of_2(inputs)
+    each = power_of_2(pieces_of(outputs, _PROGRAMS))
     return Cut(each, at_once) if each <= min(BLOCK.value, _BYTES // at_once) else None
 
 
@@ -114,7 +114,7 @@ def product(
     kind = KINDS[Kind.FP8_CHANNELS if scales.dim() == 1 else Kind.FP8_BLOCKS]
     launch(
         _unrounded_dot,
-        (triton.cdiv(outputs, cut.outputs),),
+        (pieces_of(outputs, cut.outputs),),
         x,
         given,
         values,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda.kernels import best_of_blocks, launch
+from engine.cuda.kernels import best_of_blocks, launch, power_of_2
 from engine.model.best import BEST_NUMBERS
 
 
@@ -68,7 +68,7 @@ def best_of_part(logits: Tensor, first_id: int) -> Tensor:
     blocks = best_of_blocks(logits)
     rows, num_blocks = blocks.best.shape
     bests = torch.empty(rows, BEST_NUMBERS, dtype=torch.float32, device=logits.device)
-    count = triton.next_power_of_2(num_blocks)
+    count = power_of_2(num_blocks)
     launch(_best_of_part, (rows,), *blocks, bests, first_id, num_blocks, count)
     return bests
 
@@ -80,7 +80,7 @@ def best_of_ranks(
     ranks. Without slots the tokens go nowhere else."""
     ranks, rows, _ = bests.shape
     drawn = torch.empty(2, rows, dtype=torch.int32, device=bests.device)
-    block = triton.next_power_of_2(ranks)
+    block = power_of_2(ranks)
     keeps = slots is not None and token_table is not None
     to = (slots, token_table) if keeps else (drawn, drawn)
     launch(_choose, (rows,), bests, *to, drawn, rows, keeps, ranks, block)

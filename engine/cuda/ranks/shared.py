@@ -6,10 +6,9 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from engine.cuda.kernels import launch
+from engine.cuda.kernels import launch, power_of_2
 from engine.cuda.ranks import kernels
 
 TWO_SHOTS_BYTES: Final = 64 << 10
@@ -77,7 +76,7 @@ class Shared(NamedTuple):
         The wait of its last meeting may still be missing."""
         out = torch.empty(self.ranks, dtype=torch.int64, device=self.pads.device)
         place = len(self.calls) * self.ranks * SIGNAL_BYTES
-        block = triton.next_power_of_2(self.ranks)
+        block = power_of_2(self.ranks)
         launch(kernels.waits_of_ranks, (1,), self.pads, out, place, self.ranks, block, num_warps=1)
         return out
 
@@ -97,7 +96,7 @@ class Shared(NamedTuple):
         phases: Phases | None = None,
     ) -> Tensor:
         rows, size = x.shape
-        block = triton.next_power_of_2(size)
+        block = power_of_2(size)
         kernel = kernels.all_reduce_two_shots if shots == 2 else kernels.all_reduce_one_shot
         launch(
             kernel,

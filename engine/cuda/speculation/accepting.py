@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda.kernels import launch
+from engine.cuda.kernels import launch, power_of_2
 from engine.cuda.speculation.noise import mantissa_of
 from engine.speculation.tables import SlotTables
 
@@ -144,7 +144,7 @@ def accept(
         allowed is not None,
         synthetic is not None,
         width,
-        triton.next_power_of_2(width),
+        power_of_2(width),
         num_warps=1,
     )
     return out

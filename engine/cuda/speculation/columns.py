@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda.kernels import StepInputs, launch
+from engine.cuda.kernels import StepInputs, launch, power_of_2
 from engine.speculation.tables import SlotTables
 
 _TABLE_BLOCK = 128
@@ -134,7 +134,7 @@ def unpack_columns(
         into.page_table.shape[1],
         tables.most,
         width,
-        triton.next_power_of_2(width),
+        power_of_2(width),
         page_size,
         _TABLE_BLOCK,
     )

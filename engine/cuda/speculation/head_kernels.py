@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda.kernels import launch
+from engine.cuda.kernels import launch, pieces_of, power_of_2
 from engine.cuda.steps.inputs import StepColumns
 from engine.cuda.steps.packing import PackedStep
 from engine.speculation.tables import SlotTables
@@ -150,7 +150,7 @@ def begin_rows(
         into.table.shape[1],
         longest,
         width,
-        triton.next_power_of_2(width),
+        power_of_2(width),
         page_size,
         _TABLE_BLOCK,
         num_warps=1,
@@ -174,7 +174,7 @@ def follow(known: Tensor, newest: Tensor, behind: Tensor) -> None:
         newest: int32, by slot.
         behind: [L] int32, is filled in.
     """
-    grid = (triton.cdiv(len(known), _TOKENS),)
+    grid = (pieces_of(len(known), _TOKENS),)
     launch(_follow, grid, known, newest, behind, len(known), _TOKENS)
 
 
@@ -218,7 +218,7 @@ def enter(
     size = features.shape[1]
     out = features.new_empty(len(features), 2 * size)
     most = torch.finfo(features.dtype).max
-    block = triton.next_power_of_2(size)
+    block = power_of_2(size)
     launch(
         _enter, (len(features),), embedded, features, *gains, out, eps, most, size, normed, block
     )  # fmt: skip

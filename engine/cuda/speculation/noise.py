@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda.kernels import launch
+from engine.cuda.kernels import launch, pieces_of
 
 _BLOCK = 128
 """Numbers of a program: a batch has some hundred rows."""
@@ -38,6 +38,6 @@ def _uniform(seeds, choices, indices, out, count, block: tl.constexpr):
 def uniform(seeds: Tensor, choices: Tensor, indices: Tensor) -> Tensor:
     """As `engine.sampling.device_noise.uniform`."""
     out = torch.empty(len(seeds), dtype=torch.float64, device=seeds.device)
-    grid = (triton.cdiv(len(seeds), _BLOCK),)
+    grid = (pieces_of(len(seeds), _BLOCK),)
     launch(_uniform, grid, seeds, choices, indices, out, len(seeds), _BLOCK)
     return out

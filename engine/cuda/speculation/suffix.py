@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda.kernels import launch
+from engine.cuda.kernels import launch, power_of_2
 from engine.speculation.suffix import LONGEST, SHORTEST
 from engine.speculation.tables import SlotTables
 
@@ -78,7 +78,7 @@ def draft_suffix(slots: Tensor, tables: SlotTables, *, always: bool = False) -> 
         tables.ready,
         tables.history.shape[1],
         tables.most,
-        triton.next_power_of_2(tables.most),
+        power_of_2(tables.most),
         LONGEST,
         SHORTEST,
         always,

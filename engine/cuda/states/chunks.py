@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda.kernels import launch
+from engine.cuda.kernels import launch, pieces_of, power_of_2
 from engine.cuda.states.layout import States
 from engine.model.mixers.config import GRID
 
@@ -63,9 +63,9 @@ def chunks_of(states: States, tokens: int) -> Tensor:
     """
     starts, prompts = states.step.query_starts, states.prompts
     assert starts is not None, "the step has prompts"
-    most = triton.cdiv(tokens, GRID) + 2 * prompts
+    most = pieces_of(tokens, GRID) + 2 * prompts
     out = torch.empty(most, COLUMNS, dtype=torch.int32, device=starts.device)
-    padded = max(16, triton.next_power_of_2(prompts))
+    padded = max(16, power_of_2(prompts))
     arguments = starts, states.step.context_lens, out, states.step.num_decodes, prompts
     launch(_find_chunks, (most,), *arguments, GRID, COLUMNS, padded, num_warps=1)
     return out

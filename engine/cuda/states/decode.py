@@ -30,7 +30,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.cuda.early import early
-from engine.cuda.kernels import launch
+from engine.cuda.kernels import launch, power_of_2
 from engine.cuda.states.keeping import (
     convolved,
     keep_shared,
@@ -341,7 +341,7 @@ def decode_states(
     """
     step, table = states.step, states.step.page_table
     units, inputs = len(weights.taps), made.inputs
-    keys, values = (triton.next_power_of_2(dim) for dim in (shape.key_dim, shape.value_dim))
+    keys, values = (power_of_2(dim) for dim in (shape.key_dim, shape.value_dim))
     nothing, split = weights.rate, units * step.num_decodes <= FEW
     threads = SPLIT if split else THREADS if shape.is_delta else OF_MAMBA
     tile = min(values, threads.columns)
@@ -373,7 +373,7 @@ def decode_states(
         *shape,
         shape.channels,
         weights.bias is not None,
-        triton.next_power_of_2(shape.kernel),
+        power_of_2(shape.kernel),
         keys,
         values,
         tile,

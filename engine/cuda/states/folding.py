@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda.kernels import launch
+from engine.cuda.kernels import launch, pieces_of, power_of_2
 from engine.cuda.states.layout import LEAST_TILE, Kept, Made, Shape, States, Weights
 from engine.cuda.states.mixing import Mixed
 from engine.cuda.states.parts import source_of
@@ -222,9 +222,9 @@ def fold(
     step, table = states.step, states.step.page_table
     assert step.query_starts is not None, "the step has prompts"
     units, nothing = len(weights.taps), weights.rate
-    keys = max(LEAST_TILE, triton.next_power_of_2(shape.key_dim))
-    values = min(FOLDING.columns, max(LEAST_TILE, triton.next_power_of_2(shape.value_dim)))
-    grid = triton.cdiv(shape.value_dim, values), units * shape.heads, states.prompts
+    keys = max(LEAST_TILE, power_of_2(shape.key_dim))
+    values = min(FOLDING.columns, max(LEAST_TILE, power_of_2(shape.value_dim)))
+    grid = pieces_of(shape.value_dim, values), units * shape.heads, states.prompts
     programs = grid[0] * grid[1] * grid[2]
     launch(
         _fold,
@@ -253,8 +253,8 @@ def fold(
         GRID,
         keys,
         values,
-        triton.next_power_of_2(shape.channels),
-        triton.next_power_of_2(shape.kernel),
+        power_of_2(shape.channels),
+        power_of_2(shape.kernel),
         num_warps=FOLDING.warps,
         num_stages=1 if shape.is_delta and programs > MANY else FOLDING.stages,
     )

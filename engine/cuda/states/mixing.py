@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda.kernels import launch
+from engine.cuda.kernels import launch, pieces_of, power_of_2
 from engine.cuda.states.layout import Kept, Made, Shape, States, Weights
 from engine.cuda.states.parts import silu, softplus, source_of
 from engine.model.mixers.config import GRID
@@ -202,15 +202,15 @@ def mix(
         shape.channels,
         weights.bias is not None,
         GRID,
-        triton.next_power_of_2(max(shape.key_dim, shape.value_dim)),
-        triton.next_power_of_2(shape.kernel - 1),
+        power_of_2(max(shape.key_dim, shape.value_dim)),
+        power_of_2(shape.kernel - 1),
         num_warps=8,
     )
     heads = units * shape.heads
-    block = min(HEADS_AT_ONCE, triton.next_power_of_2(heads))
+    block = min(HEADS_AT_ONCE, power_of_2(heads))
     launch(
         _gate,
-        (triton.cdiv(heads, block), len(chunks)),
+        (pieces_of(heads, block), len(chunks)),
         made.gates,
         mixed.faded,
         mixed.second,

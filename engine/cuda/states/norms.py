@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda.kernels import launch
+from engine.cuda.kernels import launch, pieces_of, power_of_2
 from engine.cuda.states.layout import Made, Places, Shape
 from engine.cuda.states.parts import silu
 from engine.model.linear import RmsNorm
@@ -81,10 +81,10 @@ def norm_heads(
     """
     size = shape.value_dim
     heads = x.shape[1] // size
-    block = min(HEADS_AT_ONCE, triton.next_power_of_2(heads))
+    block = min(HEADS_AT_ONCE, power_of_2(heads))
     launch(
         _norm_heads,
-        (len(x) - decodes, triton.cdiv(heads, block)),
+        (len(x) - decodes, pieces_of(heads, block)),
         x,
         out,
         made.inputs,
@@ -96,7 +96,7 @@ def norm_heads(
         norm.eps,
         shape.heads,
         size,
-        triton.next_power_of_2(size),
+        power_of_2(size),
         block,
     )
 
@@ -137,7 +137,7 @@ def norm_groups(
     """
     out = inputs.new_empty(x.shape)
     size = x.shape[1] // groups
-    block = triton.next_power_of_2(size)
+    block = power_of_2(size)
     launch(
         _norm_groups,
         (len(x), groups),

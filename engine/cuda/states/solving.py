@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda.kernels import launch
+from engine.cuda.kernels import launch, power_of_2
 from engine.cuda.states.folding import Solved
 from engine.cuda.states.layout import LEAST_TILE, Shape
 from engine.cuda.states.mixing import Mixed
@@ -80,7 +80,7 @@ def solve(mixed: Mixed, shape: Shape, chunks: Tensor) -> Solved:
         mixed.inputs.new_empty(tokens, heads, shape.value_dim),
         mixed.inputs.new_empty(tokens, heads, shape.key_dim),
     )
-    keys, values = (triton.next_power_of_2(dim) for dim in (shape.key_dim, shape.value_dim))
+    keys, values = (power_of_2(dim) for dim in (shape.key_dim, shape.value_dim))
     launch(
         _solve,
         (heads, len(chunks)),
