@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from engine_kit import build, check_baseline
+from engine_kit import check_baseline, running
 from tiny_models import write_tiny_model
 
 from bench import engine as bench
@@ -18,8 +18,9 @@ CASE = bench.Case(prompts=6, prompt_tokens=20, output_tokens=9, vllm=50, floor=1
 
 def test_a_case_is_run_counted_and_shown(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setitem(bench.CASES, "tiny", CASE)
-    engine = build(write_tiny_model(tmp_path / "model", tokenizer=False), prefix_cache=False)
-    try:
+    with running(
+        write_tiny_model(tmp_path / "model", tokenizer=False), prefix_cache=False
+    ) as engine:
         outcome = bench.measure(engine, "tiny", repeats=2)
         for _ in range(2):  # the load is told at the end of a turn
             check_baseline(engine)
@@ -27,8 +28,6 @@ def test_a_case_is_run_counted_and_shown(tmp_path, monkeypatch, capsys) -> None:
         assert engine.load().tokens_sampled == warm_up + 2 * CASE.counted_tokens
         whole, decode = speculation.run(engine, CASE, 7)
         sampled = bench.measure(engine, "tiny", 1, SamplingParams(temperature=0.8, top_p=0.9))
-    finally:
-        engine.stop()
     assert len(outcome.rates) == 2
     assert outcome.steps >= 2
     assert 0 < outcome.step_p50_ms <= outcome.step_p99_ms

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_kit import build
+from engine_kit import running
 from tiny_families import EXPERTS
 from tiny_models import write_tiny_model
 
@@ -27,12 +27,9 @@ def test_bytes_are_those_of_the_published_shapes():
 
 def test_a_case_says_how_fast_experts_were_read(tmp_path, capsys):
     path = write_tiny_model(tmp_path, tokenizer=False, **EXPERTS["qwen3_moe"])
-    engine = build(path, prefix_cache=False)
-    try:
+    with running(path, prefix_cache=False) as engine:
         experts = bench.Experts(8, 2, 1e6)
         row = bench.row_of(engine, "tiny", Case(6, 20, 9, 50, 100, 80), experts, 1)
-    finally:
-        engine.stop()
     assert row["experts"] == pytest.approx(8 * (1 - 0.75**6))
     assert row["tb_per_s"] == pytest.approx(row["experts"] * 1e6 / row["p50_ms"] / 1e9)
     assert bench.line(row).split()[0] == "tiny"

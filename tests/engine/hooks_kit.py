@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from engine_kit import Run, build, finish, held, submit
+from engine_kit import Run, finish, held, running, submit
 from tiny_models import write_tiny_model
 
 from engine.engine import Engine
@@ -85,10 +85,9 @@ def fixture_of_path(tmp_path_factory):
 @pytest.fixture(name="want", scope="module")
 def fixture_of_want(path):
     """What the model says to either prompt without hooks."""
-    engine = build(path)
-    runs = [submit(engine, prompt, 12, ignore_eos=True) for prompt in (PROMPT, NEIGHBOUR)]
-    finish(*runs)
-    engine.stop()
+    with running(path) as engine:
+        runs = [submit(engine, prompt, 12, ignore_eos=True) for prompt in (PROMPT, NEIGHBOUR)]
+        finish(*runs)
     return [run.tokens for run in runs]
 
 

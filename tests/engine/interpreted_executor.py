@@ -19,7 +19,7 @@ import interpreted_ptx
 import numpy as np
 import torch
 from adapters_kit import EVERY, write_adapter
-from engine_kit import GREEDY, Run, build, check_baseline, finish, hand_off, submit
+from engine_kit import GREEDY, Run, build, check_baseline, finish, hand_off, running, submit
 from interpreted_kernels import convert_as_a_gpu_does
 from speculation_kit import Oracle, Switching, speculating
 from tiny_families import HYBRIDS
@@ -138,10 +138,8 @@ def same(got: list[Run], wanted: list[Run]) -> None:
 def check_plain(path: Path) -> None:
     """Steps of a shape, and steps without one."""
     wanted = wanted_of(path, GREEDY)
-    with patches():
-        engine = build(path, cuda_graphs=False, **OPTIONS)
+    with patches(), running(path, cuda_graphs=False, **OPTIONS) as engine:
         same(run(engine, GREEDY), wanted)
-        engine.stop()
 
 
 def check_drafts(path: Path) -> None:
@@ -181,14 +179,11 @@ def check_pools(path: Path) -> None:
         return [run.pooled.values for run in runs if run.pooled]
 
     options = OPTIONS | {"prefix_cache": False}
-    plain = build(path, **options)
-    wanted = pooled(plain)
-    plain.stop()
-    with patches():
-        engine = build(path, cuda_graphs=False, **options)
+    with running(path, **options) as plain:
+        wanted = pooled(plain)
+    with patches(), running(path, cuda_graphs=False, **options) as engine:
         for mine, other in zip(pooled(engine), wanted, strict=True):
             assert abs(mine - other).max() < 1e-4
-        engine.stop()
 
 
 def check_beams(path: Path) -> None:
@@ -205,14 +200,11 @@ def check_beams(path: Path) -> None:
         assert engine.load().beam_forks > 0
         return runs
 
-    plain = build(path, **OPTIONS)
-    wanted = searched(plain)
-    plain.stop()
+    with running(path, **OPTIONS) as plain:
+        wanted = searched(plain)
     for more in ({}, {"speculation": "suffix", "draft_tokens": 3}):
-        with patches():
-            engine = build(path, cuda_graphs=False, **OPTIONS, **more)
+        with patches(), running(path, cuda_graphs=False, **OPTIONS, **more) as engine:
             same(searched(engine), wanted)
-            engine.stop()
 
 
 def check_states(path: Path) -> None:
@@ -230,11 +222,9 @@ def check_states(path: Path) -> None:
         check_baseline(engine)
         return runs
 
-    plain = build(path, **options)
-    wanted = answered(plain)
-    plain.stop()
-    with patches():
-        engine = build(path, cuda_graphs=False, **options)
+    with running(path, **options) as plain:
+        wanted = answered(plain)
+    with patches(), running(path, cuda_graphs=False, **options) as engine:
         same(answered(engine), wanted)
         for layer in range(2):
             engine.pools[1].stamps(layer).add_(1)
@@ -242,8 +232,6 @@ def check_states(path: Path) -> None:
         finish(again, timeout_s=600)
         same([again], wanted[1:2])
         assert engine.load().preemptions == 1, "it was found, and computed again"
-        check_baseline(engine)
-        engine.stop()
 
 
 def rounding() -> ExitStack:
@@ -259,15 +247,12 @@ def check_rounded(folder: Path) -> None:
     """In FP8 norms leave rows as they are, too: gates and routers read those."""
     path = write_tiny_model(folder / "rounded", tokenizer=False, **HYBRIDS["qwen3_5_moe"])
     options = OPTIONS | {"max_step_tokens": 72, "quantization": "fp8"}
-    plain = build(path, **options)
-    wanted = submit(plain, PROMPTS[0], 3, ignore_eos=True)
-    finish(wanted)
-    plain.stop()
-    with patches(), rounding():
-        engine = build(path, cuda_graphs=False, **options)
+    with running(path, **options) as plain:
+        wanted = submit(plain, PROMPTS[0], 3, ignore_eos=True)
+        finish(wanted)
+    with patches(), rounding(), running(path, cuda_graphs=False, **options) as engine:
         got = submit(engine, PROMPTS[0], 3, ignore_eos=True)
         finish(got, timeout_s=600)
-        engine.stop()
     same([got], [wanted])
 
 
@@ -297,26 +282,24 @@ def check_adapters(path: Path, precision: str = "") -> None:
         own = CudaAdapterSites(linears, config.max_adapters, 32, torch.float32)
         return replace(loaded, adapters=own)
 
-    plain = build(path, **options)
-    wanted = answered(plain)
-    plain.stop()
+    with running(path, **options) as plain:
+        wanted = answered(plain)
     assert len({tuple(run.tokens[0]) for run in wanted[:4]}) == 4, "they differ"
     for more in ({}, {"speculation": "suffix", "draft_tokens": 3})[: 1 if precision else 2]:
         one = patch.object(adding, "_SPLITS", ())  # The interpreter is slow.
         adds = patch.object(building, "with_adapters", on_a_gpu)
-        with patches(), one, adds, rounding() if precision else nullcontext():
-            engine = build(path, cuda_graphs=False, **options, **more)
+        more = {"cuda_graphs": False, **options, **more}
+        rounds = rounding() if precision else nullcontext()
+        with patches(), one, adds, rounds, running(path, **more) as engine:
             same(answered(engine), wanted)
-            engine.stop()
 
 
 def check_late(path: Path) -> None:
     """Rows that come when the step is launched, before the device begins it. Of 16 tokens: the next
     one needs another page."""
     cases = [([*range(1, 17)], GREEDY), (PROMPTS[1], SEEDED)]
-    prefill = build(path, **OPTIONS)
-    with patches():
-        engine = build(path, cuda_graphs=False, **OPTIONS)
+    plain, fused = running(path, **OPTIONS), running(path, cuda_graphs=False, **OPTIONS)
+    with plain as prefill, patches(), fused as engine:
         loop, launch, coming = engine._loop, late.launch, []
         drawn: list[StepPlan] = []
         draw = loop._late._rows.draw
@@ -337,9 +320,6 @@ def check_late(path: Path) -> None:
                 finish(beside, wanted, alone, timeout_s=300)
                 same([got, beside], [wanted, alone])
         assert len(drawn) == len(cases)
-        check_baseline(engine)
-        engine.stop()
-    prefill.stop()
 
 
 CASES = {

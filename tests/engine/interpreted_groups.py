@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import interpreted_ptx
 import torch
-from engine_kit import Run, build, check_baseline, finish, submit
+from engine_kit import Run, check_baseline, finish, running, submit
 from expert_groups_kit import grouped
 from groups_kit import check_moving
 from interpreted_executor import OPTIONS, PROMPTS, patches, rounding, same
@@ -109,9 +109,8 @@ def check_model(model: str, folder: Path) -> None:
             check_baseline(engine)
         return runs
 
-    plain = build(path, **OPTIONS)
-    wanted = answered(plain)
-    plain.stop()
+    with running(path, **OPTIONS) as plain:
+        wanted = answered(plain)
     with on_a_device(), grouped(path, folder / f"{model}-group", WORKERS, **OPTIONS) as engines:
         same(answered(*engines), wanted)
 

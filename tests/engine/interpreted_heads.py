@@ -11,7 +11,7 @@ from unittest.mock import patch
 import interpreted_ptx
 import numpy as np
 import torch
-from engine_kit import build, check_baseline, finish, hand_off, submit
+from engine_kit import build, check_baseline, finish, hand_off, running, submit
 from heads_kit import Drafted, PlainHead, write_head
 from interpreted_executor import OPTIONS, VOCAB, patches
 from interpreted_ranks_kit import on_two_ranks
@@ -98,11 +98,9 @@ def check_handoff(model: Path, head: Path) -> None:
     speculation = str(head) if head.name == "original" else "off"
     options = {**OPTIONS, "max_step_tokens": 48, "speculation": speculation}
     with drafting(model, head) as (decode, told), patches():
-        prefill = build(model, decodes=False, cuda_graphs=False, **options)
-        run = hand_off(prefill, decode, PROMPTS[1], TOKENS, ignore_eos=True)
-        assert run.tokens == [answers(PROMPTS[1], TOKENS, past_end=True).tokens]
-        check_baseline(prefill)
-        prefill.stop()
+        with running(model, decodes=False, cuda_graphs=False, **options) as prefill:
+            run = hand_off(prefill, decode, PROMPTS[1], TOKENS, ignore_eos=True)
+            assert run.tokens == [answers(PROMPTS[1], TOKENS, past_end=True).tokens]
         lacks = decode._loop._scheduler.blocks.arrivals._lacks.any()
         assert lacks == (speculation == "off")
     if lacks:
@@ -147,10 +145,9 @@ def check_ranks(folder: Path) -> None:
     }
     save_file(own, write_head(shared, model, drafted=VOCAB) / "model.safetensors")
     seeded = SamplingParams(temperature=0.9, top_p=0.9, seed=5, repetition_penalty=1.2)
-    plain_engine = build(model, **OPTIONS)
-    wanted = submit(plain_engine, PROMPTS[0], 3, sampling=seeded, ignore_eos=True)
-    finish(wanted)
-    plain_engine.stop()
+    with running(model, **OPTIONS) as plain_engine:
+        wanted = submit(plain_engine, PROMPTS[0], 3, sampling=seeded, ignore_eos=True)
+        finish(wanted)
     for speculation in (str(head), str(shared), "suffix"):
         small = {"around": on_two_ranks, "max_context_tokens": 32, "max_step_tokens": 20}
         with drafting(model, speculation, **small) as (engine, told):

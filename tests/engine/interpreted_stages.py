@@ -14,7 +14,7 @@ from unittest.mock import patch
 import interpreted_ptx
 import numpy as np
 import torch
-from engine_kit import GREEDY, Run, build, check_baseline, finish, submit
+from engine_kit import GREEDY, Run, build, check_baseline, finish, running, submit
 from interpreted_executor import OPTIONS, PROMPTS, SEEDED, patches, same
 from test_stages import MODELS
 from tiny_models import write_tiny_model
@@ -104,9 +104,8 @@ def main() -> None:
         options = MODELS[model] | ({} if model == "gemma3" else {"layers": 2})
         path = write_tiny_model(Path(sys.argv[1]) / model, tokenizer=False, **options)
         for sampling in (GREEDY, SEEDED)[: 2 if model == "llama" else 1]:
-            plain = build(path, **OPTIONS)
-            wanted = answers(plain, sampling)
-            plain.stop()
+            with running(path, **OPTIONS) as plain:
+                wanted = answers(plain, sampling)
             with patches():
                 engine = staged(path)
                 got = answers(engine, sampling)

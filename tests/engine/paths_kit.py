@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from engine_kit import build, check_baseline, finish, hand_off, held, submit
+from engine_kit import build, check_baseline, finish, hand_off, held, running, submit
 from references import references
 
 from engine.engine import Engine
@@ -54,16 +54,14 @@ def check_every_path(engines: Pair, path: Path, length: int) -> None:
 
 def check_crowd(path: Path, **options: Any) -> EngineLoad:
     """Six requests that outgrow a small pool; what the engine said of itself at the end."""
-    engine = build(path, max_sequences=6, max_step_tokens=64, **options)
-    with held(engine):
-        runs = [submit(engine, prompt_of(20 + i), 80, ignore_eos=True) for i in range(6)]
-    finish(*runs)
-    for run in runs:
-        references(path).check(run, 80)
-    load = engine.load()
-    assert (load.preemptions > 0) is ("num_pages" in options)
-    loaded = load.tiers is not None and load.tiers.loaded_tokens.total() > 0
-    assert loaded is bool(options.get("kv_host_bytes"))
-    check_baseline(engine)
-    engine.stop()
+    with running(path, max_sequences=6, max_step_tokens=64, **options) as engine:
+        with held(engine):
+            runs = [submit(engine, prompt_of(20 + i), 80, ignore_eos=True) for i in range(6)]
+        finish(*runs)
+        for run in runs:
+            references(path).check(run, 80)
+        load = engine.load()
+        assert (load.preemptions > 0) is ("num_pages" in options)
+        loaded = load.tiers is not None and load.tiers.loaded_tokens.total() > 0
+        assert loaded is bool(options.get("kv_host_bytes"))
     return load

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from adapters_kit import adapter, write_adapter
-from engine_kit import build, check_baseline, finish, submit
+from engine_kit import build, check_baseline, finish, running, submit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paths_kit import prompt_of
@@ -226,8 +226,7 @@ def test_how_long_a_slot_is_waited_for():
 
 def test_a_request_that_waits_for_a_slot_is_counted(path):
     """The adapter has a slot to itself while its request runs; the one behind it waits."""
-    engine = build(path, max_adapters=1)
-    try:
+    with running(path, max_adapters=1) as engine:
         digests = [engine.adapters.add(name, adapter(i)).digest for i, name in enumerate("ab")]
         runs = [submit(engine, [5], 8, adapter=each, ignore_eos=True) for each in digests]
         finish(*runs)
@@ -237,8 +236,6 @@ def test_a_request_that_waits_for_a_slot_is_counted(path):
         assert (told.adapters.loads, told.adapters.evictions) == (2, 1)
         assert 0 < told.adapters.waited_s < 60
         assert told.adapters.recent_wait_s == told.adapters.waited_s
-    finally:
-        engine.stop()
 
 
 ROOM = 3
@@ -387,9 +384,8 @@ def test_nobody_passes_who_waits_for_room():
 
 
 def test_a_request_that_cannot_be_submitted_holds_no_adapter(path):
-    engine = build(path, max_adapters=1)
-    digest = engine.adapters.add("a", adapter(1)).digest
-    engine.stop()
+    with running(path, max_adapters=1) as engine:
+        digest = engine.adapters.add("a", adapter(1)).digest
     with pytest.raises(RuntimeError, match="after shutdown"):  # Of the matchers' thread.
         submit(engine, [5], adapter=digest, sampling=SamplingParams(allowed_token_ids=(5,)))
     assert engine.adapters.held == 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from adapters_kit import write_adapter
-from engine_kit import build, check_baseline, finish, submit
+from engine_kit import check_baseline, finish, running, submit
 from test_stores_servers import address, bucket, mooncake, secret  # noqa: F401
 from test_tiers_stores import SMALL, conversations
 from tiny_models import write_tiny_model
@@ -55,10 +55,9 @@ def asked(engine: Engine, digests: dict[str, bytes], order: list[tuple[str, int]
 @pytest.fixture(scope="module")
 def want(path: Path, folders: dict[str, Path]) -> Answers:
     """Each by itself, in a pool that holds everything."""
-    large = build(path, num_pages=400, page_size=64, max_step_tokens=256, max_adapters=3)
-    digests = loaded(large, folders, *NAMES[1:])
-    found = asked(large, digests, [(name, i) for name in NAMES for i in range(COUNT)])
-    large.stop()
+    with running(path, num_pages=400, page_size=64, max_step_tokens=256, max_adapters=3) as large:
+        digests = loaded(large, folders, *NAMES[1:])
+        found = asked(large, digests, [(name, i) for name in NAMES for i in range(COUNT)])
     assert all(len({tuple(found[name, i]) for name in NAMES}) > 2 for i in range(COUNT))
     return found
 
@@ -67,8 +66,7 @@ def check(path: Path, folders: dict[str, Path], want: Answers, tier: str, **opti
     """Prompts that only their adapter tells apart, over a pool that is too small for them."""
     every = [(name, i) for name in NAMES[:3] for i in range(COUNT)]
     options = {**SMALL, "max_adapters": 2, **options}
-    engine = build(path, **options)
-    try:
+    with running(path, **options) as engine:
         digests, draw = loaded(engine, folders, "law", "poems"), random.Random(5)
         for turn in range(5):
             order = draw.sample(every, len(every))
@@ -85,8 +83,6 @@ def check(path: Path, folders: dict[str, Path], want: Answers, tier: str, **opti
         wait_until(lambda: engine.load().tiers.held_slots == 0)
         check_baseline(engine)
         assert engine.adapters.held == 0
-    finally:
-        engine.stop()
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -102,15 +98,12 @@ def test_a_store_in_files(path, folders, want, tmp_path, kind, secret):  # noqa:
     """Also by the next worker, to which a name means another content."""
     store = {"kv_stores": (f"{kind}:{tmp_path}/kv?gib=0.1",), "kv_secret_file": secret}
     check(path, folders, want, kind, **store)
-    engine = build(path, **SMALL, max_adapters=2, **store)
-    try:
+    with running(path, **SMALL, max_adapters=2, **store) as engine:
         digests = loaded(engine, folders, "poems")
         digests["later"] = engine.adapters.load("law", folders["later"]).digest
         order = [(name, i) for name in ("", "poems", "later") for i in range(COUNT)]
         assert asked(engine, digests, order) == {one: want[one] for one in order}
         assert engine.load().tiers.loaded_tokens[kind] >= 256
-    finally:
-        engine.stop()
 
 
 @pytest.mark.slow

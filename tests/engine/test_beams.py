@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from beams_kit import Searches, check, counting_pages
-from engine_kit import Run, build, check_baseline, finish, hand_off, held, submit
+from engine_kit import Run, build, check_baseline, finish, hand_off, held, running, submit
 from hooks_kit import ALL, QUEST, installed
 from scheduler_bench import Bench, deliver
 from tiny_models import write_tiny_model
@@ -35,9 +35,8 @@ def searches(path: Path) -> Searches:
 
 @pytest.fixture(scope="module")
 def engine(path: Path):
-    engine = build(path)
-    yield engine
-    engine.stop()
+    with running(path) as engine:
+        yield engine
 
 
 def search(engine: Engine, prompt: list[int], params: BeamParams, tokens: int = TOKENS, **more):
@@ -119,16 +118,14 @@ def test_eight_beams_hold_the_pages_that_distinct_tokens_need(engine):
     ],
 )
 def test_a_search_composes(path, searches, options):
-    engine = build(path, **options)
-    params = BeamParams(4)
-    with held(engine):
-        runs = [search(engine, prompt, params) for prompt in PROMPTS]
-        beside = submit(engine, [5, 6, 7] * 20, 40)
-    finish(*runs, beside)
-    for run in runs:
-        check(run, searches.find(run.request.prompt_ids.tolist(), params, TOKENS, ENDS))
-    check_baseline(engine)
-    engine.stop()
+    with running(path, **options) as engine:
+        params = BeamParams(4)
+        with held(engine):
+            runs = [search(engine, prompt, params) for prompt in PROMPTS]
+            beside = submit(engine, [5, 6, 7] * 20, 40)
+        finish(*runs, beside)
+        for run in runs:
+            check(run, searches.find(run.request.prompt_ids.tolist(), params, TOKENS, ENDS))
 
 
 def test_a_hook_that_changes_nothing_changes_no_search(path, searches, tmp_path):
@@ -182,28 +179,27 @@ def test_one_hand_off_serves_all_beams(path, searches):
 
 def test_a_search_that_is_preempted_begins_again(path, searches):
     """Pages for some of four searches, once all have grown: the oldest stays."""
-    engine = build(path, num_pages=34, prefix_cache=False, reserve_pages=0, page_watermark=1.0)
-    params = BeamParams(4)
-    prompts = [[*PROMPTS[0], extra] for extra in range(5, 9)]
-    with held(engine):
-        runs = [search(engine, prompt, params, 96, token_ids=frozenset()) for prompt in prompts]
-    finish(*runs, timeout_s=120)
-    assert runs[0].ends[0].preemptions == 0
-    assert runs[3].ends[0].preemptions > 0
-    for run, prompt in zip((runs[0], runs[3]), (prompts[0], prompts[3]), strict=True):
-        check(run, searches.find(prompt, params, 96, ()))
-    check_baseline(engine)
-    engine.stop()
+    with running(
+        path, num_pages=34, prefix_cache=False, reserve_pages=0, page_watermark=1.0
+    ) as engine:
+        params = BeamParams(4)
+        prompts = [[*PROMPTS[0], extra] for extra in range(5, 9)]
+        with held(engine):
+            runs = [search(engine, prompt, params, 96, token_ids=frozenset()) for prompt in prompts]
+        finish(*runs, timeout_s=120)
+        assert runs[0].ends[0].preemptions == 0
+        assert runs[3].ends[0].preemptions > 0
+        for run, prompt in zip((runs[0], runs[3]), (prompts[0], prompts[3]), strict=True):
+            check(run, searches.find(prompt, params, 96, ()))
 
 
 def test_what_never_fits_is_refused(path):
     """Eight beams are preempted together, so their pages must fit together."""
-    engine = build(path, num_pages=34)
-    run = submit(engine, PROMPTS[0], 96, beams=BeamParams(8))
-    assert run.done.wait(30)
-    assert run.failed is not None
-    assert run.failed.reason.value == "too_large"
-    engine.stop()
+    with running(path, num_pages=34) as engine:
+        run = submit(engine, PROMPTS[0], 96, beams=BeamParams(8))
+        assert run.done.wait(30)
+        assert run.failed is not None
+        assert run.failed.reason.value == "too_large"
 
 
 def test_a_search_that_is_cancelled_leaves_nothing(engine):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_kit import build, check_baseline, finish, submit
+from engine_kit import finish, running, submit
 from test_model_logits import load
 from tiny_families import BY_LAYER
 from tiny_models import write_tiny_model
@@ -28,16 +28,17 @@ def test_each_group_has_heads_of_its_own_and_shared_layers_have_none(path):
     config = load(path).config
     assert list(config.keepers) == [0, 1, 2]
     assert [mixer.kv_from for mixer in config.mixers] == [None, None, None, 1, 2, 1]
-    engine = build(path, num_pages=18, max_sequences=2, max_step_tokens=64)
-    finish(submit(engine, list(range(1, 60)), 8, ignore_eos=True))
-    full, window = engine.pools
-    assert [(pool.num_layers, pool.num_kv_heads, pool.head_dim) for pool in engine.pools] == [
-        (1, 2, 32),
-        (2, 2, 16),
-    ]
-    assert (full.page_bytes, window.page_bytes) == (16 * 2 * 2 * 32 * 4, 2 * 16 * 2 * 2 * 16 * 4)
-    check_baseline(engine)
-    engine.stop()
+    with running(path, num_pages=18, max_sequences=2, max_step_tokens=64) as engine:
+        finish(submit(engine, list(range(1, 60)), 8, ignore_eos=True))
+        full, window = engine.pools
+        assert [(pool.num_layers, pool.num_kv_heads, pool.head_dim) for pool in engine.pools] == [
+            (1, 2, 32),
+            (2, 2, 16),
+        ]
+        assert (full.page_bytes, window.page_bytes) == (
+            16 * 2 * 2 * 32 * 4,
+            2 * 16 * 2 * 2 * 16 * 4,
+        )
 
 
 def test_hooks_are_refused_by_name(path):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine_kit import GREEDY, Run, build, check_baseline, finish, hand_off, submit
+from engine_kit import GREEDY, Run, build, check_baseline, finish, hand_off, running, submit
 from heads_kit import PlainHead, write_head, write_oracle
 from speculation_kit import Oracle, Switching, speculating
 from test_mtp import FAMILIES, PlainMtp, write_model
@@ -104,18 +104,16 @@ def test_a_head_that_knows_is_believed_behind_a_hand_off_too(tmp_path, kv: str, 
     wanted = [submit(plain, prompt, TOKENS, ignore_eos=True) for prompt in prompts]
     finish(*wanted)
     plain.stop()
-    decode = build(model, **options, **drafts)
-    decode._loop._scheduler.planner._widths = FixedWidth(4)
-    got = [submit(decode, prompt, TOKENS, ignore_eos=True) for prompt in prompts]
-    finish(*got)
-    if tp == 1:
-        prefill = build(model, decodes=False, **options, **drafts)
-        got += [hand_off(prefill, decode, prompt, TOKENS, ignore_eos=True) for prompt in prompts]
-        check_baseline(prefill)
-        prefill.stop()
-    told = decode.load().speculation
-    check_baseline(decode)
-    decode.stop()
+    with running(model, **options, **drafts) as decode:
+        decode._loop._scheduler.planner._widths = FixedWidth(4)
+        got = [submit(decode, prompt, TOKENS, ignore_eos=True) for prompt in prompts]
+        finish(*got)
+        if tp == 1:
+            with running(model, decodes=False, **options, **drafts) as prefill:
+                got += [
+                    hand_off(prefill, decode, prompt, TOKENS, ignore_eos=True) for prompt in prompts
+                ]
+        told = decode.load().speculation
     wanted *= len(got) // len(wanted)
     same = sum(ours.tokens == theirs.tokens for ours, theirs in zip(got, wanted, strict=True))
     assert same >= len(got) - 3, same
@@ -145,27 +143,25 @@ def test_drafts_are_those_of_the_head_in_eager_mode(tmp_path, drafter: str) -> N
     path, speculation, plain = DRAFTERS[drafter](tmp_path)
     equal, drafted = 0, 0
     options = OPTIONS | {"speculation": speculation, "draft_tokens": 3}
-    engine = build(path, **options)
-    engine._loop._scheduler.planner._widths = FixedWidth(4)
-    executor = engine._loop._executor
-    told: dict[tuple[int, ...], list[int]] = {}
-    launch = executor.launch
+    with running(path, **options) as engine:
+        engine._loop._scheduler.planner._widths = FixedWidth(4)
+        executor = engine._loop._executor
+        told: dict[tuple[int, ...], list[int]] = {}
+        launch = executor.launch
 
-    def heard(plan):
-        launched = launch(plan)
-        tables = executor._drafting.tables
-        torch.cuda.synchronize()
-        for slot in plan.row_slots[: plan.num_decodes].tolist():
-            length, ready = int(tables.length[slot]), int(tables.ready[slot])
-            told[tuple(tables.history[slot, : length + 1].tolist())] = tables.drafts[
-                slot, :ready
-            ].tolist()
-        return launched
+        def heard(plan):
+            launched = launch(plan)
+            tables = executor._drafting.tables
+            torch.cuda.synchronize()
+            for slot in plan.row_slots[: plan.num_decodes].tolist():
+                length, ready = int(tables.length[slot]), int(tables.ready[slot])
+                told[tuple(tables.history[slot, : length + 1].tolist())] = tables.drafts[
+                    slot, :ready
+                ].tolist()
+            return launched
 
-    executor.launch = heard
-    finish(*(submit(engine, prompt, 12, ignore_eos=True) for prompt in PROMPTS[1:6]))
-    check_baseline(engine)
-    engine.stop()
+        executor.launch = heard
+        finish(*(submit(engine, prompt, 12, ignore_eos=True) for prompt in PROMPTS[1:6]))
     for tokens, drafts in told.items():
         wanted = plain.draft(tokens, len(drafts) or 1)
         wanted = wanted if isinstance(wanted, list) else wanted.tokens

@@ -7,7 +7,7 @@ from functools import cache, partial
 import numpy as np
 import pytest
 import torch
-from engine_kit import build, check_baseline, finish, hand_off, submit
+from engine_kit import build, check_baseline, finish, hand_off, running, submit
 from tiny_families import HYBRIDS
 from tiny_models import reference_model, write_tiny_model
 
@@ -79,13 +79,11 @@ def test_an_engine_answers_as_on_a_cpu(folder, graphs):
 
 def test_a_wrong_stamp_is_found(tmp_path):
     path = write_tiny_model(tmp_path / "model", tokenizer=False, **HYBRIDS["qwen3_5"])
-    engine = build(path, dtype="bfloat16", device="cuda", max_step_tokens=128)
-    finish(submit(engine, prompt_of(130), 4, ignore_eos=True))
-    for layer in range(2):
-        engine.pools[1].stamps(layer).add_(1)
-    again = submit(engine, prompt_of(130), 4, ignore_eos=True)
-    finish(again)
-    assert max(gaps(path, prompt_of(130), again.tokens[0])) < NEAR
-    assert engine.load().preemptions == 1, "it was computed again"
-    check_baseline(engine)
-    engine.stop()
+    with running(path, dtype="bfloat16", device="cuda", max_step_tokens=128) as engine:
+        finish(submit(engine, prompt_of(130), 4, ignore_eos=True))
+        for layer in range(2):
+            engine.pools[1].stamps(layer).add_(1)
+        again = submit(engine, prompt_of(130), 4, ignore_eos=True)
+        finish(again)
+        assert max(gaps(path, prompt_of(130), again.tokens[0])) < NEAR
+        assert engine.load().preemptions == 1, "it was computed again"

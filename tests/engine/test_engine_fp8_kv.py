@@ -246,12 +246,10 @@ def biased_model(path: Path, attention: float) -> Path:
 
 
 def outputs_of(path: Path, **options: str) -> list[list[int]]:
-    engine = build(path, **options)
-    prompts = [list(range(5 * i, 60 + 9 * i)) for i in range(1, 6)]
-    runs = [submit(engine, prompt, 8, ignore_eos=True) for prompt in prompts]
-    finish(*runs)
-    check_baseline(engine)
-    engine.stop()
+    with running(path, **options) as engine:
+        prompts = [list(range(5 * i, 60 + 9 * i)) for i in range(1, 6)]
+        runs = [submit(engine, prompt, 8, ignore_eos=True) for prompt in prompts]
+        finish(*runs)
     return [run.tokens[0] for run in runs]
 
 

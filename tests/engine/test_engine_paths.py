@@ -176,18 +176,14 @@ def test_flash_attention_over_a_stand_in_for_its_library(tiny_path, reference, m
             pool, specs, by_operator(NO_LIBRARY), flash_attn_3_like.decode
         ),
     )
-    engine = build(tiny_path, page_size=256, num_pages=40, max_step_tokens=300)
-    try:
+    with running(tiny_path, page_size=256, num_pages=40, max_step_tokens=300) as engine:
         prompt = prompt_of(700, seed=9)
         for _ in range(2):
             run = submit(engine, prompt, 12, ignore_eos=True)
             finish(run)
             assert run.tokens == [reference(prompt, 12)]
         assert engine.load().prompt_tokens_cached == 512
-        check_baseline(engine)
-    finally:
-        engine.stop()
-        library._destroy()
+    library._destroy()
 
 
 def test_prompt_log_probabilities_read_no_cache_and_are_computed_in_row_chunks(

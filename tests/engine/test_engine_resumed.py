@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from engine_kit import build, check_baseline, finish, hand_off, held, submit
+from engine_kit import build, check_baseline, finish, hand_off, held, running, submit
 from paths_kit import prompt_of
 
 from engine.types import SamplingParams
@@ -70,28 +70,25 @@ def test_goes_on_as_if_nothing_had_happened(engines, unbroken, kept, choice, by_
 
 def test_what_was_begun_before_is_admitted_before_new_work(tiny_path):
     """One slot: of three that wait, the resumed one goes first though it came last."""
-    engine = build(tiny_path, max_sequences=1)
-    busy = submit(engine, prompt_of(20), 200, min_tokens=200)
-    with held(engine):  # All three are there before the next one is chosen.
-        waiting = {
-            "first": submit(engine, prompt_of(21), 2),
-            "second": submit(engine, prompt_of(22), 2),
-            "resumed": submit(engine, prompt_of(23), 4, generated=[[5, 6]]),
-        }
-    finish(busy, *waiting.values())
-    ended = {name: run.ends[0].at_ns for name, run in waiting.items()}
-    assert min(ended, key=lambda name: ended[name]) == "resumed"
-    check_baseline(engine)
-    engine.stop()
+    with running(tiny_path, max_sequences=1) as engine:
+        busy = submit(engine, prompt_of(20), 200, min_tokens=200)
+        with held(engine):  # All three are there before the next one is chosen.
+            waiting = {
+                "first": submit(engine, prompt_of(21), 2),
+                "second": submit(engine, prompt_of(22), 2),
+                "resumed": submit(engine, prompt_of(23), 4, generated=[[5, 6]]),
+            }
+        finish(busy, *waiting.values())
+        ended = {name: run.ends[0].at_ns for name, run in waiting.items()}
+        assert min(ended, key=lambda name: ended[name]) == "resumed"
 
 
 def test_a_resume_that_no_pool_could_hold_is_refused(tiny_path):
     """Prompt and generated tokens count, where the prompt alone would have fitted."""
     from engine.types import FailureReason, Mode
 
-    engine = build(tiny_path, num_pages=10, max_sequences=2)
-    run = submit(engine, prompt_of(60), 120, mode=Mode.PREFILL, generated=[[7] * 100])
-    assert run.done.wait(10)
-    assert run.failed is not None
-    assert run.failed.reason is FailureReason.TOO_LARGE
-    engine.stop()
+    with running(tiny_path, num_pages=10, max_sequences=2) as engine:
+        run = submit(engine, prompt_of(60), 120, mode=Mode.PREFILL, generated=[[7] * 100])
+        assert run.done.wait(10)
+        assert run.failed is not None
+        assert run.failed.reason is FailureReason.TOO_LARGE

@@ -93,13 +93,9 @@ def test_every_path_gives_the_same_tokens(engine: Engine, path: Path, text_of) -
     finish(again, *beside)
     assert again.tokens == whole.tokens
 
-    decode = build(path)
-    try:
+    with running(path) as decode:
         handed = hand_off(engine, decode, PROMPT, 96, choices=3, sampling=FORMED)
         assert handed.tokens == whole.tokens
-        check_baseline(decode)
-    finally:
-        decode.stop()
 
     for choice, tokens in enumerate(whole.tokens):
         for cut in (1, len(tokens) // 2, len(tokens) - 1):

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine_kit import build, check_baseline, finish, held, submit
+from engine_kit import build, check_baseline, finish, held, running, submit
 from heads_kit import FORMATS, TAPS, Drafted, PlainHead, config_of, write_head, write_oracle
 from references import references
 from safetensors.torch import load_file, save_file
@@ -143,9 +143,8 @@ FAST = ("plain", "preempted")
 )
 def test_drawn_tokens_are_those_without_a_head(model, head, case: str) -> None:
     options = CASES[case]
-    without = build(model, **options)
-    wanted = drawn(without)
-    without.stop()
+    with running(model, **options) as without:
+        wanted = drawn(without)
     with drafting(model, head, **options) as (engine, told):
         assert drawn(engine) == wanted
         assert drawn(engine) == wanted, "from the cache"
@@ -177,12 +176,10 @@ def test_beams_are_those_without_a_head(model, head) -> None:
     """They draft nothing, and share no page that is ahead of their tokens."""
     found = []
     for options in ({}, {"speculation": str(head), "draft_tokens": DRAFTS}):
-        engine = build(model, **options)
-        runs = [submit(engine, prompt, 48, beams=BeamParams(4)) for prompt in prompts_of()[::3]]
-        finish(*runs)
-        found.append([run.tokens for run in runs])
-        check_baseline(engine)
-        engine.stop()
+        with running(model, **options) as engine:
+            runs = [submit(engine, prompt, 48, beams=BeamParams(4)) for prompt in prompts_of()[::3]]
+            finish(*runs)
+            found.append([run.tokens for run in runs])
     assert found[0] == found[1]
 
 

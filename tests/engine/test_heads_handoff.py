@@ -107,9 +107,8 @@ def test_pages_from_lower_tiers_do_without(model, tmp_path, tier: str) -> None:
         prompts, small = stored_conversations(24), STORED
         large |= {"page_size": STORED["page_size"]}
         small |= {"kv_stores": (f"disk:{tmp_path}/kv?gib=0.1",), "max_context_tokens": 1024}
-    plain = build(model, **large)
-    wanted = talk(plain, prompts, 2)
-    plain.stop()
+    with running(model, **large) as plain:
+        wanted = talk(plain, prompts, 2)
     with drafting(model, head, **small) as (engine, _):
         assert talk(engine, prompts, 2) == wanted
         assert engine.load().tiers.loaded_tokens[tier] > 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_kit import build, finish, submit
+from engine_kit import finish, running, submit
 from hooks_kit import installed
 from tiny_models import write_tiny_model
 
@@ -40,12 +40,11 @@ def test_the_page_s_hook_logs_the_entropy_of_attention(tmp_path, caplog):
     text = "\n".join([f"[{group}]", *(f"{name} = {place}" for name, place in points.items())])
     model = write_tiny_model(tmp_path / "model", layers=3)
     with installed(tmp_path / "installed", text, source):
-        engine = build(model, hooks=("entropy",))
-        with caplog.at_level(logging.INFO, "baton.entropy"):
-            run = submit(engine, PROMPT, 3, extensions={"entropy": b""})
-            finish(run, submit(engine, PROMPT, 3))
-        assert not engine.load().hook_failures
-        engine.stop()
+        with running(model, hooks=("entropy",)) as engine:
+            with caplog.at_level(logging.INFO, "baton.entropy"):
+                run = submit(engine, PROMPT, 3, extensions={"entropy": b""})
+                finish(run, submit(engine, PROMPT, 3))
+            assert not engine.load().hook_failures
         before = len(caplog.messages)
         with caplog.at_level(logging.INFO, "baton.entropy"):
             exec(program.replace('"demo"', f'"{model}"'), {})

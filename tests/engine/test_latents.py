@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from engine_kit import build, check_baseline, finish, submit
+from engine_kit import build, finish, running, submit
 from paths_kit import Pair, check_crowd, check_every_path, prompt_of, two_engines
 from quantised_folders import write_quantised
 from references import references
@@ -80,15 +80,13 @@ def test_every_rank_has_the_whole_latent_and_some_heads(count, path, tmp_path):
     prompts = conversations(COUNT)
     for ranks in (count, 1):
         options["kv_host_bytes"] = SMALL["kv_host_bytes"] * ranks
-        engine = build(path, tp=ranks, **options)
-        assert engine.pools.first.page_bytes == 4 * PAGE_BYTES
-        for prompt in prompts:
-            run = submit(engine, prompt, 5, ignore_eos=True)
-            finish(run)
-            references(path).check(run, 5)
-        wait_until(lambda engine=engine: engine.load().tiers.held_slots == 0)
-        check_baseline(engine)
-        engine.stop()
+        with running(path, tp=ranks, **options) as engine:
+            assert engine.pools.first.page_bytes == 4 * PAGE_BYTES
+            for prompt in prompts:
+                run = submit(engine, prompt, 5, ignore_eos=True)
+                finish(run)
+                references(path).check(run, 5)
+            wait_until(lambda engine=engine: engine.load().tiers.held_slots == 0)
     assert engine.load().tiers.loaded_tokens["dir"] >= 256
 
 
@@ -103,12 +101,12 @@ def test_quantised_weights_are_those_of_one_rank(tmp_path):
     assert any(name.endswith("kv_b_proj") for name in checkpoint.weights)
     found = []
     for ranks in (1, 2):
-        engine = build(tmp_path / "int4", tp=ranks)
-        runs = [submit(engine, prompt_of(length), 12, ignore_eos=True) for length in (5, 40, 100)]
-        finish(*runs)
-        found.append([run.tokens for run in runs])
-        check_baseline(engine)
-        engine.stop()
+        with running(tmp_path / "int4", tp=ranks) as engine:
+            runs = [
+                submit(engine, prompt_of(length), 12, ignore_eos=True) for length in (5, 40, 100)
+            ]
+            finish(*runs)
+            found.append([run.tokens for run in runs])
     assert found[0] == found[1]
 
 

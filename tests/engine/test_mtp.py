@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_kit import build, check_baseline, finish, hand_off, submit
+from engine_kit import build, finish, hand_off, running, submit
 from heads_kit import config_of, reference_of
 from references import references
 from safetensors.torch import load_file, save_file
@@ -125,14 +125,12 @@ def test_it_is_handed_off_and_divided(tmp_path, family: str) -> None:
         for prompt in prompts_of()[3:6]:
             run = hand_off(prefill, decode, prompt, SHORT, ignore_eos=True)
             assert run.tokens == [answers(prompt, SHORT, past_end=True).tokens]
-    engine = build(model, speculation="mtp", tp=2)
-    prompt = prompts_of()[5]
-    run = submit(engine, prompt, SHORT, ignore_eos=True)
-    finish(run)
-    assert run.tokens == [answers(prompt, SHORT, past_end=True).tokens]
-    assert engine.load().speculation.drafted_tokens > 0
-    check_baseline(engine)
-    engine.stop()
+    with running(model, speculation="mtp", tp=2) as engine:
+        prompt = prompts_of()[5]
+        run = submit(engine, prompt, SHORT, ignore_eos=True)
+        finish(run)
+        assert run.tokens == [answers(prompt, SHORT, past_end=True).tokens]
+        assert engine.load().speculation.drafted_tokens > 0
 
 
 def test_what_has_no_draft_layer_is_refused(tmp_path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine_kit import build, check_baseline, finish, hand_off, held, prefill_pages, submit
+from engine_kit import build, check_baseline, finish, hand_off, held, prefill_pages, running, submit
 from waiting import wait_until
 
 from engine.engine import Engine
@@ -25,9 +25,8 @@ PROMPT = list(range(7, 60))
 @pytest.fixture(params=["auto", "fp8"])
 def engine(tiny_path: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
     options = {"prefix_cache": False, "poison_freed_pages": True}
-    engine = build(tiny_path, num_pages=24, kv_cache_dtype=request.param, **options)
-    yield engine
-    engine.stop()
+    with running(tiny_path, num_pages=24, kv_cache_dtype=request.param, **options) as engine:
+        yield engine
 
 
 def pool_of(num_pages: int = 8) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_kit import Run, build, check_baseline, finish, held, submit
+from engine_kit import Run, build, check_baseline, finish, held, running, submit
 from quantised_folders import fp8_reference
 from tiny_models import (
     reference_model,
@@ -86,44 +86,44 @@ def test_pools_as_transformers_does_beside_running_sequences(
     tmp_path: Path, family: str, options: dict[str, Any]
 ) -> None:
     path = write_tiny_model(tmp_path / family, **FAMILIES[family])
-    engine = build(path, num_pages=260, **options)
-    alone = submit(engine, PROMPTS[2], 24)
-    finish(alone)
-    with held(engine):
-        beside = submit(engine, PROMPTS[2], 24)
-        runs = [pool(engine, prompt, Pooling(kind)) for prompt in PROMPTS for kind in KINDS]
-    finish(beside, *runs)
-    assert beside.tokens == alone.tokens
-    for run, (prompt, kind) in zip(runs, [(p, k) for p in PROMPTS for k in KINDS], strict=True):
-        check_alike(values(run), expected(path, prompt, kind))
-    check_baseline(engine)
-    engine.stop()
+    with running(path, num_pages=260, **options) as engine:
+        alone = submit(engine, PROMPTS[2], 24)
+        finish(alone)
+        with held(engine):
+            beside = submit(engine, PROMPTS[2], 24)
+            runs = [pool(engine, prompt, Pooling(kind)) for prompt in PROMPTS for kind in KINDS]
+        finish(beside, *runs)
+        assert beside.tokens == alone.tokens
+        for run, (prompt, kind) in zip(runs, [(p, k) for p in PROMPTS for k in KINDS], strict=True):
+            check_alike(values(run), expected(path, prompt, kind))
 
 
 def test_short_prompts_share_a_step(llama: Path) -> None:
-    engine = build(llama)
-    before = engine.load().steps
-    with held(engine):
-        runs = [pool(engine, PROMPTS[2], Pooling(PoolKind.MEAN)) for _ in range(8)]
-    finish(*runs)
-    assert engine.load().steps - before == 1  # 8 of 16 tokens, in a step of 128
-    engine.stop()
+    with running(llama) as engine:
+        before = engine.load().steps
+        with held(engine):
+            runs = [pool(engine, PROMPTS[2], Pooling(PoolKind.MEAN)) for _ in range(8)]
+        finish(*runs)
+        assert engine.load().steps - before == 1  # 8 of 16 tokens, in a step of 128
 
 
 def test_last_tokens_come_from_the_cache_and_means_are_computed_whole(llama: Path) -> None:
-    engine = build(llama)
-    prompt = PROMPTS[4]
-    for kind, computed in ((PoolKind.LAST, 300), (PoolKind.LAST, 300 - 288), (PoolKind.MEAN, 300)):
-        before = engine.load().prompt_tokens_computed
-        run = pool(engine, prompt, Pooling(kind))
-        finish(run)
-        check_alike(values(run), expected(llama, prompt, kind))
-        check_baseline(engine)
-        assert engine.load().prompt_tokens_computed - before == computed
-    chat = submit(engine, prompt, 4)  # What was pooled is found by prompts that go on, too.
-    finish(chat)
-    assert engine.load().prompt_tokens_cached == 2 * 288
-    engine.stop()
+    with running(llama) as engine:
+        prompt = PROMPTS[4]
+        for kind, computed in (
+            (PoolKind.LAST, 300),
+            (PoolKind.LAST, 300 - 288),
+            (PoolKind.MEAN, 300),
+        ):
+            before = engine.load().prompt_tokens_computed
+            run = pool(engine, prompt, Pooling(kind))
+            finish(run)
+            check_alike(values(run), expected(llama, prompt, kind))
+            check_baseline(engine)
+            assert engine.load().prompt_tokens_computed - before == computed
+        chat = submit(engine, prompt, 4)  # What was pooled is found by prompts that go on, too.
+        finish(chat)
+        assert engine.load().prompt_tokens_cached == 2 * 288
 
 
 @pytest.mark.parametrize("tokens", [20, 300])
@@ -158,30 +158,27 @@ def test_a_preempted_prompt_is_pooled_from_its_beginning(llama: Path, tokens: in
 
 
 def test_results_are_cut_and_normalised(llama: Path) -> None:
-    engine = build(llama)
-    run = pool(engine, PROMPTS[3], Pooling(PoolKind.MEAN, normalise=True, dimensions=24))
-    finish(run)
-    wanted = expected(llama, PROMPTS[3], PoolKind.MEAN)[:24]
-    check_alike(values(run), wanted / np.linalg.norm(wanted))
-    engine.stop()
+    with running(llama) as engine:
+        run = pool(engine, PROMPTS[3], Pooling(PoolKind.MEAN, normalise=True, dimensions=24))
+        finish(run)
+        wanted = expected(llama, PROMPTS[3], PoolKind.MEAN)[:24]
+        check_alike(values(run), wanted / np.linalg.norm(wanted))
 
 
 def test_a_prompt_as_long_as_the_context_is_pooled_and_a_cancelled_one_leaves_nothing(
     llama: Path,
 ) -> None:
-    engine = build(llama, max_context_tokens=320, max_step_tokens=32)
-    prompt = [*PROMPTS[4], *PROMPTS[4][:20]]
-    gone = pool(engine, prompt, Pooling())
-    engine.cancel(gone.request.id)
-    run = pool(engine, prompt, Pooling())
-    finish(run)
-    check_alike(values(run), expected(llama, prompt, PoolKind.LAST))
-    longer = pool(engine, [*prompt, 1], Pooling())
-    assert longer.done.wait(60)
-    assert longer.failed is not None
-    assert longer.failed.reason is FailureReason.TOO_LARGE
-    check_baseline(engine)
-    engine.stop()
+    with running(llama, max_context_tokens=320, max_step_tokens=32) as engine:
+        prompt = [*PROMPTS[4], *PROMPTS[4][:20]]
+        gone = pool(engine, prompt, Pooling())
+        engine.cancel(gone.request.id)
+        run = pool(engine, prompt, Pooling())
+        finish(run)
+        check_alike(values(run), expected(llama, prompt, PoolKind.LAST))
+        longer = pool(engine, [*prompt, 1], Pooling())
+        assert longer.done.wait(60)
+        assert longer.failed is not None
+        assert longer.failed.reason is FailureReason.TOO_LARGE
 
 
 # -- checkpoints --------------------------------------------------------------------------------
@@ -201,20 +198,23 @@ def test_folders_of_sentence_transformers_say_how_to_pool(
     """Their tensors lack the body's name, and they have no head."""
     modules = [("Pooling", pooling), ("Normalize", {})][: 1 + (kind is PoolKind.LAST)]
     path = write_pooling_model(tmp_path / "model", *modules, **FAMILIES["qwen3"])
-    engine = build(path)
-    stated = engine.model.pooling
-    assert (stated.kind, stated.normalise, stated.width) == (kind, kind is PoolKind.LAST, 64)
-    assert not stated.generates
-    run = pool(engine, PROMPTS[3], Pooling(kind))
-    finish(run)
-    from transformers import AutoModel
+    with running(path) as engine:
+        stated = engine.model.pooling
+        assert (stated.kind, stated.normalise, stated.width) == (kind, kind is PoolKind.LAST, 64)
+        assert not stated.generates
+        run = pool(engine, PROMPTS[3], Pooling(kind))
+        finish(run)
+        from transformers import AutoModel
 
-    with torch.no_grad():
-        model = AutoModel.from_pretrained(path, dtype=torch.float32)
-        states = model(torch.tensor([PROMPTS[3]])).last_hidden_state[0].numpy()
-    wanted = {PoolKind.LAST: states[-1], PoolKind.MEAN: states.mean(0), PoolKind.FIRST: states[0]}
-    check_alike(values(run), wanted[kind])
-    engine.stop()
+        with torch.no_grad():
+            model = AutoModel.from_pretrained(path, dtype=torch.float32)
+            states = model(torch.tensor([PROMPTS[3]])).last_hidden_state[0].numpy()
+        wanted = {
+            PoolKind.LAST: states[-1],
+            PoolKind.MEAN: states.mean(0),
+            PoolKind.FIRST: states[0],
+        }
+        check_alike(values(run), wanted[kind])
 
 
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -222,16 +222,14 @@ def test_heads_that_score_are_those_of_the_checkpoint(tmp_path: Path, tp: int) -
     from transformers import AutoModelForSequenceClassification
 
     path = write_scoring_model(tmp_path / "model", labels=2, **FAMILIES["qwen3"])
-    engine = build(path, tp=tp)
-    assert (engine.model.pooling.labels, engine.model.pooling.generates) == (2, False)
-    runs = [pool(engine, prompt, Pooling(scores=True)) for prompt in PROMPTS]
-    finish(*runs)
-    model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
-    for run, prompt in zip(runs, PROMPTS, strict=True):
-        with torch.no_grad():
-            check_alike(values(run), model(torch.tensor([prompt])).logits[0].numpy())
-    check_baseline(engine)
-    engine.stop()
+    with running(path, tp=tp) as engine:
+        assert (engine.model.pooling.labels, engine.model.pooling.generates) == (2, False)
+        runs = [pool(engine, prompt, Pooling(scores=True)) for prompt in PROMPTS]
+        finish(*runs)
+        model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
+        for run, prompt in zip(runs, PROMPTS, strict=True):
+            with torch.no_grad():
+                check_alike(values(run), model(torch.tensor([prompt])).logits[0].numpy())
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -283,14 +281,12 @@ def test_modules_that_cannot_be_run_are_named(
 @pytest.mark.model
 @pytest.mark.parametrize("tp", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_smollm2_embeds_as_transformers_does(demo_model: Path, tp: int) -> None:
-    engine = build(demo_model, tp=tp)
-    runs = [pool(engine, prompt, Pooling(kind)) for prompt in PROMPTS[1:4] for kind in KINDS]
-    finish(*runs)
-    wanted = [(prompt, kind) for prompt in PROMPTS[1:4] for kind in KINDS]
-    for run, (prompt, kind) in zip(runs, wanted, strict=True):
-        check_alike(values(run), expected(demo_model, prompt, kind))
-    check_baseline(engine)
-    engine.stop()
+    with running(demo_model, tp=tp) as engine:
+        runs = [pool(engine, prompt, Pooling(kind)) for prompt in PROMPTS[1:4] for kind in KINDS]
+        finish(*runs)
+        wanted = [(prompt, kind) for prompt in PROMPTS[1:4] for kind in KINDS]
+        for run, (prompt, kind) in zip(runs, wanted, strict=True):
+            check_alike(values(run), expected(demo_model, prompt, kind))
 
 
 STEP = 2.0**-4
@@ -301,14 +297,15 @@ made it, and so one of a row differs by a step of FP8."""
 @pytest.mark.slow
 def test_weights_in_fp8_embed_as_transformers_does_with_them(tmp_path: Path) -> None:
     path = write_tiny_model(tmp_path / "model", **FAMILIES["llama"], hidden=128)
-    engine = build(path, quantization="fp8")
-    runs = [pool(engine, prompt, Pooling(kind)) for prompt in PROMPTS for kind in KINDS]
-    finish(*runs)
-    body = fp8_reference(path).model.model
-    with torch.no_grad():
-        states = [body(torch.tensor([prompt])).last_hidden_state[0].numpy() for prompt in PROMPTS]
-    each = [(one, kind) for one in states for kind in KINDS]
-    for run, (one, kind) in zip(runs, each, strict=True):
-        wanted = {0: one[-1], 1: one.mean(0), 2: one[0]}[kind]
-        assert np.abs(values(run) - wanted).max() <= STEP * np.abs(one).max()
-    engine.stop()
+    with running(path, quantization="fp8") as engine:
+        runs = [pool(engine, prompt, Pooling(kind)) for prompt in PROMPTS for kind in KINDS]
+        finish(*runs)
+        body = fp8_reference(path).model.model
+        with torch.no_grad():
+            states = [
+                body(torch.tensor([prompt])).last_hidden_state[0].numpy() for prompt in PROMPTS
+            ]
+        each = [(one, kind) for one in states for kind in KINDS]
+        for run, (one, kind) in zip(runs, each, strict=True):
+            wanted = {0: one[-1], 1: one.mean(0), 2: one[0]}[kind]
+            assert np.abs(values(run) - wanted).max() <= STEP * np.abs(one).max()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from engine_kit import build, check_baseline, finish, hand_off, submit
+from engine_kit import build, check_baseline, finish, hand_off, running, submit
 from hooks_kit import fixture_of_installed_hooks  # noqa: F401
 from tiny_models import write_tiny_model
 
@@ -30,12 +30,10 @@ def path(tmp_path_factory):
 
 
 def run(path, *prompts, max_tokens=24, hooks=(SPARSE,), **options) -> list[list[list[int]]]:
-    engine = build(path, hooks=hooks, **options)
-    runs = [submit(engine, prompt, max_tokens) for prompt in prompts]
-    finish(*runs)
-    assert not engine.load().hook_failures
-    check_baseline(engine)
-    engine.stop()
+    with running(path, hooks=hooks, **options) as engine:
+        runs = [submit(engine, prompt, max_tokens) for prompt in prompts]
+        finish(*runs)
+        assert not engine.load().hook_failures
     return [each.tokens for each in runs]
 
 
@@ -166,15 +164,16 @@ def test_short_rows_beside_sparse_ones_are_dense(dense, sparse):
 
 
 def test_a_request_may_ask_for_dense(path, dense, sparse):
-    engine = build(path, hooks=(SPARSE,))
-    runs = [submit(engine, PROMPT, 24, extensions={"quest": tokens}) for tokens in (b"0", b"1024")]
-    runs.append(submit(engine, PROMPT, 24))
-    finish(*runs)
-    assert [each.tokens for each in runs] == [dense[0], dense[0], sparse[0]]
-    refused = submit(engine, PROMPT, 24, extensions={"quest": b"255"})
-    assert refused.done.wait(60)
-    assert refused.failed.hook == "quest"
-    engine.stop()
+    with running(path, hooks=(SPARSE,)) as engine:
+        runs = [
+            submit(engine, PROMPT, 24, extensions={"quest": tokens}) for tokens in (b"0", b"1024")
+        ]
+        runs.append(submit(engine, PROMPT, 24))
+        finish(*runs)
+        assert [each.tokens for each in runs] == [dense[0], dense[0], sparse[0]]
+        refused = submit(engine, PROMPT, 24, extensions={"quest": b"255"})
+        assert refused.done.wait(60)
+        assert refused.failed.hook == "quest"
 
 
 # -- it composes ----------------------------------------------------------------------------------
@@ -215,61 +214,53 @@ def test_pages_with_sparsely_decoded_tokens_are_never_keyed(path, dense):
 
 
 def test_cached_pages_keep_their_summaries(path, sparse):
-    engine = build(path, hooks=(SPARSE,))
-    for _ in range(3):
-        again = submit(engine, PROMPT, 24)
-        finish(again)
-        assert again.tokens == sparse[0]
-    engine.stop()
+    with running(path, hooks=(SPARSE,)) as engine:
+        for _ in range(3):
+            again = submit(engine, PROMPT, 24)
+            finish(again)
+            assert again.tokens == sparse[0]
 
 
 @pytest.mark.matrix
 def test_choices_fork_off_sparse_prompts(path, sparse):
-    engine = build(path, hooks=(SPARSE,))
-    both = submit(engine, PROMPT, 24, choices=2)
-    finish(both)
-    assert both.tokens == [*sparse[0], *sparse[0]]
-    check_baseline(engine)
-    engine.stop()
+    with running(path, hooks=(SPARSE,)) as engine:
+        both = submit(engine, PROMPT, 24, choices=2)
+        finish(both)
+        assert both.tokens == [*sparse[0], *sparse[0]]
 
 
 @pytest.mark.parametrize("tiers", [pytest.param(0, marks=pytest.mark.matrix), 1 << 24])
 def test_preempted_sequences_come_back(path, dense, tiers):
     """The pool holds one of them to its end. What is computed again is computed dense."""
-    engine = build(path, hooks=(SPARSE,), num_pages=52, kv_host_bytes=tiers)
-    prompts = OTHER[:300], OTHER[20:320]
-    runs = [submit(engine, prompt, 150, ignore_eos=True) for prompt in prompts]
-    short = submit(engine, SHORT, 24)
-    finish(*runs, short)
-    assert short.tokens == dense[2]
-    assert all(len(each.tokens[0]) == 150 for each in runs)
-    assert engine.load().preemptions >= 1
-    assert not engine.load().hook_failures
-    check_baseline(engine)
-    engine.stop()
+    with running(path, hooks=(SPARSE,), num_pages=52, kv_host_bytes=tiers) as engine:
+        prompts = OTHER[:300], OTHER[20:320]
+        runs = [submit(engine, prompt, 150, ignore_eos=True) for prompt in prompts]
+        short = submit(engine, SHORT, 24)
+        finish(*runs, short)
+        assert short.tokens == dense[2]
+        assert all(len(each.tokens[0]) == 150 for each in runs)
+        assert engine.load().preemptions >= 1
+        assert not engine.load().hook_failures
 
 
 @pytest.mark.usefixtures("no_hurry")
 def test_pages_from_a_tier_get_their_summaries(path, sparse):
-    engine = build(path, hooks=(SPARSE,), num_pages=60, kv_host_bytes=1 << 24)
-    for prompt in (PROMPT, OTHER, [*PROMPT[::-1]], [*OTHER[::-1]]):
-        finish(submit(engine, prompt, 24))
-    again = submit(engine, PROMPT, 24)
-    finish(again)
-    assert engine.load().tiers.loaded_tokens["host"] > 0
-    assert again.tokens == sparse[0]
-    check_baseline(engine)
-    engine.stop()
+    with running(path, hooks=(SPARSE,), num_pages=60, kv_host_bytes=1 << 24) as engine:
+        for prompt in (PROMPT, OTHER, [*PROMPT[::-1]], [*OTHER[::-1]]):
+            finish(submit(engine, prompt, 24))
+        again = submit(engine, PROMPT, 24)
+        finish(again)
+        assert engine.load().tiers.loaded_tokens["host"] > 0
+        assert again.tokens == sparse[0]
 
 
 @pytest.mark.matrix
 def test_a_resumed_request_goes_on(path, dense):
     """Its tokens so far are computed again, dense, as on any worker."""
-    engine = build(path, hooks=(COVERS,))
-    resumed = submit(engine, PROMPT, 24, generated=[dense[0][0][:10]])
-    finish(resumed)
-    assert resumed.tokens == [dense[0][0][10:]]
-    engine.stop()
+    with running(path, hooks=(COVERS,)) as engine:
+        resumed = submit(engine, PROMPT, 24, generated=[dense[0][0][:10]])
+        finish(resumed)
+        assert resumed.tokens == [dense[0][0][10:]]
 
 
 def test_fp8_pages(path):

@@ -340,25 +340,24 @@ def test_all_ranks_end_with_the_first(tmp_path):
     """Killed, and stopped and then killed, and rank 0 itself."""
     path = write_tiny_model(tmp_path, tokenizer=False)
     for number in (signal.SIGKILL, signal.SIGSTOP):
-        engine = build(path, tp=4)
-        lost: list[float] = []
-        engine.ranks.call_when_lost(lambda _, lost=lost: lost.append(time.monotonic()))
-        pids = pids_of(engine)
-        run = submit(engine, prompt_of(20), 1000, ignore_eos=True)
-        os.kill(pids[2], number)
-        if number == signal.SIGSTOP:
-            time.sleep(0.5)
-            os.kill(pids[2], signal.SIGKILL)
-        assert run.done.wait(GONE_S)
-        assert run.failed is not None
-        assert run.failed.reason is FailureReason.INTERNAL
-        assert len(lost) == 1
-        assert engine.lost == "rank 2 was killed by SIGKILL"
-        wait_until(lambda pids=pids: all_gone(list(pids.values())), GONE_S)
-        again = submit(engine, prompt_of(20), 8)
-        assert again.done.wait(GONE_S)
-        assert again.failed is not None
-        engine.stop()
+        with running(path, tp=4) as engine:
+            lost: list[float] = []
+            engine.ranks.call_when_lost(lambda _, lost=lost: lost.append(time.monotonic()))
+            pids = pids_of(engine)
+            run = submit(engine, prompt_of(20), 1000, ignore_eos=True)
+            os.kill(pids[2], number)
+            if number == signal.SIGSTOP:
+                time.sleep(0.5)
+                os.kill(pids[2], signal.SIGKILL)
+            assert run.done.wait(GONE_S)
+            assert run.failed is not None
+            assert run.failed.reason is FailureReason.INTERNAL
+            assert len(lost) == 1
+            assert engine.lost == "rank 2 was killed by SIGKILL"
+            wait_until(lambda pids=pids: all_gone(list(pids.values())), GONE_S)
+            again = submit(engine, prompt_of(20), 8)
+            assert again.done.wait(GONE_S)
+            assert again.failed is not None
 
 
 def test_a_draw_that_waits_for_masks_ends_when_the_ranks_are_lost():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from engine_kit import Run, build, check_baseline, finish, hand_off, held, submit
+from engine_kit import Run, build, finish, hand_off, held, running, submit
 from references import references
 from speculation_kit import Oracle, Switching, speculating
 from tiny_families import EVERY
@@ -137,8 +137,8 @@ def test_a_short_pool_narrows_rows_and_preempts_as_without_drafts(told: Told) ->
 
 @pytest.mark.parametrize("choices", [1, 3])
 def test_handed_off_and_resumed(told: Told, choices: int) -> None:
-    prefill = build(told.path, max_step_tokens=32)
-    with speculating(told.path, told.oracle.half, Switching()) as decode:
+    speculates = speculating(told.path, told.oracle.half, Switching())
+    with running(told.path, max_step_tokens=32) as prefill, speculates as decode:
         for prompt, wanted in zip(told.prompts[2:], told.wanted[2:], strict=True):
             more = {"choices": choices, "ignore_eos": True}
             run = hand_off(prefill, decode, prompt, TOKENS, **more)
@@ -149,8 +149,6 @@ def test_handed_off_and_resumed(told: Told, choices: int) -> None:
         )  # fmt: skip
         finish(resumed)
         assert resumed.tokens == [wanted[7:]] * choices
-    check_baseline(prefill)
-    prefill.stop()
 
 
 def test_an_end_inside_a_run_drops_what_is_behind_it(told: Told) -> None:

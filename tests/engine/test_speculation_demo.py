@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from engine_kit import build, check_baseline, finish, hand_off, submit
+from engine_kit import finish, hand_off, running, submit
 from speculation_kit import speculating
 from tokenizers import Tokenizer
 
@@ -50,14 +50,12 @@ def test_edits_and_code_are_the_same_text_through_prefill_and_decode(
 ) -> None:
     turns = f"<|im_start|>user\n{TASKS[task]}<|im_end|>\n<|im_start|>assistant\n"
     prompt = tokenizer.encode(turns).ids
-    prefill = build(demo_model)
-    alone = submit(prefill, prompt, 80)
-    finish(alone)
-    with speculating(demo_model) as decode:
-        run = hand_off(prefill, decode, prompt, 80)
-        load = decode.load().speculation
-    check_baseline(prefill)
-    prefill.stop()
+    with running(demo_model) as prefill:
+        alone = submit(prefill, prompt, 80)
+        finish(alone)
+        with speculating(demo_model) as decode:
+            run = hand_off(prefill, decode, prompt, 80)
+            load = decode.load().speculation
     assert tokenizer.decode(run.tokens[0]) == tokenizer.decode(alone.tokens[0])
     rate = load.accepted_tokens / load.drafted_tokens
     print(f"{task}: {load.accepted_tokens} of {load.drafted_tokens} drafts, {rate:.2f}")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_kit import build, check_baseline, finish, submit
+from engine_kit import finish, running, submit
 from quantised_folders import write_quantised
 from speculation_kit import Switching, speculating
 from test_speculation import TOKENS, prompts_of
@@ -40,10 +40,8 @@ def test_the_tokens_of_the_engine_without_drafts(tmp_path: Path, form: str, tp: 
         write_quantised(folder, tmp_path / "int4", "pack-quantized-group")
         folder = tmp_path / "int4"
     options = FORMS[form] | {"tp": tp}
-    alone = build(folder, **options)
-    wanted = tokens_of(alone)
-    check_baseline(alone)
-    alone.stop()
+    with running(folder, **options) as alone:
+        wanted = tokens_of(alone)
     with speculating(folder, widths=Switching(), **options) as engine:
         assert tokens_of(engine) == wanted
         load = engine.load().speculation

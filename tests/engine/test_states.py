@@ -11,7 +11,7 @@ import pytest
 import torch
 from beams_kit import Searches
 from beams_kit import check as check_beams
-from engine_kit import build, check_baseline, finish, hand_off, held, prefill_pages, submit
+from engine_kit import build, check_baseline, finish, hand_off, held, prefill_pages, running, submit
 from quantised_folders import fp8_reference
 from references import References, references
 from test_model_logits import load
@@ -125,16 +125,14 @@ def test_whole_in_chunks_cached_forked_resumed_and_handed_off(engines, folder, f
 )
 def test_preempted_swapped_and_of_two_ranks(family, options, folder):
     path = folder(family)
-    engine = build(path, max_sequences=6, max_step_tokens=128, **options)
-    with held(engine):
-        runs = [submit(engine, prompt_of(60 + i), 80, ignore_eos=True) for i in range(6)]
-    finish(*runs)
-    assert (engine.load().preemptions > 0) is ("num_pages" in options)
-    for run in runs:
-        if "kv_cache_dtype" not in options:
-            check(path, run, 80)
-    check_baseline(engine)
-    engine.stop()
+    with running(path, max_sequences=6, max_step_tokens=128, **options) as engine:
+        with held(engine):
+            runs = [submit(engine, prompt_of(60 + i), 80, ignore_eos=True) for i in range(6)]
+        finish(*runs)
+        assert (engine.load().preemptions > 0) is ("num_pages" in options)
+        for run in runs:
+            if "kv_cache_dtype" not in options:
+                check(path, run, 80)
 
 
 @pytest.mark.matrix
@@ -143,14 +141,12 @@ def test_beams_share_states(family, folder):
     """What transformers finds without a cache; with hardly more pages than beams."""
     path, params = folder(family), BeamParams(4)
     searches = Searches(path)
-    engine = build(path, max_sequences=5, max_step_tokens=128, num_pages=100)
-    for length in (5, 64, 130):
-        for _ in range(2):
-            run = submit(engine, prompt_of(length), 12, beams=params, ignore_eos=True)
-            finish(run)
-            check_beams(run, searches.find(prompt_of(length), params, 12, ()))
-    check_baseline(engine)
-    engine.stop()
+    with running(path, max_sequences=5, max_step_tokens=128, num_pages=100) as engine:
+        for length in (5, 64, 130):
+            for _ in range(2):
+                run = submit(engine, prompt_of(length), 12, beams=params, ignore_eos=True)
+                finish(run)
+                check_beams(run, searches.find(prompt_of(length), params, 12, ()))
 
 
 @pytest.mark.matrix
@@ -193,10 +189,9 @@ def test_pieces_of_a_prompt_leave_the_state_of_the_whole_bit_by_bit(folder):
     products with experts even the model's own numbers depend on how many tokens there are.)"""
     path, prompt, found = folder("qwen3_5"), prompt_of(331), []
     for tokens in (512, 90):
-        engine = build(path, max_sequences=6, max_step_tokens=tokens, num_pages=60)
-        found += [states_of(engine, prompt, 331) for _ in range(2)]
-        assert engine.load().prompt_tokens_cached == border(331)
-        engine.stop()
+        with running(path, max_sequences=6, max_step_tokens=tokens, num_pages=60) as engine:
+            found += [states_of(engine, prompt, 331) for _ in range(2)]
+            assert engine.load().prompt_tokens_cached == border(331)
     for other in found[1:]:
         assert len(other) == 2
         for state, same in zip(found[0], other, strict=True):
@@ -262,30 +257,29 @@ def test_a_stale_state_in_the_cache_is_dropped_and_its_prompts_computed_again(ti
     host memory."""
     path, prompt = folder("qwen3_5"), prompt_of(200)
     options = {"kv_host_bytes": 1 << 22} if tier else {}
-    engine = build(path, max_sequences=9, num_pages=80, **options)
-    finish(submit(engine, prompt, 2, ignore_eos=True))
-    spoil(engine)
-    if tier:
-        for seed in range(20, 36):
-            finish(submit(engine, prompt_of(200, seed), 2, ignore_eos=True))
-    for again in (6, 0):
-        before = engine.load()
-        with held(engine):
-            first = submit(engine, prompt, mode=Mode.PREFILL, ignore_eos=True)
-            runs = [
-                submit(engine, prompt, MAX_TOKENS, choices=n, ignore_eos=True) for n in (1, 3, 1)
-            ]
-        finish(first, *runs)
-        for run in runs:
-            check(path, run)
-        assert first.prefilled.records[0].token_id == runs[0].tokens[0][0]
-        engine.release(first.request.id)
-        after = engine.load()
-        assert after.preemptions - before.preemptions == again
-        if tier and again:
-            assert sum(after.prompt_tokens_loaded.values()) > 0
-    check_baseline(engine)
-    engine.stop()
+    with running(path, max_sequences=9, num_pages=80, **options) as engine:
+        finish(submit(engine, prompt, 2, ignore_eos=True))
+        spoil(engine)
+        if tier:
+            for seed in range(20, 36):
+                finish(submit(engine, prompt_of(200, seed), 2, ignore_eos=True))
+        for again in (6, 0):
+            before = engine.load()
+            with held(engine):
+                first = submit(engine, prompt, mode=Mode.PREFILL, ignore_eos=True)
+                runs = [
+                    submit(engine, prompt, MAX_TOKENS, choices=n, ignore_eos=True)
+                    for n in (1, 3, 1)
+                ]
+            finish(first, *runs)
+            for run in runs:
+                check(path, run)
+            assert first.prefilled.records[0].token_id == runs[0].tokens[0][0]
+            engine.release(first.request.id)
+            after = engine.load()
+            assert after.preemptions - before.preemptions == again
+            if tier and again:
+                assert sum(after.prompt_tokens_loaded.values()) > 0
 
 
 @pytest.mark.parametrize("rule", ["delta", "scan"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from engine_kit import build, check_baseline, finish, submit
+from engine_kit import finish, running, submit
 from test_states import spoil
 from test_tiers_engine import talk
 from test_tiers_stores import conversations
@@ -45,10 +45,8 @@ def model(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def want(model):
-    large = build(model, num_pages=400, page_size=64, max_step_tokens=256)
-    answers = talk(large, conversations(COUNT), ROUNDS)
-    large.stop()
-    return answers
+    with running(model, num_pages=400, page_size=64, max_step_tokens=256) as large:
+        return talk(large, conversations(COUNT), ROUNDS)
 
 
 @pytest.mark.parametrize(
@@ -67,23 +65,15 @@ def test_a_resume_point_comes_from_a_store(model, want, tmp_path, kind, ranks):
     secret.write_text("a secret of some length")
     options = {**SMALL, "tp": ranks, "kv_secret_file": str(secret)}
     options["kv_stores"] = (f"{kind}:{tmp_path}/kv?gib=0.2",)
-    engine = build(model, **options)
-    try:
+    with running(model, **options) as engine:
         assert len(engine.pools) > 1
         assert talk(engine, conversations(COUNT), ROUNDS) == want
         wait_until(lambda: engine.load().tiers.held_slots == 0)
-        check_baseline(engine)
-    finally:
-        engine.stop()
-    again = build(model, **options)
-    try:
+    with running(model, **options) as again:
         runs = [submit(again, prompt, 5) for prompt in conversations(COUNT)]
         finish(*runs)
         assert [run.tokens[0] for run in runs] == [answers[0] for answers in want]
         assert again.load().tiers.loaded_tokens[kind] >= 256, "objects outlive the worker"
-        check_baseline(again)
-    finally:
-        again.stop()
 
 
 @pytest.mark.parametrize("beams", [None, pytest.param(BeamParams(2), marks=pytest.mark.slow)])
@@ -92,19 +82,16 @@ def test_a_wrong_state_in_a_store_is_found_once_by_a_request(tmp_path, beams):
     """The store still has it when the prompt is computed again."""
     options = {**HYBRIDS["qwen3_next"], "max_positions": 1024}
     path = write_tiny_model(tmp_path / "tiny", tokenizer=False, **options)
-    plain = build(path, num_pages=41, page_size=64, max_step_tokens=256)
-    prompts = conversations(20)
-    want = [submit(plain, prompt, 5, beams=beams) for prompt in prompts]
-    finish(*want)
-    plain.stop()
+    with running(path, num_pages=41, page_size=64, max_step_tokens=256) as plain:
+        prompts = conversations(20)
+        want = [submit(plain, prompt, 5, beams=beams) for prompt in prompts]
+        finish(*want)
     options = {**SMALL, "kv_stores": (f"disk:{tmp_path}/kv?gib=0.2",)}
-    engine = build(path, **options)
-    for prompt in prompts:
-        finish(submit(engine, prompt, 5))
-        spoil(engine)
-    engine.stop()
-    again = build(path, **options)
-    try:
+    with running(path, **options) as engine:
+        for prompt in prompts:
+            finish(submit(engine, prompt, 5))
+            spoil(engine)
+    with running(path, **options) as again:
         for prompt, wanted in zip(prompts, want, strict=True):
             run = submit(again, prompt, 5, beams=beams)
             finish(run)
@@ -112,26 +99,18 @@ def test_a_wrong_state_in_a_store_is_found_once_by_a_request(tmp_path, beams):
         load = again.load()
         assert load.tiers.loaded_tokens["disk"] > 0
         assert 0 < load.preemptions <= len(prompts)
-        check_baseline(again)
-    finally:
-        again.stop()
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_hurry")
 def test_ranks_copy_the_pages_of_all_groups(model):
     prompts = [prompt[: 20 + 3 * at] for at, prompt in enumerate(conversations(24))]
-    large = build(model, num_pages=1600)
-    want = talk(large, prompts, ROUNDS)
-    large.stop()
-    small = build(model, num_pages=41, max_sequences=4, kv_host_bytes=24 << 20, tp=2)
-    try:
+    with running(model, num_pages=1600) as large:
+        want = talk(large, prompts, ROUNDS)
+    with running(model, num_pages=41, max_sequences=4, kv_host_bytes=24 << 20, tp=2) as small:
         assert len(small.pools) > 1
         assert talk(small, prompts, ROUNDS) == want
         assert small.load().tiers.loaded_tokens["host"] > 0
-        check_baseline(small)
-    finally:
-        small.stop()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_kit import build, check_baseline
+from engine_kit import running
 from test_stores import OBJECT, Ends, start  # noqa: F401
 from test_tiers_engine import talk
 from test_tiers_stores import (  # noqa: F401
@@ -139,21 +139,16 @@ def test_engines_of_two_ranks_compute_what_one_part_lacks(
 ):
     options = {**SMALL, "tp": 2, "kv_secret_file": secret}
     stores = (f"dir:{tmp_path}/kv?gib=0.1",)
-    engine = build(path, **options, kv_stores=stores)
-    speaks(engine, want)
-    engine.stop()
+    with running(path, **options, kv_stores=stores) as engine:
+        speaks(engine, want)
     for file in of_rank_1(tmp_path / "kv"):
         spoil(file)
-    engine = build(path, **options, kv_stores=stores)
-    try:
+    with running(path, **options, kv_stores=stores) as engine:
         assert talk(engine, conversations(COUNT), 1) == [answers[:1] for answers in want]
         tiers = engine.load().tiers
         assert tiers.loaded_tokens["dir"] == 0
         assert (tiers.late["dir damaged"] > 0) == damaged
         wait_until(lambda: engine.load().tiers.held_slots == 0)
-        check_baseline(engine)
-    finally:
-        engine.stop()
 
 
 @pytest.mark.matrix
@@ -165,9 +160,6 @@ def test_engines_of_other_numbers_of_ranks_share_no_object(
 ):
     stores = (f"dir:{tmp_path}/kv?gib=0.1",)
     for ranks in (1, 2):
-        engine = build(path, **SMALL, tp=ranks, kv_secret_file=secret, kv_stores=stores)
-        try:
+        with running(path, **SMALL, tp=ranks, kv_secret_file=secret, kv_stores=stores) as engine:
             assert talk(engine, conversations(COUNT), 1) == [answers[:1] for answers in want]
             assert engine.load().tiers.loaded_tokens["dir"] == 0
-        finally:
-            engine.stop()

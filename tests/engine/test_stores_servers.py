@@ -13,7 +13,7 @@ from pathlib import Path
 
 import debian
 import pytest
-from engine_kit import build, check_baseline
+from engine_kit import running
 from test_stores import A, B, Ends
 from test_stores_groups import COUNT, ROUNDS
 from test_stores_groups import MODELS as GROUPED
@@ -161,12 +161,11 @@ def test_parts_of_ranks_come_back_from_a_server(address, secret):
 @pytest.mark.slow
 def test_an_engine_over_a_server(address, path, want, secret):  # noqa: F811
     """A prompt is computed where that seems sooner, so on a busy machine the first may all be."""
-    engine = build(path, **SMALL, kv_stores=(address,), kv_secret_file=secret)
-    for _ in range(4):
-        speaks(engine, want)
-        if (loaded := engine.load().tiers.loaded_tokens[address.partition(":")[0]]) >= 256:
-            break
-    engine.stop()
+    with running(path, **SMALL, kv_stores=(address,), kv_secret_file=secret) as engine:
+        for _ in range(4):
+            speaks(engine, want)
+            if (loaded := engine.load().tiers.loaded_tokens[address.partition(":")[0]]) >= 256:
+                break
     assert loaded >= 256
 
 
@@ -174,18 +173,15 @@ def test_an_engine_over_a_server(address, path, want, secret):  # noqa: F811
 def test_a_model_with_windows_over_a_server(address, secret, tmp_path):
     """Pages of both groups come back, or a wrong token shows."""
     model = write_tiny_model(tmp_path, tokenizer=False, **GROUPED["gemma3"], max_positions=1024)
-    large = build(model, num_pages=400, page_size=64, max_step_tokens=256)
-    answers = talk(large, conversations(COUNT), ROUNDS)
-    large.stop()
-    engine = build(model, **TIGHT, kv_stores=(address,), kv_secret_file=secret)
-    assert len(engine.pools) > 1
-    for _ in range(4):
-        assert talk(engine, conversations(COUNT), ROUNDS) == answers
-        if (loaded := engine.load().tiers.loaded_tokens[address.partition(":")[0]]) >= 256:
-            break
-    wait_until(lambda: engine.load().tiers.held_slots == 0)
-    check_baseline(engine)
-    engine.stop()
+    with running(model, num_pages=400, page_size=64, max_step_tokens=256) as large:
+        answers = talk(large, conversations(COUNT), ROUNDS)
+    with running(model, **TIGHT, kv_stores=(address,), kv_secret_file=secret) as engine:
+        assert len(engine.pools) > 1
+        for _ in range(4):
+            assert talk(engine, conversations(COUNT), ROUNDS) == answers
+            if (loaded := engine.load().tiers.loaded_tokens[address.partition(":")[0]]) >= 256:
+                break
+        wait_until(lambda: engine.load().tiers.held_slots == 0)
     assert loaded >= 256
 
 

@@ -8,7 +8,7 @@ import resource
 import numpy as np
 import pytest
 import torch
-from engine_kit import build, check_baseline, finish, submit
+from engine_kit import build, check_baseline, finish, running, submit
 
 from engine.config import EngineConfig
 from engine.engine import Engine, EngineError
@@ -56,18 +56,13 @@ def test_a_small_pool_over_a_host_tier_speaks_as_a_large_one(
     tiny_path, count, rounds, precision, ranks
 ):
     prompts = conversations(count)
-    large = build(tiny_path, num_pages=200 * 8, kv_cache_dtype=precision)
-    want = talk(large, prompts, rounds)
-    large.stop()
-    small = build(tiny_path, **SMALL, kv_cache_dtype=precision, tp=ranks)
-    try:
+    with running(tiny_path, num_pages=200 * 8, kv_cache_dtype=precision) as large:
+        want = talk(large, prompts, rounds)
+    with running(tiny_path, **SMALL, kv_cache_dtype=precision, tp=ranks) as small:
         assert talk(small, prompts, rounds) == want
         counts = small.load().tiers
         assert counts.loaded_tokens["host"] > count * 16 * (rounds - 1)
         assert counts.late == {}
-        check_baseline(small)
-    finally:
-        small.stop()
 
 
 @pytest.mark.parametrize(
@@ -81,9 +76,8 @@ def test_a_small_pool_over_a_host_tier_speaks_as_a_large_one(
 )
 def test_copies_that_fail_or_are_late_cost_time_alone(tiny_path, lane, action):
     prompts = conversations(24)
-    large = build(tiny_path, num_pages=800)
-    want = talk(large, prompts, 2)
-    large.stop()
+    with running(tiny_path, num_pages=800) as large:
+        want = talk(large, prompts, 2)
     small = build(tiny_path, **SMALL)
     failpoints.arm(f"tiers.{lane}={action}@3")
     try:
@@ -99,17 +93,12 @@ def test_copies_that_fail_or_are_late_cost_time_alone(tiny_path, lane, action):
 @pytest.mark.parametrize("action", ["raise", "sleep:0.3"])
 def test_a_part_that_fails_or_is_late_is_a_miss_for_all_ranks(tiny_path, action, monkeypatch):
     prompts = conversations(24)
-    large = build(tiny_path, num_pages=800)
-    want = talk(large, prompts, 2)
-    large.stop()
+    with running(tiny_path, num_pages=800) as large:
+        want = talk(large, prompts, 2)
     monkeypatch.setenv("BATON_DEBUG_FAILPOINTS", f"rank.copy={action}~1@7")
-    small = build(tiny_path, **SMALL, tp=2)  # Four copies measure its rates.
-    try:
+    with running(tiny_path, **SMALL, tp=2) as small:  # Four copies measure its rates.
         assert talk(small, prompts, 2) == want
         assert sum(small.load().tiers.late.values()) > 0
-        check_baseline(small)
-    finally:
-        small.stop()
 
 
 def test_more_memory_than_can_be_touched_is_refused_with_both_sizes(monkeypatch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from engine_kit import build, check_baseline, finish, submit
+from engine_kit import build, check_baseline, finish, running, submit
 from test_tiers_engine import talk
 from tiny_models import write_tiny_model
 from waiting import wait_until
@@ -36,10 +36,8 @@ def conversations(count: int, seed: int = 1) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def want(path):
-    large = build(path, num_pages=400, page_size=64, max_step_tokens=256)
-    answers = talk(large, conversations(COUNT), ROUNDS)
-    large.stop()
-    return answers
+    with running(path, num_pages=400, page_size=64, max_step_tokens=256) as large:
+        return talk(large, conversations(COUNT), ROUNDS)
 
 
 @pytest.fixture
@@ -76,26 +74,23 @@ def test_a_store_below_a_small_host_tier(path, want, tmp_path, secret, kind, ran
     if ranks > 2:  # Of two KV heads, each lies on two of four ranks.
         options["kv_host_bytes"] = SMALL["kv_host_bytes"] * 2
     address = f"{kind}:{tmp_path}/kv?gib=0.1"
-    engine = build(path, **options, kv_stores=(address,))
-    speaks(engine, want)
-    loaded = engine.load().tiers.loaded_tokens
-    engine.stop()
+    with running(path, **options, kv_stores=(address,)) as engine:
+        speaks(engine, want)
+        loaded = engine.load().tiers.loaded_tokens
     assert loaded[kind] >= 256
-    again = build(path, **options, kv_stores=(address,))
-    prompts = conversations(COUNT)
-    runs = [submit(again, prompt, 5) for prompt in prompts]
-    finish(*runs)
-    assert [run.tokens[0] for run in runs] == [answers[0] for answers in want]
-    assert again.load().tiers.loaded_tokens[kind] >= 256, "an object outlives the worker"
-    again.stop()
+    with running(path, **options, kv_stores=(address,)) as again:
+        prompts = conversations(COUNT)
+        runs = [submit(again, prompt, 5) for prompt in prompts]
+        finish(*runs)
+        assert [run.tokens[0] for run in runs] == [answers[0] for answers in want]
+        assert again.load().tiers.loaded_tokens[kind] >= 256, "an object outlives the worker"
 
 
 @pytest.mark.usefixtures("no_hurry")
 def test_a_page_that_is_found_before_and_after_a_fetch_is_let_go(path, tmp_path):
     """The prompt's first page is in the pool, since another one began with it; the rest is not."""
     options = {**SMALL, "kv_host_bytes": 640 << 10}
-    engine = build(path, **options, kv_stores=(f"disk:{tmp_path}/kv?gib=0.1",))
-    try:
+    with running(path, **options, kv_stores=(f"disk:{tmp_path}/kv?gib=0.1",)) as engine:
         prompts = conversations(COUNT)
         for prompt in prompts:
             finish(submit(engine, prompt, 5))
@@ -104,19 +99,15 @@ def test_a_page_that_is_found_before_and_after_a_fetch_is_let_go(path, tmp_path)
         finish(submit(engine, prompts[0], 5))
         assert engine.load().tiers.loaded_tokens["disk"] > before
         wait_until(lambda: engine.load().tiers.held_slots == 0)
-        check_baseline(engine)
-    finally:
-        engine.stop()
 
 
 @pytest.mark.matrix
 @pytest.mark.usefixtures("no_hurry")
 def test_two_stores(path, want, tmp_path, secret):
     addresses = tuple(f"{kind}:{tmp_path}/{kind}?gib=0.1" for kind in ("disk", "dir"))
-    engine = build(path, **SMALL, kv_stores=addresses, kv_secret_file=secret)
-    speaks(engine, want)
-    moved = engine.load().tiers.bytes_moved
-    engine.stop()
+    with running(path, **SMALL, kv_stores=addresses, kv_secret_file=secret) as engine:
+        speaks(engine, want)
+        moved = engine.load().tiers.bytes_moved
     assert moved["disk store"] > 0
     assert moved["dir store"] > 0
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from engine_kit import build, check_baseline, finish, hand_off, submit
+from engine_kit import build, check_baseline, finish, hand_off, running, submit
 from tokenizers import Tokenizer
 
 pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -43,10 +43,9 @@ def prompts_of(tokenizer: Tokenizer) -> list[list[int]]:
 def test_a_trained_head_is_right_on_texts_it_has_not_seen(demo_model: Path, head: Path) -> None:
     tokenizer = Tokenizer.from_file(str(demo_model / "tokenizer.json"))
     prompts = prompts_of(tokenizer)
-    alone = build(demo_model)
-    wanted = [submit(alone, prompt, TOKENS, ignore_eos=True) for prompt in prompts]
-    finish(*wanted, timeout_s=600)
-    alone.stop()
+    with running(demo_model) as alone:
+        wanted = [submit(alone, prompt, TOKENS, ignore_eos=True) for prompt in prompts]
+        finish(*wanted, timeout_s=600)
     drafts = {"speculation": str(head), "draft_tokens": DRAFTS}
     prefill, decode = build(demo_model, decodes=False, **drafts), build(demo_model, **drafts)
     for prompt, other in zip(prompts, wanted, strict=True):

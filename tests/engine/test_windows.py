@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
-from engine_kit import Run, build, check_baseline, finish, hand_off, held, submit
+from engine_kit import Run, build, check_baseline, finish, hand_off, held, running, submit
 from paths_kit import prompt_of
 from references import NOISE, References, first_difference, references
 from suite_plugins import drawn
@@ -109,32 +109,28 @@ def test_forked_and_resumed(case, length):
 
 
 def test_preempted(case):
-    engine = build(case.one.model.path, **TWO | {"num_pages": 26})
-    prompts = [prompt_of(20 + i, seed=5) for i in range(6)]
-    with held(engine):
-        runs = [submit(engine, prompt, 80, ignore_eos=True) for prompt in prompts]
-    finish(*runs)
-    first, window = engine.pools
-    if window.page_bytes <= first.page_bytes:  # Else windows let fewer sequences run.
-        assert engine.load().preemptions > 0
-    for run in runs:
-        check(case, run, 80)
-    check_baseline(engine)
-    engine.stop()
+    with running(case.one.model.path, **TWO | {"num_pages": 26}) as engine:
+        prompts = [prompt_of(20 + i, seed=5) for i in range(6)]
+        with held(engine):
+            runs = [submit(engine, prompt, 80, ignore_eos=True) for prompt in prompts]
+        finish(*runs)
+        first, window = engine.pools
+        if window.page_bytes <= first.page_bytes:  # Else windows let fewer sequences run.
+            assert engine.load().preemptions > 0
+        for run in runs:
+            check(case, run, 80)
 
 
 def test_more_sequences_than_the_windows_have_room_for(case):
     """Windows as large as group 0: the rest waits, and nobody is preempted for a window."""
-    engine = build(case.one.model.path, **TWO | {"max_sequences": 24, "num_pages": 60})
-    prompts = [prompt_of(17 + i, seed=6) for i in range(24)]
-    with held(engine):
-        runs = [submit(engine, prompt, 30, ignore_eos=True) for prompt in prompts]
-    finish(*runs)
-    for run in runs:
-        check(case, run, 30)
-    assert engine.load().damaged_pages == 0
-    check_baseline(engine)
-    engine.stop()
+    with running(case.one.model.path, **TWO | {"max_sequences": 24, "num_pages": 60}) as engine:
+        prompts = [prompt_of(17 + i, seed=6) for i in range(24)]
+        with held(engine):
+            runs = [submit(engine, prompt, 30, ignore_eos=True) for prompt in prompts]
+        finish(*runs)
+        for run in runs:
+            check(case, run, 30)
+        assert engine.load().damaged_pages == 0
 
 
 @pytest.mark.parametrize("count", [10, pytest.param(80, marks=pytest.mark.slow)])
@@ -144,18 +140,16 @@ def test_a_small_pool_over_host_memory_speaks_as_a_large_one(tmp_path, count):
     prompts = [prompt_of(30 + 5 * (at % 9), seed=at) for at in range(count)]
     answers = []
     for options in ({}, {"num_pages": 31, "kv_host_bytes": 24 << 20}):
-        engine = build(path, **TWO | options)
-        assert len(engine.pools) == 2
-        said = [list(prompt) for prompt in prompts]
-        for _ in range(2):
-            for at, prompt in enumerate(said):
-                run = submit(engine, prompt, 6, ignore_eos=True)
-                finish(run)
-                said[at] = [*prompt, *run.tokens[0], 7, at % 300 + 1]
-        answers.append(said)
-        load = engine.load()
-        check_baseline(engine)
-        engine.stop()
+        with running(path, **TWO | options) as engine:
+            assert len(engine.pools) == 2
+            said = [list(prompt) for prompt in prompts]
+            for _ in range(2):
+                for at, prompt in enumerate(said):
+                    run = submit(engine, prompt, 6, ignore_eos=True)
+                    finish(run)
+                    said[at] = [*prompt, *run.tokens[0], 7, at % 300 + 1]
+            answers.append(said)
+            load = engine.load()
     assert answers[0] == answers[1]
     assert load.tiers.loaded_tokens["host"] >= 3 * count
     assert load.tiers.late == {}

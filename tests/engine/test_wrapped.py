@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from engine_kit import build, check_baseline, finish, hand_off, held, submit
+from engine_kit import build, check_baseline, finish, hand_off, held, running, submit
 from hooks_kit import fixture_of_installed_hooks  # noqa: F401
 from paths_kit import prompt_of
 from references import references
@@ -68,15 +68,11 @@ def test_log_probabilities_and_drafts(case, path):
     plain = submit(case.one, prompt, 6, sampling=SamplingParams(temperature=0.0, top_logprobs=2),
                    prompt_logprobs=True, ignore_eos=True)  # fmt: skip
     finish(plain)
-    engine = build(path, **OWN, **WRAP, speculation="suffix")
-    try:
+    with running(path, **OWN, **WRAP, speculation="suffix") as engine:
         for _ in range(2):
             run = submit(engine, prompt * 2, 24, ignore_eos=True)
             finish(run)
             case.answers.check(run, 24)
-        check_baseline(engine)
-    finally:
-        engine.stop()
     assert plain.scored is not None
     records = [*plain.scored.records, *plain.records[0]]
     ids = [*prompt, *plain.tokens[0]]
@@ -151,11 +147,9 @@ def test_attention_that_does_more_stays(name, options, ours, tmp_path):
 def test_options_of_pages_do_what_they_do_natively(options, tmp_path):
     path, found = write_tiny_model(tmp_path, tokenizer=False), []
     for impl in ("native", "transformers"):
-        engine = build(path, model_impl=impl, num_pages=80, **options)
-        run = submit(engine, prompt_of(500), 8, ignore_eos=True)
-        finish(run)
-        check_baseline(engine)
-        engine.stop()
+        with running(path, model_impl=impl, num_pages=80, **options) as engine:
+            run = submit(engine, prompt_of(500), 8, ignore_eos=True)
+            finish(run)
         found.append(run.tokens)
     assert found[0] == found[1]
 
