@@ -396,10 +396,17 @@ class Pair:
         await until(lambda: self.p.peers.path_to(self.d.name) and self.d.peers.path_to(self.p.name))
         await until(lambda: self.p.has_measured_peers and self.d.has_measured_peers)
 
-    def submit(self, attempt: Attempted) -> None:
+    def submit(self, attempt: Attempted) -> Attempted:
         """To both."""
         self.submit_decode(attempt)
         self.submit_prefill(attempt)
+        return attempt
+
+    async def begin(self, attempt: Attempted) -> Attempted:
+        """Submits it to both, and forwards the grant."""
+        self.submit(attempt)
+        await self.forward_grant(attempt)
+        return attempt
 
     def submit_prefill(self, attempt: Attempted) -> None:
         self.p.prefill.submit(attempt.message(PREFILL, self.d.name), self.from_p.outbox)
@@ -414,8 +421,7 @@ class Pair:
 
     async def run(self, attempt: Attempted) -> None:
         """Submits, forwards the grant and waits for the end."""
-        self.submit(attempt)
-        await self.forward_grant(attempt)
+        await self.begin(attempt)
         for _ in range(attempt.choices):
             await self.from_d.heard("finished", attempt.id)
         await until(lambda: len(self.from_d.all("finished", attempt.id)) == attempt.choices)

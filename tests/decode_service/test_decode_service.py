@@ -162,9 +162,7 @@ def _release_everything(pair: Pair) -> None:
 async def test_abort_before_delivery_wins() -> None:
     async with a_pair() as pair:
         pair.p.transport.holds = True
-        attempt = Attempted(LONG)
-        pair.submit(attempt)
-        await pair.forward_grant(attempt)
+        attempt = await pair.begin(Attempted(LONG))
         await until(lambda: pair.p.transport.held_pushes)
         await until(lambda: pair.d.engine.load().granted_pages)
         pair.d.decode.abort(attempt.id, pair.from_d.outbox)
@@ -180,9 +178,7 @@ async def test_abort_before_delivery_wins() -> None:
 async def test_abort_after_delivery_changes_nothing() -> None:
     async with a_pair() as pair:
         pair.d.executor.holds = True
-        attempt = Attempted(LONG)
-        pair.submit(attempt)
-        await pair.forward_grant(attempt)
+        attempt = await pair.begin(Attempted(LONG))
         await pair.from_d.heard("delivered", attempt.id)
         pair.d.decode.abort(attempt.id, pair.from_d.outbox)
         assert (await pair.from_d.heard("aborted", attempt.id)).already_ready
@@ -199,8 +195,7 @@ async def _delivered_unheard(pair: Pair) -> Attempted:
     """An attempt whose delivery has happened, which the event loop does not know yet."""
     attempt = Attempted(LONG)
     pair.p.transport.holds = True
-    pair.submit(attempt)
-    await pair.forward_grant(attempt)
+    await pair.begin(attempt)
     await until(lambda: pair.p.transport.held_pushes)
     pair.d.inbox.pause()
     pair.p.transport.holds = False
@@ -316,9 +311,7 @@ async def test_duplicates_are_ignored() -> None:
 async def test_another_stream_cannot_touch_an_attempt() -> None:
     async with a_pair() as pair:
         pair.d.executor.holds = True
-        attempt = Attempted(LONG)
-        pair.submit(attempt)
-        await pair.forward_grant(attempt)
+        attempt = await pair.begin(Attempted(LONG))
         await pair.from_d.heard("delivered", attempt.id)
         pair.d.decode.cancel(attempt.id, pair.from_p.outbox)
         pair.d.decode.abort(attempt.id, pair.from_p.outbox)
@@ -404,9 +397,7 @@ async def test_a_payload_that_is_none_fails_the_attempt() -> None:
 async def test_a_failed_step_fails_the_attempt() -> None:
     async with a_pair() as pair:
         pair.d.executor.holds = True
-        attempt = Attempted(8, max_tokens=30)
-        pair.submit(attempt)
-        await pair.forward_grant(attempt)
+        attempt = await pair.begin(Attempted(8, max_tokens=30))
         await pair.from_d.heard("delivered", attempt.id)
         pair.d.executor.fail_next = RuntimeError("device")
         pair.d.executor.let_go()

@@ -43,6 +43,12 @@ class Fetching:
         await self.pair.from_d.heard("finished", attempt.id)
         await until(lambda: self.holder.is_quiet)
 
+    async def held(self, pages: int, **options: Any) -> list[int]:
+        """A prompt of so many pages that the holder has."""
+        prompt = prompt_of(pages, **options)
+        await self.hold(prompt)
+        return prompt
+
     def ask(self, prompt: Sequence[int], pages: int | None = None, **options: Any) -> Attempted:
         """The fetcher gets a prompt, and the word that the other holds pages of it."""
         pages = len(prompt) // PAGE_TOKENS if pages is None else pages
@@ -108,8 +114,7 @@ def prompt_of(pages: int, more: int = 2, seed: int = 1) -> list[int]:
 
 async def test_pages_come_from_another_worker_and_the_rest_is_computed() -> None:
     async with fetching() as made:
-        prompt = prompt_of(4)
-        await made.hold(prompt)
+        prompt = await made.held(4)
         attempt = made.ask(prompt)
         assert await made.answered(attempt) == 4 * PAGE_TOKENS
         assert made.outcomes() == {"fetched": 1}
@@ -119,8 +124,7 @@ async def test_pages_come_from_another_worker_and_the_rest_is_computed() -> None
 async def test_the_prompt_of_a_hand_off_may_come_from_the_worker_that_will_decode_it() -> None:
     """The next turn of a conversation: P gets from D what it lacks, and hands over the rest."""
     async with fetching() as made:
-        prompt = prompt_of(4)
-        await made.hold(prompt)
+        prompt = await made.held(4)
         attempt = Attempted(prompt=[*prompt, 1, 2, 3, 4, 5], fetch=(made.holder.name, 5))
         await made.pair.run(attempt)
         assert made.pair.from_d.tokens[attempt.id, 0] == attempt.expected
@@ -130,8 +134,7 @@ async def test_the_prompt_of_a_hand_off_may_come_from_the_worker_that_will_decod
 
 async def test_what_the_holder_lacks_is_computed() -> None:
     async with fetching() as made:
-        prompt = prompt_of(2)
-        await made.hold(prompt)
+        prompt = await made.held(2)
         attempt = made.ask([*prompt[: 2 * PAGE_TOKENS], *prompt_of(2, seed=2)])
         assert await made.answered(attempt) == 2 * PAGE_TOKENS
         assert made.outcomes() == {"short": 1}
@@ -159,8 +162,7 @@ async def test_tenants_share_nothing() -> None:
 
 async def test_an_edited_turn_shares_what_lies_before_the_edit() -> None:
     async with fetching() as made:
-        prompt = prompt_of(5)
-        await made.hold(prompt)
+        prompt = await made.held(5)
         edited = [*prompt[:9], (prompt[9] + 1) % VOCAB, *prompt[10:]]
         assert await made.answered(made.ask(edited)) == 2 * PAGE_TOKENS
         stripped = [*prompt[:6], *prompt[11:]]
@@ -169,8 +171,7 @@ async def test_an_edited_turn_shares_what_lies_before_the_edit() -> None:
 
 async def test_a_late_fetch_is_computed_and_its_pages_wait_for_the_writer() -> None:
     async with fetching(least_fetch_s=0.2) as made:
-        prompt = prompt_of(4)
-        await made.hold(prompt)
+        prompt = await made.held(4)
         made.holder.transport.holds = True
         attempt = made.ask(prompt)
         await until(lambda: made.holder.held_pages == 4)
@@ -194,8 +195,7 @@ async def test_a_slow_fetch_is_held_against_fetches_for_a_while_only(
     """A router sends fetches where they are sooner. After a slow one it would send no others, and
     none could show that they are fast."""
     async with fetching() as made:
-        prompt = prompt_of(4)
-        await made.hold(prompt)
+        prompt = await made.held(4)
         made.holder.transport.delay_s = 0.2
         await made.answered(made.ask(prompt))
         assert made.fetcher.fetching.latency_s >= 0.2
@@ -206,8 +206,7 @@ async def test_a_slow_fetch_is_held_against_fetches_for_a_while_only(
 async def test_what_came_before_the_time_was_up_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kv_transfer.sending.MAX_PUSH_BYTES", {"DRAM": 2 * 8 * PAGE_TOKENS})
     async with fetching(least_fetch_s=0.5) as made:
-        prompt = prompt_of(5)
-        await made.hold(prompt)
+        prompt = await made.held(5)
         made.holder.transport.holds = True
         attempt = made.ask(prompt)
         await until(lambda: made.holder.held_pages == 5)
@@ -219,8 +218,7 @@ async def test_what_came_before_the_time_was_up_counts(monkeypatch: pytest.Monke
 
 async def test_a_dead_holder_frees_what_it_could_write() -> None:
     async with fetching(least_fetch_s=0.2) as made:
-        prompt = prompt_of(4)
-        await made.hold(prompt)
+        prompt = await made.held(4)
         await asyncio.to_thread(made.holder.transfer.stop, 5.0)
         attempt = made.ask(prompt)
         assert await made.answered(attempt) == 0
@@ -234,8 +232,7 @@ async def test_a_dead_holder_frees_what_it_could_write() -> None:
 
 async def test_a_cancelled_request_leaves_nothing_behind() -> None:
     async with fetching() as made:
-        prompt = prompt_of(4)
-        await made.hold(prompt)
+        prompt = await made.held(4)
         made.holder.transport.holds = True
         attempt = made.ask(prompt)
         await until(lambda: made.holder.held_pages == 4)
@@ -248,15 +245,13 @@ async def test_a_cancelled_request_leaves_nothing_behind() -> None:
 
 async def test_fetches_have_an_eighth_of_the_pool() -> None:
     async with fetching(num_pages=49) as made:
-        prompt = prompt_of(10)
-        await made.hold(prompt)
+        prompt = await made.held(10)
         assert await made.answered(made.ask(prompt)) == 6 * PAGE_TOKENS
 
 
 async def test_a_holder_gives_an_eighth_of_its_pool() -> None:
     async with fetching(d_num_pages=33, p_num_pages=97) as made:
-        prompt = prompt_of(10)
-        await made.hold(prompt)
+        prompt = await made.held(10)
         assert await made.answered(made.ask(prompt)) == 4 * PAGE_TOKENS
         assert made.outcomes() == {"short": 1}
 
@@ -272,8 +267,7 @@ async def test_a_fetch_of_nobody_known_is_computed() -> None:
 
 async def test_a_path_that_breaks_is_not_waited_for() -> None:
     async with fetching() as made:
-        prompt = prompt_of(4)
-        await made.hold(prompt)
+        prompt = await made.held(4)
         made.holder.transport.holds = True
         attempt = made.ask(prompt)
         await until(lambda: made.holder.held_pages == 4)
@@ -289,8 +283,7 @@ async def test_what_a_holder_cannot_send_is_not_waited_for(monkeypatch: pytest.M
     """The path breaks behind the first push. The other side cannot see that."""
     monkeypatch.setattr("kv_transfer.sending.MAX_PUSH_BYTES", {"DRAM": 2 * 8 * PAGE_TOKENS})
     async with fetching() as made:
-        prompt = prompt_of(5)
-        await made.hold(prompt)
+        prompt = await made.held(5)
         transport = made.holder.transport
         push, calls = transport.push, []
 
@@ -352,8 +345,7 @@ def test_routers_refuse_for_a_known_cause() -> None:
 
 async def test_a_refusal_of_somebody_else_changes_nothing() -> None:
     async with fetching() as made:
-        prompt = prompt_of(4)
-        await made.hold(prompt)
+        prompt = await made.held(4)
         made.holder.transport.holds = True
         attempt = made.ask(prompt)
         await until(lambda: made.holder.held_pages == 4)
@@ -400,8 +392,7 @@ pages of the other."""
 async def test_a_resume_point_of_several_groups_comes_whole() -> None:
     """A wrong page, of any group, would make a wrong token."""
     async with fetching(windows=WINDOWS, num_pages=121) as made:
-        prompt = prompt_of(12)
-        await made.hold(prompt)
+        prompt = await made.held(12)
         assert await made.answered(made.ask([*prompt, 7, 8])) == 12 * PAGE_TOKENS
         assert made.outcomes() == {"fetched": 1}
         assert made.outcomes("baton_kv_fetch_pages_total") == {"got": 12 + 1 + 4}
@@ -412,8 +403,7 @@ async def test_a_resume_point_of_several_groups_comes_whole() -> None:
 
 async def test_a_group_that_the_holder_lacks_makes_it_give_nothing() -> None:
     async with fetching(windows=WINDOWS, num_pages=121) as made:
-        prompt = prompt_of(12)
-        await made.hold(prompt)
+        prompt = await made.held(12)
         blocks = made.holder.scheduler.others.groups[1].blocks
         blocks.release(blocks.allocate(blocks.total))  # All that is cached is evicted.
         assert await made.answered(made.ask(prompt)) == 0
@@ -424,8 +414,7 @@ async def test_a_group_that_the_holder_lacks_makes_it_give_nothing() -> None:
 async def test_what_broke_off_is_no_resume_point_and_waits_for_the_writer() -> None:
     """All pages of windows land, and none of group 0: the last of them carries the word."""
     async with fetching(windows=WINDOWS, num_pages=121, least_fetch_s=0.5) as made:
-        prompt = prompt_of(12)
-        await made.hold(prompt)
+        prompt = await made.held(12)
         made.holder.transport.holds = True
         attempt = made.ask(prompt)
         await until(lambda: made.holder.held_pages == 17)

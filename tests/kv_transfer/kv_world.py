@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -277,6 +277,18 @@ class World:
     ) -> Transfer:
         transfer = self.grant_to_expect(num_tokens, held_pages, timeout_s, merged)
         transfer.expect()
+        return transfer
+
+    def begun(self, *arguments: Any, **options: Any) -> Transfer:
+        """A grant that the prefill side has."""
+        transfer = self.grant(*arguments, **options)
+        transfer.begin()
+        return transfer
+
+    def sent(self, *arguments: Any, **options: Any) -> Transfer:
+        """A grant whose whole prompt is computed at once."""
+        transfer = self.begun(*arguments, **options)
+        transfer.finish()
         return transfer
 
     def grant_to_expect(

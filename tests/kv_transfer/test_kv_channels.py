@@ -47,9 +47,7 @@ def test_every_piece_arrives_whatever_its_size(
 def send(world: World, num_pages: int) -> None:
     before = len(world.decode.of(Delivered))
     world.decode.pool.ranks[0].zero_()
-    transfer = world.grant(num_pages * PAGE_TOKENS)
-    transfer.begin()
-    transfer.finish()
+    transfer = world.sent(num_pages * PAGE_TOKENS)
     world.until(lambda: len(world.decode.of(Delivered)) == before + 1)
     world.until(lambda: len(world.prefill.of(Sent)) == before + 1)
     transfer.assert_delivered()

@@ -45,8 +45,7 @@ def hold(world: World) -> None:
 def pushing(world: World) -> Transfer:
     """A transfer whose first pages are in a push that goes on."""
     hold(world)
-    transfer = world.grant(48)
-    transfer.begin()
+    transfer = world.begun(48)
     transfer.compute(32)
     world.turn()
     return transfer
@@ -54,8 +53,7 @@ def pushing(world: World) -> Transfer:
 
 def test_quiesced_is_said_only_when_every_push_has_ended(world: World) -> None:
     hold(world)
-    transfer = world.grant(100)
-    transfer.begin()
+    transfer = world.begun(100)
     for end_token in (32, 64):
         transfer.compute(end_token)
         world.turn()
@@ -78,9 +76,7 @@ def test_quiesced_is_said_only_when_every_push_has_ended(world: World) -> None:
 
 def test_a_late_final_notification_counts_as_quiesced(world: World) -> None:
     hold(world)
-    transfer = world.grant(48)
-    transfer.begin()
-    transfer.finish()
+    transfer = world.sent(48)
     world.turn()
     world.decode.receiver.abort(transfer.id)
     (push,) = world.prefill.loopback.held_pushes
@@ -117,9 +113,7 @@ def test_the_question_is_repeated_with_backoff_for_as_long_as_it_takes(world: Wo
 @pytest.mark.parametrize("lands", [True, False])
 def test_an_error_pins_until_the_peer_is_proven_dead(world: World, lands: bool) -> None:
     hold(world)
-    transfer = world.grant(48)
-    transfer.begin()
-    transfer.finish()
+    transfer = world.sent(48)
     world.turn()
     (push,) = world.prefill.loopback.held_pushes
     world.prefill.loopback.fail(push, lands)
@@ -206,9 +200,7 @@ def test_a_lost_peer_fails_its_sends_and_opens_anew(world: World) -> None:
     world.prefill.exchange.meet(world.decode.transport.endpoint)
     world.turn(5)
     assert len(world.prefill.of(PeerOpened)) == opened + 1
-    again = world.grant(48)
-    again.begin()
-    again.finish()
+    again = world.sent(48)
     world.turn(5)
     again.assert_delivered()
 
@@ -216,8 +208,7 @@ def test_a_lost_peer_fails_its_sends_and_opens_anew(world: World) -> None:
 def test_a_lost_path_is_tried_again_and_quarantine_ends_over_it(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    transfer = world.grant(48)
-    transfer.begin()
+    transfer = world.begun(48)
     world.turn(3)
 
     def cut(*_: object) -> int:
@@ -247,9 +238,7 @@ def test_an_exception_nobody_foresaw_pins_and_the_rest_goes_on(
     def explode(*_: object) -> int:
         raise ValueError("secret prompt")
 
-    transfer = world.grant(48)
-    transfer.begin()
-    transfer.finish()
+    transfer = world.sent(48)
     with monkeypatch.context() as patch:
         patch.setattr(world.prefill.transport, "push", explode)
         world.turn()
@@ -257,9 +246,7 @@ def test_an_exception_nobody_foresaw_pins_and_the_rest_goes_on(
     assert world.prefill.sender.state(transfer.id) is SendState.FAILED
     assert "secret prompt" not in caplog.text
     assert "ValueError" in caplog.text
-    other = world.grant(48)
-    other.begin()
-    other.finish()
+    other = world.sent(48)
     world.turn(3)
     other.assert_delivered()
 
@@ -271,9 +258,7 @@ def test_a_refused_push_fails_and_quiesces_at_once(
     def refuse(*_: object) -> int:
         raise TransportError("disconnected", "")
 
-    transfer = world.grant(48)
-    transfer.begin()
-    transfer.finish()
+    transfer = world.sent(48)
     monkeypatch.setattr(world.prefill.transport, "push", refuse)
     world.turn(2)
     assert world.prefill.of(SendFailed) == [SendFailed(transfer.id, "disconnected")]
@@ -290,9 +275,7 @@ def test_a_failing_callback_does_not_stop_the_exchange(world: World) -> None:
 
     world.decode.exchange._on_event = on_event
     for _ in range(2):
-        transfer = world.grant(48)
-        transfer.begin()
-        transfer.finish()
+        world.sent(48)
         world.turn(3)
     assert len(seen) == 2
 

@@ -139,9 +139,7 @@ def test_a_lane_that_is_formed_waits_longer_than_forming_may_take(
 
     with a_world("nccl") as world:
         monkeypatch.setattr(ReceiveChannel, "_move", late)
-        transfer = world.grant(3 * PAGE_TOKENS)
-        transfer.begin()
-        transfer.finish()
+        transfer = world.sent(3 * PAGE_TOKENS)
         world.until(lambda: bool(world.decode.of(Delivered) and world.prefill.of(Sent)))
         transfer.assert_delivered()
     assert stood_still

@@ -32,8 +32,7 @@ from kv_transfer.wire import Chunk, encode
 
 def hand_over(world: World, tokens: int, held_pages: int = 0) -> Transfer:
     """Computes in chunks; what is behind a window is known when its chunk is."""
-    transfer = world.grant(tokens, held_pages)
-    transfer.begin()
+    transfer = world.begun(tokens, held_pages)
     first, *others = transfer.sources
     for end in (*range(40, tokens, 40), tokens):
         pages = -(-end // PAGE_TOKENS)
@@ -148,8 +147,7 @@ def test_a_grant_or_a_chunk_of_other_groups_fails(count: int) -> None:
 def test_pages_that_were_let_go_too_early_fail_the_hand_off() -> None:
     """The window's pages that were granted must be among those of the chunk."""
     with a_world("loopback", groups=THREE) as world:
-        transfer = world.grant(80)
-        transfer.begin()
+        transfer = world.begun(80)
         first, window, state = transfer.sources
         gone = Source(window.pages[1:], window.first_page + 1)
         world.prefill.sender.chunk_computed(transfer.id, 80, b"", [first, gone, state])

@@ -41,9 +41,7 @@ def delivered(world: World, transfers: int = 1) -> Delivered:
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 333])
 def test_scattered_pages_arrive_byte_for_byte(world: World, num_tokens: int) -> None:
-    transfer = world.grant(num_tokens)
-    transfer.begin()
-    transfer.finish()
+    transfer = world.sent(num_tokens)
     event = delivered(world)
     transfer.assert_delivered()
     assert event.transfer_id == transfer.id
@@ -58,17 +56,14 @@ def test_scattered_pages_arrive_byte_for_byte(world: World, num_tokens: int) -> 
 
 
 def test_adjacent_pages_are_one_descriptor(world: World) -> None:
-    transfer = world.grant(20 * PAGE_TOKENS, merged=True)
-    transfer.begin()
-    transfer.finish()
+    transfer = world.sent(20 * PAGE_TOKENS, merged=True)
     delivered(world)
     transfer.assert_delivered()
     assert world.prefill.of(Sent)[0].stats.descriptors == 1
 
 
 def test_full_pages_leave_while_the_rest_is_computed(world: World) -> None:
-    transfer = world.grant(100)
-    transfer.begin()
+    transfer = world.begun(100)
     for end_token in (40, 80):
         transfer.compute(end_token)
         full = end_token // PAGE_TOKENS
@@ -86,8 +81,7 @@ def test_full_pages_leave_while_the_rest_is_computed(world: World) -> None:
 
 @pytest.mark.parametrize("held_pages", [1, 7])
 def test_held_pages_are_not_sent(world: World, held_pages: int) -> None:
-    transfer = world.grant(100, held_pages=held_pages)
-    transfer.begin()
+    transfer = world.begun(100, held_pages=held_pages)
     transfer.compute(40)
     world.turn(3)
     transfer.finish()
@@ -161,8 +155,7 @@ def test_abort_of_a_transfer_never_heard_of(loopback: World) -> None:
 
 
 def test_expiry_is_a_timeout_and_no_fence(loopback: World) -> None:
-    transfer = loopback.grant(100, timeout_s=30.0)
-    transfer.begin()
+    transfer = loopback.begun(100, timeout_s=30.0)
     transfer.compute(40)
     loopback.settle()
     loopback.clock.advance(29.0)
@@ -178,8 +171,7 @@ def test_expiry_is_a_timeout_and_no_fence(loopback: World) -> None:
 
 
 def test_a_peer_that_left_still_answers(loopback: World) -> None:
-    transfer = loopback.grant(100)
-    transfer.begin()
+    transfer = loopback.begun(100)
     loopback.prefill.exchange.part(loopback.decode.name, proven_dead=False)
     loopback.decode.exchange.part(loopback.prefill.name, proven_dead=False)
     loopback.decode.receiver.abort(transfer.id)
@@ -209,9 +201,7 @@ def have_come(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_delivery_before_death_counts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the exchange has not looked yet."""
-    transfer = world.grant(48)
-    transfer.begin()
-    transfer.finish()
+    transfer = world.sent(48)
     have_come(world, monkeypatch)
     world.decode.exchange.part(world.prefill.name, proven_dead=True)
     world.decode.receiver.abort(transfer.id)
@@ -254,9 +244,7 @@ def test_the_end_of_a_push_is_told_though_it_cannot_be_released() -> None:
     with a_world("nixl") as world:
         transport = world.prefill.transport
         agent, transport._agent = transport._agent, Agent(transport._agent)
-        transfer = world.grant(48)
-        transfer.begin()
-        transfer.finish()
+        world.sent(48)
         delivered(world)
         assert not world.prefill.exchange.pushes_in_progress
 
@@ -287,9 +275,7 @@ def test_peers_meet_in_either_order(kind: str, prefill_first: bool) -> None:
     with a_world(kind, met=False) as world:
         sides = [world.prefill, world.decode]
         first, second = sides if prefill_first else sides[::-1]
-        transfer = world.grant(48)
-        transfer.begin()
-        transfer.finish()
+        transfer = world.sent(48)
         first.exchange.meet(second.transport.endpoint)
         world.settle()
         second.exchange.meet(first.transport.endpoint)
@@ -346,9 +332,7 @@ def test_a_path_lost_during_its_self_test_stays_lost_until_it_is_tried_anew() ->
 
 def test_a_send_waits_for_its_peer_and_then_fails() -> None:
     with a_world("loopback", met=False) as world:
-        transfer = world.grant(48)
-        transfer.begin()
-        transfer.finish()
+        transfer = world.sent(48)
         world.clock.advance(4.0)
         world.turn()
         assert not world.prefill.of(SendFailed)
@@ -369,12 +353,10 @@ def test_bad_grants_and_chunks_fail_typed(loopback: World) -> None:
     outside.finish()
     loopback.until(lambda: len(loopback.prefill.of(SendFailed)) == 2)
     assert loopback.prefill.of(SendFailed)[1] == SendFailed(outside.id, "bad_pages")
-    too_long = loopback.grant(48)
-    too_long.begin()
+    too_long = loopback.begun(48)
     too_long.compute(49)
     assert loopback.prefill.of(SendFailed)[2] == SendFailed(too_long.id, "bad_chunk")
-    too_big = loopback.grant(48)
-    too_big.begin()
+    too_big = loopback.begun(48)
     too_big.compute(48, b"x" * 5000)
     loopback.until(lambda: len(loopback.prefill.of(SendQuiesced)) == 4)
     assert loopback.prefill.of(SendFailed)[3] == SendFailed(too_big.id, "payload_too_large")
@@ -382,8 +364,7 @@ def test_bad_grants_and_chunks_fail_typed(loopback: World) -> None:
 
 
 def test_only_the_granting_peer_may_quiesce(world: World) -> None:
-    transfer = world.grant(48)
-    transfer.begin()
+    transfer = world.begun(48)
     stale = Quiesce(transfer.id, DECODE_EPOCH + 1)
     world.decode.transport.notify(world.prefill.name, encode(stale))
     with a_world(world.kind, met=False) as other:

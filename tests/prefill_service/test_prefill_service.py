@@ -21,8 +21,7 @@ LONG = 3 * STEP_TOKENS
 
 async def test_hand_off_from_first_token_to_done() -> None:
     async with a_pair() as pair:
-        attempt = Attempted(LONG + 1)
-        pair.submit(attempt)
+        attempt = pair.submit(Attempted(LONG + 1))
         first = await pair.from_p.heard("first_token", attempt.id)
         assert [record.token_id for record in first.records] == attempt.expected[:1]
         assert not pair.from_p.all("prefill_done"), "done before it was granted"
@@ -44,9 +43,7 @@ async def test_hand_off_from_first_token_to_done() -> None:
 async def test_chunks_leave_while_later_ones_compute() -> None:
     async with a_pair() as pair:
         pair.p.executor.holds = True
-        attempt = Attempted(LONG)
-        pair.submit(attempt)
-        await pair.forward_grant(attempt)
+        attempt = await pair.begin(Attempted(LONG))
         for num_pages in (STEP_TOKENS // PAGE_TOKENS, 2 * STEP_TOKENS // PAGE_TOKENS):
             await until(lambda: pair.p.executor.held)
             pair.p.executor.step()
@@ -119,8 +116,7 @@ async def test_a_first_token_that_ends_the_request_sends_nothing_final() -> None
     async with a_pair() as pair:
         attempt = Attempted(LONG).stop_with_first()
         pair.p.executor.holds = True
-        pair.submit(attempt)
-        await pair.forward_grant(attempt)
+        await pair.begin(attempt)
         pair.p.executor.let_go()
         finished = await pair.from_p.heard("finished", attempt.id)
         assert finished.reason == worker_pb2.END_REASON_STOP_TOKEN
@@ -242,8 +238,7 @@ async def test_a_clock_that_jumped_ends_nothing_and_keeps_nothing(clock_ns: int)
 )
 async def test_a_grant_that_cannot_be_meant_fails_the_attempt(change: dict[str, object]) -> None:
     async with a_pair() as pair:
-        attempt = Attempted(LONG)
-        pair.submit(attempt)
+        attempt = pair.submit(Attempted(LONG))
         grant = await pair.from_d.heard("granted", attempt.id)
         bad = worker_pb2.Grant()
         bad.CopyFrom(grant)
@@ -257,8 +252,7 @@ async def test_a_grant_that_cannot_be_meant_fails_the_attempt(change: dict[str, 
 
 async def test_only_the_first_grant_and_the_first_submit_count() -> None:
     async with a_pair() as pair:
-        attempt = Attempted(LONG)
-        pair.submit(attempt)
+        attempt = pair.submit(Attempted(LONG))
         pair.submit(attempt)
         grant = await pair.forward_grant(attempt)
         pair.p.prefill.grant(grant, pair.from_p.outbox)
@@ -326,9 +320,7 @@ async def test_a_failed_step_frees_no_page_that_is_on_its_way() -> None:
     or the push would carry what they write there."""
     async with a_pair() as pair:
         pair.p.executor.holds = pair.p.transport.holds = True
-        attempt = Attempted(LONG)
-        pair.submit(attempt)
-        await pair.forward_grant(attempt)
+        attempt = await pair.begin(Attempted(LONG))
         await until(lambda: pair.p.executor.held)
         pair.p.executor.step()
         await until(lambda: pair.p.held_pages)
@@ -354,9 +346,7 @@ async def test_what_can_never_fit_is_refused() -> None:
 async def test_stops_computing_when_the_decode_side_gives_up() -> None:
     async with a_pair() as pair:
         pair.p.executor.holds = True
-        attempt = Attempted(LONG)
-        pair.submit(attempt)
-        await pair.forward_grant(attempt)
+        attempt = await pair.begin(Attempted(LONG))
         await until(lambda: pair.p.executor.held)
         pair.p.executor.step()
         await until(lambda: pair.p.executor.held and pair.p.transfer.counters.descriptors_posted)
@@ -370,9 +360,7 @@ async def test_stops_computing_when_the_decode_side_gives_up() -> None:
 async def test_done_without_sending_where_the_decode_side_wants_no_more() -> None:
     async with a_pair() as pair:
         pair.p.transport.holds = True
-        attempt = Attempted(LONG)
-        pair.submit(attempt)
-        await pair.forward_grant(attempt)
+        attempt = await pair.begin(Attempted(LONG))
         await pair.from_p.heard("first_token", attempt.id)
         pair.d.decode.cancel(attempt.id, pair.from_d.outbox)
         pair.p.transport.holds = False
@@ -383,8 +371,7 @@ async def test_done_without_sending_where_the_decode_side_wants_no_more() -> Non
 async def test_says_how_much_is_queued_and_not_granted() -> None:
     async with a_pair() as pair:
         pair.p.executor.holds = True
-        attempt = Attempted(LONG)
-        pair.submit(attempt)
+        attempt = pair.submit(Attempted(LONG))
         await until(lambda: pair.p.engine.load().queued_prefill_tokens == LONG)
         assert pair.p.prefill.stats.ungranted_tokens == LONG
         await pair.forward_grant(attempt)

@@ -263,6 +263,12 @@ class Cluster:
     async def pair(self) -> tuple[ScriptedWorker, ScriptedWorker]:
         return await self.add("p0", PREFILL), await self.add("d0", DECODE)
 
+    async def begun(self, job: Job) -> tuple[ScriptedWorker, ScriptedWorker, Reader, bytes]:
+        """A pair whose prefill worker has the job, the job's reader, and the attempt's id."""
+        prefill, decode = await self.pair()
+        reader = self.read(job)
+        return prefill, decode, reader, (await prefill.heard("submit")).attempt_id
+
     def has_load(self, worker: ScriptedWorker) -> bool:
         return any(
             link.identity.epoch == worker.identity.epoch and link.estimate.load.total_pages

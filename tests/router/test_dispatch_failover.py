@@ -96,9 +96,7 @@ async def test_prefill_dies_after_its_first_token(cluster: Cluster) -> None:
 
 async def test_choices_resume_one_by_one_and_ended_ones_not_at_all(cluster: Cluster) -> None:
     """They differ by now: each is an attempt of its own, with its own index in the noise."""
-    prefill, decode = await cluster.pair()
-    reader = cluster.read(job(choices=3, max_tokens=4))
-    attempt = (await prefill.heard("submit")).attempt_id
+    prefill, decode, reader, attempt = await cluster.begun(job(choices=3, max_tokens=4))
     prefill.first_token(attempt, 10, 20, 30)
     prefill.prefill_done(attempt)
     decode.delivered(attempt)

@@ -67,9 +67,7 @@ async def test_prefill_dies_and_another_takes_over(cluster: Cluster) -> None:
 
 
 async def test_prefill_dies_after_delivery(cluster: Cluster) -> None:
-    prefill, decode = await cluster.pair()
-    reader = cluster.read(job(max_tokens=2))
-    attempt = (await prefill.heard("submit")).attempt_id
+    prefill, decode, reader, attempt = await cluster.begun(job(max_tokens=2))
     decode.delivered(attempt)
     decode.tokens(attempt, 0, 10)
     await reader.until(2)
@@ -82,9 +80,7 @@ async def test_prefill_dies_after_delivery(cluster: Cluster) -> None:
 
 
 async def test_who_is_done_with_an_attempt_is_heard_no_more(cluster: Cluster) -> None:
-    prefill, decode = await cluster.pair()
-    reader = cluster.read(job(max_tokens=2))
-    attempt = (await prefill.heard("submit")).attempt_id
+    prefill, decode, reader, attempt = await cluster.begun(job(max_tokens=2))
     prefill.first_token(attempt, 10)
     prefill.prefill_done(attempt)
     prefill.failed(attempt, worker_pb2.FAILURE_REASON_INTERNAL)
@@ -113,9 +109,7 @@ async def test_prefill_dies_and_its_last_word_made_it(cluster: Cluster) -> None:
 
 @with_settings(local_prefill="never")
 async def test_only_prefill_worker_dies(cluster: Cluster) -> None:
-    prefill, decode = await cluster.pair()
-    reader = cluster.read(job())
-    attempt = (await prefill.heard("submit")).attempt_id
+    prefill, decode, reader, attempt = await cluster.begun(job())
     await prefill.stop()
     await decode.heard("abort")
     decode.aborted(attempt, already_ready=False)
@@ -126,9 +120,7 @@ async def test_only_prefill_worker_dies(cluster: Cluster) -> None:
 
 async def test_prefill_dies_when_its_first_token_was_the_last(cluster: Cluster) -> None:
     """All that was wanted has come: there is nothing left to lose."""
-    prefill, decode = await cluster.pair()
-    reader = cluster.read(job())
-    attempt = (await prefill.heard("submit")).attempt_id
+    prefill, decode, reader, attempt = await cluster.begun(job())
     prefill.first_token(attempt, 2)
     prefill.finished(attempt, 1)
     await decode.heard("cancel")
@@ -164,9 +156,7 @@ async def test_frozen_decode_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load reports still come, but the progress counter stands still: the stream is let go."""
     monkeypatch.setattr(waiting, "WAKES_S", 0.5)
     cluster = Cluster(stale_after_s=2)  # the other worker outlives a machine that stood still
-    prefill, decode = await cluster.pair()
-    reader = cluster.read(job())
-    attempt = (await prefill.heard("submit")).attempt_id
+    prefill, decode, reader, attempt = await cluster.begun(job())
     decode.frozen = True
     loop = asyncio.get_running_loop()
     frozen_s = loop.time()
@@ -340,9 +330,7 @@ async def test_some_failures_are_final(cluster: Cluster, reason: int, expected: 
 
 async def test_what_a_failed_attempt_left_behind_is_void(cluster: Cluster) -> None:
     """Tokens out of order from a first attempt must not mix with those of the second."""
-    prefill, decode = await cluster.pair()
-    reader = cluster.read(job(max_tokens=2))
-    attempt = (await prefill.heard("submit")).attempt_id
+    prefill, decode, reader, attempt = await cluster.begun(job(max_tokens=2))
     decode.delivered(attempt)
     decode.tokens(attempt, 1, 99)
     decode.failed(attempt, FAILURES.FAILURE_REASON_INTERNAL)

@@ -61,9 +61,7 @@ async def test_disaggregated(cluster: Cluster) -> None:
 
 async def test_cached_tokens_that_are_told_late_are_in_the_end(cluster: Cluster) -> None:
     """The decode worker's first tokens overtake the prefill worker's word."""
-    prefill, decode = await cluster.pair()
-    reader = cluster.read(job(max_tokens=2))
-    attempt = (await prefill.heard("submit")).attempt_id
+    prefill, decode, reader, attempt = await cluster.begun(job(max_tokens=2))
     decode.grant(attempt)
     await prefill.heard("grant")
     decode.delivered(attempt)
@@ -110,9 +108,7 @@ async def test_whole(cluster: Cluster) -> None:
 
 async def test_decode_faster_than_prefill(cluster: Cluster) -> None:
     """The decode worker repeats token 0, so its tokens need not wait for the other stream."""
-    prefill, decode = await cluster.pair()
-    reader = cluster.read(job(max_tokens=3))
-    attempt = (await prefill.heard("submit")).attempt_id
+    prefill, decode, reader, attempt = await cluster.begun(job(max_tokens=3))
     decode.delivered(attempt)
     decode.tokens(attempt, 0, 10, 11)
     assert tokens_of(await reader.until(2)) == [10, 11]
@@ -124,9 +120,7 @@ async def test_decode_faster_than_prefill(cluster: Cluster) -> None:
 
 
 async def test_decode_that_repeats_nothing_waits_for_token_zero(cluster: Cluster) -> None:
-    prefill, decode = await cluster.pair()
-    reader = cluster.read(job(max_tokens=3))
-    attempt = (await prefill.heard("submit")).attempt_id
+    prefill, decode, reader, attempt = await cluster.begun(job(max_tokens=3))
     decode.delivered(attempt)
     decode.finished(attempt, 3)
     decode.tokens(attempt, 2, 12)
@@ -139,9 +133,7 @@ async def test_decode_that_repeats_nothing_waits_for_token_zero(cluster: Cluster
 
 
 async def test_first_token_ends_the_job(cluster: Cluster) -> None:
-    prefill, decode = await cluster.pair()
-    reader = cluster.read(job())
-    attempt = (await prefill.heard("submit")).attempt_id
+    prefill, decode, reader, attempt = await cluster.begun(job())
     decode.grant(attempt)
     await prefill.heard("grant")
     prefill.first_token(attempt, 2)
@@ -169,9 +161,7 @@ async def test_max_tokens_one_never_contacts_decode(cluster: Cluster) -> None:
 
 async def test_choices_end_one_by_one(cluster: Cluster) -> None:
     """The first token ends choice 1; choice 0 goes on; the decode worker repeats that end."""
-    prefill, decode = await cluster.pair()
-    reader = cluster.read(job(max_tokens=3, choices=2))
-    attempt = (await prefill.heard("submit")).attempt_id
+    prefill, decode, reader, attempt = await cluster.begun(job(max_tokens=3, choices=2))
     prefill.first_token(attempt, 10, 2)
     prefill.finished(attempt, 1, choice=1)
     prefill.prefill_done(attempt)
@@ -207,9 +197,7 @@ async def test_prompt_logprobs_come_first(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("stage", ["prefilling", "granted", "decoding"])
 async def test_leaving_cancels_both(cluster: Cluster, stage: str) -> None:
-    prefill, decode = await cluster.pair()
-    reader = cluster.read(job())
-    attempt = (await prefill.heard("submit")).attempt_id
+    prefill, decode, reader, attempt = await cluster.begun(job())
     await decode.heard("submit")
     if stage != "prefilling":
         decode.grant(attempt)
@@ -225,9 +213,7 @@ async def test_leaving_cancels_both(cluster: Cluster, stage: str) -> None:
 
 
 async def test_leaving_after_prefill_is_done_cancels_decode_alone(cluster: Cluster) -> None:
-    prefill, decode = await cluster.pair()
-    reader = cluster.read(job())
-    attempt = (await prefill.heard("submit")).attempt_id
+    prefill, decode, reader, attempt = await cluster.begun(job())
     prefill.first_token(attempt, 10)
     prefill.prefill_done(attempt)
     await cluster.caught_up(prefill)
@@ -251,9 +237,7 @@ async def test_leaving_the_queue(cluster: Cluster) -> None:
 
 async def test_stop_text_ends_choices(cluster: Cluster) -> None:
     """The last choice that the front door ends finishes the job and frees both workers."""
-    prefill, decode = await cluster.pair()
-    reader = cluster.read(job(choices=2))
-    attempt = (await prefill.heard("submit")).attempt_id
+    prefill, decode, reader, attempt = await cluster.begun(job(choices=2))
     prefill.first_token(attempt, 10, 20)
     decode.delivered(attempt)
     decode.tokens(attempt, 1, 11)

@@ -92,9 +92,7 @@ async def test_decode_workers_alone_serve(cluster: Cluster, counted: Counted) ->
 
 
 async def test_the_last_prefill_worker_dies(cluster: Cluster, counted: Counted) -> None:
-    prefill, decode = await cluster.pair()
-    reader = cluster.read(job(max_tokens=2))
-    attempt = (await prefill.heard("submit")).attempt_id
+    prefill, decode, reader, attempt = await cluster.begun(job(max_tokens=2))
     assert (await decode.heard("submit")).mode == HAND_OFF
     await prefill.stop()
     await decode.heard("abort")
@@ -107,9 +105,7 @@ async def test_the_last_prefill_worker_dies(cluster: Cluster, counted: Counted) 
 
 
 async def test_a_prefill_worker_that_failed_the_job_is_not_tried_again(cluster: Cluster) -> None:
-    prefill, decode = await cluster.pair()
-    reader = cluster.read(job(max_tokens=2))
-    attempt = (await prefill.heard("submit")).attempt_id
+    prefill, decode, reader, attempt = await cluster.begun(job(max_tokens=2))
     await decode.heard("submit")
     prefill.failed(attempt, FAILURES.FAILURE_REASON_KV_TRANSFER)
     await decode.heard("abort")
@@ -195,9 +191,7 @@ async def test_taken_over(cluster: Cluster, counted: Counted) -> None:
 
 @pytest.mark.parametrize("late", ["first token", "prefill done", "failed", "lost"])
 async def test_what_a_prefill_worker_says_too_late_is_nothing(cluster: Cluster, late: str) -> None:
-    prefill, decode = await cluster.pair()
-    reader = cluster.read(job(max_tokens=2))
-    attempt = (await prefill.heard("submit")).attempt_id
+    prefill, decode, reader, attempt = await cluster.begun(job(max_tokens=2))
     take_over(decode, attempt)
     await prefill.heard("cancel")
     match late:
@@ -219,9 +213,7 @@ async def test_what_a_prefill_worker_says_too_late_is_nothing(cluster: Cluster, 
 
 async def test_taken_over_as_the_prefill_worker_died(cluster: Cluster) -> None:
     """Abort and the decode worker's word cross: it goes on, and says so."""
-    prefill, decode = await cluster.pair()
-    reader = cluster.read(job(max_tokens=2))
-    attempt = (await prefill.heard("submit")).attempt_id
+    prefill, decode, reader, attempt = await cluster.begun(job(max_tokens=2))
     await prefill.stop()
     await decode.heard("abort")
     take_over(decode, attempt)
@@ -274,9 +266,7 @@ async def test_a_take_over_by_a_worker_that_was_let_go_moves_nothing(
     monkeypatch.setattr(dispatcher, "CLOSING_GRACE_S", 60.0)
     policy = Remembering()
     cluster.dispatcher.place_by(policy)
-    prefill, decode = await cluster.pair()
-    reader = cluster.read(job(max_tokens=2))
-    attempt = (await prefill.heard("submit")).attempt_id
+    prefill, decode, reader, attempt = await cluster.begun(job(max_tokens=2))
     prefill.first_token(attempt, 10)
     prefill.finished(attempt, 1)
     await decode.heard("cancel")
@@ -290,9 +280,7 @@ async def test_a_take_over_by_a_worker_that_was_let_go_moves_nothing(
 
 
 async def test_both_first_tokens_agree(cluster: Cluster) -> None:
-    prefill, decode = await cluster.pair()
-    reader = cluster.read(job(max_tokens=2))
-    attempt = (await prefill.heard("submit")).attempt_id
+    prefill, decode, reader, attempt = await cluster.begun(job(max_tokens=2))
     prefill.first_token(attempt, 10)
     await reader.until(2)
     take_over(decode, attempt)
@@ -302,9 +290,7 @@ async def test_both_first_tokens_agree(cluster: Cluster) -> None:
 
 async def test_first_tokens_that_differ_never_mix(cluster: Cluster) -> None:
     """The client has the prefill worker's: nothing that goes on from another one is passed on."""
-    prefill, decode = await cluster.pair()
-    reader = cluster.read(job(max_tokens=3))
-    attempt = (await prefill.heard("submit")).attempt_id
+    prefill, decode, reader, attempt = await cluster.begun(job(max_tokens=3))
     prefill.first_token(attempt, 99)
     await reader.until(2)
     take_over(decode, attempt)
@@ -320,9 +306,7 @@ async def test_first_tokens_that_differ_never_mix(cluster: Cluster) -> None:
 
 
 async def test_leaving_after_the_take_over_cancels_the_decode_worker(cluster: Cluster) -> None:
-    prefill, decode = await cluster.pair()
-    reader = cluster.read(job())
-    attempt = (await prefill.heard("submit")).attempt_id
+    prefill, decode, reader, attempt = await cluster.begun(job())
     take_over(decode, attempt)
     await prefill.heard("cancel")
     await reader.leave()

@@ -87,8 +87,7 @@ async def test_one_that_lost_tokens_of_several_choices_in_a_step_is_ended_once(
     ended: list[object] = []
     monkeypatch.setattr("decode_service.spans.write_spans", lambda leg, *_: ended.append(leg))
     async with a_pair() as pair:
-        attempt = Attempted(SHORT, choices=2)
-        pair.submit(attempt)
+        attempt = pair.submit(Attempted(SHORT, choices=2))
         failpoints.arm("decode.tokens=raise")
         await pair.forward_grant(attempt)
         failed = await pair.from_d.heard("failed", attempt.id)

@@ -25,8 +25,7 @@ async def test_a_push_that_does_not_end_is_stuck_here_and_overdue_there() -> Non
         for node in (pair.p, pair.d):
             node.peers.held_against = node.services.peers_to_avoid
         pair.p.transport.holds = True
-        attempt = Attempted(32)
-        pair.submit(attempt)
+        attempt = pair.submit(Attempted(32))
         await pair.from_p.heard("first_token", attempt.id)
         assert not pair.p.prefill.stats.unended_sends(), "it waits for its grant"
         await pair.forward_grant(attempt)
@@ -58,9 +57,7 @@ async def test_a_push_that_does_not_end_is_stuck_here_and_overdue_there() -> Non
 async def test_a_send_that_was_given_up_counts_from_then() -> None:
     async with a_pair() as pair:
         pair.p.transport.holds = pair.p.executor.holds = True
-        attempt = Attempted(40)
-        pair.submit(attempt)
-        await pair.forward_grant(attempt)
+        attempt = await pair.begin(Attempted(40))
         await until(lambda: pair.p.executor.held)
         pair.p.executor.step()
         await until(lambda: pair.p.transport.held_pushes)

@@ -140,9 +140,7 @@ async def test_a_whole_attempt_has_three(recorded: Recorded) -> None:
 async def test_a_cancel_while_pages_move_marks_what_it_cut(recorded: Recorded) -> None:
     async with a_pair() as pair:
         pair.p.transport.holds = True
-        attempt = Attempted(LONG, traceparent=TRACEPARENT)
-        pair.submit(attempt)
-        await pair.forward_grant(attempt)
+        attempt = await pair.begin(Attempted(LONG, traceparent=TRACEPARENT))
         await pair.from_p.heard("first_token", attempt.id)
         await until(lambda: pair.p.transport.held_pushes)
         pair.p.prefill.cancel(attempt.id, pair.from_p.outbox)
@@ -158,9 +156,7 @@ async def test_a_leg_that_waits_for_its_push_has_its_spans_already(recorded: Rec
     """A push may never end, and a failure that takes so long is the one to look into."""
     async with a_pair() as pair:
         pair.p.transport.holds = True
-        attempt = Attempted(LONG, traceparent=TRACEPARENT)
-        pair.submit(attempt)
-        await pair.forward_grant(attempt)
+        attempt = await pair.begin(Attempted(LONG, traceparent=TRACEPARENT))
         await pair.from_p.heard("first_token", attempt.id)
         await until(lambda: pair.p.transport.held_pushes)
         pair.p.prefill.cancel(attempt.id, pair.from_p.outbox)
