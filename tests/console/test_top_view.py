@@ -20,7 +20,7 @@ from console.cli import FAILED, app
 from console.commands.top import _looks
 from console.top.scrape import Known, Scrape, Scraped, TopError, scrape
 from console.top.screen import WIDTH, _bytes_a_second, draw, milliseconds, rate, short
-from console.top.view import quantile, view
+from console.top.view import View, quantile, view
 from telemetry.names import Metric
 
 BOUNDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -35,6 +35,12 @@ class Pages:
         self.adapters = ""
         self.address = ""
 
+    def attach(self, name: str) -> None:
+        """A worker is up, whose pages are these, too."""
+        up = Gauge(Metric.WORKER_UP, "", ("worker", "role"), registry=self.registry)
+        up.labels(name, name.partition("-")[0]).set(1)
+        self.discovery = f'[{{"targets": ["{self.address}"], "labels": {{"worker": "{name}"}}}}]'
+
     def __call__(self, asked: Asked) -> Reply:
         known = {
             "/metrics": lambda: generate_latest(self.registry),
@@ -42,6 +48,13 @@ class Pages:
             "/adapters": lambda: self.adapters.encode(),
         }
         return Reply(known[asked.path]()) if asked.path in known else Reply(status=404)
+
+
+def screen(found: View, pages: Pages) -> str:
+    """The screen."""
+    console = Console(width=WIDTH, record=True, file=io.StringIO())
+    console.print(draw(found, pages.address))
+    return console.export_text()
 
 
 @contextmanager
@@ -145,17 +158,13 @@ def test_workers_that_do_not_answer_or_are_gone_are_shown(pages: Pages) -> None:
         ("decode-0", "unreachable"),
         ("decode-1", "gone"),
     ]
-    console = Console(width=WIDTH, record=True, file=io.StringIO())
-    console.print(draw(found, pages.address))
-    shown = console.export_text()
+    shown = screen(found, pages)
     assert f"metrics at {nobody} do not answer from here" in " ".join(shown.split())
     assert re.search(r"decode-1 .* gone", shown)
 
 
 def test_the_gpus_of_all_ranks_are_one_figure(pages: Pages) -> None:
-    up = Gauge(Metric.WORKER_UP, "", ("worker", "role"), registry=pages.registry)
-    up.labels("decode-0", "decode").set(1)
-    pages.discovery = f'[{{"targets": ["{pages.address}"], "labels": {{"worker": "decode-0"}}}}]'
+    pages.attach("decode-0")
     assert view(scrape(pages.address)).workers[0].gpu_share is None
     gpus = Gauge(Metric.GPU_UTILIZATION, "", ("rank",), registry=pages.registry)
     for rank, share in enumerate((0.5, 0.9)):
@@ -164,10 +173,8 @@ def test_the_gpus_of_all_ranks_are_one_figure(pages: Pages) -> None:
 
 
 def test_the_wait_for_the_slowest_rank_is_shown_by_step(pages: Pages) -> None:
-    up = Gauge(Metric.WORKER_UP, "", ("worker", "role"), registry=pages.registry)
-    up.labels("decode-0", "decode").set(1)
+    pages.attach("decode-0")
     steps = Counter(Metric.STEPS, "", registry=pages.registry)
-    pages.discovery = f'[{{"targets": ["{pages.address}"], "labels": {{"worker": "decode-0"}}}}]'
     steps.inc(10)
     (alone,) = view(scrape(pages.address)).workers
     assert alone.rank_skew_ms is None, "it has one rank"
@@ -179,17 +186,13 @@ def test_the_wait_for_the_slowest_rank_is_shown_by_step(pages: Pages) -> None:
     skew.inc(0.006)
     found = view(scrape(pages.address), before)
     assert found.workers[0].rank_skew_ms == pytest.approx(1.5)
-    console = Console(width=WIDTH, record=True, file=io.StringIO())
-    console.print(draw(found, pages.address))
-    assert "wait for the slowest rank, a step  decode-0 1.50 ms" in console.export_text()
+    assert "wait for the slowest rank, a step  decode-0 1.50 ms" in screen(found, pages)
 
 
 @pytest.mark.parametrize("is_group", [True, False])
 def test_the_fullest_experts_are_shown(pages: Pages, is_group: bool) -> None:
     """Of the ranks of a worker, and of the workers of an expert group, each of which has one."""
-    up = Gauge(Metric.WORKER_UP, "", ("worker", "role"), registry=pages.registry)
-    up.labels("decode-0", "decode").set(1)
-    pages.discovery = f'[{{"targets": ["{pages.address}"], "labels": {{"worker": "decode-0"}}}}]'
+    pages.attach("decode-0")
     pairs = Counter(Metric.RANK_PAIRS, "", ("rank", "stage"), registry=pages.registry)
     for rank in "0" if is_group else "01":
         pairs.labels(rank, "0").inc(900)
@@ -208,16 +211,12 @@ def test_the_fullest_experts_are_shown(pages: Pages, is_group: bool) -> None:
     else:
         found = view(now, before)
         assert found.workers[0].fullest_experts == pytest.approx(2.0)
-    console = Console(width=WIDTH, record=True, file=io.StringIO())
-    console.print(draw(found, pages.address))
     told = "decode-0 0.50, decode-1 1.50" if is_group else "decode-0 2.00"
-    assert f"rows of the fullest rank's experts, of the mean  {told}" in console.export_text()
+    assert f"rows of the fullest rank's experts, of the mean  {told}" in screen(found, pages)
 
 
 def test_the_time_of_each_stage_is_shown(pages: Pages) -> None:
-    up = Gauge(Metric.WORKER_UP, "", ("worker", "role"), registry=pages.registry)
-    up.labels("decode-0", "decode").set(1)
-    pages.discovery = f'[{{"targets": ["{pages.address}"], "labels": {{"worker": "decode-0"}}}}]'
+    pages.attach("decode-0")
     busy = Counter(Metric.RANK_BUSY, "", ("rank", "stage"), registry=pages.registry)
     busy.labels("3", "0").inc(1)
     before = scrape(pages.address)
@@ -231,15 +230,11 @@ def test_the_time_of_each_stage_is_shown(pages: Pages) -> None:
     (first, last) = found.workers[0].stage_shares
     seconds = now.samples["decode-0"].at_s - before.samples["decode-0"].at_s
     assert (first, last) == pytest.approx((0.2 / seconds, 0.1 / seconds))
-    console = Console(width=WIDTH, record=True, file=io.StringIO())
-    console.print(draw(found, pages.address))
-    assert f"first to last  decode-0 {first:.0%} / {last:.0%}" in console.export_text()
+    assert f"first to last  decode-0 {first:.0%} / {last:.0%}" in screen(found, pages)
 
 
 def test_what_verified_drafts_yield_is_shown_by_row_and_step(pages: Pages) -> None:
-    up = Gauge(Metric.WORKER_UP, "", ("worker", "role"), registry=pages.registry)
-    up.labels("decode-0", "decode").set(1)
-    pages.discovery = f'[{{"targets": ["{pages.address}"], "labels": {{"worker": "decode-0"}}}}]'
+    pages.attach("decode-0")
     names = Metric.SPECULATION_DRAFTED, Metric.SPECULATION_ACCEPTED
     drafted, accepted = (Counter(n, "", ("position",), registry=pages.registry) for n in names)
     drafted.labels("0").inc(5)
@@ -250,15 +245,11 @@ def test_what_verified_drafts_yield_is_shown_by_row_and_step(pages: Pages) -> No
         accepted.labels(position).inc(right)
     found = view(scrape(pages.address), before)
     assert found.workers[0].tokens_a_verify == pytest.approx(1 + 16 / 20)
-    console = Console(width=WIDTH, record=True, file=io.StringIO())
-    console.print(draw(found, pages.address))
-    assert "tokens a row and verified step  decode-0 1.8" in console.export_text()
+    assert "tokens a row and verified step  decode-0 1.8" in screen(found, pages)
 
 
 def test_adapters_are_shown_by_rate_and_slots(pages: Pages) -> None:
-    up = Gauge(Metric.WORKER_UP, "", ("worker", "role"), registry=pages.registry)
-    up.labels("both-0", "both").set(1)
-    pages.discovery = f'[{{"targets": ["{pages.address}"], "labels": {{"worker": "both-0"}}}}]'
+    pages.attach("both-0")
     pages.adapters = '{"adapters": [{"name": "law", "model": "m", "workers": {"both-0": "aa"}}]}'
     tokens = Counter(Metric.ADAPTER_TOKENS, "", ("adapter", "kind"), registry=pages.registry)
     for name in ("law", "poems"):
@@ -277,21 +268,15 @@ def test_adapters_are_shown_by_rate_and_slots(pages: Pages) -> None:
     seconds = now.router.at_s - before.router.at_s
     assert found.adapter_rates == pytest.approx({"law": 50 / seconds})
     assert found.workers[0].adapter_slots == (3, 8)
-    console = Console(width=WIDTH, record=True, file=io.StringIO())
-    console.print(draw(found, pages.address))
-    shown = console.export_text()
+    shown = screen(found, pages)
     assert "adapters in use, of slots  both-0 3/8" in shown
     assert "output tokens/s by adapter  law " in shown
 
 
 def test_transfers_that_do_not_end_are_pointed_at(pages: Pages) -> None:
-    up = Gauge(Metric.WORKER_UP, "", ("worker", "role"), registry=pages.registry)
-    up.labels("decode-0", "decode").set(1)
+    pages.attach("decode-0")
     Gauge(Metric.QUARANTINES_OVERDUE, "", registry=pages.registry).set(3)
-    pages.discovery = f'[{{"targets": ["{pages.address}"], "labels": {{"worker": "decode-0"}}}}]'
-    console = Console(width=WIDTH, record=True, file=io.StringIO())
-    console.print(draw(view(scrape(pages.address)), pages.address))
-    assert "decode-0: 3 quarantines overdue" in console.export_text()
+    assert "decode-0: 3 quarantines overdue" in screen(view(scrape(pages.address)), pages)
 
 
 def test_a_router_that_goes_away_is_waited_for(pages: Pages) -> None:
@@ -303,10 +288,8 @@ def test_a_router_that_goes_away_is_waited_for(pages: Pages) -> None:
     gone = [next(looks) for _ in range(3)]
     assert 0 < gone[0].silent_s < gone[1].silent_s < gone[2].silent_s
     assert gone[2].inflight == 7, "what was known last"
-    console = Console(width=WIDTH, record=True, file=io.StringIO())
-    console.print(draw(gone[2], pages.address))
     said = f"the router has not answered for {gone[2].silent_s:.0f} s"
-    assert said in " ".join(console.export_text().split())
+    assert said in " ".join(screen(gone[2], pages).split())
     pages.discovery = "[]"
     assert next(looks).silent_s == 0
 
@@ -382,9 +365,7 @@ def test_the_screen_says_where_prompts_came_from() -> None:
 
 
 def test_pages_of_several_groups_are_shown(pages: Pages) -> None:
-    up = Gauge(Metric.WORKER_UP, "", ("worker", "role"), registry=pages.registry)
-    up.labels("decode-0", "decode").set(1)
-    pages.discovery = f'[{{"targets": ["{pages.address}"], "labels": {{"worker": "decode-0"}}}}]'
+    pages.attach("decode-0")
     assert view(scrape(pages.address)).workers[0].groups == {}
     counted = Gauge(Metric.KV_GROUP_PAGES, "", ("group", "state"), registry=pages.registry)
     for group, used, free in (("full", 30, 70), ("window-128", 9, 1)):
@@ -392,8 +373,6 @@ def test_pages_of_several_groups_are_shown(pages: Pages) -> None:
         counted.labels(group, "free").set(free)
     found = view(scrape(pages.address))
     assert found.workers[0].groups == pytest.approx({"full": 0.3, "window-128": 0.9})
-    console = Console(width=WIDTH, record=True, file=io.StringIO())
-    console.print(draw(found, pages.address))
-    shown = " ".join(console.export_text().split())
+    shown = " ".join(screen(found, pages).split())
     assert "full 30%" in shown
     assert "win-128 90%" in shown
