@@ -26,7 +26,10 @@ class Ranks:
         for own in self.memory:
             own[pad:] = 0xFF  # Not a number, of any type.
         bases = [own.data_ptr() for own in self.memory]
-        self.all = [shared_at(rank, bases, programs, half_bytes, device) for rank in range(count)]
+        self.word = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        """Of all ranks; not 0: no program waits."""
+        view = bases, programs, half_bytes, device, self.word
+        self.all = [shared_at(rank, *view) for rank in range(count)]
 
     def all_reduce(self, parts: Sequence[Tensor], shots: int) -> None:
         for phase in range(shots + 1):

@@ -8,7 +8,6 @@ it. There is one communicator, and one stream that uses it.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Iterator
 from datetime import timedelta
@@ -25,8 +24,6 @@ from engine.step.collective import CollectiveError
 
 if TYPE_CHECKING:
     from engine.cuda.ranks.shared import Shared
-
-log = logging.getLogger("baton.engine")
 
 _dist: Any = dist
 _ENVIRONMENT: Final = {
@@ -173,10 +170,7 @@ class CudaCollective(GroupCollective):
     def let_go(self) -> None:
         """See `GroupCollective`. What the device still computes has no meaning."""
         if self._memory is not None:
-            try:
-                self._memory.let_go()
-            except Exception:  # An error of the device stays, and ends all waits with it.
-                log.exception("the device of rank %d cannot be told to wait no more", self.rank)
+            self._memory.let_go()
         self.close()
 
     def close(self) -> None:

@@ -18,8 +18,9 @@ half it is follows from the number of calls, which the device counts. So a graph
 number of calls. Each program counts for itself. So every call has the same number of programs,
 which all fit the GPU at once: a program that waits must not keep another from starting.
 
-A signal never falls. So a rank lets itself go from any wait by writing a large number into its own
-pad (`engine.cuda.ranks.symmetric`).
+A signal never falls. A program that has looked for it a thousand times, about a millisecond, looks
+once whether its rank lets it go: a word in the host's memory, whose address comes behind those of
+the pads (`engine.cuda.ranks.symmetric`).
 
 Behind its signals a rank's pad has the time, nanoseconds, that its program 0 has waited for others
 in all calls. Any rank may read it (`waits_of_ranks`). The wait of the last meeting may still be
@@ -70,6 +71,7 @@ def meet(pads, program, rank, number, ranks: tl.constexpr):
     What a rank wrote before it came can be read afterwards. Thread T signals to rank T, and waits
     for it."""
     pad = tl.load(pads + rank)
+    gone = tl.load(pads + ranks)
     waited = (pad + (tl.num_programs(0) * ranks).to(tl.int64) * 8).to(tl.pointer_type(tl.int64))
     waited_ns = tl.load(waited)  # Here, because it comes while the program waits.
     tl.debug_barrier()
@@ -101,24 +103,32 @@ def meet(pads, program, rank, number, ranks: tl.constexpr):
     tl.inline_asm_elementwise(
         """
         {
-            .reg .pred other, early;
-            .reg .u32 thread;
+            .reg .pred other, early, often;
+            .reg .u32 thread, looks;
             .reg .u64 place, seen;
             mov.u32 thread, %tid.x;
             setp.ge.u32 other, thread, $3;
             @other bra met;
             mul.wide.u32 place, thread, 8;
             add.u64 place, place, $1;
+            mov.u32 looks, 0;
         look:
             ld.acquire.sys.global.u64 seen, [place];
             setp.lt.s64 early, seen, $2;
+            @!early bra met;
+            add.u32 looks, looks, 1;
+            and.b32 looks, looks, 1023;
+            setp.ne.u32 often, looks, 0;
+            @often bra look;
+            ld.relaxed.sys.global.u64 seen, [$4];
+            setp.eq.u64 early, seen, 0;
             @early bra look;
         met:
             mov.u32 $0, 0;
         }
         """,
-        "=r,l,l,r",
-        [own, number, ranks],
+        "=r,l,l,r,l",
+        [own, number, ranks, gone],
         dtype=tl.int32,
         is_pure=False,
         pack=1,

@@ -33,8 +33,8 @@ class Shared(NamedTuple):
     buffers: Tensor
     """[N] int64, where the buffer of each rank is."""
     pads: Tensor
-    """[N] int64, where its signals are: int64 by program and rank that comes. Then comes the time,
-    nanoseconds, that the rank has waited."""
+    """[N + 1] int64, where its signals are: int64 by program and rank that comes. Then comes the
+    time, nanoseconds, that the rank has waited. Behind the N pads: where this rank's word is."""
     calls: Tensor
     """[G] int64, calls that each program has made."""
     half_bytes: int
@@ -150,10 +150,13 @@ def shared_at(
     programs: int,
     half_bytes: int,
     device: torch.device,
+    word: Tensor,
 ) -> Shared:
     """The view of a rank. At each rank's base address there are its signals and the time that it
-    has waited, all 0, and then the two halves of its buffer."""
+    has waited, all 0, and then the two halves of its buffer. `word`: [1] int64 in pinned memory,
+    which the caller keeps; while it is 0, programs wait."""
     ranks = len(bases)
-    pads = torch.tensor(bases, dtype=torch.int64, device=device)
+    pads = torch.tensor([*bases, word.data_ptr()], dtype=torch.int64, device=device)
     calls = torch.zeros(programs, dtype=torch.int64, device=device)
-    return Shared(rank, ranks, pads + pad_bytes(programs, ranks), pads, calls, half_bytes)
+    buffers = pads[:ranks] + pad_bytes(programs, ranks)
+    return Shared(rank, ranks, buffers, pads, calls, half_bytes)

@@ -31,8 +31,6 @@ HALF_BYTES: Final = 64 << 20
 """Bytes of each of the two halves of a buffer. Larger sums go by NCCL."""
 MEET_S: Final = 60.0
 """Ranks wait so long for each other's addresses, seconds."""
-_LET_GO: Final = 1 << 62
-"""A signal beyond all that are waited for."""
 _dist: Any = dist
 """torch's stubs lack most of what is used here."""
 _meetings = 0
@@ -42,20 +40,17 @@ _meetings = 0
 class SymmetricMemory:
     """A rank's memory, and its view of that of all others."""
 
-    def __init__(self, shared: Shared, own: Tensor, *kept: Any) -> None:
-        """`kept`: what keeps the memory mapped."""
+    def __init__(self, shared: Shared, word: Tensor, *kept: Any) -> None:
+        """`word`: see `shared_at`. `kept`: what keeps the memory mapped."""
         self.shared = shared
-        self._kept = own, kept
-        signals = len(shared.calls) * shared.ranks
-        self._let_go = torch.full((signals,), _LET_GO, dtype=torch.int64, pin_memory=True)
-        self._signals = own[: self._let_go.nbytes].view(torch.int64)
-        self._stream = torch.cuda.Stream(own.device)
+        self._word = word.numpy()
+        self._kept = word, kept
 
     def let_go(self) -> None:
         """Ends every wait of this rank's device for another one, for good. What it computes has no
-        meaning any more."""
-        with torch.cuda.stream(self._stream):
-            self._signals.copy_(self._let_go, non_blocking=True)
+        meaning any more. No call of CUDA: one may wait for the device, as a kernel that is loaded
+        does."""
+        self._word[0] = 1
 
 
 def reachable(ranks: int) -> str:
@@ -137,8 +132,9 @@ def _met(
     store.set_timeout(timedelta(seconds=MEET_S))
     handle, group = _rendezvous(own, store, name, rank, ranks)
     bases = [int(base) for base in handle.buffer_ptrs]
-    shared = shared_at(rank, bases, programs, HALF_BYTES, own.device)
-    return SymmetricMemory(shared, own, handle, group)
+    word = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+    shared = shared_at(rank, bases, programs, HALF_BYTES, own.device, word)
+    return SymmetricMemory(shared, word, own, handle, group)
 
 
 def _allocated(size: int, device: torch.device) -> Tensor:
