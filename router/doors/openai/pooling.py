@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 import time
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -32,6 +33,8 @@ _KINDS: Final = {
     "mean": api.POOLING_KIND_MEAN,
     "cls": api.POOLING_KIND_CLS,
 }
+
+_KIND_OF_INPUT: Final = re.compile(r"^inputs(\[\d+\])?(?:\.text|\.token_ids\.ids|\.token_ids)?")
 
 
 def _inputs(value: object, info: ValidationInfo) -> list[Prompt]:
@@ -174,7 +177,7 @@ class Embeddings:
             add_special_tokens=asked.add_special_tokens,
             **asked.common(client_tag),
         )
-        with renamed(lambda path: name_by((("inputs", "input"),), path)):
+        with renamed(_input_name):
             response = await self._poolings.embed(request, call)
         data = [
             {
@@ -258,6 +261,11 @@ class Scores:
             **asked.common(client_tag),
         )
         return await self._poolings.score(request, call)
+
+
+def _input_name(path: str) -> str:
+    """The place of an input in the request. It is a text or ids, not an object that holds them."""
+    return _KIND_OF_INPUT.sub(r"input\1", path)
 
 
 def _base64(embedding: api.Embedding) -> str:
