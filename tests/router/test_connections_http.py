@@ -99,6 +99,20 @@ async def test_headers_that_do_not_end_are_not_waited_for(port: Port, used: bool
             await asyncio.sleep(SHORT_S / 10)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_nothing_follows_a_request_with_two_lengths(port: Port, stream: bool) -> None:
+    """A proxy may have taken the other one: what follows for it may be a part of the body."""
+    client = await Client.of(port)
+    body = b'{"prompt": "a", "max_tokens": 1, "stream": %b}' % str(stream).lower().encode()
+    chunk = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    both = post("transfer-encoding: chunked", f"content-length: {len(chunk)}", body=chunk)
+    client.writer.write(both + post(f"content-length: {len(body)}", body=body))
+    async with asyncio.timeout(LONG_S):
+        answers = await client.reader.read()
+    assert answers.count(b"HTTP/1.1 200") == answers.count(b"HTTP/1.1 ") == 1
+    assert b"connection: close" in answers.lower()
+
+
 @pytest.mark.usefixtures("hasty")
 async def test_who_has_asked_may_think_for_longer(port: Port) -> None:
     """Between two requests, and while an answer is under way."""

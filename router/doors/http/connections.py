@@ -34,7 +34,7 @@ from baton.tls import reason_of
 from router.requests.bounds import HEADERS_S, MOST_UNWANTED_BYTES, TURN_BYTES
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Connections:
             connection = connection_of(scope)
             connection.begin_request()
             try:
-                await application(scope, receive, send)
+                await application(scope, receive, _closing(send) if _has_two_ends(scope) else send)
             finally:
                 connection.end_request()
 
@@ -100,6 +100,26 @@ class Connections:
     def serves(self, connection: Connection) -> None:
         """The connection has a request now."""
         self._waiting.pop(connection, None)
+
+
+def _has_two_ends(scope: Scope) -> bool:
+    """Whether a request says its length in two ways. A proxy in front may have taken the other one,
+    and what it takes for the next request may be a part of this: so no other may follow (RFC 9112,
+    6.1)."""
+    names = {name for name, _ in scope.get("headers", ())}
+    return {b"content-length", b"transfer-encoding"} <= names
+
+
+def _closing(send: Send) -> Send:
+    """Says in the answer that it is the connection's last."""
+
+    async def last(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = [*message.get("headers", ()), (b"connection", b"close")]
+            message = {**message, "headers": headers}
+        await send(message)
+
+    return last
 
 
 class Connection(asyncio.Protocol):
