@@ -130,8 +130,11 @@ MESSAGES = [
     },
     {"role": "assistant", "content": "Both."},
     {"role": "assistant", "content": "Well."},
-    {"role": "user", "content": [{"type": "text", "text": one} for one in ("a", "b")]},
+    {"role": "user", "content": "a"},
+    {"role": "user", "content": [{"type": "text", "text": "b"}]},
 ]
+COMBINED = [*TURNS[:-3], {"role": "assistant", "content": "Both.Well."}, TURNS[-1]]
+"""Consecutive turns are one, as Anthropic's reference says."""
 
 
 @pytest.mark.parametrize("door", [(THINKING, "The fox")], indirect=True)
@@ -143,12 +146,24 @@ async def test_messages_make_the_prompt_of_a_chat(door: Door) -> None:
         ({}, {"type": "adaptive"}),
     ):
         await door.port.client.chat.completions.create(
-            model=MODEL, messages=TURNS, tools=[tool], **extra
+            model=MODEL, messages=COMBINED, tools=[tool], **extra
         )
         wanted = prompt_of(door.port.job)
         given = {} if thinking is None else {"thinking": thinking}
         await door.create(messages=MESSAGES, tools=[WEATHER], **given)
         assert prompt_of(door.port.job) == wanted
+
+
+@pytest.mark.parametrize("door", [(HERMES, "The fox"), (HERMES, CALL, CUT)], indirect=True)
+async def test_without_tokens_the_prompt_alone_is_run(door: Door) -> None:
+    got = await door.create(max_tokens=0, tools=[WEATHER])
+    assert (got.content, got.stop_reason, got.usage.output_tokens) == ([], "max_tokens", 0)
+    assert door.port.job.stopping.max_tokens == 1
+    assert got.usage.input_tokens + got.usage.cache_read_input_tokens == door.port.job.prompt_tokens
+    jobs = len(door.port.dispatcher.jobs)
+    with pytest.raises(anthropic.BadRequestError, match="stream: "):
+        await door.create(max_tokens=0, stream=True)
+    assert len(door.port.dispatcher.jobs) == jobs
 
 
 async def test_an_answer_goes_on_where_the_last_message_ends(door: Door) -> None:
@@ -204,7 +219,7 @@ _CONTENT = "messages[1].content[0]"
         (_with({"type": "tool_result", "content": "a"}), f"{_CONTENT}.tool_use_id"),
         (_with({**_USE, "id": "a", "input": "SECRET"}, role="assistant"), f"{_CONTENT}.input"),
         ({"messages": []}, "messages"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"tools": [{"type": "web_search_20250305", "name": "a"}]}, "tools[0].type"),
         (
             {"tools": [{**WEATHER, "strict": True, "input_schema": {"type": "SECRET"}}]},

@@ -116,6 +116,27 @@ def turns_of(message: Message) -> Iterator[api.ChatMessage]:
         yield api.ChatMessage(role=role, **said(texts_in(texts)))
 
 
+def combined(last: api.ChatMessage, turn: api.ChatMessage) -> bool:
+    """Adds a turn to the last one, and returns whether they belong together: this API combines
+    consecutive turns of the user's, and of the assistant's, and some chat templates take no others.
+    What follows a call is a turn of its own."""
+    if turn.role != last.role or last.tool_calls:
+        return False
+    if turn.role == api.ROLE_ASSISTANT:
+        if turn.HasField("content"):
+            last.content += turn.content
+        last.reasoning += turn.reasoning
+        last.tool_calls.extend(turn.tool_calls)
+        return True
+    if turn.role == api.ROLE_USER:
+        texts = [text for one in (last, turn) for text in one.content_parts or [one.content]]
+        last.ClearField("content")
+        last.ClearField("content_parts")
+        last.MergeFrom(api.ChatMessage(**said(texts)))
+        return True
+    return False
+
+
 def _assistants(blocks: list[Block]) -> api.ChatMessage:
     texts = [block for block in blocks if block.type == "text"]
     calls = [block for block in blocks if block.type == "tool_use"]

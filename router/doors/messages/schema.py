@@ -20,7 +20,14 @@ from router.doors.http.values import (
     Unless,
     texts_of,
 )
-from router.doors.messages.blocks import Message, Texts, refused_texts, texts_in, turns_of
+from router.doors.messages.blocks import (
+    Message,
+    Texts,
+    combined,
+    refused_texts,
+    texts_in,
+    turns_of,
+)
 from router.errors import Violation
 from router.requests.bounds import MAX_TURNS
 from router.requests.validation import MAX_STOP_TEXTS
@@ -145,14 +152,17 @@ class CountRequest(ModelRequest):
 
     def chat(self) -> tuple[api.ChatPrompt, list[str]]:
         """The conversation, and the path in the request of each of its turns."""
-        turns, paths = [], []
+        turns: list[api.ChatMessage] = []
+        paths = []
         if self.system:
             turns.append(api.ChatMessage(role=api.ROLE_SYSTEM, **said(texts_in(self.system))))
             paths.append("system")
         for index, message in enumerate(self.messages):
-            new = list(turns_of(message))
-            turns += new
-            paths += [f"messages[{index}].content"] * len(new)
+            for turn in turns_of(message):
+                if turns and combined(turns[-1], turn):
+                    continue
+                turns.append(turn)
+                paths.append(f"messages[{index}].content")
         continues = bool(self.messages) and self.messages[-1].role == "assistant"
         chat = api.ChatPrompt(messages=turns, continue_last=continues)
         self._add_tools(chat)
@@ -200,7 +210,7 @@ class MessageRequest(CountRequest):
     """A request of /v1/messages."""
 
     max_tokens: UInt32
-    """If the context leaves fewer, those."""
+    """If the context leaves fewer, those; 0: the prompt is computed and cached, and no more."""
     stream: bool | None = None
     stop_sequences: Annotated[
         list[str], AtMost(MAX_STOP_TEXTS, "texts"), BeforeValidator(texts_of)
@@ -210,6 +220,13 @@ class MessageRequest(CountRequest):
     top_k: UInt32 | None = None
     seed: Int | None = None
     """A field of ours: only the lowest 64 bits are used."""
+
+    def refused(self) -> list[Violation]:
+        """Fields that are set and cannot be honoured."""
+        found = super().refused()
+        if self.stream and not self.max_tokens:
+            found.append(Violation("stream", "has nothing to send where max_tokens is 0"))
+        return found
 
     def generation(self, chat: api.ChatPrompt) -> api.GenerationInput:
         """The request as a message of the gRPC API."""
@@ -223,7 +240,9 @@ class MessageRequest(CountRequest):
                 seed=None if self.seed is None else self.seed % (1 << 64),
             ),
             stop=api.StopOptions(
-                max_tokens=self.max_tokens, sequences=self.stop_sequences, cut_max_tokens=True
+                max_tokens=max(self.max_tokens, 1),
+                sequences=self.stop_sequences,
+                cut_max_tokens=True,
             ),
             output=api.OutputOptions(message=True, omit_reasoning=display == "omitted"),
             structure=self.structure(),

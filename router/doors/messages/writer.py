@@ -84,6 +84,9 @@ class MessageWriter:
             "stop_sequence": finished.stop_text or None,
         }
         content = [_content(block, SIGNATURE) for block in blocks]
+        if not self._max_tokens:  # What was generated has only made the prompt run.
+            content, counts["output_tokens"] = [], 0
+            end = {"stop_reason": "max_tokens", "stop_sequence": None}
         self._message |= {"content": content, "usage": counts, **end}
         return [
             {"type": "message_delta", "delta": end, "usage": counts},
