@@ -253,7 +253,13 @@ async def test_fields_that_ask_for_nothing_pass(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "part", ["Nobody", {"type": "refusal", "refusal": "Nobody"}, {"type": "text", "text": "Nobody"}]
+    "part",
+    [
+        "Nobody",
+        {"type": "refusal", "refusal": "Nobody"},
+        {"text": "Nobody"},
+        *({"type": kind, "text": "Nobody"} for kind in ("text", "input_text", "output_text", None)),
+    ],
 )
 async def test_parts_that_hold_text(tmp_path: Path, part: object) -> None:
     await check_said(tmp_path, {"content": [part]})

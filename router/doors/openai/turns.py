@@ -25,6 +25,14 @@ _ROLES: Final = {
     "assistant": api.ROLE_ASSISTANT,
     "tool": api.ROLE_TOOL,
 }
+_TEXT_PARTS: Final = (
+    ("text", "text"),
+    ("input_text", "text"),
+    ("output_text", "text"),
+    ("refusal", "refusal"),
+)
+"""Types of parts that hold text, with its field. Those in the middle are of /v1/responses; vLLM's
+server takes them in chats, too."""
 _VERBOSITY: Final = "verbosity"
 MAX_DEPTH: Final = 16
 """Deepest nesting of `chat_template_kwargs`."""
@@ -46,8 +54,9 @@ def _content(value: object) -> str | list[str] | None:
     for part in value:
         text: object = part
         if isinstance(part, dict):
-            kind = part.get("type", "text")
-            text = part.get(kind) if kind in ("text", "refusal") else None
+            kind = part.get("type") or "text"
+            field = next((field for name, field in _TEXT_PARTS if name == kind), None)
+            text = part.get(field)
         if not isinstance(text, str):
             raise PydanticCustomError("content", "only parts of type 'text' are supported")
         texts.append(text)
