@@ -179,6 +179,25 @@ async def test_bad_requests_name_the_field(tmp_path: Path) -> None:
         assert not port.dispatcher.jobs
 
 
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [
+        ("", "prompt"),
+        ([[70, 9999]], "prompt[1]"),
+        ([[70], [70, 9999]], "prompt[1][1]"),
+        (["a", ""], "prompt[1]"),
+        (["a", "a " * 999], "prompt[1]"),
+    ],
+)
+async def test_an_error_says_which_prompt_it_is(tmp_path: Path, prompt: object, param: str) -> None:
+    async with open_port(tmp_path, says("a")) as port:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await port.client.completions.create(
+                model=MODEL, prompt="", extra_body={"prompt": prompt}
+            )
+        assert caught.value.param == param
+
+
 async def test_all_violations_at_once(tmp_path: Path) -> None:
     async with open_port(tmp_path, says("a")) as port:
         with pytest.raises(openai.BadRequestError) as caught:

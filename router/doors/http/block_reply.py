@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from baton.inference.v1 import inference_pb2 as api
 from router import errors
@@ -18,6 +19,10 @@ from router.requests.outputs import Finished, Output, Started, TextDelta
 if TYPE_CHECKING:
     from router.call import Call
     from router.requests.generation import GenerationRequest, Generations
+
+
+_A_PROMPT: Final = re.compile(r"^input\.(?:text|token_ids\.ids)\b")
+"""The path of a prompt in `inference.proto`."""
 
 
 class ReplyWriter(Protocol):
@@ -148,3 +153,17 @@ def renamed(name_of: Callable[[str], str]) -> Iterator[None]:
             Violation(name_of(one.field), one.description) for one in error.violations
         ]
         raise
+
+
+async def of_prompt(
+    index: int, outputs: AsyncGenerator[Output, None]
+) -> AsyncGenerator[Output, None]:
+    """The outputs of one of several prompts. Errors say which it is.
+
+    Raises:
+        RouterError: it failed.
+    """
+    with renamed(lambda path: _A_PROMPT.sub(f"prompt[{index}]", path)):
+        async with aclosing(outputs) as found:
+            async for output in found:
+                yield output

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from baton.inference.v1 import inference_pb2 as api
 from router.answers.calls import CallDelta
 from router.answers.detokenization import CONTEXT_TOKENS
-from router.doors.http.block_reply import renamed
+from router.doors.http.block_reply import of_prompt, renamed
 from router.doors.http.statuses import JSON, chat_name, dropped_header, ignored_header
 from router.doors.merging import merged
 from router.doors.openai.logprobs import ScoredToken, Scorer, extend, written
@@ -163,6 +163,8 @@ class Reply:
         self.straight: Straight | None = None
         short_way = self if order.may_go_straight else None
         self._streams = [generations.stream(one, call, short_way) for one in order.requests]
+        if len(self._streams) > 1:
+            self._streams = [of_prompt(*one) for one in enumerate(self._streams)]
         self._templates: dict[tuple[int, str], Template] = {}
         """Templates of a choice's events with text of a kind."""
         self._choices: dict[int, _Choice] = {}
