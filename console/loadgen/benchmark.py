@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 from baton.tls import NO_FILES, TlsFiles
 from console.loadgen.endpoints import Asked, Target
 from console.loadgen.errors import BenchError, WrongUseError
-from console.loadgen.fleet import Fleet, Sending
+from console.loadgen.fleet import Fleet
 from console.loadgen.outcome import Outcome, SenderReport
 from console.loadgen.report import goodput
 from console.loadgen.report.goodput import Goodput
@@ -28,6 +28,7 @@ from console.loadgen.report.summary import (
     summarize,
 )
 from console.loadgen.report.turns import TurnFigures, read_places, turn_figures
+from console.loadgen.sender import Sending
 from console.loadgen.servers import served
 from console.loadgen.spans import span_figures
 from console.loadgen.workload import (

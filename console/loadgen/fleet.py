@@ -16,10 +16,10 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Final, NamedTuple, Self
 
 from console.loadgen import sender
-from console.loadgen.endpoints import Asked, Target
+from console.loadgen.endpoints import Target
 from console.loadgen.errors import BenchError
 from console.loadgen.outcome import UNREACHABLE, SenderReport
-from console.loadgen.sender import NotReady, Progress, Ready, RunOrder, Start
+from console.loadgen.sender import NotReady, Progress, Ready, RunOrder, Sending, Start
 from console.loadgen.workload import LoadPlan
 
 START_DELAY_S: Final = 0.1
@@ -36,16 +36,6 @@ _CORES_PER_SENDER: Final = 4
 """The others are for the servers, if they are of this machine."""
 _MOST_SENDERS: Final = 8
 """More would only take cores from servers of this machine."""
-
-
-class Sending(NamedTuple):
-    """Properties that all runs of a benchmark share."""
-
-    targets: tuple[Target, ...]
-    asked: Asked
-    vocabulary: int
-    warm_ups: int
-    """Number of requests that each sender sends to each target before a run."""
 
 
 OnProgress = Callable[[int, int], None]
@@ -103,25 +93,13 @@ class Fleet:
         used = self._pipes[: plan.most_senders]
         for number, pipe in enumerate(used):
             requests = plan.share(number, len(used))
-            self._send(pipe, self._order(plan, requests, len(used)))
+            order = RunOrder(self._sending, requests, plan.seed, plan.in_turn, len(used))
+            self._send(pipe, order)
         self._await_ready(used, plan)
         start = Start(time.perf_counter() + START_DELAY_S)
         for pipe in used:
             self._send(pipe, start)
         return self._await_reports(used, plan, on_progress)
-
-    def _order(self, plan: LoadPlan, requests: Any, senders: int) -> RunOrder:
-        at = self._sending
-        return RunOrder(
-            at.targets,
-            at.asked,
-            requests,
-            plan.seed,
-            at.vocabulary,
-            plan.in_turn,
-            senders,
-            at.warm_ups,
-        )
 
     def _await_ready(self, pipes: list[Connection], plan: LoadPlan) -> None:
         tokens = sum(request.prompt_tokens for request in plan.requests)

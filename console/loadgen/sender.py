@@ -37,22 +37,29 @@ LAG_INTERVAL_S: Final = 0.01
 """So often it is measured how late the event loop wakes: a sender's lag looks like a server's."""
 
 
-class RunOrder(NamedTuple):
-    """One plan's requests for one sender."""
+class Sending(NamedTuple):
+    """Properties that all runs of a benchmark share."""
 
     targets: tuple[Target, ...]
     """Requests go to them in turn; see `target_of`."""
     asked: Asked
-    requests: tuple[Planned, ...]
-    seed: int
     vocabulary: int
     """Drawn token ids are below it."""
+    warm_ups: int
+    """Number of warm-up requests of each sender to each target, as long as the first planned
+    ones."""
+
+
+class RunOrder(NamedTuple):
+    """One plan's requests for one sender."""
+
+    sending: Sending
+    requests: tuple[Planned, ...]
+    seed: int
     in_turn: bool
     """See `Plan.in_turn`."""
     senders: int
     """Number of senders that share the plan's requests."""
-    warm_ups: int
-    """Number of warm-up requests to each target, as long as the first planned ones."""
 
 
 class Ready(NamedTuple):
@@ -106,7 +113,7 @@ def _hung_up() -> contextlib.suppress:
 
 async def _run_command(connection: Connection, order: RunOrder) -> None:
     """Runs one order and sends its report."""
-    endpoints = [connect(target, order.asked) for target in order.targets]
+    endpoints = [connect(target, order.sending.asked) for target in order.sending.targets]
     try:
         load = _Load(order, endpoints)
         try:
@@ -158,13 +165,13 @@ class _Load:
 
     def _at(self, request: Planned) -> BenchEndpoint:
         order = self._order
-        return self._endpoints[target_of(request.number, order.senders, len(order.targets))]
+        return self._endpoints[target_of(request.number, order.senders, len(order.sending.targets))]
 
     def _write(self, request: Planned) -> bytes:
         return self._at(request).write(self._ids(request), request.output_tokens)
 
     def _ids(self, request: Planned) -> list[int]:
-        drawn = prompt_ids(request, self._order.seed, self._order.vocabulary)
+        drawn = prompt_ids(request, self._order.seed, self._order.sending.vocabulary)
         ids: list[int] = drawn.tolist()
         return ids
 
@@ -172,12 +179,16 @@ class _Load:
         """Sends requests like the planned ones, one after another, to every endpoint."""
         own = self._order.requests[0].number if self._order.requests else 0
         likes = itertools.cycle(self._order.requests)
-        for number, endpoint in itertools.product(range(self._order.warm_ups), self._endpoints):
+        for number, endpoint in itertools.product(
+            range(self._order.sending.warm_ups), self._endpoints
+        ):
             like = next(likes, None)
             if like is None:
                 return
-            new = like._replace(number=own * self._order.warm_ups + number, blocks=(), turn=None)
-            ids = prompt_ids(new, self._order.seed, self._order.vocabulary, WARM_UPS)
+            new = like._replace(
+                number=own * self._order.sending.warm_ups + number, blocks=(), turn=None
+            )
+            ids = prompt_ids(new, self._order.seed, self._order.sending.vocabulary, WARM_UPS)
             kept = Kept()
             await endpoint.send(endpoint.write(ids.tolist(), like.output_tokens), kept)
             if not endpoint.read(kept).whole:
@@ -269,7 +280,7 @@ class _Load:
         status = sent.status
         if status == OK and not reading.whole:
             status = PROTOCOL
-        forced = self._order.asked.force_length
+        forced = self._order.sending.asked.force_length
         if status == OK and forced and reading.tokens < request.output_tokens:
             status = SHORT
         sent_s = sent.sent_s - start_s
