@@ -79,8 +79,8 @@ class WorkerDebug(BaseModel):
     compute the prompt sooner. 0: 192 on a decode worker and, on a GPU without stages, on one
     that does both; elsewhere `max_step_tokens`."""
     eviction: Eviction = _ENGINE.eviction
-    """Chooses the pages that the prefix cache evicts first: least recently used, least frequently
-    used, or cheapest to compute again per use."""
+    """Chooses the pages that the prefix cache evicts first: least recently or least frequently
+    used."""
     slow_peer_gigabytes_per_s: float = Field(default=-1, ge=-1)
     """Reports a path to another worker that is slower than this; routers avoid it if there is
     another. 0: never. -1: 1 GB/s between GPUs, far below NVLink and RDMA, otherwise never."""

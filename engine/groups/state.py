@@ -163,7 +163,7 @@ class StatePages:
         for page, tokens in zip(kept.pages.tolist(), kept.tokens, strict=True):
             index = tokens // self._size - 1
             if tokens and index < len(keys):
-                self.blocks.publish(np.array([page]), keys[index : index + 1], index)
+                self.blocks.publish(np.array([page]), keys[index : index + 1])
 
     # -- steps ------------------------------------------------------------------------------------
 

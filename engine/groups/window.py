@@ -188,7 +188,7 @@ class WindowPages:
     def publish(self, kept: GroupPages, keys: Sequence[bytes]) -> None:
         """Keys the complete pages among these. `keys` are those of the sequence."""
         complete = keys[kept.first_page : kept.first_page + len(kept.pages)]
-        self.blocks.publish(kept.pages[: len(complete)], complete, kept.first_page)
+        self.blocks.publish(kept.pages[: len(complete)], complete)
 
     # -- steps ------------------------------------------------------------------------------------
 

@@ -53,7 +53,7 @@ class BlockManager:
         self._free = num_pages - 1
         self._settling: list[int] = []
         self._settled_step = -1
-        self._key_of: dict[int, tuple[bytes, int]] = {}
+        self._key_of: dict[int, bytes] = {}
         self._by_key: dict[bytes, int] = {}
         self._evictable: EvictionPolicy = LruEviction() if eviction is None else eviction
         self._lending = Lending(self._evictable)
@@ -170,11 +170,11 @@ class BlockManager:
     def _unkey(self, pages: Iterable[int]) -> None:
         keys, unkeyed = list[bytes](), list[int]()
         for page in pages:
-            entry = self._key_of.pop(page, None)
-            if entry is not None:
-                del self._by_key[entry[0]]
+            key = self._key_of.pop(page, None)
+            if key is not None:
+                del self._by_key[key]
                 self._lending.unkeyed(page)
-                keys.append(entry[0])
+                keys.append(key)
                 unkeyed.append(page)
         self._emit(CacheEventKind.EVICTED, keys, unkeyed)
 
@@ -193,12 +193,11 @@ class BlockManager:
     def _retire(self, pages: list[int]) -> None:
         unkeyed = []
         for page in pages:
-            keyed = self._key_of.get(page)
-            if keyed is None:
-                unkeyed.append(page)
-            else:
-                self._evictable.add(page, keyed[1])
+            if page in self._key_of:
+                self._evictable.add(page)
                 self._lending.idle(page)
+            else:
+                unkeyed.append(page)
         self._make_free(unkeyed)
 
     def _make_free(self, pages: list[int]) -> None:
@@ -259,20 +258,20 @@ class BlockManager:
         self._emit(CacheEventKind.HIT, keys[: len(pages)], pages)
         return np.array(pages, np.int32)
 
-    def publish(self, pages: PageIds, keys: Sequence[bytes], first: int = 0) -> None:
-        """Keys complete, settled, held pages; `first` is the index of `pages[0]` in its sequence.
+    def publish(self, pages: PageIds, keys: Sequence[bytes]) -> None:
+        """Keys complete, settled, held pages.
 
         Pages that have a key already, and keys that have a page already, are left as they are.
         """
         assert (self._last_writer[pages] <= self._settled_step).all(), "page not settled"
-        self.adopt(pages.tolist(), keys, range(first, first + len(keys)))
+        self.adopt(pages.tolist(), keys)
 
-    def adopt(self, pages: Sequence[int], keys: Sequence[bytes], depths: Sequence[int]) -> None:
+    def adopt(self, pages: Sequence[int], keys: Sequence[bytes]) -> None:
         """Keys complete, held pages that may be of several sequences. See `publish`."""
         stored, keyed = list[bytes](), list[int]()
-        for page, key, depth in zip(pages, keys, depths, strict=True):
+        for page, key in zip(pages, keys, strict=True):
             if page not in self._key_of and key not in self._by_key:
-                self._key_of[page] = (key, depth)
+                self._key_of[page] = key
                 self._by_key[key] = page
                 if key in self._below:
                     self._lending.saved(page, idle=False)
@@ -294,8 +293,7 @@ class BlockManager:
 
     def key_of(self, page: int) -> bytes | None:
         """The key of this page."""
-        entry = self._key_of.get(page)
-        return None if entry is None else entry[0]
+        return self._key_of.get(page)
 
     # -- lower tiers --------------------------------------------------------------------------
 
@@ -329,19 +327,19 @@ class BlockManager:
         idle longest. Their place in the order of eviction stays, and they may be evicted
         meanwhile: see `take_back`."""
         pages = self._lending.coldest(count)
-        return self._lending.lend((page, *self._key_of[page]) for page in pages)
+        return self._lending.lend((page, self._key_of[page]) for page in pages)
 
     def lend_held(self, pages: PageIds) -> list[Loan]:
         """Lends those of the pages that have a key, no other holder than the caller and no copy
         in a lower tier."""
         alone = pages[self._refcount[pages] == 1].tolist()
         wanted = [page for page in alone if page in self._key_of and self._lending.lacks(page)]
-        return self._lending.lend((page, *self._key_of[page]) for page in wanted)
+        return self._lending.lend((page, self._key_of[page]) for page in wanted)
 
     def lend_keys(self, keys: Sequence[bytes]) -> list[Loan]:
         """Lends those pages of these keys that no lower tier has."""
         pages = [self._by_key[key] for key in keys if self._lending.lacks(self._by_key[key])]
-        return self._lending.lend((page, *self._key_of[page]) for page in pages)
+        return self._lending.lend((page, self._key_of[page]) for page in pages)
 
     def unpin(self, pages: PageIds) -> None:
         """Takes the holder of pages that were pinned, coldest first, while they were the coldest.
@@ -398,7 +396,7 @@ class BlockManager:
         assert len(self._by_key) == len(self._key_of), "key index is off"
         self._lending.check(self._key_of, self._is_idle)
         for key, page in self._by_key.items():
-            assert self._key_of[page][0] == key, "key index is off"
+            assert self._key_of[page] == key, "key index is off"
             assert not self._is_free[page], "free page has a key"
             assert self._last_writer[page] <= self._settled_step, "keyed page not settled"
 

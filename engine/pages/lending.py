@@ -23,8 +23,6 @@ class Loan(NamedTuple):
 
     page: int
     key: bytes
-    depth: int
-    """Index of the page in its sequence."""
     number: int
 
 
@@ -113,10 +111,10 @@ class Lending:
         are idle longest."""
         return list(islice(self._unsaved, count))
 
-    def lend(self, pages: Iterable[tuple[int, bytes, int]]) -> list[Loan]:
-        """Notes loans of (page, key, depth)."""
+    def lend(self, pages: Iterable[tuple[int, bytes]]) -> list[Loan]:
+        """Notes loans of (page, key)."""
         self._numbers += 1
-        loans = [Loan(page, key, depth, self._numbers) for page, key, depth in pages]
+        loans = [Loan(page, key, self._numbers) for page, key in pages]
         for loan in loans:
             self._loans[loan.page] = loan.number
             self._unsaved.pop(loan.page, None)

@@ -298,7 +298,7 @@ class Settler:
         )
         first = task.published_pages
         pages = self._batch.slots.page_table[task.leader.slot, first:complete]
-        self._blocks.publish(pages, task.keys[first:complete], first)
+        self._blocks.publish(pages, task.keys[first:complete])
         self._batch.others.publish(self._batch.others.pages(task.leader.slot), task.keys[:complete])
         self._tiers.published(task.keys[:complete], first)
         task.published_pages = complete

@@ -262,7 +262,7 @@ class StoreTiers:
             if good and not job.late:
                 end = (seek.first + seek.objects.index(last) + 1) * self.stride
                 keys = seek.keys[end - self.pages : end]
-                self._host.adopt(slots.tolist(), keys, range(end - self.pages, end))
+                self._host.adopt(slots.tolist(), keys)
                 self.published(seek.keys[:end], end - self.pages)
                 self.came_from.update(dict.fromkeys(keys, process.name))
                 self._bytes_moved[process.name + " load"] += process.object_bytes

@@ -208,7 +208,7 @@ class GroupedTiers:
     def _look(self, keys: Sequence[bytes], end: int) -> list[Looked]:
         looked = [self._first.look(keys[:end])]
         for tiers, begin in zip(self._others, self._groups.begins(end), strict=True):
-            looked.append(tiers.look(keys[begin:end], begin))
+            looked.append(tiers.look(keys[begin:end]))
         return looked
 
     def _is_worth_it(self, missing: Sequence[int], tokens: int) -> bool:

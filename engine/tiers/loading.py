@@ -16,7 +16,6 @@ class Load(Copy):
     """Pages on their way into the pool."""
 
     keys: list[bytes]
-    depths: list[int]
     tiers: Counter[str]
     """Pages by the tier that they come from."""
     waits: list[Wait] = field(default_factory=list)
@@ -27,8 +26,8 @@ class Looked(NamedTuple):
 
     found: list[int]
     """Pages in the pool."""
-    missing: list[tuple[bytes, int, int]]
-    """Key, slot and depth of those that the host tier has."""
+    missing: list[tuple[bytes, int]]
+    """Key and slot of those that the host tier has."""
     joined: list[Load]
     """For each that is under way its load."""
 

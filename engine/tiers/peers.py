@@ -235,7 +235,7 @@ class Fetches:
                 del self._coming[group][key]
             books, good = self._books[group], part.pages[:count]
             books.arrivals.note(good)
-            books.adopt(good.tolist(), part.keys[:count], part.depths[:count])
+            books.adopt(good.tolist(), part.keys[:count])
             books.release(good)
         for wait in fetch.waits:
             wait.loaded_pages[PEER] += landed

@@ -108,11 +108,8 @@ class Saves:
         kept = {loan.page for loan in self._blocks.take_back(save.loans, saved=not lost)}
         if not lost:
             good = [i for i, loan in enumerate(save.loans) if loan.page in kept]
-            self._host.adopt(
-                save.slots[good].tolist(),
-                [save.loans[i].key for i in good],
-                [save.loans[i].depth for i in good],
-            )
+            keys = [save.loans[i].key for i in good]
+            self._host.adopt(save.slots[good].tolist(), keys)
         # The last to be released is evicted last: pages come coldest first, held ones in order.
         self._host.release(save.slots if save.held else save.slots[::-1])
         if save.held and not save.late:

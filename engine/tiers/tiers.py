@@ -292,20 +292,19 @@ class HostTiers:
             return False
         return missing + self._blocks.count_idle(looked.found) <= min(room, self._blocks.available)
 
-    def look(self, keys: Sequence[bytes], first: int = 0) -> Looked:
-        """The leading ones of these pages that are here or can be. The first is page `first` of its
-        sequence."""
+    def look(self, keys: Sequence[bytes]) -> Looked:
+        """The leading ones of these pages that are here or can be."""
         found: list[int] = []
-        missing: list[tuple[bytes, int, int]] = []
+        missing: list[tuple[bytes, int]] = []
         joined: list[Load] = []
-        for depth, key in enumerate(keys, first):
+        for key in keys:
             page = self._blocks.page_of(key)
             if page is not None:
                 found.append(page)
             elif (load := self._loading.get(key)) is not None:
                 joined.append(load)
             elif (slot := self._host.page_of(key)) is not None:
-                missing.append((key, slot, depth))
+                missing.append((key, slot))
             else:
                 break
         return Looked(found, missing, joined)
@@ -359,15 +358,14 @@ class HostTiers:
             self._decisions["computed_sooner"] += 1
         return sooner
 
-    def _load(self, missing: list[tuple[bytes, int, int]]) -> Load:
-        slots = np.array([slot for _, slot, _ in missing], np.int32)
+    def _load(self, missing: list[tuple[bytes, int]]) -> Load:
+        slots = np.array([slot for _, slot in missing], np.int32)
         self._host.pin(slots)
         load = Load(
             pages=self._blocks.allocate(len(missing)),
             slots=slots,
-            keys=[key for key, _, _ in missing],
-            depths=[depth for _, _, depth in missing],
-            tiers=Counter(self._tier_of(key) for key, _, _ in missing),
+            keys=[key for key, _ in missing],
+            tiers=Counter(self._tier_of(key) for key, _ in missing),
         )
         self._loading.update(dict.fromkeys(load.keys, load))
         self._open.add(load)
@@ -381,7 +379,7 @@ class HostTiers:
         good = not (load.late or load.failed)
         if good:
             self._blocks.arrivals.note(load.pages)
-            self._blocks.adopt(load.pages.tolist(), load.keys, load.depths)
+            self._blocks.adopt(load.pages.tolist(), load.keys)
             for tier, count in load.tiers.items():
                 self._loaded_tokens[tier] += count * self.page_tokens
         if not load.late:

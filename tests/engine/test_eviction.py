@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from engine.pages.blocks import BlockManager
-from engine.pages.eviction import EVICTION_POLICIES
+from engine.pages.eviction import EVICTION_POLICIES, LfuEviction
 from prefixes.keys import page_keys
 
 PAGE = 16
@@ -24,7 +24,7 @@ class Cache:
         found = self.blocks.acquire(keys)
         fresh = self.blocks.allocate_apart(len(keys) - len(found))
         pages = np.concatenate([found, fresh])
-        self.blocks.publish(fresh, keys[len(found) :], len(found))
+        self.blocks.publish(fresh, keys[len(found) :])
         self.blocks.release(pages)
         self.blocks.check_invariants()
         return len(found)
@@ -77,9 +77,8 @@ def test_lru_lets_go_of_what_was_not_used_for_longest() -> None:
     assert [cache.cached(keys) for keys in (a, b, c)] == [0, 4, 0]
 
 
-@pytest.mark.parametrize("policy", ["lfu", "cost"])
-def test_what_is_used_often_outlives_what_was_used_last(policy: str) -> None:
-    cache = Cache(policy, 12)
+def test_what_is_used_often_outlives_what_was_used_last() -> None:
+    cache = Cache("lfu", 12)
     often, twice, once = (sequence(name, 4) for name in (1, 2, 3))
     for keys in (often, often, often, twice, twice, once):
         cache.run(keys)
@@ -89,9 +88,8 @@ def test_what_is_used_often_outlives_what_was_used_last(policy: str) -> None:
     assert [cache.cached(keys) for keys in (often, twice, once)] == [4, 0, 0]
 
 
-@pytest.mark.parametrize("policy", ["lfu", "cost"])
-def test_uses_count_while_others_hold_the_page_too(policy: str) -> None:
-    cache = Cache(policy, 12)
+def test_uses_count_while_others_hold_the_page_too() -> None:
+    cache = Cache("lfu", 12)
     held, older = sequence(1, 4), sequence(2, 4)
     cache.run(older)
     cache.run(older)
@@ -104,37 +102,14 @@ def test_uses_count_while_others_hold_the_page_too(policy: str) -> None:
     assert [cache.cached(keys) for keys in (held, older)] == [4, 0]
 
 
-def test_cost_keeps_what_takes_longest_to_compute_again() -> None:
-    cache = Cache("cost", 110)
-    long, short = sequence(1, 100), sequence(2, 10)
-    cache.run(long)
-    cache.run(short)
-    cache.need(10)
-    assert [cache.cached(keys) for keys in (long, short)] == [100, 0]
-
-
-def test_under_cost_old_riches_age() -> None:
-    """Under LFU what was once popular stays for good; a floor that rises lets newcomers past it."""
-    left = {}
-    for policy in ("cost", "lfu"):
-        cache, old = Cache(policy, 8), sequence(1, 4)
-        for _ in range(10):
-            cache.run(old)
-        for name in range(2, 200):
-            cache.run(sequence(name, 2))
-        left[policy] = cache.cached(old)
-    assert left == {"cost": 0, "lfu": 4}
-
-
-@pytest.mark.parametrize("policy", ["lfu", "cost"])
-def test_hits_without_an_eviction_take_no_memory(policy: str) -> None:
+def test_hits_without_an_eviction_take_no_memory() -> None:
     """A hot prefix is queued anew at each use; what was queued before must not pile up."""
-    eviction = EVICTION_POLICIES[policy]()
+    eviction = LfuEviction()
     for page in range(8):
-        eviction.add(page, page)
+        eviction.add(page)
     for _ in range(10_000):
         eviction.remove(3)
-        eviction.add(3, 3)
+        eviction.add(3)
     assert len(eviction) == 8
     assert len(eviction._heap) < 200
     assert sorted(eviction.pop() for _ in range(8)) == list(range(8))

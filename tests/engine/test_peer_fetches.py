@@ -136,7 +136,7 @@ def in_slots(bench: Bench, count: int) -> list[bytes]:
     """Keys of pages that are in host slots alone."""
     keys = [number.to_bytes(32, "big") for number in range(count)]
     slots = bench.host.allocate(count)
-    bench.host.adopt(slots.tolist(), keys, range(count))
+    bench.host.adopt(slots.tolist(), keys)
     bench.host.release(slots)
     return keys
 

@@ -93,12 +93,12 @@ def test_lists_come_with_commas_or_as_lists(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_few_need_has_a_table_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("baton.toml").write_text(
-        "[worker]\nthreads = 1\n[worker.debug]\nnum_pages = 7\neviction = 'lfu'\n"
+        "[worker]\nthreads = 1\n[worker.debug]\nnum_pages = 7\neviction = 'lru'\n"
     )
-    monkeypatch.setenv("BATON_DEBUG_EVICTION", "cost")
+    monkeypatch.setenv("BATON_DEBUG_EVICTION", "lfu")
     settings, sources, _ = resolve(WorkerSettings, "worker", {"debug": {"step_timeout_s": 5}})
     debug = settings.debug
-    assert (debug.num_pages, debug.eviction, debug.step_timeout_s) == (7, "cost", 5)
+    assert (debug.num_pages, debug.eviction, debug.step_timeout_s) == (7, "lfu", 5)
     assert sources["debug.num_pages"] == "baton.toml"
     assert sources["debug.eviction"] == "BATON_DEBUG_EVICTION"
     assert (sources["debug.step_timeout_s"], sources["debug.profile"]) == ("flag", "default")
@@ -270,8 +270,8 @@ def test_an_operator_may_choose_every_policy_that_there_is() -> None:
 
     for setting, known in (("scheduling", POLICIES), ("debug.eviction", EVICTION_POLICIES)):
         assert get_args(fields(WorkerSettings)[setting].annotation) == tuple(known)
-    chosen = engine_config(settings_of(WorkerSettings, scheduling="fair", eviction="cost"))
-    assert (chosen.scheduling, chosen.eviction) == ("fair", "cost")
+    chosen = engine_config(settings_of(WorkerSettings, scheduling="fair", eviction="lfu"))
+    assert (chosen.scheduling, chosen.eviction) == ("fair", "lfu")
 
 
 @pytest.mark.parametrize(
