@@ -66,6 +66,8 @@ class Blow:
     woken_s: float = 0.0
     code: int | None = None
     """Of a process that ended by itself."""
+    in_group: bool = False
+    """Whether it was in an expert group, and not on its way into one."""
 
 
 @dataclass
@@ -95,6 +97,8 @@ class Arena:
     """Processes of ranks, with the process of their worker."""
     late: list[str] = field(default_factory=list)
     """Workers that did not end in time with others of their group."""
+    whole_s: float = 0.0
+    """When all ran, served and were attached for the last time."""
     scratch: str = ""
     """Folder for temporary files."""
     shared_before: frozenset[str] = frozenset()
@@ -306,7 +310,7 @@ class Arena:
         """Whether others of a group have ended in time after the first."""
         for blow in self.blows:
             is_over = blow.woken_s and blow.woken_s < blow.at_s + GROUP_END_S
-            if blow.code == EXIT_DEVICE_LOST or is_over:
+            if not blow.in_group or blow.code == EXIT_DEVICE_LOST or is_over:
                 continue
             if now_s < blow.at_s + GROUP_END_S + BUSY_S:
                 continue
@@ -322,6 +326,7 @@ class Arena:
         while not await self._is_whole():
             assert time.monotonic() < deadline_s, f"not whole again:\n{self.cluster.tail()}"
             await asyncio.sleep(TEND_S)
+        self.whole_s = time.monotonic()
         if max(self.topology.ranks) > 1:
             for name in self.topology.workers:
                 self.other_ranks(name)
@@ -404,4 +409,7 @@ class Arena:
         return care.restart_after_s if trouble == "killed" else care.wake_after_s
 
     def _note(self, name: str, kind: str, code: int | None = None) -> None:
-        self.blows.append(Blow(name, kind, time.monotonic(), time.time(), code=code))
+        group = self.topology.group_of(name)
+        joined = len(group) > 1 and all(self._born_s(other) < self.whole_s for other in group)
+        blow = Blow(name, kind, time.monotonic(), time.time(), code=code, in_group=joined)
+        self.blows.append(blow)
