@@ -327,7 +327,8 @@ def topology_of(seed: int, number: int) -> Topology:
         return replace(topology, num_pages=TIGHT_PAGES, tiers=True)
     if block % 2 != tight:
         return topology
-    return replace(topology, num_pages=TIGHT_PAGES, tiers=block // 2 % 2 == 0)
+    tiers = block // 2 % 2 == 0 and not topology.stages  # Stages have none.
+    return replace(topology, num_pages=TIGHT_PAGES, tiers=tiers)
 
 
 def plan_run(seed: int, number: int, topology: Topology | None = None) -> RunPlan:

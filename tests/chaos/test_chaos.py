@@ -297,6 +297,10 @@ def test_expert_groups_have_their_share_of_the_runs() -> None:
         (shape.groups, shape.ranks) for shape in GROUPED
     }
     assert all(shape.model == "experts" for shape in grouped)
+    every = (
+        topology_of(seed, RUNS_PER_CLUSTER * block) for seed in range(20) for block in range(60)
+    )
+    assert not any(shape.stages and shape.tiers for shape in every), "stages have no tiers"
 
 
 def test_workers_of_several_ranks_have_their_share_of_the_runs() -> None:
