@@ -18,10 +18,12 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 from opentelemetry.context import Context
 
 from baton.worker.v1 import worker_pb2
@@ -31,8 +33,9 @@ from engine.loop.sinks import hand_out
 from engine.pages.blocks import BlockManager
 from engine.sampling import Sampler
 from engine.schedule.scheduler import Scheduler
-from engine.step.executor import NullExecutor
-from engine.step.plan import StepPlan
+from engine.step.executor import Launched
+from engine.step.plan import StepPlan, StepResult
+from engine.step.sampling import Masks
 from engine.types import EngineLoad
 from kv_transfer.events import TransferCounters
 from kv_transfer.specs import ReceiveSpec
@@ -49,6 +52,33 @@ PROMPT, PAGE_SIZE, VOCAB = 32, 16, 128_256
 BLOCK = 50
 """Steps that one part runs through before the next takes over, as processes of their own would."""
 T = TypeVar("T")
+
+
+class NullExecutor:
+    """Computes nothing: every token is 0."""
+
+    def shaped(self, plan: StepPlan) -> StepPlan:
+        """Nothing to decide."""
+        return plan
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """A step that is done already."""
+        count = len(plan.sample_slots)
+        done: Future[StepResult] = Future()
+        done.set_result(
+            StepResult(np.zeros(count, np.int32), np.ones(count, np.bool_), None, None, None)
+        )
+        return done
+
+    def mask_bits(self, count: int) -> NDArray[np.int32]:
+        """Masks of one word."""
+        return np.zeros((count, 1), np.int32)
+
+    def sample(self, masks: Masks | None) -> None:
+        """Nothing to draw."""
+
+    def shutdown(self) -> None:
+        """Nothing to stop."""
 
 
 class Engine:

@@ -30,10 +30,6 @@ class Window:
     tokens: int
     """Tokens that a position sees, with itself; at least 1."""
 
-    def first_page(self, position: int, page_size: int) -> int:
-        """Index of the first page that the token at `position` reads."""
-        return max(0, position - self.tokens + 1) // page_size
-
     def pages_before(self, page_size: int) -> int:
         """Pages before a page's border that the token behind it may read."""
         return -(-(self.tokens - 1) // page_size)

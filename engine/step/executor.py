@@ -55,33 +55,6 @@ class Executor(Protocol):
         ...
 
 
-class NullExecutor:
-    """Computes nothing: every token is 0. It is for tests and for measuring the step loop alone."""
-
-    def shaped(self, plan: StepPlan) -> StepPlan:
-        """Nothing to decide."""
-        return plan
-
-    def launch(self, plan: StepPlan) -> Launched:
-        """A step that is done already."""
-        count = len(plan.sample_slots)
-        done: Future[StepResult] = Future()
-        done.set_result(
-            StepResult(np.zeros(count, np.int32), np.ones(count, np.bool_), None, None, None)
-        )
-        return done
-
-    def mask_bits(self, count: int) -> NDArray[np.int32]:
-        """Masks of one word."""
-        return np.zeros((count, 1), np.int32)
-
-    def sample(self, masks: Masks | None) -> None:
-        """Nothing to draw."""
-
-    def shutdown(self) -> None:
-        """Nothing to stop."""
-
-
 class LateRow(NamedTuple):
     """A row that decodes one token behind those that its pages hold."""
 

@@ -81,8 +81,8 @@ class JobRun:
         self.pace = pace or Pace()
         """Pace of its model: hears of the work that is done."""
         # Counted on a steady clock: the other one may jump.
-        self._began_s = job.began_s or time.monotonic()
-        self._ends_s = self._began_s + (job.deadline_ns - job.arrived_ns) / 1e9
+        began_s = job.began_s or time.monotonic()
+        self._ends_s = began_s + (job.deadline_ns - job.arrived_ns) / 1e9
         self.choices = [ChoiceMerger(choice) for choice in range(job.choices)]
         self.started = False
         self.over = False
@@ -98,11 +98,6 @@ class JobRun:
         self._cached_prompt_tokens = 0
         self._loaded_prompt_tokens: Mapping[str, int] = {}
         self._prompt_logprobs: tuple[TokenScore, ...] | None = None
-
-    @property
-    def age_s(self) -> float:
-        """Time since its arrival, seconds."""
-        return time.monotonic() - self._began_s
 
     @property
     def left_s(self) -> float:

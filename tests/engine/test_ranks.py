@@ -32,6 +32,7 @@ from tiny_models import write_tiny_model
 from waiting import wait_until
 
 from baton import LLM
+from bench.step_cost import NullExecutor
 from engine.config import EngineConfig
 from engine.eager.collective import GlooCollective
 from engine.eager.meeting import meeting_in
@@ -42,7 +43,6 @@ from engine.ranks import stats
 from engine.ranks.executor import RankedExecutor
 from engine.ranks.keeper import RankError
 from engine.ranks.leader import HostRanks
-from engine.step.executor import NullExecutor
 from engine.types import FailureReason, SamplingParams
 
 pytestmark = pytest.mark.timeout(300)
