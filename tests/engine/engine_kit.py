@@ -106,6 +106,13 @@ def build(path: Path, **options) -> Engine:
     return engine
 
 
+def stop(*engines: Engine) -> None:
+    """Ends engines. Everything must be back."""
+    for engine in engines:
+        check_baseline(engine)
+        engine.stop()
+
+
 @contextmanager
 def running(path: Path, **options) -> Iterator[Engine]:
     """An engine. Everything must be back when the block ends."""

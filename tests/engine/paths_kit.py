@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from engine_kit import build, check_baseline, finish, hand_off, held, running, submit
+from engine_kit import build, finish, hand_off, held, running, stop, submit
 from references import references
 
 from engine.engine import Engine
@@ -28,9 +28,7 @@ def two_engines(path: Path, **options: Any) -> Iterator[Pair]:
     defaults: dict[str, Any] = {"max_sequences": 6, "poison_freed_pages": True, **options}
     one, other = (build(path, max_step_tokens=tokens, **defaults) for tokens in (64, 32))
     yield one, other
-    for engine in (one, other):
-        check_baseline(engine)
-        engine.stop()
+    stop(one, other)
 
 
 def check_every_path(engines: Pair, path: Path, length: int) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from beams_kit import Searches, check, counting_pages
-from engine_kit import Run, build, check_baseline, finish, hand_off, held, running, submit
+from engine_kit import Run, build, check_baseline, finish, hand_off, held, running, stop, submit
 from hooks_kit import ALL, QUEST, installed
 from scheduler_bench import Bench, deliver
 from tiny_models import write_tiny_model
@@ -134,8 +134,7 @@ def test_a_hook_that_changes_nothing_changes_no_search(path, searches, tmp_path)
     run = search(engine, PROMPTS[2], BeamParams(4))
     finish(run)
     check(run, searches.find(PROMPTS[2], BeamParams(4), TOKENS, ENDS))
-    check_baseline(engine)
-    engine.stop()
+    stop(engine)
 
 
 @pytest.mark.parametrize("options", [{"kv_cache_dtype": "fp8"}, {"quantization": "fp8"}], ids=str)
@@ -152,9 +151,7 @@ def test_what_is_rounded_forks_as_others_do(path, options):
         for choice, records in enumerate(alone.records):
             mean = sum(record.logprob for record in records) / len(records)
             assert alone.ends[choice].score == pytest.approx(mean, abs=1e-4)
-    for engine in engines:
-        check_baseline(engine)
-        engine.stop()
+    stop(*engines)
 
 
 def test_one_hand_off_serves_all_beams(path, searches):
@@ -172,9 +169,7 @@ def test_one_hand_off_serves_all_beams(path, searches):
         check(run, searches.find(prompt, BeamParams(4), TOKENS, ENDS))
         assert run.reserved is not None
         assert len(run.reserved.pages) == -(-len(prompt) // 16)
-    for engine in (prefill, decode):
-        check_baseline(engine)
-        engine.stop()
+    stop(prefill, decode)
 
 
 def test_a_search_that_is_preempted_begins_again(path, searches):
@@ -235,8 +230,7 @@ def test_windows_and_states_fork_as_pages_do(tmp_path, family):
         run = search(engine, prompt, BeamParams(4), 40)
         finish(run)
         check(run, searches.find(prompt, BeamParams(4), 40, ENDS))
-    check_baseline(engine)
-    engine.stop()
+    stop(engine)
 
 
 def test_a_search_whose_candidates_did_not_come_fails():

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from engine_kit import Run, build, check_baseline, finish, hand_off, submit
+from engine_kit import Run, build, finish, hand_off, stop, submit
 from hooks_kit import ALL, QUEST, installed
 from llguidance import LLMatcher
 from paths_kit import prompt_of
@@ -61,8 +61,7 @@ def model_path(tmp_path_factory):
 def engine(model_path):
     engine = build_on_gpu(model_path)
     yield engine
-    check_baseline(engine)
-    engine.stop()
+    stop(engine)
 
 
 def run_all(engine, lengths=LENGTHS, max_tokens=40, **options) -> list[Run]:
@@ -152,8 +151,7 @@ def test_windows_that_free_their_pages(shape, tmp_path):
         # Prompts in one step, then in chunks, then from the cache.
         found.append([run_all(engine, (*LENGTHS, 700), **options) for _ in range(2)])
         assert engine.load().damaged_pages == 0
-        check_baseline(engine)
-        engine.stop()
+        stop(engine)
     for again in range(2):
         for other in found[1:]:
             for a, b in zip(found[0][again], other[again], strict=True):
@@ -207,9 +205,7 @@ def test_rows_with_masks_leave_the_others_alone(model_path):
         for run in found[0][1::2]:
             assert set(run.tokens[0]) <= set(ALLOWED)
             assert len(set(run.tokens[0])) > 3
-    for built in (engine, plain):
-        check_baseline(built)
-        built.stop()
+    stop(engine, plain)
 
 
 def run_mixed(engine, free: SamplingParams, held: SamplingParams) -> list[Run]:
@@ -240,9 +236,7 @@ def test_grammars_hold_through_graphs_and_hand_offs(tmp_path):
         assert end is not None
     handed = hand_off(second, first, prompt_of(90), 60, choices=3, sampling=sampling)
     assert handed.tokens == whole.tokens
-    for engine in (first, second):
-        check_baseline(engine)
-        engine.stop()
+    stop(first, second)
 
 
 def test_hand_off_between_engines(engine, model_path):
@@ -265,8 +259,7 @@ def test_a_model_that_allows_endless_contexts_leaves_room_for_the_pool(tmp_path)
         tokens.append(16 * (engine.pool.num_pages - 1))
         assert engine.model.max_context_tokens == min(longest, tokens[-1])
         run_all(engine)
-        check_baseline(engine)
-        engine.stop()
+        stop(engine)
     assert tokens[0] > tokens[1] / 2
 
 
@@ -278,5 +271,4 @@ def test_the_pool_takes_what_the_device_has_left(model_path):
     total = torch.cuda.mem_get_info()[1]
     assert 0.3 * total < used < 0.5 * total
     run_all(engine)
-    check_baseline(engine)
-    engine.stop()
+    stop(engine)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from engine_kit import check_baseline, hand_off, submit
+from engine_kit import check_baseline, hand_off, stop, submit
 from test_cuda_engine import build_on_gpu, prompt_of, run_all
 from test_cuda_executor import Device, assert_same, loaded, random_rows
 from test_cuda_kernels import CUDA, PAGE_SIZE, check_fa3, check_parts, draw, of_rows, pool_of
@@ -139,9 +139,7 @@ def test_an_engine_gives_the_same_tokens_by_every_path(tmp_path):
     assert alone.done.wait(60)
     same = sum(a == b for a, b in zip(again.tokens[0], alone.tokens[0], strict=True))
     assert same >= 1, "in bf16 a later token may differ: a chunk's sums have another order"
-    for engine in engines:
-        check_baseline(engine)
-        engine.stop()
+    stop(*engines)
 
 
 def test_a_pool_takes_half_the_bytes():

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from engine_kit import GREEDY, build, check_baseline, hand_off, submit
+from engine_kit import GREEDY, build, hand_off, stop, submit
 from paths_kit import prompt_of
 from tiny_models import write_tiny_model
 
@@ -32,9 +32,7 @@ def engines(tmp_path_factory):
     path = write_tiny_model(tmp_path_factory.mktemp("tiny"), tokenizer=False, **SHAPE)
     early, late = build(path, late_rows=False, **OPTIONS), build(path, **OPTIONS)
     yield early, late
-    for engine in (early, late):
-        check_baseline(engine)
-        engine.stop()
+    stop(early, late)
 
 
 @pytest.mark.parametrize("lead_s", [1.0, 1e-3], ids=["whole step", "1 ms"])

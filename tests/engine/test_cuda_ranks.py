@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine_kit import Run, build, check_baseline, finish, submit
+from engine_kit import Run, build, finish, stop, submit
 from ranks_kit import (
     Ranks,
     check_best,
@@ -230,8 +230,7 @@ def test_two_ranks_have_the_tokens_of_one(shape, graphs, tmp_path):
     sampled = [runs_of(two, SAMPLED, (64,))[0].tokens for _ in "ab"]
     assert sampled[0] == sampled[1]
     assert all(len(tokens) == TOKENS for tokens in run_all(two, PENALISED))
-    check_baseline(two)
-    two.stop()
+    stop(two)
     assert two.lost == ""
 
 
@@ -257,8 +256,7 @@ def test_fp8_with_two_ranks(kv, tmp_path):
     first, again = run_all(engine), run_all(engine, SCORED)
     agree = sum(first_difference(a, b) for a, b in zip(first, again, strict=True))
     assert agree > TOKENS * len(LENGTHS) // 4
-    check_baseline(engine)
-    engine.stop()
+    stop(engine)
 
 
 @two_gpus

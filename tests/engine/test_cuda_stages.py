@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_kit import Run, build, check_baseline, finish, submit
+from engine_kit import Run, build, finish, stop, submit
 from references import NOISE, first_difference, references
 from test_cuda_ranks import LENGTHS, PENALISED, PLAIN, SAMPLED, SCORED, SHAPES, TOKENS, prompt_of
 from test_stages import MODELS
@@ -85,8 +85,7 @@ def test_stages_have_the_tokens_of_one(shape, grid, graphs, tmp_path):
     sampled = [runs_of(several, SAMPLED, (64,))[0].tokens for _ in "ab"]
     assert sampled[0] == sampled[1]
     assert all(len(run.tokens[0]) == TOKENS for run in runs_of(several, PENALISED))
-    check_baseline(several)
-    several.stop()
+    stop(several)
     assert several.lost == ""
 
 
@@ -109,8 +108,7 @@ def test_stages_in_float32_have_the_tokens_of_transformers(grid, tmp_path):
             assert at == TOKENS or want.margins[at] < 10 * NOISE, (length, at)
     assert scored.scored is not None
     assert len(scored.scored.records) == 69
-    check_baseline(engine)
-    engine.stop()
+    stop(engine)
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -122,8 +120,7 @@ def test_fp8_with_stages(grid, tmp_path):
     for own in ({"device": "cuda"}, grid):
         engine = on_gpus(path, own, quantization="fp8", kv_cache_dtype="fp8")
         found.append([runs_of(engine, PLAIN, (length,))[0] for length in LENGTHS])
-        check_baseline(engine)
-        engine.stop()
+        stop(engine)
     pairs = zip(*found, strict=True)
     agree = [first_difference(one.tokens[0], other.tokens[0]) for one, other in pairs]
     assert sum(agree) > TOKENS * len(LENGTHS) // 2, agree

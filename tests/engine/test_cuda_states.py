@@ -7,7 +7,7 @@ from functools import cache, partial
 import numpy as np
 import pytest
 import torch
-from engine_kit import build, check_baseline, finish, hand_off, running, submit
+from engine_kit import build, finish, hand_off, running, stop, submit
 from tiny_families import HYBRIDS
 from tiny_models import reference_model, write_tiny_model
 
@@ -72,9 +72,7 @@ def test_an_engine_answers_as_on_a_cpu(folder, graphs):
     run = hand_off(other, engine, prompt_of(200), 12, ignore_eos=True)
     off += gaps(folder, prompt_of(200), run.tokens[0])
     assert np.mean(np.array(off) > NEAR) < FAR
-    for each in (engine, other):
-        check_baseline(each)
-        each.stop()
+    stop(engine, other)
 
 
 def test_a_wrong_stamp_is_found(tmp_path):

@@ -16,7 +16,7 @@ from pathlib import Path
 import demo_prompts as demo
 import pytest
 import torch
-from engine_kit import Run, build, check_baseline, finish, hand_off, held, running, submit
+from engine_kit import Run, build, finish, hand_off, held, running, stop, submit
 from references import NOISE
 from safetensors.torch import load_file, save_file
 from tiny_models import write_tiny_model
@@ -302,8 +302,7 @@ def test_keys_of_pages_tell_the_precision(tiny_path):
         engine, heard = build(tiny_path, **options), []
         engine.subscribe(heard.append)
         finish(submit(engine, list(range(1, 60)), 4))
-        check_baseline(engine)
-        engine.stop()
+        stop(engine)
         events: list[CacheEvent] = heard
         keys.append({e.key for e in events if e.kind is CacheEventKind.STORED})
     assert [len(one) for one in keys] == [3, 3, 3]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from engine_kit import build, check_baseline, finish, hand_off, held, running, submit
+from engine_kit import build, finish, hand_off, held, running, stop, submit
 from paths_kit import prompt_of
 
 from engine.types import SamplingParams
@@ -24,9 +24,7 @@ MAX_TOKENS = 40
 def engines(tiny_path):
     pair = build(tiny_path), build(tiny_path, max_step_tokens=32)
     yield pair
-    for engine in pair:
-        check_baseline(engine)
-        engine.stop()
+    stop(*pair)
 
 
 @pytest.fixture(scope="module", params=[SamplingParams(temperature=0.0), PENALISED])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_kit import build, check_baseline, finish, hand_off, submit
+from engine_kit import build, finish, hand_off, stop, submit
 from quantised_checkpoints import FORMS, INPUT_SCALE
 from quantised_experts import reference_of, scaled, write_config, write_mxfp4
 from quantised_folders import FLOAT_INPUT, write_quantised
@@ -141,9 +141,7 @@ def test_gpt_oss_in_mxfp4_on_every_path(mxfp4):
     assert one.load().prompt_tokens_cached > 0
     run = hand_off(other, one, prompt[::-1], 12, ignore_eos=True)
     assert run.tokens[0] == answers(prompt[::-1], 12, past_end=True).tokens
-    for engine in (one, other):
-        check_baseline(engine)
-        engine.stop()
+    stop(one, other)
 
 
 def test_what_mxfp4_cannot_be_is_refused(mxfp4, tmp_path):

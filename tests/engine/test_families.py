@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
-from engine_kit import build, check_baseline, finish, hand_off, submit
+from engine_kit import build, finish, hand_off, stop, submit
 from paths_kit import prompt_of
 from references import References, references
 from tiny_families import EVERY, SLOW
@@ -38,9 +38,7 @@ def case(request, tmp_path_factory) -> Iterator[Case]:
     options = {"num_pages": PAGES, "max_sequences": CROWD, "max_step_tokens": 2 * CHUNK}
     engines = build(path, **options), build(path, **{**options, "max_step_tokens": CHUNK})
     yield Case(*engines, references(path))
-    for engine in engines:
-        check_baseline(engine)
-        engine.stop()
+    stop(*engines)
 
 
 def test_whole_in_chunks_and_from_the_cache(case):

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine_kit import build, check_baseline, finish, held, running, submit
+from engine_kit import build, check_baseline, finish, held, running, stop, submit
 from heads_kit import FORMATS, TAPS, Drafted, PlainHead, config_of, write_head, write_oracle
 from references import references
 from safetensors.torch import load_file, save_file
@@ -167,8 +167,7 @@ def test_ranks_draft_alike(model, head, tp: int) -> None:
             assert run.tokens == [answers(prompt, SHORT, past_end=True).tokens]
         drawn(engine)
         figures.append(engine.load().speculation.drafted_tokens)
-        check_baseline(engine)
-        engine.stop()
+        stop(engine)
     assert figures[1] > 0.9 * figures[0] > 0
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_kit import Run, build, check_baseline, finish, held, running, submit
+from engine_kit import Run, build, check_baseline, finish, held, running, stop, submit
 from quantised_folders import fp8_reference
 from tiny_models import (
     reference_model,
@@ -153,8 +153,7 @@ def test_a_preempted_prompt_is_pooled_from_its_beginning(llama: Path, tokens: in
     assert preempted == [tokens == 300]
     assert engine.load().preemptions == 1
     check_alike(values(run), expected(llama, prompt, PoolKind.MEAN))
-    check_baseline(engine)
-    engine.stop()
+    stop(engine)
 
 
 def test_results_are_cut_and_normalised(llama: Path) -> None:
@@ -251,9 +250,7 @@ def test_rerankers_score_by_the_logits_of_two_tokens(tmp_path: Path, tied: bool)
     lacks = pool(plain, PROMPTS[3], Pooling(scores=True))
     assert lacks.done.wait(60)
     assert lacks.failed is not None
-    for each in (engine, plain):
-        check_baseline(each)
-        each.stop()
+    stop(engine, plain)
 
 
 @pytest.mark.parametrize(

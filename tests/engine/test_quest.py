@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from engine_kit import build, check_baseline, finish, hand_off, running, submit
+from engine_kit import build, finish, hand_off, running, stop, submit
 from hooks_kit import fixture_of_installed_hooks  # noqa: F401
 from tiny_models import write_tiny_model
 
@@ -188,9 +188,7 @@ def test_summaries_are_made_as_pages_arrive(path, sparse):
     for prompt, want in ((PROMPT, sparse[0]), (OTHER, sparse[1]), (PROMPT, sparse[0])):
         assert hand_off(prefill, decode, prompt, 24).tokens == want
     assert not decode.load().hook_failures
-    for engine in (prefill, decode):
-        check_baseline(engine)
-        engine.stop()
+    stop(prefill, decode)
 
 
 def test_pages_with_sparsely_decoded_tokens_are_never_keyed(path, dense):
@@ -208,9 +206,7 @@ def test_pages_with_sparsely_decoded_tokens_are_never_keyed(path, dense):
     want = submit(plain, follow_up, 24)
     finish(want)
     assert again.tokens == want.tokens
-    for one in (engine, plain):
-        check_baseline(one)
-        one.stop()
+    stop(engine, plain)
 
 
 def test_cached_pages_keep_their_summaries(path, sparse):

@@ -11,7 +11,17 @@ import pytest
 import torch
 from beams_kit import Searches
 from beams_kit import check as check_beams
-from engine_kit import build, check_baseline, finish, hand_off, held, prefill_pages, running, submit
+from engine_kit import (
+    build,
+    check_baseline,
+    finish,
+    hand_off,
+    held,
+    prefill_pages,
+    running,
+    stop,
+    submit,
+)
 from quantised_folders import fp8_reference
 from references import References, references
 from test_model_logits import load
@@ -69,9 +79,7 @@ def engines(folder):
 
     yield of
     for both in made.values():
-        for engine in both:
-            check_baseline(engine)
-            engine.stop()
+        stop(*both)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -165,8 +173,7 @@ def test_weights_in_fp8(family, folder):
         answers.check(hand_off(other, one, prompt_of(length), 8, ignore_eos=True), 8)
     for engine in (one, other):
         assert engine.pools[1].precision == "float32"
-        check_baseline(engine)
-        engine.stop()
+        stop(engine)
 
 
 def states_of(engine, prompt: list[int], length: int) -> tuple[torch.Tensor, ...]:
@@ -247,8 +254,7 @@ def test_a_stale_state_fails_its_request_and_no_other(folder):
     again = submit(engine, prompt, 20, ignore_eos=True)
     finish(again)
     check(folder("qwen3_5"), again, 20)
-    check_baseline(engine)
-    engine.stop()
+    stop(engine)
 
 
 @pytest.mark.parametrize("tier", [False, True])

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from engine_kit import build, check_baseline, finish, hand_off, running, submit
+from engine_kit import build, finish, hand_off, running, stop, submit
 from tokenizers import Tokenizer
 
 pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -52,9 +52,7 @@ def test_a_trained_head_is_right_on_texts_it_has_not_seen(demo_model: Path, head
         run = hand_off(prefill, decode, prompt, TOKENS, ignore_eos=True)
         assert tokenizer.decode(run.tokens[0]) == tokenizer.decode(other.tokens[0])
     told = decode.load().speculation
-    for engine in (prefill, decode):
-        check_baseline(engine)
-        engine.stop()
+    stop(prefill, decode)
     print(f"{told.accepted_tokens} of {told.drafted_tokens} drafts are right")
     assert told.drafted_tokens > 200
     # Two trainings gave 0.30 and 0.33. The texts are pages of docs, which change.

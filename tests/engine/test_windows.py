@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
-from engine_kit import Run, build, check_baseline, finish, hand_off, held, running, submit
+from engine_kit import Run, build, finish, hand_off, held, running, stop, submit
 from paths_kit import prompt_of
 from references import NOISE, References, first_difference, references
 from suite_plugins import drawn
@@ -54,9 +54,7 @@ def case(request, tmp_path_factory) -> Iterator[Case]:
     path = write_tiny_model(tmp_path_factory.mktemp(request.param), **TINY[request.param])
     engines = build(path, **TWO), build(path, **TWO | {"max_step_tokens": 32})
     yield Case(*engines, references(path))
-    for engine in engines:
-        check_baseline(engine)
-        engine.stop()
+    stop(*engines)
 
 
 def check(case: Case, run: Run, max_tokens: int = MAX_TOKENS, given: int = 0) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from engine_kit import build, check_baseline, finish, hand_off, held, running, submit
+from engine_kit import build, check_baseline, finish, hand_off, held, running, stop, submit
 from hooks_kit import fixture_of_installed_hooks  # noqa: F401
 from paths_kit import prompt_of
 from references import references
@@ -44,9 +44,7 @@ def path(request, tmp_path_factory):
 def case(path) -> Iterator[Case]:
     engines = build(path, **OWN, **WRAP), build(path, **OWN | {"max_step_tokens": CHUNK}, **WRAP)
     yield Case(*engines, references(path, whole=True))
-    for engine in engines:
-        check_baseline(engine)
-        engine.stop()
+    stop(*engines)
 
 
 def test_a_crowd_is_preempted_and_choices_draw_as_one(case):
