@@ -348,6 +348,7 @@ async def be_router(crowd: Crowd, _: list[str]) -> None:
         listen=ANY,
         internal_listen=ANY,
         http_listen=ANY,
+        fast_listen=ANY,
         admin=ANY,
         tls_door_cert=holders_files(crowd.folder, "router").cert if crowd.tls else "",
         tls_door_key=holders_files(crowd.folder, "router").key if crowd.tls else "",
@@ -356,7 +357,13 @@ async def be_router(crowd: Crowd, _: list[str]) -> None:
     server = RouterServer(settings)
     await server.start()
     garbage.set_apart()
-    door = server.http_address if crowd.door == "http" else server.address
+    assert server.fast_door is not None
+    doors = {
+        "http": server.http_address,
+        "grpc": server.address,
+        "fast": server.fast_door.address,
+    }
+    door = doors[crowd.door]
     print(json.dumps([door, server.internal_address, server.admin.address]), flush=True)
     parts = Parts() if crowd.parts else None
     watch = Stopwatch() if crowd.callbacks else None

@@ -1,7 +1,7 @@
 """CPU that a router takes for each token of its streams, and for each request.
 
-    python -m bench.stream_cost --crowd [--parts] [--tls] [--door grpc|http] [--streams N]
-    python -m bench.stream_cost --requests [--chat] [--door grpc|http] [--parts]
+    python -m bench.stream_cost --crowd [--parts] [--tls] [--door grpc|http|fast] [--streams N]
+    python -m bench.stream_cost --requests [--chat] [--door grpc|http|fast] [--parts]
     python -m bench.stream_cost --crowd --routers N --cores "0 1 2,3 4-15"
 
 The crowd: whole routers, as their process composes them (`bench.crowd`). Tokens that come faster
@@ -180,7 +180,7 @@ def main() -> None:
     parser.add_argument("--chat", action="store_true", help="requests are conversations")
     parser.add_argument("--parts", action="store_true", help="where the loop's time goes")
     parser.add_argument("--callbacks", action="store_true", help="how long the loop's take")
-    parser.add_argument("--door", choices=("grpc", "http"), default="grpc")
+    parser.add_argument("--door", choices=("grpc", "http", "fast"), default="grpc")
     parser.add_argument("--streams", type=int, default=0, help="of each router, at once")
     parser.add_argument("--step-ms", type=float, default=8)
     parser.add_argument("--seconds", type=float, default=5, help="measured of the crowd")

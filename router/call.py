@@ -15,7 +15,7 @@ import time
 import uuid
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from opentelemetry.context import Context
 
@@ -138,6 +138,14 @@ class AccessRecord:
         logger.info("request", extra=line)
 
 
+class MessageWay(Protocol):
+    """Takes messages of a stream to its caller at once."""
+
+    def take(self, message: bytes) -> bool:
+        """Sends a message now; False if it must wait for room."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """One call of a front door's method."""
@@ -168,6 +176,8 @@ class Call:
     """The caller wants the answer in one message, so its tokens need not be read one by one."""
     is_batch: bool = False
     """It is a line of a batch: nobody waits for its answer."""
+    way: MessageWay | None = None
+    """Takes messages of its stream at once, where the door can; see `router.doors.straight`."""
 
     @property
     def passed_s(self) -> float:
@@ -196,6 +206,10 @@ class Call:
             holder=holder,
             models=caller.models,
         )
+
+    def with_way(self, way: MessageWay | None) -> Call:
+        """The call, with a short way if there is one."""
+        return self if way is None else replace(self, way=way)
 
     def left(self) -> errors.RouterError:
         """The error for a caller that is gone. gRPC reports a deadline and a cancellation alike."""

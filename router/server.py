@@ -36,12 +36,13 @@ from router.doors.batches.room import Room
 from router.doors.batches.store import FileStore
 from router.doors.database import Bounds, StoreError
 from router.doors.frontdoor import SERVICE_NAME, InferenceService
+from router.doors.http2.server import FastDoor
 from router.doors.loads import endpoint_load_of, load_of
 from router.doors.openai.server import OpenAiServer
 from router.doors.responses.store import ResponseStore
 from router.folders.templates import TemplateFileError, read_template
 from router.placement.cost import Cost
-from router.requests.bounds import UNREAD_GRACE_S, most_connections
+from router.requests.bounds import UNREAD_GRACE_S, BodyShape, most_connections
 from router.requests.tokenization import Tokenizers
 from router.requests.validation import Limits
 from router.split_names import SplitNames
@@ -58,13 +59,7 @@ from serving.grpc_services import add_health_and_reflection
 from serving.net.internal_net import routers_net
 from serving.net.refusals import Callers
 from serving.net.spans import exporter_to_router
-from serving.net.tls import (
-    Rotating,
-    TlsError,
-    http_context,
-    read_door,
-    server_credentials,
-)
+from serving.net.tls import DoorCertificate, TlsError
 from telemetry.logs import log_loop_errors, setup_logging
 from telemetry.metrics.loop_lag import EventLoopLag
 from telemetry.metrics.router import RouterLoad, RouterMetrics
@@ -75,7 +70,6 @@ from telemetry.tracing import setup_tracing
 if TYPE_CHECKING:
     from grpc_health.v1 import health
 
-    from baton.tls import TlsFiles
     from router.settings import RouterSettings
 
 logger = logging.getLogger(__name__)
@@ -97,7 +91,7 @@ class RouterServer:
         self.dispatcher = JobDispatcher(settings, self.metrics)
         self._net = routers_net(settings.tls)
         self.metrics.watch_refusals(lambda: self._net.refusals.counts)
-        self._door = _Door(settings.door_tls) if any(settings.door_tls) else None
+        self._door = DoorCertificate(settings.door_tls) if any(settings.door_tls) else None
         self.registry = Registry(settings, self.dispatcher, self._net, _folders(settings))
         self.metrics.watch_pages(self.registry.pages.load)
         self.metrics.watch_endpoint(partial(endpoint_load_of, self.dispatcher, self.registry))
@@ -126,14 +120,13 @@ class RouterServer:
             batch_requests=settings.debug.batch_requests,
             room=Room(lambda: self.registry.members, lambda: self.dispatcher.queued_jobs),
         )
+        longest_s = settings.max_request_duration_s + 2 * UNREAD_GRACE_S
+        most = most_connections().grpc // (1 + bool(settings.fast_listen))
         self._public = grpc.aio.server(
             interceptors=[ServerSpans()],
-            options=public_server_options(
-                most_connections().grpc,
-                settings.max_request_duration_s + 2 * UNREAD_GRACE_S,
-                reuse_port=settings.reuse_port,
-            ),
+            options=public_server_options(most, longest_s, reuse_port=settings.reuse_port),
         )
+        self.fast_door = self._make_fast_door(most, longest_s) if settings.fast_listen else None
         self._internal = grpc.aio.server(
             interceptors=[Callers(self._net.refusals)], options=server_options()
         )
@@ -157,6 +150,18 @@ class RouterServer:
         if (tracing := self._tracing) is not None:
             self.metrics.watch_spans(lambda: tracing.counts)
         self._lag = EventLoopLag(self.metrics.loop_lagged)
+
+    def _make_fast_door(self, most: int, longest_s: float) -> FastDoor:
+        door = FastDoor(
+            self.settings.fast_listen,
+            BodyShape(self.dispatcher.models),
+            most,
+            longest_s,
+            reuse_port=self.settings.reuse_port,
+            tls=self._door.http2 if self._door else None,
+        )
+        self.metrics.watch_fast_door(door)
+        return door
 
     def _make_roles(self) -> tuple[Balance | None, Roles]:
         settings = self.settings
@@ -190,6 +195,8 @@ class RouterServer:
             self.dispatcher, self._tokenizers, self._limits, self.metrics, self._gate
         )
         service.add_to_server(self._public)
+        if self.fast_door is not None:
+            service.add_to_server(self.fast_door)
         self._health = await add_health_and_reflection(
             self._public, (SERVICE_NAME,), reflection=self.settings.debug.reflection
         )
@@ -215,7 +222,7 @@ class RouterServer:
                 dispatcher.queued_by_model,
             )
             self._watches.append(asyncio.create_task(balancing))
-        watched = (self._net, self._door.certificate) if self._door else (self._net,)
+        watched = (self._net, self._door.now) if self._door else (self._net,)
         self._watches += [asyncio.create_task(one.watch()) for one in watched]
 
     async def _open_doors(self) -> None:
@@ -224,11 +231,14 @@ class RouterServer:
         await self._public.start()
         await self._http.start()
         self.http_address = self._http.address
+        if self.fast_door is not None:
+            await self.fast_door.start()
         logger.info(
             "router serves",
             extra={
                 "address": self.address,
                 "http": self.http_address,
+                "fast": self.fast_door.address if self.fast_door else "",
                 "internal": self.internal_address,
             },
         )
@@ -266,7 +276,7 @@ class RouterServer:
         await self._health.enter_graceful_shutdown()
         self.dispatcher.drain()
         self.dispatcher.fail_all()
-        await asyncio.gather(self._public.stop(LAST_WORDS_S), self._http.stop())
+        await asyncio.gather(self._stop_grpc(LAST_WORDS_S), self._http.stop())
         await self.registry.close()
         if self._tracing is not None:  # before the internal server, which may be its receiver
             await asyncio.to_thread(self._tracing.shutdown)
@@ -294,7 +304,13 @@ class RouterServer:
             self._members_task.cancel()  # else it would open them again
         grace_s = self.settings.debug.drain_grace_s + self.settings.drain_s
         self._http.leave_port(grace_s)
-        self._leaving = asyncio.create_task(self._public.stop(grace_s))
+        self._leaving = asyncio.create_task(self._stop_grpc(grace_s))
+
+    async def _stop_grpc(self, grace_s: float) -> None:
+        stopping = [self._public.stop(grace_s)]
+        if self.fast_door is not None:
+            stopping.append(self.fast_door.stop(grace_s))
+        await asyncio.gather(*stopping)
 
     def _load(self) -> RouterLoad:
         return load_of(self.dispatcher, self.registry, self._http.running_batches)
@@ -342,17 +358,6 @@ def main(settings: RouterSettings) -> int:
     except (TokensFileError, TemplateFileError, TlsError, StoreError) as error:
         logger.error("the router cannot start: %s", error)
         return 1
-
-
-class _Door:
-    """The certificate that clients see. Raises TlsError."""
-
-    def __init__(self, files: TlsFiles) -> None:
-        needs_client = bool(files.ca)
-        now = Rotating(files, read_door, lambda one: (one.for_grpc(), one.for_http()))
-        self.certificate = now
-        self.grpc = server_credentials(lambda: now.now()[0], needs_client=needs_client)
-        self.http = http_context(lambda: now.now()[1])
 
 
 def _folders(settings: RouterSettings) -> ModelFolders:

@@ -12,7 +12,7 @@ from baton.tls import TlsFiles, files_in
 from faults.failpoints import check as check_failpoints
 from router.split_names import SplitNames
 from serving.net.internal_net import check_exposure, check_receiver
-from serving.settings import MOST_TOKENS, SETTINGS, Address, OtlpEndpoint, Words
+from serving.settings import MOST_TOKENS, SETTINGS, Address, AddressOrNone, OtlpEndpoint, Words
 
 
 def _split(stated: Words) -> Words:
@@ -152,10 +152,13 @@ class RouterSettings(BaseModel):
     it can join, so an address that other machines reach needs TLS, or `insecure`."""
     http_listen: Address = "127.0.0.1:8000"
     """Sets the address of the OpenAI-compatible HTTP API for clients."""
+    fast_listen: AddressOrNone = ""
+    """Sets the address of the fast door: the gRPC API again, where a token of a stream takes less
+    of the router's time. Empty: there is none."""
     reuse_port: bool = False
-    """Shares `listen` and `http_listen` with other routers of this host that set this, too. Each
-    new connection goes to one of them (`SO_REUSEPORT`). The router listens there once it can run a
-    model."""
+    """Shares `listen`, `http_listen` and `fast_listen` with other routers of this host that set
+    this, too. Each new connection goes to one of them (`SO_REUSEPORT`). The router listens there
+    once it can run a model."""
     admin: Address = "127.0.0.1:9090"
     """Sets the address for metrics, health and traces. It is not encrypted, and everybody may read
     there: keep it on loopback, or within a pod."""

@@ -76,6 +76,11 @@ def _own_or_other(value: str) -> str:
     return value if value in ("", ":0") else _host_and_port(value)
 
 
+def _address_or_none(value: str) -> str:
+    """Checks an address that may be empty."""
+    return value and _host_and_port(value)
+
+
 _RECEIVER: Final = re.compile(r"(https?://|grpcs://)?([^\s/@]+)/?")
 """Groups: scheme and address."""
 
@@ -103,6 +108,7 @@ def _fabric(value: str) -> str:
 
 
 Address = Annotated[str, AfterValidator(_host_and_port)]
+AddressOrNone = Annotated[str, AfterValidator(_address_or_none)]
 OtlpEndpoint = Annotated[str, AfterValidator(_receiver)]
 Fabric = Annotated[str, AfterValidator(_fabric)]
 Words = Annotated[tuple[str, ...], BeforeValidator(_split)]

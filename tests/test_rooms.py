@@ -90,7 +90,7 @@ FLOORS = (
     ("router.pooling",),
     ("router.doors",),
     ("router.doors.http",),
-    ("router.doors.openai",),
+    ("router.doors.openai", "router.doors.http2"),
     ("router.doors.messages", "router.doors.responses", "router.doors.batches"),
     ("router.doors.openai.server", "router.server"),
     ("local",),

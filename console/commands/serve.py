@@ -75,9 +75,10 @@ def router(resolved: Resolved[RouterSettings]) -> None:
     end_with_parent()
     settings = resolved.settings
     check_free(internal_listen=settings.internal_listen, admin=settings.admin)
-    check_free(
-        reuse_port=settings.reuse_port, listen=settings.listen, http_listen=settings.http_listen
-    )
+    doors = {"listen": settings.listen, "http_listen": settings.http_listen}
+    if settings.fast_listen:
+        doors["fast_listen"] = settings.fast_listen
+    check_free(reuse_port=settings.reuse_port, **doors)
     raise typer.Exit(main(settings))
 
 

@@ -84,7 +84,7 @@ def _takes(name: str, field: FieldInfo) -> str:
         return ", ".join(f"`{role}`" for role in Role)
     if get_origin(kind) is tuple:
         return LISTS.get(get_args(kind)[0], "list of `HOST:PORT`")
-    addresses = name in ("admin", "listen", "internal_listen", "http_listen")
+    addresses = name in ("admin", "listen", "internal_listen", "http_listen", "fast_listen")
     words = ["`HOST:PORT`" if addresses else TYPES[kind]]
     words += [unit for suffix, unit in UNITS.items() if name.endswith(suffix)][-1:]
     for bound in field.metadata:

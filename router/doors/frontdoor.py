@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 import grpc.aio
@@ -33,6 +33,14 @@ if TYPE_CHECKING:
 SERVICE_NAME = api.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
 
+class TakesHandlers(Protocol):
+    """The part of a server that is used here."""
+
+    def add_generic_rpc_handlers(self, generic_rpc_handlers: Any) -> None:
+        """Serves the methods of these handlers."""
+        ...
+
+
 class InferenceService:
     """The methods, free of gRPC."""
 
@@ -52,8 +60,8 @@ class InferenceService:
         self._generations = Generations(dispatcher, tokenizers, self._limits, events)
         self._poolings = Poolings(dispatcher, tokenizers, self._limits, events)
 
-    def add_to_server(self, server: grpc.aio.Server) -> None:
-        """Registers the service."""
+    def add_to_server(self, server: TakesHandlers) -> None:
+        """Registers the service with gRPC's server, or the fast door (`router.doors.http2`)."""
         edge, path = self._edge, f"{SERVICE_NAME}/"
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Generate": edge.unary(path + "Generate", api.GenerateRequest, self.generate),
@@ -71,8 +79,9 @@ class InferenceService:
         self, request: GenerationRequest, call: Call
     ) -> AsyncGenerator[api.StreamGenerateResponse, None]:
         """StreamGenerate."""
-        messages = Messages()
-        async with aclosing(self._generations.stream(request, call)) as outputs:
+        messages = Messages(call.way)
+        stream = self._generations.stream(request, call, messages.short_way)
+        async with aclosing(stream) as outputs:
             async for output in outputs:
                 yield await messages.of(output)
 

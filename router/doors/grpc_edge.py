@@ -23,7 +23,7 @@ from google.protobuf.message import DecodeError, Message
 from opentelemetry import context as otel_context
 
 from router import errors
-from router.call import MACHINES, AccessRecord, Call, Peer
+from router.call import MACHINES, AccessRecord, Call, MessageWay, Peer
 from router.doors.auth import AUTHORIZATION, OPEN, Gate
 from router.events import NO_EVENTS, RouterEvents
 from router.requests.deadlines import UnreadError, read_by
@@ -118,7 +118,7 @@ class Edge:
     def _refusing(self, name: str, error: errors.RouterError) -> grpc.RpcMethodHandler[Any, Any]:
         """Handler that refuses every call. It is a stream handler for any method, so that no
         message is read."""
-        refused = _Refused(error)
+        refused = Refused(error)
 
         async def handle(_: object, context: ServerContext) -> None:
             async with self._around(name, refused, context):
@@ -148,7 +148,7 @@ class Edge:
             async with (
                 self._read_in_time(),
                 self._around(name, request, context) as call,
-                aclosing(method(request, call)) as responses,
+                aclosing(method(request, call.with_way(_way_of(context)))) as responses,
             ):
                 async for response in responses:
                     await _write(response, context)
@@ -198,7 +198,7 @@ class Edge:
             RouterError: UNAUTHENTICATED or MALFORMED_REQUEST.
         """
         try:
-            if isinstance(request, _Refused):
+            if isinstance(request, Refused):
                 raise request.error
             caller = self._gate.caller_of(_authorization(context.invocation_metadata()))
         except errors.RouterError as error:
@@ -207,7 +207,7 @@ class Edge:
         return call.admitted(caller)
 
     def _parser(self, message_type: type[Request]) -> Callable[[bytes], Request]:
-        """Parser from bytes to a message. Bytes that are refused become a `_Refused`, because
+        """Parser from bytes to a message. Bytes that are refused become a `Refused`, because
         gRPC's own answer would carry no reason."""
 
         kind = cast("Descriptor", message_type.DESCRIPTOR)
@@ -217,16 +217,16 @@ class Edge:
                 self._shape.check_message(data, kind)
                 return message_type.FromString(data)
             except errors.RouterError as error:
-                return cast("Request", _Refused(error))
+                return cast("Request", Refused(error))
             except DecodeError:
-                return cast("Request", _Refused(errors.malformed_request()))
+                return cast("Request", Refused(errors.malformed_request()))
 
         return parse
 
 
 @dataclass(frozen=True, slots=True)
-class _Refused:
-    """Stands for a request that was not parsed."""
+class Refused:
+    """Stands for a request that was not parsed, or not read."""
 
     error: errors.RouterError
 
@@ -284,6 +284,11 @@ def _peer(named: str) -> Peer:
     """The peer that gRPC names, such as `ipv4:10.0.0.1:54321` or `ipv6:%5B::1%5D:54321`."""
     host, _, port = unquote(named).partition(":")[2].rpartition(":")
     return Peer.of(host.strip("[]"), int(port) if port.isdecimal() else 0)
+
+
+def _way_of(context: ServerContext) -> MessageWay | None:
+    """The short way to a caller; gRPC's own server has none."""
+    return getattr(context, "short_way", None)
 
 
 def _authorization(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | None:

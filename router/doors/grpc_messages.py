@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Final
 from google.protobuf import duration_pb2
 
 from baton.inference.v1 import inference_pb2 as api
-from router.requests.outputs import Finished, Output, Started, TextDelta
+from router.requests.outputs import Finished, Output, ShortWay, Started, TextDelta
 
 if TYPE_CHECKING:
+    from router.call import MessageWay
     from router.jobs import Job, TokenScore
 
 _SCORES_A_TURN: Final = 64
@@ -20,9 +21,14 @@ _SCORES_A_TURN: Final = 64
 
 
 class Messages:
-    """Makes the gRPC API's messages of one generation."""
+    """Makes the gRPC API's messages of one generation.
 
-    def __init__(self) -> None:
+    Args:
+        way: takes messages with tokens at once; None: there is no such way.
+    """
+
+    def __init__(self, way: MessageWay | None = None) -> None:
+        self._way = way
         self._arrived_ns = 0
         self._first_token_ns = 0
 
@@ -30,8 +36,7 @@ class Messages:
         """The message for the next output to the client."""
         match output:
             case TextDelta():
-                self._first_token_ns = self._first_token_ns or time.time_ns()
-                return _delta_message(output)
+                return self._of_delta(output)
             case Started(job):
                 self._arrived_ns = job.arrived_ns
                 message = _started_message(job, output)
@@ -40,6 +45,20 @@ class Messages:
                 return message
             case Finished():
                 return _finished_message(output, self._first_token_ns - self._arrived_ns)
+
+    @property
+    def short_way(self) -> ShortWay | None:
+        """The short way of this generation's tokens; None if there is none."""
+        return None if self._way is None else self
+
+    def take(self, delta: TextDelta) -> bool:
+        """Sends a delta; see `ShortWay`."""
+        assert self._way is not None
+        return self._way.take(self._of_delta(delta).SerializeToString())
+
+    def _of_delta(self, delta: TextDelta) -> api.StreamGenerateResponse:
+        self._first_token_ns = self._first_token_ns or time.time_ns()
+        return _delta_message(delta)
 
 
 def _started_message(job: Job, started: Started) -> api.StreamGenerateResponse:

@@ -20,7 +20,7 @@ import os
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
@@ -36,6 +36,7 @@ DAY_S: Final = 86_400.0
 WARNED_S: Final = 7 * DAY_S
 """Time before its end at which a certificate that stays is logged."""
 HTTP_ALPN: Final = ("http/1.1",)
+HTTP2_ALPN: Final = ("h2",)
 
 
 class TlsError(Exception):
@@ -65,11 +66,11 @@ class Certificate(NamedTuple):
         """What gRPC's channels take."""
         return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
 
-    def for_http(self) -> ssl.SSLContext:
+    def for_http(self, alpn: Sequence[str] = HTTP_ALPN) -> ssl.SSLContext:
         """What HTTP servers take. Resumed sessions would skip the check of a client's certificate,
-        so there are none where clients need one."""
+        so there are none where clients need one. `alpn`: names of what they speak."""
         context = server_context(self.files)
-        context.set_alpn_protocols(list(HTTP_ALPN))
+        context.set_alpn_protocols([*alpn])
         if self.files.ca:
             trust(context, self.files.ca)
             context.verify_mode = ssl.CERT_REQUIRED
@@ -298,3 +299,22 @@ def http_context(now: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:
 
     outer.sni_callback = greeted
     return outer
+
+
+class DoorCertificate:
+    """The certificate that clients see, for each kind of server.
+
+    Raises:
+        TlsError: the files cannot be used.
+    """
+
+    def __init__(self, files: TlsFiles) -> None:
+        now = Rotating(
+            files,
+            read_door,
+            lambda one: (one.for_grpc(), one.for_http(), one.for_http(HTTP2_ALPN)),
+        )
+        self.now = now
+        self.grpc = server_credentials(lambda: now.now()[0], needs_client=bool(files.ca))
+        self.http = http_context(lambda: now.now()[1])
+        self.http2 = http_context(lambda: now.now()[2])

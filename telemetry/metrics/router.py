@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 from telemetry.metrics.adapters import AdapterCounts
 from telemetry.metrics.collectors import Labels, Row, Samples, Tally
@@ -40,6 +40,25 @@ class RouterLoad(NamedTuple):
     """Seconds to empty the queue at the measured rate, by model. Models of unknown rate are left
     out."""
     running_batches: int = 0
+
+
+class FastDoorLoad(Protocol):
+    """The present load of the fast door (`router.doors.http2`)."""
+
+    @property
+    def connections(self) -> int:
+        """Connections now."""
+        ...
+
+    @property
+    def calls(self) -> int:
+        """Calls under way."""
+        ...
+
+    @property
+    def closed_by(self) -> Mapping[str, int]:
+        """Connections that it has ended, by cause."""
+        ...
 
 
 class RouterMetrics(ProcessMetrics):
@@ -97,6 +116,11 @@ class RouterMetrics(ProcessMetrics):
     def watch_endpoint(self, load: Callable[[], EndpointLoad]) -> None:
         """Shows what endpoint pickers read."""
         self.registry.register(EndpointGauges(load))
+
+    def watch_fast_door(self, door: FastDoorLoad) -> None:
+        """Shows the fast door's connections."""
+        self._watch(lambda: door, _FAST_DOOR_ROWS)
+        self.registry.register(Samples(Metric.FAST_CLOSED, lambda: _by_word(door.closed_by)))
 
     def watch_balance(self, ratios: Callable[[], Mapping[Labels, float]]) -> None:
         """Shows how busy the pools are; see `router.workers.balance.Balance.ratios`."""
@@ -261,4 +285,8 @@ _ROUTER_ROWS: Final = (
     Row(Metric.BATCHES_RUNNING, attrgetter("running_batches")),
     Row(Metric.QUEUE_DEPTH, attrgetter("queued_requests")),
     Row(Metric.QUEUE_TOKENS, attrgetter("queued_tokens")),
+)
+_FAST_DOOR_ROWS: Final = (
+    Row(Metric.FAST_CONNECTIONS, attrgetter("connections")),
+    Row(Metric.FAST_CALLS, attrgetter("calls")),
 )

@@ -94,6 +94,15 @@ DECLARED: Final[Mapping[str, Declared]] = {
     Metric.UNREAD_STREAMS: Declared(
         "counter", "Answers given up after their deadline, because their clients did not read."
     ),
+    Metric.FAST_CONNECTIONS: Declared("gauge", "Connections of the fast door."),
+    Metric.FAST_CALLS: Declared("gauge", "Calls under way at the fast door."),
+    Metric.FAST_CLOSED: Declared(
+        "counter",
+        "Connections that the fast door ended, by cause: idle, old (age, grace), a client that does"
+        " not answer (silent) or not read (unread), one that breaks HTTP/2 (h2, preface,"
+        " frame_size), or asks too much of it (frames, resets, calls, headers).",
+        ("cause",),
+    ),
     Metric.PROMPT_TOKENS: Declared(
         "counter", "Prompt tokens of requests that began to answer.", ("model",)
     ),

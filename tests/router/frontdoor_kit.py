@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ from router import errors
 from router.doors.auth import OPEN, Gate
 from router.doors.frontdoor import InferenceService
 from router.doors.grpc_edge import DETAILS_KEY
+from router.doors.http2.server import FastDoor
 from router.events import NO_EVENTS, RouterEvents
 from router.jobs import (
     ChoiceEnded,
@@ -38,6 +39,7 @@ from router.jobs import (
     ServedModel,
 )
 from router.quotas import Quotas
+from router.requests.bounds import BodyShape
 from router.requests.tokenization import Tokenizer, Tokenizers
 from router.requests.validation import Limits
 
@@ -224,6 +226,33 @@ class Door:
     address: str
 
 
+async def grpcs_door(
+    service: InferenceService, interceptors: Sequence[grpc.aio.ServerInterceptor]
+) -> tuple[Any, str]:
+    """gRPC's own server, and its address."""
+    server = grpc.aio.server(
+        options=public_server_options(64, 600), interceptors=list(interceptors)
+    )
+    service.add_to_server(server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    return server, f"127.0.0.1:{port}"
+
+
+async def fast_door(
+    service: InferenceService, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
+) -> tuple[Any, str]:
+    """The fast door, and its address. It has the interceptor of routers."""
+    door = FastDoor("127.0.0.1:0", BodyShape(service._dispatcher.models), 64, 600)
+    service.add_to_server(door)
+    await door.start()
+    return door, door.address
+
+
+DOORS: list[Callable[..., Awaitable[tuple[Any, str]]]] = [grpcs_door]
+"""The last one is the door that tests open."""
+
+
 @asynccontextmanager
 async def open_door(
     dispatcher: ScriptedDispatcher,
@@ -233,21 +262,15 @@ async def open_door(
     gate: Gate = OPEN,
 ) -> AsyncIterator[Door]:
     """Serves the front door on a free port."""
-    server = grpc.aio.server(
-        options=public_server_options(64, 600), interceptors=list(interceptors)
-    )
     tokenizers_ = Tokenizers()
     service = InferenceService(dispatcher, tokenizers_, limits, events, gate)
-    service.add_to_server(server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
+    server, address = await DOORS[-1](service, interceptors)
     for model in dispatcher.served:  # As a router does before it opens its doors.
         with suppress(Exception):
             await tokenizers_.get(model.path)
-    address = f"127.0.0.1:{port}"
     async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
         yield Door(dispatcher, channel, api_grpc.InferenceServiceStub(channel), address)
-    await server.stop(None)
+    await server.stop(0)
     tokenizers_.close()
 
 

@@ -422,8 +422,12 @@ async def test_a_reader_that_stops_is_aborted(dispatcher: ScriptedDispatcher) ->
     dispatcher.script = endless(100_000)
     prompt = ids_input()
     prompt.output.CopyFrom(api.OutputOptions(logprobs=True, top_logprobs=20))
-    async with open_door(dispatcher, Limits(max_unread_tokens=500)) as door:
-        call = door.stub.StreamGenerate(api.StreamGenerateRequest(input=prompt))
+    async with (
+        open_door(dispatcher, Limits(max_unread_tokens=500)) as door,
+        grpc.aio.insecure_channel(door.address, options=FIXED_WINDOW) as channel,
+    ):
+        stub = api_grpc.InferenceServiceStub(channel)
+        call = stub.StreamGenerate(api.StreamGenerateRequest(input=prompt))
         await call.read()
         await asyncio.wait_for(dispatcher.closed.wait(), GENERATED_S)
         messages: list[api.StreamGenerateResponse] = []

@@ -56,6 +56,35 @@ async def test_a_request_through_both_ports() -> None:
         assert server.dispatcher.active_jobs == 0
 
 
+async def test_a_request_through_the_fast_door(caplog: pytest.LogCaptureFixture) -> None:
+    """One trace, one line of the access log, and the metrics of both doors; then it drains."""
+    caplog.set_level("INFO", "baton.access")
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    parent = (("traceparent", f"00-{trace}-b7ad6b7169203331-01"),)
+    async with served(fast_listen="127.0.0.1:0") as (server, worker):
+        door = server.fast_door
+        assert door is not None
+        assert door.address not in ("", server.address)
+        async with grpc.aio.insecure_channel(door.address, options=channel_options()) as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            call = stub.StreamGenerate(request(), metadata=parent)
+            submit = await worker.heard("submit")
+            assert trace in submit.traceparent
+            value = server.metrics.registry.get_sample_value
+            assert value("baton_fast_door_calls") == 1
+            assert value("baton_fast_door_connections") == 1
+            worker.first_token(submit.attempt_id, 10)
+            worker.tokens(submit.attempt_id, 1, 11)
+            worker.finished(submit.attempt_id, 2)
+            events = [event async for event in call]
+            assert [i for event in events for i in event.delta.token_ids] == [10, 11]
+            assert events[0].started.generation_id == trace
+        (line,) = [vars(one) for one in caplog.records if one.name == "baton.access"]
+        assert (line["trace_id"], line["status"], line["output_tokens"]) == (trace, "OK", 2)
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection(*door.address.split(":"))
+
+
 async def test_health_follows_the_workers() -> None:
     serving = health_pb2.HealthCheckResponse.SERVING
     async with served() as (server, worker), grpc.aio.insecure_channel(server.address) as channel:

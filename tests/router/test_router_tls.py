@@ -286,21 +286,24 @@ async def test_doors_speak_tls(tmp_path: Path, client_ca: bool) -> None:
     files = of_router(tmp_path / "router")
     settings = settings_of_door(files) | ({"tls_client_ca": files.ca} if client_ca else {})
     own = of_pool(tmp_path / "client", "client")
-    async with a_router(**settings) as router:
-        async with AsyncClient(
-            f"grpcs://{router.address}", tls_ca=files.ca, tls_cert=own.cert, tls_key=own.key
-        ) as client:
-            assert await client.models() == ()
+    async with a_router(**settings, fast_listen="127.0.0.1:0") as router:
+        assert router.fast_door is not None
+        for address in (router.address, router.fast_door.address):
+            async with AsyncClient(
+                f"grpcs://{address}", tls_ca=files.ca, tls_cert=own.cert, tls_key=own.key
+            ) as client:
+                assert await client.models() == ()
         mine, others = TlsFiles(ca=files.ca), of_pool(tmp_path / "other", "other")
         assert await said_over_https(router.http_address, own) == 503  # no model yet
         for wrong in (mine,) if client_ca else ():
             with pytest.raises((ssl.SSLError, ConnectionError, EOFError)):
                 await said_over_https(router.http_address, wrong)
-            async with AsyncClient(
-                f"grpcs://{router.address}", tls_ca=wrong.ca, retries=False
-            ) as client:
-                with pytest.raises(UnreachableError):
-                    await client.models(timeout_s=10.0)
+            for address in (router.address, router.fast_door.address):
+                async with AsyncClient(
+                    f"grpcs://{address}", tls_ca=wrong.ca, retries=False
+                ) as client:
+                    with pytest.raises(UnreachableError):
+                        await client.models(timeout_s=10.0)
         if not client_ca:
             assert await said_over_https(router.http_address, mine) == 503
         health = await asyncio.to_thread(check_at, f"grpcs://{router.address}", "", 5.0, others)

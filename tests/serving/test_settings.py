@@ -44,6 +44,7 @@ LATER = {
     "expert_group": "expert parallelism",
     "flexible": "roles that change",
     "balance": "roles that change",
+    "fast_listen": "the fast door",
 }
 """Settings of features since 0.2, two each at most; what else they need is in `debug`."""
 

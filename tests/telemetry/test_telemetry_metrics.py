@@ -297,6 +297,7 @@ def test_the_table_declares_every_name_and_nothing_else() -> None:
     used[0].watch_spans(lambda: ExportCounts(0, 0, 0, 0))
     used[0].watch_refusals(lambda: {"handshake": 1})
     used[0].watch_pages(lambda: PagesLoad({"w": 1}, {("w", "pool"): 2}, {}, {}, 0))
+    used[0].watch_fast_door(SimpleNamespace(connections=1, calls=2, closed_by={"idle": 3}))
     used[0].watch_balance(lambda: {("m", "prefill"): 0.5})
     used[1].watch_gpus([lambda: GpuLoad(0.5, 1, 2, 3.0)])
     used[1].watch_overdue(lambda: Overdue(1, 7.0, 0, 0.0))

@@ -1,4 +1,4 @@
-"""Reads the bodies of HTTP requests, with bounds on their size, speed and total.
+"""Reads the bodies of requests over HTTP, with bounds on their size, speed and total.
 
 Life of a body:
 
@@ -79,17 +79,19 @@ class Body:
         """
         _check_encoding(request)
         _check_type(request)
-        self._shape.check_size(_announced(request))
+        self.expect(_announced(request))
         async with paced() as came:
             async for part in request.stream():
-                self._add(part)
+                self.add(part)
                 came(len(part))
         self._parts = [b"".join(self._parts)]
         self._shape.check_json(self._parts[0])
 
     def take(self) -> bytes:
         """The whole body. Call it once. The bytes count until it is let go."""
-        return self._parts.pop()
+        whole = b"".join(self._parts)
+        self._parts.clear()
+        return whole
 
     def let_go(self) -> None:
         """Drops the body, so that its bytes count no longer."""
@@ -97,7 +99,21 @@ class Body:
         self._bodies.hold(-self._size_bytes)
         self._size_bytes = 0
 
-    def _add(self, part: bytes) -> None:
+    def expect(self, size_bytes: int) -> None:
+        """A size is announced.
+
+        Raises:
+            RouterError: MALFORMED_REQUEST, it is larger than any prompt.
+        """
+        self._shape.check_size(size_bytes)
+
+    def add(self, part: bytes) -> None:
+        """A part came.
+
+        Raises:
+            RouterError: MALFORMED_REQUEST, it is too large now; ROUTER_BUSY, other bodies fill the
+                budget.
+        """
         self._shape.check_size(self._size_bytes + len(part))
         self._bodies.hold(len(part))
         self._size_bytes += len(part)

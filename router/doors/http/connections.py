@@ -1,5 +1,7 @@
 """The connections of an HTTP port: their number, and their time without a request.
 
+Those of the fast door are here, too, with its protocol in uvicorn's place (`router.doors.http2`).
+
 Life of a connection:
 
 1. Open and *waiting*. Where the port speaks TLS, the handshake comes first. The connection is
@@ -135,6 +137,7 @@ class Connection(asyncio.Protocol):
         self._requests = 0
         """Requests in progress. There are two if the second is read before the first is cleaned
         up."""
+        self._is_settled = False
         self._unwanted_bytes = 0
         """Bytes that came since the last answer."""
         self._unread = bytearray()
@@ -172,7 +175,7 @@ class Connection(asyncio.Protocol):
         """Bytes came."""
         if self._transport is None:
             return
-        if not self._requests:
+        if not self._requests and not self._is_settled:
             self._unwanted_bytes += len(data)
             if self._unwanted_bytes > MOST_UNWANTED_BYTES:
                 self.abort()
@@ -221,6 +224,12 @@ class Connection(asyncio.Protocol):
         self._when_lost = act
         if act is not None and self._is_lost:
             act()
+
+    def settle(self) -> None:
+        """The protocol inside watches it from now on, also between requests: HTTP/2 has more to
+        say than requests."""
+        self._is_settled = True
+        self._stop_timer()
 
     def begin_request(self) -> None:
         """The headers of a request are there."""
