@@ -113,6 +113,8 @@ def test_a_field_that_no_schema_knows_is_a_fault(tmp_path: Path) -> None:
         (["--set=pools[0].secretEnv=No_name"], "at '/pools/0/secretEnv'"),
         (["--set=pools[0].grace=3"], "additional properties 'grace' not allowed"),
         (["--set=router.drainSeconds=-1"], "at '/router/drainSeconds'"),
+        (["--set=router.fastPort=8000"], "at '/router/fastPort'"),
+        (["--set=router.env.BATON_FAST_LISTEN=x:1"], "invalid propertyName 'BATON_FAST_LISTEN'"),
         ([POOLS + ONE.replace("1}", '1, "scaling": {"min": 1, "max": 2}}')], "oneOf"),
         ([POOLS + '[{"name": "a", "role": "both"}]'], "oneOf"),
         ([SCALED, "--set=scaling.by="], "scaling.by has to be keda or hpa"),
@@ -154,6 +156,21 @@ def test_secrets_become_variables(set_: list[str], router: list[str], worker: li
     for name, wanted in ((f"{RELEASE}-router", router), (f"{RELEASE}-all", worker)):
         (container,) = given[name]["spec"]["containers"]
         assert container.get("envFrom", []) == [{"secretRef": {"name": one}} for one in wanted]
+
+
+@pytest.mark.parametrize("port", [0, 50052])
+def test_the_fast_door_is_open_where_the_values_name_a_port(port: int) -> None:
+    more = ["--set=model=demo", POOLS + ONE, f"--set=router.fastPort={port}"]
+    made = manifests(CHART / "values.yaml", *more)
+    (container,) = dict(pods(made))[f"{RELEASE}-router"]["spec"]["containers"]
+    env = {one["name"]: one.get("value") for one in container["env"]}
+    assert env.get("BATON_FAST_LISTEN") == (f"0.0.0.0:{port}" if port else None)
+    named = {(one["kind"], one["metadata"]["name"]): one["spec"] for one in made if "spec" in one}
+    service = named["Service", f"{RELEASE}-router"]["ports"]
+    policy = named["NetworkPolicy", f"{RELEASE}-router"]["ingress"][0]["ports"]
+    ports = {50051, 8000} | {port} - {0}
+    assert {one["containerPort"] for one in container["ports"]} == ports | {50050, 9090}
+    assert {one["port"] for one in service} == ports == {one["port"] for one in policy}
 
 
 @pytest.mark.parametrize("seconds", [0, 7])
