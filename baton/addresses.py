@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import MutableMapping
 from functools import lru_cache
 from ipaddress import ip_address
 from typing import Final
 
 _ALL_INTERFACES: Final = ("0.0.0.0", "::")
+_LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
+_PROXIES: Final = frozenset(("http_proxy", "https_proxy", "all_proxy", "grpc_proxy"))
 _HOSTS: Final = 1024
 """Names of hosts that are read once: every HTTP request has one. Not tuned."""
 
@@ -53,6 +56,17 @@ def is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host.lower() == "localhost"
+
+
+def ask_loopback_directly(environment: MutableMapping[str, str]) -> None:
+    """Exempts this machine from the proxies that the environment names (`http_proxy`), for this
+    process and its children. No proxy reaches a port that only this machine reaches."""
+    if any(name.lower() in _PROXIES for name in environment):
+        exempt = environment.get("no_proxy") or environment.get("NO_PROXY") or ""
+        for name in ("no_proxy", "NO_PROXY"):
+            environment[name] = ",".join(
+                dict.fromkeys([*filter(None, exempt.split(",")), *_LOOPBACK])
+            )
 
 
 def check_free(*, reuse_port: bool = False, **addresses: str) -> None:

@@ -65,6 +65,10 @@ CONNECT_TIMEOUT_MS: Final = 5_000
 """Longest time for TCP and HTTP/2 handshakes; long distances and busy machines need some of it."""
 
 
+NO_PROXY: Final = ("grpc.enable_http_proxy", 0)
+"""The option of a channel that takes no proxy of the environment."""
+
+
 def channel_options(ping_timeout_ms: int = PING_TIMEOUT_MS) -> Options:
     """Options of `grpc.aio.insecure_channel` and its siblings.
 
@@ -84,7 +88,7 @@ def channel_options(ping_timeout_ms: int = PING_TIMEOUT_MS) -> Options:
 def direct_options() -> Options:
     """`channel_options` of a channel that takes no proxy: `no_proxy` may exempt a name, but not the
     addresses that the name stands for."""
-    return [*channel_options(), ("grpc.enable_http_proxy", 0)]
+    return [*channel_options(), NO_PROXY]
 
 
 def client_options(*, retries: bool) -> ClientOptions:

@@ -2,6 +2,7 @@
 
 An address is HOST:PORT, or grpcs://HOST:PORT for TLS. Files say whom to trust. Without one gRPC
 trusts its own list of authorities, or that in the file that GRPC_DEFAULT_SSL_ROOTS_FILE_PATH names.
+A proxy of the environment (`http_proxy`) is taken as gRPC does, but for addresses of this machine.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import Final, TypeVar
 import grpc
 import grpc.aio
 
-from baton.addresses import port_of
+from baton.addresses import host_of, is_loopback, port_of
+from baton.grpc_options import NO_PROXY
 from baton.tls import NO_FILES, TlsFiles, check_scheme
 
 TLS_SCHEME: Final = "grpcs://"
@@ -66,7 +68,10 @@ def _open(
 ) -> C:
     check_address(address)
     check_scheme(address, files, TLS_SCHEME)
-    if (host_port := address.removeprefix(TLS_SCHEME)) != address:
+    host_port = address.removeprefix(TLS_SCHEME)
+    if is_loopback(host_of(host_port)):
+        options = [*options, NO_PROXY]
+    if host_port != address:
         made = files.channel_credentials() if any(files) else grpc.ssl_channel_credentials()
         name = [("grpc.ssl_target_name_override", files.name)] if files.name else []
         return over_tls(host_port, made, [*options, *name])

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import grpc
 
-from baton.grpc_options import channel_options
+from baton.grpc_options import direct_options
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from faults import failpoints
 from router.workers.life import AskedRole, kind_of
@@ -240,7 +240,7 @@ class WorkerLink:
     async def run(self) -> None:
         """Runs the stream until it is lost. Cancelling it closes the link."""
         async with self._net.open_aio(
-            self.identity.address, self._server_name, channel_options()
+            self.identity.address, self._server_name, direct_options()
         ) as channel:
             call: Call = worker_pb2_grpc.WorkerServiceStub(channel).Work()
             parts: Iterable[asyncio.Task[None]] = [

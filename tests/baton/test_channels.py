@@ -15,6 +15,7 @@ from debian import program
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
+from baton.addresses import ask_loopback_directly
 from baton.client.channels import check_address
 from baton.client.clients import Client
 from baton.grpc_options import server_options
@@ -88,6 +89,23 @@ def asks(address: str, **environment: str) -> list[str]:
 def test_tls_with_a_trusted_certificate(port: int, certificate: Path) -> None:
     seen = asks(f"grpcs://localhost:{port}", **{TRUST: str(certificate)})
     assert seen == ["SERVING", "['tiny'] ['tiny']"]
+
+
+def test_no_proxy_stands_before_this_machine(certificate: Path, port: int) -> None:
+    """It may be a company's, which reaches no loopback address."""
+    dead = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:1")
+    seen = asks(f"grpcs://localhost:{port}", **{TRUST: str(certificate)}, **dead)
+    assert seen == ["SERVING", "['tiny'] ['tiny']"]
+
+
+def test_commands_ask_this_machine_without_a_proxy() -> None:
+    for given, exempt in (
+        ({}, None),
+        ({"HTTP_PROXY": "http://p"}, "localhost,127.0.0.1,::1"),
+        ({"http_proxy": "http://p", "no_proxy": "a,::1"}, "a,::1,localhost,127.0.0.1"),
+    ):
+        ask_loopback_directly(given)
+        assert given.get("no_proxy") == given.get("NO_PROXY") == exempt
 
 
 def test_neither_without_trust_nor_in_clear(port: int) -> None:

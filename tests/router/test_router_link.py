@@ -95,7 +95,11 @@ async def test_cancel_and_abort_overtake_and_drop_what_they_end() -> None:
     assert await waiting == submit(A)
 
 
-async def test_attaches_and_carries_messages_both_ways(worker: ScriptedWorker) -> None:
+async def test_attaches_and_carries_messages_both_ways(
+    worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No proxy of the environment stands between: it may be another network's, or down."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     async with linked(worker.identity) as (link, owner):
         link.send(submit(A))
         await owner.was_attached.wait()
