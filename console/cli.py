@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import inspect
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +15,7 @@ import typer
 from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
-from baton.addresses import CannotListenError
+from baton.addresses import CannotListenError, ask_loopback_directly
 from baton.errors import (
     BatonError,
     InvalidRequestError,
@@ -48,20 +49,22 @@ from console.ports import PortTakenError
 from console.roles import command as roles
 from console.top.scrape import TopError
 from console.tracing.traces import TraceError
-from console.up import UpError
+from console.up import UpError, UpUseError
 from engine.memory import NoRoomError
 from router.batching.lines import BatchError
 from serving.installing import install_line
 from serving.models.demo_model import DemoModelError
 from serving.models.hub import HubError
 from serving.net.tls import TlsError
-from serving.output import stderr, stdout
+from serving.output import mend_streams, stderr, stdout
 from serving.settings import SettingsError
 
 FAILED: Final = 1
 WRONG_USE: Final = 2
 TRY_LATER: Final = 3
 INTERRUPTED: Final = 130
+_PYDANTICS: Final = "Value error, "
+"""What pydantic, which reads typer's options, puts before a message."""
 _LONG: Final = frozenset(("router", "worker", "prefill", "decode"))
 """Commands that take the settings of a process as options."""
 _SHARED: Final = frozenset(
@@ -100,7 +103,7 @@ def explain(error: Exception) -> tuple[str, int] | None:
             )
         case BatonError():
             return f"{error.reason or error.code.name}: {error.message}", FAILED
-        case SettingsError() | WrongUseError():
+        case SettingsError() | WrongUseError() | UpUseError():
             return str(error), WRONG_USE
         case (
             UpError()
@@ -160,12 +163,26 @@ def _explained() -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from None
     except Exception as error:
         if (known := explain(error)) is None:
+            if isinstance(message := getattr(error, "message", None), str):
+                vars(error)["message"] = message.removeprefix(_PYDANTICS)
             raise
         message, code = known
         if _is_of_output(error):
             _drop_output()
         stderr.print(f"[bold red]error[/] {escape(message)}")
         raise typer.Exit(code) from None
+
+
+class _Command(TyperCommand):
+    """A command whose numbers are finite."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        context = super().make_context(*args, **kwargs)
+        for name, value in context.params.items():
+            if isinstance(value, float) and math.isinf(value):
+                option = f"--{name.replace('_', '-')}"
+                raise typer.BadParameter("must be finite", ctx=context, param_hint=option)
+        return context
 
 
 class _Commands(TyperGroup):
@@ -223,7 +240,7 @@ def _add(panel: str, name: str, command: Callable[..., None]) -> None:
     """Registers a command. Its docstring is its help; paragraphs are wrapped to the terminal."""
     paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
     text = "\n\n".join(" ".join(paragraph.split("\n")) for paragraph in paragraphs)
-    kind = LongHelp if name in _LONG else TyperCommand
+    kind = LongHelp if name in _LONG else _Command
     app.command(name, cls=kind, help=text, rich_help_panel=panel)(command)
 
 
@@ -262,6 +279,8 @@ for _panel, _commands in _PANELS.items():
 
 def main() -> None:
     """Entry point of the installed command."""
+    mend_streams()
+    ask_loopback_directly(os.environ)
     app()
 
 

@@ -14,6 +14,7 @@ from typing import Final
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from baton.addresses import port_of
 from baton.client.channels import TLS_SCHEME, open_channel
 from baton.tls import NO_FILES, TlsFiles
 
@@ -89,6 +90,8 @@ def check_at(address: str, service: str, timeout_s: float, files: TlsFiles = NO_
     """
     if address.startswith("@"):
         found = read_address(Path(address[1:]))
+        if found and not port_of(found):
+            raise ValueError(f"{address[1:]} holds no address")
         address = f"{TLS_SCHEME}{found}" if found and any(files) else found
     return check(address, service, timeout_s, files) if address else "NO_ADDRESS"
 

@@ -22,6 +22,8 @@ def hint(message: str) -> str:
         return f"the certificate of the router at port {port} is not trusted: --tls-ca names its CA"
     if "Hostname Verification" in message:
         return f"the certificate of the router at port {port} is not of the name that was asked for"
+    if "WRONG_VERSION_NUMBER" in message:
+        return f"the router at port {port} speaks no TLS: name it without grpcs://"
     if not _speaks_tls(host, port):
         return ""
     return f"the router there speaks TLS: name it as grpcs://HOST:{port} (--tls-ca for its CA)"

@@ -34,6 +34,7 @@ from console.supervisor import ProcessSpec, Supervisor, Write
 from console.up_options import Device as Device
 from console.up_options import UpError as UpError
 from console.up_options import UpOptions as UpOptions
+from console.up_options import UpUseError as UpUseError
 from serving.gpu_slots import NoSlotError, shared_out, visible_gpus
 from worker.settings import Role
 
@@ -260,7 +261,7 @@ def _roles(options: UpOptions) -> list[tuple[str, Role]]:
     counts = {Role.PREFILL: options.prefill, Role.DECODE: options.decode, Role.BOTH: options.both}
     roles = [(f"{role}-{i}", role) for role, count in counts.items() for i in range(count)]
     if not roles:
-        raise UpError("there is no worker to run (--prefill, --decode, --both)")
+        raise UpUseError("there is no worker to run (--prefill, --decode, --both)")
     return roles
 
 

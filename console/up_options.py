@@ -18,6 +18,10 @@ class UpError(Exception):
     """The wanted processes cannot run here, or did not start."""
 
 
+class UpUseError(UpError):
+    """The options make no sense together, on whatever machine."""
+
+
 @dataclass(frozen=True, slots=True)
 class UpOptions:
     """The processes to run. Port 0: any free one; None: the usual port or the next free one."""
@@ -67,15 +71,15 @@ class UpOptions:
     """A folder that `baton certs` made: TLS between all processes and towards clients."""
 
     def __post_init__(self) -> None:
-        """Raises UpError if everybody who reaches this machine would be served, or experts cannot
-        be shared."""
+        """Raises UpUseError if everybody who reaches this machine would be served, or experts
+        cannot be shared."""
         if obstacle := self._sharing_obstacle():
-            raise UpError(f"--share-experts {obstacle}")
+            raise UpUseError(f"--share-experts {obstacle}")
         hosts = (self.host, self.http_host or self.host)
         if self.asks_for_key or all(map(is_loopback, hosts)):
             return
         host = next(host for host in hosts if not is_loopback(host))
-        raise UpError(
+        raise UpUseError(
             f"at {host} everybody who reaches this machine would be served: set BATON_API_KEY or "
             "--api-key, which clients then show"
         )

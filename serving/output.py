@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,6 +33,17 @@ def merged_log(names: list[str]) -> Callable[[str, str], None]:
         stdout.print(Text.assemble((f"{name:>{width}} │ ", colours[name]), Text.from_ansi(line)))
 
     return write
+
+
+def mend_streams() -> None:
+    """Lets output that is closed drop what is written, and output of a narrow encoding escape what
+    that lacks."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+        elif isinstance(stream, TextIOWrapper) and not stream.encoding.startswith("utf"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def silence() -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, TypedDict
 
 import typer
 
-from console.batching.server import Server
+from console.batching.server import Server, is_url
 from console.commands.ask import TokenOption
 from console.commands.tls_options import CaOption, CertOption, KeyOption, checked_files
 from router.batching.journal import Journal
@@ -69,6 +69,9 @@ def batch(
 
     Started again after any end, kill -9 too, it goes on where it stopped.
     """
+    if not is_url(url):
+        wrong = f"a router is http://HOST:PORT or https://HOST:PORT, not {url!r}"
+        raise typer.BadParameter(wrong, param_hint="--url")
     files = checked_files(ca, cert, key, url, "https://")
     if source.resolve() == target.resolve():
         raise typer.BadParameter("OUT.jsonl must be another file than IN.jsonl")

@@ -11,10 +11,23 @@ from typing import Any, Final, Self
 from urllib.parse import urlsplit
 
 from baton.tls import TlsFiles
+from router.batching.lines import BatchError
 from router.batching.running import Answer, NobodyError
+from serving.output import stderr
 
+_NO_SUCH_PATH: Final = (404, 405)
+"""Statuses of servers that have no such path at all, where their body is no JSON."""
 ANSWER_S: Final = 3600.0
 """Longest wait for an answer. The server's own bound on a request is the one that counts."""
+
+
+def is_url(text: str) -> bool:
+    """Whether requests can be sent there."""
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # Its port is no number.
+        return False
 
 
 class Server:
@@ -30,6 +43,7 @@ class Server:
     def __init__(self, url: str, at_once: int, key: str = "", files: TlsFiles | None = None):
         parts = urlsplit(url)
         self._host, self._path = parts.netloc, parts.path.rstrip("/").removesuffix("/v1")
+        self._url, self._is_silent = url, False
         self._context = None
         if parts.scheme == "https":
             self._context = (files or TlsFiles()).client_context()
@@ -63,16 +77,27 @@ class Server:
         except (OSError, http.client.HTTPException):
             self._own.connection = None
             connection.close()
+            self._tell_of_silence()
             raise NobodyError from None
         try:
             content = json.loads(data)
         except ValueError:
+            if answer.status in _NO_SUCH_PATH:
+                raise BatchError(
+                    f"{self._url} answered {answer.status}: is this a router's HTTP port?"
+                ) from None
             content = {"error": {"message": "the answer is no JSON"}}
         after = answer.getheader("retry-after", "")
         wait_s = float(after) if after.replace(".", "", 1).isdigit() else None
         is_final = answer.getheader("x-should-retry") == "false"  # As routers say; proxies do not.
         request_id = answer.getheader("x-request-id", "")
         return Answer(answer.status, request_id, content, wait_s, is_final)
+
+    def _tell_of_silence(self) -> None:
+        """Says it once: tries go on for minutes."""
+        if not self._is_silent:
+            self._is_silent = True
+            stderr.print(f"no answer from {self._url}, trying on")
 
     def _connection(self) -> http.client.HTTPConnection:
         held: http.client.HTTPConnection | None = getattr(self._own, "connection", None)

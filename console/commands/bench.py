@@ -22,7 +22,8 @@ from console.commands.tls_options import (
     KeyOption,
     checked_files,
 )
-from console.loadgen.errors import BenchError
+from console.commands.trace import checked_admin
+from console.loadgen.errors import BenchError, WrongUseError
 from console.settings_options import takes_options
 from serving.installing import install_line
 from serving.output import print_json, stderr, stdout
@@ -141,12 +142,14 @@ class Given:
     force_length: Annotated[
         bool, _load("--force-length/--natural-length", help="Go on past the end of sequence.")
     ] = True
-    slo_ttft_ms: Annotated[float | None, _slo(help="Time to first token.")] = None
+    slo_ttft_ms: Annotated[float | None, _slo(min=0.001, help="Time to first token.")] = None
     slo_itl_p99_ms: Annotated[
-        float | None, _slo(help="99th percentile of each request's own gaps.")
+        float | None, _slo(min=0.001, help="99th percentile of each request's own gaps.")
     ] = None
-    slo_tpot_ms: Annotated[float | None, _slo(help="Mean time of a token after the first.")] = None
-    slo_e2e_ms: Annotated[float | None, _slo(help="Time to the last token.")] = None
+    slo_tpot_ms: Annotated[
+        float | None, _slo(min=0.001, help="Mean time of a token after the first.")
+    ] = None
+    slo_e2e_ms: Annotated[float | None, _slo(min=0.001, help="Time to the last token.")] = None
     goodput: Annotated[
         bool,
         _slo(
@@ -192,6 +195,7 @@ class Given:
         str,
         typer.Option(
             metavar="HOST:PORT",
+            callback=checked_admin,
             help="A router's admin address: sum up the spans of the last requests, too.",
         ),
     ] = ""
@@ -242,9 +246,18 @@ def bench(given: Given) -> None:
     if given.report is not None:
         _need("matplotlib")
     options = _options(given, targets)
+    _check_places(given)
     with progress_bar() as watcher:
         result = measure(options, watcher)
     _hand_out(result, render(result), given)
+
+
+def _check_places(given: Given) -> None:
+    """Raises OSError if results could not be written, before a run that may take hours."""
+    if given.report is not None:
+        given.report.mkdir(parents=True, exist_ok=True)
+    if given.requests is not None:
+        given.requests.touch()
 
 
 def _need(module: str) -> None:
@@ -311,7 +324,7 @@ def _conversations(given: Given) -> Conversations:
     from console.loadgen.workload import Conversations
 
     if given.trace or given.num or given.goodput:
-        raise BenchError("--conversations goes without --trace, --num and --goodput")
+        raise WrongUseError("--conversations goes without --trace, --num and --goodput")
     return Conversations(
         conversations=given.conversations,
         turns=given.turns,
@@ -342,6 +355,8 @@ def _hand_out(result: Result, table: object, given: Given) -> None:
         page = write_report(result, report)
         (report / "result.json").write_text(json.dumps(found, indent=2), encoding="utf-8")
         stderr.print(f"report: {page}")
+    if given.admin and not result.spans.get("requests"):
+        stderr.print(f"no spans: {given.admin} has none of these requests, or does not answer")
     if result.unserved:
         stderr.print(f"[bold red]not valid[/]: {escape(result.unserved)}")
     for complaint in result.complaints:

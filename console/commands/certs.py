@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import ipaddress
+import re
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -14,6 +16,11 @@ from serving.net.tls import TlsError
 from serving.output import stdout
 
 POOLS: Final = ("prefill", "decode", "both")
+AUTHORITY_DAYS: Final = 3650
+"""No certificate outlives a new authority, which is valid for so long."""
+_LABEL: Final = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_HOST: Final = re.compile(rf"(\*\.)?{_LABEL}(\.{_LABEL})*")
+"""A name of DNS, in ASCII; the first label may stand for any."""
 
 
 def certs(
@@ -34,7 +41,9 @@ def certs(
             "localhost is one anyway.",
         ),
     ] = None,
-    days: Annotated[float, typer.Option(min=0.001, help="How long they are valid.")] = 365,
+    days: Annotated[
+        float, typer.Option(min=0.001, max=AUTHORITY_DAYS, help="How long they are valid.")
+    ] = 365,
 ) -> None:
     """Make the certificates of a cluster: for the router, and for each pool of workers.
 
@@ -49,11 +58,22 @@ def certs(
     from serving.net.certificates import write_set
 
     for name in pool or POOLS:
-        if name in ("", "authority", "router", "baton-router") or "/" in name or "*" in name:
-            raise typer.BadParameter(f"{name!r} cannot be a pool's name")
+        if name in ("authority", "router", "baton-router") or "*" in name or not _is_host(name):
+            raise typer.BadParameter(f"{name!r} cannot be a pool's name", param_hint="--pool")
+    for name in host or ():
+        if not _is_host(name):
+            wrong = f"{name!r} is no address, and no name of a host in ASCII"
+            raise typer.BadParameter(wrong, param_hint="--host")
     try:
         written = write_set(folder, pool or POOLS, host or (), days)
     except ValueError as error:
         raise TlsError(str(error)) from None
     for one in written:
         stdout.print(escape(str(one)), soft_wrap=True)
+
+
+def _is_host(name: str) -> bool:
+    try:
+        return bool(ipaddress.ip_address(name))
+    except ValueError:
+        return bool(_HOST.fullmatch(name))

@@ -52,11 +52,12 @@ def demo(
         kv_memory_gib=KV_MEMORY_GIB,
         drain_s=10.0,
     )
+    plan = up.plan(options)
     log = demo_model.cache_folder() / "demo.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as file:
         try:
-            asyncio.run(_demo(up.plan(options), prompt, max_tokens, file))
+            asyncio.run(_demo(plan, prompt, max_tokens, file))
         except up.UpError as error:
             file.flush()
             raise up.UpError(f"{error}\n\n{_tail(log)}\n\nThe whole log: {log}") from None

@@ -254,17 +254,24 @@ def up_command(
 
 def _check_certs(routers_own: RouterSettings, certs: str) -> None:
     if any(routers_own.tls) and not certs:
-        raise up.UpError("each process needs a certificate of its own: use --certs, not tls_dir")
+        raise up.UpUseError("each process needs a certificate of its own: use --certs, not tls_dir")
 
 
 def _planned(options: up.UpOptions) -> up.UpPlan:
     """Finds the model, and plans processes that fit into memory together."""
-    given = {"model": options.model, "kv_memory_gib": options.kv_memory_gib}
+    stages, ranks = (max(counts) for counts in zip(*map(options.grid_of, Role), strict=True))
+    given = {
+        "model": options.model,
+        "kv_memory_gib": options.kv_memory_gib,
+        "drain_s": options.drain_s,
+        "pp": stages,
+        "tp": ranks,
+    }
     with model_progress() as progress:
         workers_own = resolve(WorkerSettings, "worker", given)
         warn_of_old_names(workers_own)
         if workers_own.settings.expert_group:
-            raise up.UpError(
+            raise up.UpUseError(
                 "each worker needs a rank of its own: use --share-experts, not expert_group"
             )
         of_workers = with_model_found(workers_own.settings, progress)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import typer
 
+from baton.addresses import port_of
 from console.commands.tls_options import (
     CaOption,
     CertOption,
@@ -19,10 +21,28 @@ from serving.output import stdout
 ROUTER_ADMIN_ADDRESS = "127.0.0.1:9090"
 
 
+def checked_admin(given: str | None) -> str | None:
+    """The addresses of admin ports, without what a URL of one has around it.
+
+    Raises:
+        typer.BadParameter: one is neither HOST:PORT nor has https:// before it.
+    """
+    addresses = [
+        one.strip().removeprefix("http://").rstrip("/") for one in (given or "").split(",")
+    ]
+    for one in addresses if given else ():
+        scheme, host = urlsplit(one)[:2]
+        if not port_of(one) and (scheme != "https" or not host):
+            wrong = f"an admin address is HOST:PORT or https://HOST:PORT, not {one!r}"
+            raise typer.BadParameter(wrong)
+    return ",".join(addresses) if given else given
+
+
 AdminOption = Annotated[
     str | None,
     typer.Option(
         "--admin",
+        callback=checked_admin,
         envvar="BATON_ROUTER_ADMIN",
         metavar="HOST:PORT",
         help=f"The router's admin address. Default: {ROUTER_ADMIN_ADDRESS}. Separate several by "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Annotated, Any, Final
 
@@ -14,6 +15,7 @@ from console.top.scrape import TIMEOUT_S
 from serving.output import stderr, stdout
 
 _PAGE: Final = "/fence"
+_EPOCH: Final = re.compile("[0-9a-f]{16}")
 
 
 def fence(
@@ -36,6 +38,11 @@ def fence(
 
     Example: [cyan]baton fence prefill-1 --epoch 4be1c0d5a9f20317 --admin A:9090,B:9090[/]
     """
+    if worker is None and epoch:
+        raise typer.BadParameter("say whose start that is: WORKER", param_hint="worker")
+    if worker is not None and not _EPOCH.fullmatch(epoch):
+        wrong = "say which start is gone, by its 16 hexadecimal digits: --epoch"
+        raise typer.BadParameter(wrong, param_hint="--epoch")
     addresses = (admin or ROUTER_ADMIN_ADDRESS).split(",")
     refused = []
     for address in addresses:
@@ -43,8 +50,6 @@ def fence(
         if worker is None:
             _show(ask_router_json(address, _PAGE, timeout_s=TIMEOUT_S)["lost"])
             continue
-        if not epoch:
-            raise typer.BadParameter("say which start is gone: --epoch", param_hint="epoch")
         change = {"worker": worker, "epoch": epoch}
         try:
             done: Any = ask_router_json(address, _PAGE, change, timeout_s=TIMEOUT_S)

@@ -19,6 +19,7 @@ from http_server import Asked, Reply, http_server
 from tiny_models import write_tiny_model
 from typer.testing import CliRunner, Result
 
+from console.batching.server import Server
 from console.cli import app
 from router.batching.journal import Journal
 from router.batching.lines import BatchError, Line, read_lines
@@ -40,6 +41,8 @@ class Echo:
         self.seen[body["prompt"]] += 1
         is_busy = self.seen[body["prompt"]] == 1 and random.random() < self.busy
         is_busy |= body["prompt"] == "poison"
+        if asked.path.startswith("/elsewhere"):  # A server of something else.
+            return Reply(b"Not Found", 404)
         status = 400 if body["prompt"] == "bad" else 503 if is_busy else 200
         headers = {"retry-after": "0.01"}
         if body["prompt"] == "poison":
@@ -104,6 +107,22 @@ def test_a_process_that_is_killed_loses_and_doubles_nothing(
 
 def lines_of(path: Path) -> list[bytes]:
     return path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+
+
+def test_a_server_of_something_else_gets_no_line_a_result(tmp_path: Path, url: str) -> None:
+    source = write(tmp_path / "in.jsonl", line("a"))
+    told = batch(source, tmp_path / "out.jsonl", "--url", f"{url}/elsewhere")
+    assert told.exit_code == 1
+    assert "answered 404: is this a router's HTTP port?" in " ".join(told.output.split())
+    assert results(tmp_path / "out.jsonl") == []
+
+
+def test_silence_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with Server("http://127.0.0.1:1", 1) as server:
+        for _ in range(2):
+            with pytest.raises(NobodyError):
+                asyncio.run(server.send("/v1/completions", {}))
+    assert capsys.readouterr().err == "no answer from http://127.0.0.1:1, trying on\n"
 
 
 def test_errors_are_results_of_their_lines(tmp_path: Path, echo: Echo, url: str) -> None:

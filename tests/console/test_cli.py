@@ -221,6 +221,24 @@ def test_a_port_that_is_taken_behind_others_that_were_free_is_one_line_too() -> 
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("close", "words"),
+    [
+        (">&-", "mend_streams(); sys.stdout.write('x')"),
+        ("2>&-", "mend_streams(); sys.stderr.write('x')"),
+        ("", "mend_streams(); stdout.print('\u00fc')"),
+    ],
+)
+def test_output_that_is_closed_or_narrow_is_no_fault(close: str, words: str) -> None:
+    words = f"import sys; from serving.output import mend_streams, stdout; {words}"
+    command = f'"{sys.executable}" -c "{words}" {close}'
+    env = os.environ | {"PYTHONIOENCODING": "ascii"}
+    here = Path(__file__).parents[2]
+    done = subprocess.run(command, shell=True, env=env, cwd=here, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout == (b"" if close else rb"\xfc" + b"\n")
+
+
 @pytest.mark.parametrize("arguments", ["--help", "model path"])
 def test_output_that_cannot_be_written_is_a_failure_without_a_traceback(arguments: str) -> None:
     """A full disk is told of; whoever closes a pipe wants no more, and is told nothing."""
@@ -280,6 +298,26 @@ def test_what_a_request_cannot_say_is_wrong_use(arguments: tuple[str, ...], comp
         (("bench", "--output-tokens", "99999999999"), "--output-tokens"),
         (("bench", "--timeout-s", "inf"), "--timeout-s"),
         (("bench", "--url", NOBODY, "--api-key", "\u00fc"), "ASCII"),
+        (("bench", "--rate", "inf"), "must be finite"),
+        (("bench", "--slo-ttft-ms", "-1"), "--slo-ttft-ms"),
+        (("bench", "--conversations", "2", "--num", "5"), "goes without"),
+        (("bench", "--admin", "localhost"), "HOST:PORT"),
+        (("plan", "--parameters", "8", "--kv-bytes", "9", "--rate", "inf"), "must be finite"),
+        (("top", "--once", "--admin", "localhost"), "HOST:PORT"),
+        (("trace", "--admin", "a:1,"), "HOST:PORT"),
+        (("trace", "--admin", "nowhere:port"), "HOST:PORT"),
+        (("fence", "p", "--epoch", "zz"), "16 hexadecimal digits"),
+        (("fence", "--epoch", "4be1c0d5a9f20317"), "WORKER"),
+        (("certs", "c", "--days", "99999999"), "--days"),
+        (("certs", "c", "--host", "a b"), "no name of a host"),
+        (("certs", "c", "--host", "\u00fc.example"), "no name of a host"),
+        (("certs", "c", "--pool", "a b"), "cannot be a pool's name"),
+        (("batch", "x", "y", "--url", "localhost:8000"), "http://HOST:PORT"),
+        (("batch", "x", "y", "--url", "http://h:port"), "http://HOST:PORT"),
+        (("up", "--prefill", "0", "--decode", "0", "--model", "."), "no worker to run"),
+        (("up", "--pp", "65", "--model", "."), "less than or equal to 64"),
+        (("up", "--share-experts", "--model", "."), "needs two or more workers"),
+        (("demo", "--device", "gpu"), "Invalid value for '--device': 'gpu' is not one of"),
     ],
 )
 def test_values_that_no_one_can_mean_are_wrong_use(
@@ -392,7 +430,7 @@ def test_where_up_serves_clients(
 
 def test_up_refuses_to_serve_everybody() -> None:
     result = run("up", "--host", "0.0.0.0")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "BATON_API_KEY or --api-key" in plain(result.output)
 
 

@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 
 from console.cli import app
 
+EPOCH = "4be1c0d5a9f20317"
+
 
 def router(status: int, answer: Mapping[str, object]) -> AbstractContextManager[str]:
     """An admin port that answers so."""
@@ -20,10 +22,10 @@ def router(status: int, answer: Mapping[str, object]) -> AbstractContextManager[
 def test_a_router_that_does_not_know_it_keeps_no_other_from_hearing_it() -> None:
     with ExitStack() as stack:
         forgot = stack.enter_context(router(404, {"error": "this router knows no lost p"}))
-        knows = stack.enter_context(router(200, {"worker": "p", "epoch": "7"}))
-        words = ["fence", "p", "--epoch", "7", "--admin", f"{forgot},{knows}"]
+        knows = stack.enter_context(router(200, {"worker": "p", "epoch": EPOCH}))
+        words = ["fence", "p", "--epoch", EPOCH, "--admin", f"{forgot},{knows}"]
         done = CliRunner().invoke(app, words)
-    assert "p of epoch 7: gone" in done.output
+    assert f"p of epoch {EPOCH}: gone" in done.output
     assert done.exit_code == 1
     assert f"{forgot}: this router knows no lost p" in done.output
 
