@@ -40,7 +40,12 @@ def pages() -> dict[str, str]:
             },
         ),
         "coming-from-vllm.md": _filled_in(
-            "coming-from-vllm.md", {"flags": vllm.flags_table(), "fields": vllm.fields_table()}
+            "coming-from-vllm.md",
+            {
+                "flags": vllm.flags_table(),
+                "options": vllm.options_table(),
+                "fields": vllm.fields_table(),
+            },
         ),
     }
 

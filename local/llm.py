@@ -24,7 +24,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -158,7 +158,8 @@ class LLM:
             return self._run(self._generate(request, ends_s))
         if messages is not None or token_ids is not None:
             raise ValueError("give exactly one of prompt, messages and token_ids")
-        prompts: Sequence[Any] = [prompt] if isinstance(prompt, Mapping) else prompt
+        is_one = isinstance(prompt, bytes | Mapping) or not isinstance(prompt, Iterable)
+        prompts: Sequence[Any] = [prompt] if is_one else prompt  # One of a wrong type.
         requests = [_request(*_form(one), options) for one in prompts]
         with bar(len(requests)) as done:
             return self._run(self._generate_all(requests, ends_s, done))

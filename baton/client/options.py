@@ -90,10 +90,11 @@ class Options(TypedDict, total=False):
     """The output follows this grammar, in llguidance's variant of Lark."""
     gbnf: str
     """The output follows this grammar, in llama.cpp's GBNF."""
-    tools: Sequence[Tool]
-    """Functions that the model may call; only with messages."""
-    tool_choice: str
-    """"auto", "none", "required", or the name of the function to call."""
+    tools: Sequence[Tool | Mapping[str, Any]]
+    """Functions that the model may call, also as OpenAI's API has them; only with messages."""
+    tool_choice: str | Mapping[str, Any]
+    """"auto", "none", "required", or the name of the function to call, also as OpenAI's API has
+    it."""
     parallel_tool_calls: bool
     """Whether it may make several calls; it may if this is not set."""
     reasoning_effort: str

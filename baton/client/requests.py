@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar, get_type_hints
 
 from baton.client.generation import ToolCall
 from baton.client.options import Message, Options, Tool
+from baton.client.other_names import here
 from baton.inference.v1 import inference_pb2 as pb
 
 _Request = TypeVar("_Request", pb.GenerateRequest, pb.StreamGenerateRequest)
@@ -67,7 +69,10 @@ def generation_input(
         TypeError: there is no such option, or it has the wrong type.
     """
     for name in options.keys() - Options.__annotations__:
-        raise TypeError(f"there is no option {name!r}")
+        raise TypeError(f"there is no option {name!r}{here(name)}")
+    for name, value in options.items():
+        if name in _SWITCHES and not isinstance(value, bool):
+            raise TypeError(f"{name}: is True or False, and not {value!r}{_HOW_MANY.get(name, '')}")
     if sum(form is not None for form in (prompt, messages, token_ids)) != 1:
         raise ValueError("give exactly one of prompt, messages and token_ids")
     if messages is None and not options.keys().isdisjoint(_CHAT):
@@ -80,18 +85,24 @@ def generation_input(
         request.chat.CopyFrom(chat_prompt(messages))
         _set_chat(request.chat, options)
     elif token_ids is not None:
-        request.token_ids.ids.extend(token_ids)
+        with _named("token_ids"):
+            request.token_ids.ids.extend(token_ids)
         request.token_ids.SetInParent()
     _set(request, options, _INPUT)
     _set(request.sampling, options, _SAMPLING)
     _set(request.stop, options, _STOP)
     _set(request.output, options, _OUTPUT)
-    request.sampling.logit_bias.update(options.get("logit_bias", {}))
+    with _named("logit_bias"):
+        request.sampling.logit_bias.update(options.get("logit_bias", {}))
     stop = options.get("stop", ())
-    request.stop.sequences.extend([stop] if isinstance(stop, str) else stop)
-    request.stop.token_ids.extend(options.get("stop_token_ids", ()))
-    request.sampling.allowed_token_ids.extend(options.get("allowed_token_ids", ()))
-    request.sampling.bad_words.extend(options.get("bad_words", ()))
+    with _named("stop"):
+        request.stop.sequences.extend([stop] if isinstance(stop, str) else stop)
+    with _named("stop_token_ids"):
+        request.stop.token_ids.extend(options.get("stop_token_ids", ()))
+    with _named("allowed_token_ids"):
+        request.sampling.allowed_token_ids.extend(options.get("allowed_token_ids", ()))
+    with _named("bad_words"):
+        request.sampling.bad_words.extend(_texts(options.get("bad_words", ())))
     for name, content in options.get("extensions", {}).items():
         request.extensions[name] = content.encode() if isinstance(content, str) else content
     _set_structure(request, options)
@@ -113,22 +124,39 @@ def _set_beams(request: pb.GenerationInput, options: Options) -> None:
 
 
 def _set_chat(chat: pb.ChatPrompt, options: Options) -> None:
-    chat.template_variables.update(options.get("template_variables", {}))
+    with _named("template_variables"):
+        chat.template_variables.update(options.get("template_variables", {}))
     _set(chat, options, ("continue_last", *_CHAT_SCALARS))
     chat.tools.extend(map(_tool, options.get("tools", ())))
-    if (choice := options.get("tool_choice")) in _MODES:
+    choice = options.get("tool_choice")
+    if isinstance(choice, Mapping):  # As OpenAI's API has it.
+        choice = _function(choice)["name"]
+    if isinstance(choice, str) and choice in _MODES:
         chat.tool_choice.mode = _MODES[choice]
     elif choice is not None:
-        chat.tool_choice.name = choice
+        with _named("tool_choice"):
+            chat.tool_choice.name = choice
 
 
-def _tool(tool: Tool) -> pb.Tool:
-    return pb.Tool(
-        name=tool["name"],
-        description=tool.get("description", ""),
-        parameters=_json(tool.get("parameters", "")),
-        strict=tool.get("strict", False),
-    )
+def _tool(tool: Tool | Mapping[str, Any]) -> pb.Tool:
+    """A tool, its function by itself or as OpenAI's API writes it."""
+    function = _function(tool)
+    with _named("tools"):
+        return pb.Tool(
+            name=function["name"],
+            description=function.get("description") or "",
+            parameters=_json(function.get("parameters") or ""),
+            strict=function.get("strict") or False,
+        )
+
+
+def _function(tool: Any) -> Mapping[str, Any]:
+    if not isinstance(tool, Mapping):
+        raise TypeError(f"a tool is a mapping, and not of type {type(tool).__name__}")
+    function = tool.get("function", tool) if tool.get("type", "function") == "function" else None
+    if not isinstance(function, Mapping) or "name" not in function:
+        raise ValueError("a tool is a function, and has a name")
+    return function
 
 
 def _set_structure(request: pb.GenerationInput, options: Options) -> None:
@@ -140,7 +168,8 @@ def _set_structure(request: pb.GenerationInput, options: Options) -> None:
     elif "strict" in options:
         raise ValueError("strict belongs to json_schema; a tool has a strict of its own")
     if "choice" in options:
-        request.structure.choice.texts.extend(_texts(options["choice"]))
+        with _named("choice"):
+            request.structure.choice.texts.extend(_texts(options["choice"]))
     _set(request.structure, options, ("json_object", "regex", "lark", "gbnf"))
 
 
@@ -151,7 +180,7 @@ def _json(schema: str | Mapping[str, Any]) -> str:
 
 def _texts(texts: Sequence[str]) -> Sequence[str]:
     if isinstance(texts, str):
-        raise TypeError("choice: must be several texts, not one")
+        raise TypeError("must be several texts, not one")
     return texts
 
 
@@ -161,6 +190,8 @@ def _one_text(prompt: object) -> str:
     return prompt
 
 
+_SWITCHES = frozenset(name for name, kind in get_type_hints(Options).items() if kind is bool)
+_HOW_MANY = {"logprobs": "; top_logprobs says how many"}
 _INPUT = (
     "choices",
     "priority",
@@ -228,10 +259,19 @@ def _set(
     values: Mapping[str, object] = options
     for name in names:
         if name in values:
-            try:
+            with _named(name):
                 setattr(message, name, values[name])
-            except (TypeError, ValueError) as error:
-                raise type(error)(f"{name}: {error}") from None
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Puts an option's name before what is wrong with its value."""
+    try:
+        yield
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}") from None
+    except ValueError as error:  # Of its kinds one cannot be made of a message alone.
+        raise ValueError(f"{name}: {error}") from None
 
 
 def chat_prompt(messages: Sequence[Message]) -> pb.ChatPrompt:

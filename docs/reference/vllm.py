@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from baton.client.other_names import OTHER_NAMES
 from console.vllm_flags import FLAGS
 from reference import table
 from router.doors.batches.pages import BatchRequest
@@ -17,6 +18,11 @@ from router.doors.responses.schema import ResponseRequest
 def flags_table() -> str:
     """vLLM's flags and ours."""
     return table(("vLLM", "Baton"), *((f"`{flag}`", ours) for flag, ours in FLAGS.items()))
+
+
+def options_table() -> str:
+    """Options of vLLM's `LLM` and ours."""
+    return table(("vLLM", "Baton"), *((f"`{name}`", ours) for name, ours in OTHER_NAMES.items()))
 
 
 def fields_table() -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import math
+import re
 import subprocess
 import sys
 import threading
@@ -24,6 +26,8 @@ from waiting import until
 
 from baton.client.clients import AsyncClient, AsyncGenerationStream, Client
 from baton.client.generation import FinishReason
+from baton.client.options import Options
+from baton.client.other_names import OTHER_NAMES
 from baton.errors import (
     BatonError,
     BrokenOffError,
@@ -40,6 +44,13 @@ from baton.inference.v1 import inference_pb2_grpc as pb_grpc
 from console.cli import app
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+FUNCTION = {
+    "name": "f",
+    "description": "finds",
+    "parameters": {"type": "object", "properties": {}},
+    "strict": True,
+}
+"""A tool."""
 Script = Callable[[pb.GenerationInput, grpc.ServicerContext], Iterator[pb.StreamGenerateResponse]]
 
 
@@ -227,7 +238,17 @@ def test_one_stop_text_is_no_list_of_letters(client: Client, router: ScriptedRou
 @pytest.mark.parametrize(
     ("options", "kind", "complaint"),
     [
-        ({"max_token": 3}, TypeError, "there is no option 'max_token'"),
+        ({"max_token": 3}, TypeError, "there is no option 'max_token'$"),
+        ({"n": 3}, TypeError, "there is no option 'n'; here: choices"),
+        ({"logprobs": 5}, TypeError, "logprobs: .* not 5; top_logprobs says how many"),
+        ({"ignore_eos": None}, TypeError, "ignore_eos: "),
+        ({"stop": None}, TypeError, "stop: "),
+        ({"stop_token_ids": [-1]}, ValueError, "stop_token_ids: "),
+        ({"allowed_token_ids": 5}, TypeError, "allowed_token_ids: "),
+        ({"bad_words": "word"}, TypeError, "bad_words: must be several"),
+        ({"logit_bias": {"a": 1}}, TypeError, "logit_bias: "),
+        ({"cache_salt": "\udcff"}, ValueError, "cache_salt: "),
+        ({"choice": "yes"}, TypeError, "choice: must be several"),
         ({"temperature": "hot"}, TypeError, "temperature: "),
         ({"seed": 1 << 64}, ValueError, "seed: "),
         ({"choices": -1}, ValueError, "choices: "),
@@ -238,6 +259,43 @@ def test_a_wrong_option_is_named(
 ) -> None:
     with pytest.raises(kind, match=complaint):
         client.generate("x", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "complaint"),
+    [
+        ({"tools": ["f"]}, TypeError, "a tool is a mapping"),
+        ({"tools": [{}]}, ValueError, "has a name"),
+        ({"tools": [{"type": "web_search"}]}, ValueError, "a tool is a function"),
+        ({"tools": [{"name": 5}]}, TypeError, "tools: "),
+        ({"tools": [FUNCTION], "tool_choice": {"type": "function"}}, ValueError, "has a name"),
+        ({"tools": [FUNCTION], "tool_choice": 5}, TypeError, "tool_choice: "),
+        ({"template_variables": {"a": object()}}, ValueError, "template_variables: "),
+    ],
+)
+def test_wrong_options_of_a_chat_are_named(
+    client: Client, options: dict[str, Any], kind: type[Exception], complaint: str
+) -> None:
+    with pytest.raises(kind, match=complaint):
+        client.generate(messages=[{"role": "user", "content": "x"}], **options)
+
+
+@pytest.mark.parametrize("tool", [FUNCTION, {"type": "function", "function": FUNCTION}])
+def test_tools_may_be_as_openai_has_them(
+    client: Client, router: ScriptedRouter, tool: dict[str, Any]
+) -> None:
+    asked = {"tools": [tool], "tool_choice": {"type": "function", "function": {"name": "f"}}}
+    client.generate(messages=[{"role": "user", "content": "x"}], **asked)
+    (sent,) = router.inputs[-1].chat.tools
+    assert (sent.name, sent.description, sent.strict) == ("f", "finds", True)
+    assert json.loads(sent.parameters) == FUNCTION["parameters"]
+    assert router.inputs[-1].chat.tool_choice.name == "f"
+
+
+def test_what_stands_for_names_of_others_is_there() -> None:
+    stands_for = {name for ours in OTHER_NAMES.values() for name in re.findall(r"`(\w+)", ours)}
+    assert stands_for - {"False", "LLM", "adapters", "token_ids"} <= set(Options.__annotations__)
+    assert OTHER_NAMES.keys().isdisjoint(Options.__annotations__)
 
 
 def test_an_empty_list_of_token_ids_is_still_a_prompt(

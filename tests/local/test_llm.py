@@ -223,6 +223,8 @@ def test_every_broken_rule_is_named(llm) -> None:
         ([CHAT], {}, TypeError, "turns its messages"),
         ([CHAT[0]], {}, TypeError, "turns its messages"),
         ([[b"x"]], {}, TypeError, "bytes"),
+        ([b"x"], {}, TypeError, "bytes"),
+        ([3], {}, TypeError, "of type int"),
         ([""], {}, InvalidRequestError, "input.text"),
         ([], {"messages": []}, InvalidRequestError, "messages"),
         ([], {"token_ids": [9999]}, InvalidRequestError, "vocabulary"),
