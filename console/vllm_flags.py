@@ -27,6 +27,7 @@ _RANK_OF_GROUP: Final = "R in `--expert-group FOLDER?rank=R&ranks=N` of each `ba
 _ONE_HOST: Final = "not yet: an expert group is on one host, where its workers meet in a folder"
 _ROUTED: Final = "nothing: routers know each worker, and choose one for each request"
 _ONE_PLACE: Final = "not yet: an expert is on one rank, or on one worker of its group"
+_IN_CONFIG: Final = "nothing: change `config.json` in the model's folder"
 _BY_TEMPLATE: Final = "nothing: the chat template shows how a model calls tools and thinks"
 
 FLAGS: Final[Mapping[str, str]] = {
@@ -34,8 +35,12 @@ FLAGS: Final[Mapping[str, str]] = {
     " memory",
     "--allowed-origins": "`--allowed-origins` of `baton router`, with commas between origins",
     "--api-key": SAME,
+    "--api-server-count": "`--routers` of `baton up`",
+    "--async-scheduling": "nothing: a step is launched while the one before it runs",
+    "--attention-backend": "the variable `BATON_DEBUG_ATTENTION`",
     "--block-size": "the variable `BATON_DEBUG_PAGE_SIZE_TOKENS`",
     "--chat-template": SAME,
+    "--calculate-kv-scales": "nothing: `--kv-cache-dtype fp8` has no scales",
     "--cpu-offload-gb": "not yet: weights stay on the GPU",
     "--data-parallel-address": _ONE_HOST,
     "--data-parallel-external-lb": _ROUTED,
@@ -46,7 +51,10 @@ FLAGS: Final[Mapping[str, str]] = {
     "-dp": _GROUPS,
     "--data-parallel-size-local": _ONE_HOST,
     "--data-parallel-start-rank": _RANK_OF_GROUP,
+    "--default-chat-template-kwargs": "`chat_template_kwargs` in each request",
+    "--device": "`--device` of `baton worker`",
     "--disable-log-requests": "nothing: prompts are never logged",
+    "--disable-log-stats": "nothing: figures are at `/metrics`, and not in the log",
     "--distributed-executor-backend": "nothing: ranks are processes, and hosts join by `--nodes` of"
     " `baton worker` without Ray ([Several hosts](hosts.md))",
     "--download-dir": "`HF_HOME`, the variable of the Hugging Face library",
@@ -56,20 +64,27 @@ FLAGS: Final[Mapping[str, str]] = {
     "--enable-eplb": _ONE_PLACE,
     "--enable-expert-parallel": _EXPERTS,
     "-ep": _EXPERTS,
+    "--enable-log-requests": "nothing: prompts are never logged",
     "--enable-lora": "nothing: `--adapters` or `--adapters-dir` of `baton worker` turns them on"
     " ([Adapters](adapters.md))",
     "--enable-prefix-caching": "nothing: it is on; `BATON_DEBUG_PREFIX_CACHE=false` ends it",
+    "--enable-prompt-tokens-details": "nothing: usage always has `cached_tokens`",
     "--enforce-eager": "nothing: graphs are captured within seconds",
     "--eplb-config": _ONE_PLACE,
     "--expert-placement-strategy": "nothing: it is always `round_robin`",
     "--generation-config": "`BATON_DEBUG_GENERATION_CONFIG=false` stands for `vllm`",
     "--gpu-memory-utilization": "`--gpu-memory-utilization` of `baton worker`",
+    "--guided-decoding-backend": "nothing: it is always llguidance",
     "--headless": "nothing: a host whose `--node` is not 0 serves no clients"
     " ([Several hosts](hosts.md))",
     "--host": "`--host` of `baton up`",
+    "--hf-overrides": _IN_CONFIG,
+    "--hf-token": "`HF_TOKEN`, the variable of the Hugging Face library",
     "--kv-cache-dtype": "`--kv-cache-dtype` of `baton worker`: `auto`, or `fp8` without scales",
     "--kv-cache-memory-bytes": "`--kv-memory-gib`",
+    "--kv-offloading-size": "`--kv-host-gib` of `baton worker`",
     "--kv-transfer-config": "nothing: `baton prefill` and `baton decode` find each other",
+    "--limit-mm-per-prompt": "nothing: prompts are text",
     "--load-format": "the variable `BATON_DEBUG_LOAD_FORMAT`",
     "--lora-modules": "`--adapters NAME=FOLDER` of `baton worker`, with commas between",
     "--master-addr": f"`--leader HOST` {_HOSTS}",
@@ -93,7 +108,9 @@ FLAGS: Final[Mapping[str, str]] = {
     "--port": "`--http-port` of `baton up`; `--port` is gRPC's",
     "--quantization": "`--quantization fp8` of `baton worker` for float checkpoints; else nothing",
     "--reasoning-parser": _BY_TEMPLATE,
-    "--revision": "nothing: fetch that revision, and name its folder",
+    "--revision": "`@REVISION` behind the id: `--model ORG/NAME@REVISION`",
+    "--rope-scaling": _IN_CONFIG,
+    "--rope-theta": _IN_CONFIG,
     "--root-path": "nothing: a proxy in front can take paths away",
     "--scheduling-policy": "`--scheduling` of `baton worker`",
     "--seed": "`seed` in each request",
@@ -101,8 +118,10 @@ FLAGS: Final[Mapping[str, str]] = {
     "--speculative-config": "`--speculation suffix` of `baton worker` for the methods `ngram` and"
     " `suffix`, `--speculation FOLDER` for `eagle3` (its `model`), `--speculation mtp` for `mtp`,"
     " `--draft-tokens` for `num_speculative_tokens`; nothing yet for draft models",
+    "--ssl-ca-certs": "`--tls-client-ca` of `baton router`",
     "--ssl-certfile": "`--tls-door-cert` of `baton router`",
     "--ssl-keyfile": "`--tls-door-key` of `baton router`",
+    "--structured-outputs-config": "nothing: the backend is always llguidance",
     "--swap-space": "`--kv-host-gib` of `baton worker`",
     "--tensor-parallel-size": _RANKS,
     "-tp": _RANKS,
