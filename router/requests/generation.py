@@ -46,6 +46,7 @@ from router.requests.outputs import (
     ShortWay,
     Started,
     check_scores,
+    most_scored,
 )
 from router.requests.request_span import ObservedWay, RequestSpan
 from router.requests.selecting import Selection, runs, selects
@@ -108,9 +109,8 @@ class Generations:
                         tokenizer, request.input.sampling.bad_words, model.vocab_size, call.sharer
                     )
                     filling.restrict(job, words, plan)
-            stop = request.input.stop
-            if stop.cut_max_tokens or not stop.HasField("max_tokens"):
-                self._shorten(job)
+            if (stop := request.input.stop).cut_max_tokens or not stop.HasField("max_tokens"):
+                self._shorten(request, job)
             check_scores(request, job)
             span.describe_job(job)
             seen = short_way and ObservedWay(short_way, span, call)
@@ -274,13 +274,13 @@ class Generations:
     def _deadline_ns(self, call: Call) -> int:
         return deadline_ns(call, self._limits.max_request_duration_s)
 
-    def _shorten(self, job: Job) -> None:
-        """Cuts `max_tokens` to the pool's size. A request is not refused for output that the client
-        did not ask for."""
+    def _shorten(self, request: GenerationRequest, job: Job) -> None:
+        """Cuts a `max_tokens` that the client did not ask for to the room that there is."""
         stopping, pool_tokens = job.stopping, self._dispatcher.largest_pool_tokens(job)
+        room = min(stopping.max_tokens, most_scored(request, job))
         if pool_tokens is not None:
-            room = pool_tokens - job.prompt_tokens
-            stopping.max_tokens = max(1, stopping.min_tokens, min(stopping.max_tokens, room))
+            room = min(room, pool_tokens - job.prompt_tokens)
+        stopping.max_tokens = max(1, stopping.min_tokens, room)
 
 
 class _Generation:

@@ -229,12 +229,10 @@ def check_scores(
     Raises:
         RouterError: INVALID_FIELD, they are too many.
     """
-    tokens, output = 0, request.input.output
-    if output.prompt_logprobs:
-        tokens += job.prompt_tokens
-    if output.logprobs and isinstance(request, api.GenerateRequest):
-        tokens += job.choices * job.stopping.max_tokens
-    count = others + tokens * (1 + output.top_logprobs)
+    each = 1 + request.input.output.top_logprobs
+    count = others + _prompt_scores(request, job)
+    if _is_held(request):
+        count += job.choices * job.stopping.max_tokens * each
     if count > MOST_SCORES:
         rule = (
             f"an answer holds at most {MOST_SCORES} of them with those of alternatives: of its "
@@ -242,6 +240,24 @@ def check_scores(
         )
         raise errors.invalid_fields([Violation("input.output.logprobs", rule)])
     return count
+
+
+def most_scored(request: api.GenerateRequest | api.StreamGenerateRequest, job: Job) -> int:
+    """How many tokens each choice may have for `check_scores`."""
+    if not _is_held(request):
+        return job.stopping.max_tokens
+    each = job.choices * (1 + request.input.output.top_logprobs)
+    return (MOST_SCORES - _prompt_scores(request, job)) // each
+
+
+def _prompt_scores(request: api.GenerateRequest | api.StreamGenerateRequest, job: Job) -> int:
+    output = request.input.output
+    return job.prompt_tokens * (1 + output.top_logprobs) if output.prompt_logprobs else 0
+
+
+def _is_held(request: api.GenerateRequest | api.StreamGenerateRequest) -> bool:
+    """Whether the log probabilities of all tokens wait for the end of the answer."""
+    return request.input.output.logprobs and isinstance(request, api.GenerateRequest)
 
 
 class ShortWay(Protocol):

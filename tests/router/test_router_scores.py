@@ -118,3 +118,16 @@ async def test_an_answer_holds_so_many(
         with pytest.raises(openai.BadRequestError) as caught:
             await port.client.completions.create(model=MODEL, **asked)
         assert caught.value.param == "logprobs"
+
+
+async def test_an_answer_of_no_stated_length_ends_where_it_holds_so_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request is not refused for output that its client did not ask for."""
+    monkeypatch.setattr(outputs, "MOST_SCORES", 100)
+    async with open_port(tmp_path, answers(lambda *_: [70] * 200)) as port:
+        asked: dict[str, Any] = {"n": 2, "logprobs": True, "top_logprobs": 4}
+        messages = [{"role": "user", "content": "a"}]
+        await port.client.chat.completions.create(model=MODEL, messages=messages, **asked)
+        (job,) = port.dispatcher.jobs
+    assert job.stopping.max_tokens == 100 // (2 * 5)
