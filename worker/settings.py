@@ -70,8 +70,8 @@ class WorkerDebug(BaseModel):
     kv_bands: int = Field(default=_ENGINE.kv_bands, ge=1)
     """Lays pages out for peers of so many stages (`pp`), which then write one run of bytes each."""
     attention: Attention = _ENGINE.attention
-    """Chooses the attention kernels: FlashAttention-3, ours in Triton, or torch's. `auto` takes the
-    best that runs here and logs the reason."""
+    """Chooses the attention kernels: FlashAttention-3 or -2 (which needs pages of 256 tokens), ours
+    in Triton, or torch's. `auto` takes the best that runs here and logs the reason."""
     num_pages: int = Field(default=_ENGINE.num_pages, ge=0)
     """Sets the number of pages in the KV pool and overrides `kv_memory_gib`. 0: as many as fit."""
     mixed_prefill_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)

@@ -9,6 +9,7 @@ from typing import cast
 
 import torch
 
+from engine.attention.fa2 import PAGE_MULTIPLE, Fa2Backend
 from engine.attention.fa3 import Fa3Backend, by_operator, sinks_option
 from engine.attention.fa3_gathered import Fa3GatheredBackend
 from engine.attention.kernels import OwnKernels
@@ -24,10 +25,12 @@ from engine.step.attention import AttentionBackend, Specs
 
 log = logging.getLogger("baton.engine")
 
-BACKENDS = ("auto", "fa3", "triton", "sdpa")
+BACKENDS = ("auto", "fa3", "fa2", "triton", "sdpa")
 """Names of the backends, best first after "auto"."""
 FA3_HEAD_DIMS = (64, 128, 256)
 """Head dimensions for which its wheel has kernels."""
+FA2_MOST_HEAD_DIM = 256
+"""FlashAttention-2's own bound."""
 TRITON_MOST_HEAD_DIM = 512
 """A tile of queries of larger heads does not fit the registers."""
 
@@ -88,14 +91,33 @@ def _fa3_obstacle(pool: KvPool, specs: Specs) -> str:
     return ""
 
 
-def _triton_obstacle(pool: KvPool, specs: Specs) -> str:
-    """The obstacle to kernels of our own over this pool; empty if they can run."""
+def _fa2_obstacle(pool: KvPool, specs: Specs) -> str:
+    """The obstacle to FlashAttention-2 over this pool; empty if it can run."""
     if pool.gathers:
         return f"it reads pages in place, and cannot read {pool.precision} KV: fa3 and sdpa can"
+    if _reads_latents(specs):
+        return "it does not read latents"
+    if obstacle := _gpu_obstacle(pool):
+        return obstacle
+    if torch.cuda.get_device_capability(pool.device)[0] < 8:
+        return "the GPU is older than Ampere"
+    if pool.head_dim > FA2_MOST_HEAD_DIM or pool.head_dim % 8:
+        return f"head dimension {pool.head_dim} is no multiple of 8 up to {FA2_MOST_HEAD_DIM}"
+    if pool.page_size % PAGE_MULTIPLE:
+        return f"pages of {pool.page_size} tokens are no multiple of {PAGE_MULTIPLE}"
+    if any(spec.soft_cap is not None or spec.sinks is not None for spec in specs):
+        return "soft caps and sinks are not passed to its library"
+    return _import_obstacle("flash_attn")
+
+
+def _triton_obstacle(pool: KvPool, specs: Specs) -> str:
+    """The obstacle to kernels of our own over this pool; empty if they can run."""
     if obstacle := _gpu_obstacle(pool):
         return obstacle
     if torch.cuda.get_device_capability(pool.device)[0] != 9:
         return "the GPU is not a Hopper"
+    if pool.gathers:
+        return f"it reads pages in place, and cannot read {pool.precision} KV: sdpa can"
     if _reads_latents(specs):
         return _import_obstacle("triton")
     if pool.head_dim > TRITON_MOST_HEAD_DIM or pool.head_dim % 8:
@@ -142,6 +164,10 @@ def _build_fa3(pool: KvPool, specs: Specs, kernels: OwnKernels) -> AttentionBack
     return Fa3Backend(pool, specs, library, kernels.decode())
 
 
+def _build_fa2(pool: KvPool, specs: Specs, _kernels: OwnKernels) -> AttentionBackend:
+    return Fa2Backend(pool, specs, importlib.import_module("flash_attn"))
+
+
 def _build_triton(pool: KvPool, specs: Specs, kernels: OwnKernels) -> AttentionBackend:
     if _reads_latents(specs):
         return LatentBackend(pool, specs, kernels.prompt_latents(), kernels.decode_latents())
@@ -154,11 +180,13 @@ def _build_sdpa(pool: KvPool, specs: Specs, _kernels: OwnKernels) -> AttentionBa
 
 _OBSTACLES: dict[str, Callable[[KvPool, Specs], str]] = {
     "fa3": _fa3_obstacle,
+    "fa2": _fa2_obstacle,
     "triton": _triton_obstacle,
     "sdpa": _no_obstacle,
 }
 _BUILDERS: dict[str, Callable[[KvPool, Specs, OwnKernels], AttentionBackend]] = {
     "fa3": _build_fa3,
+    "fa2": _build_fa2,
     "triton": _build_triton,
     "sdpa": _build_sdpa,
 }

@@ -6,7 +6,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
+from flash_attn_like import attend, int32
 from torch import Tensor
 
 SCHEMA = (
@@ -43,9 +43,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, ...
             length, pages = int(int32(used)[row]), int32(table)[row].long()
             pages = pages[: -(-length // k.shape[1])]
             keys, values = (each[pages].flatten(0, 1)[:length] for each in (k, v))
-        assert given["window_size_right"] == (-1 if given["window_size_left"] == -1 else 0)
-        left, scale = given["window_size_left"], given["softmax_scale"]
-        out[first:last] = attend(q[first:last], keys, values, left, scale)
+        window = given["window_size_left"], given["window_size_right"]
+        out[first:last] = attend(q[first:last], keys, values, True, window, given["softmax_scale"])
     return out, q.new_empty(0), q.new_empty(0), q.new_empty(0)
 
 
@@ -67,34 +66,10 @@ def decode(q, pool, layer, contexts, page_table, spec, _divided) -> Tensor:
     """See `engine.attention.fa3.DecodeKernel`."""
     keys, values = (each.transpose(1, 2) for each in pool.layer(layer))
     rows = q.view(len(contexts), -1, *q.shape[1:])
-    left = -1 if spec.window is None else spec.window - 1
+    window = (-1, -1) if spec.window is None else (spec.window - 1, 0)
     out = []
     for row, length, table in zip(rows, contexts.tolist(), page_table, strict=True):
         pages = table[: -(-length // pool.page_size)].long()
         seen = [each[pages].flatten(0, 1)[:length] for each in (keys, values)]
-        out.append(attend(row, *seen, left, spec.scale))
+        out.append(attend(row, *seen, True, window, spec.scale))
     return torch.cat(out)
-
-
-def int32(tensor: Tensor) -> Tensor:
-    assert tensor.dtype == torch.int32
-    return tensor
-
-
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    left: int,
-    scale: float | None,
-) -> Tensor:
-    """Causal and windowed from the bottom right corner. `left`: tokens before a token's own that it
-    sees; -1: all."""
-    ahead = torch.arange(len(k))[None] - torch.arange(len(k) - len(q), len(k))[:, None]
-    hidden = torch.zeros_like(ahead, dtype=torch.bool)
-    if left >= 0:
-        hidden |= ahead < -left
-    hidden |= ahead > 0
-    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, ~hidden, scale=scale, enable_gqa=True)
-    return out[0].transpose(0, 1)

@@ -15,14 +15,14 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import flash_attn_3_like
+import flash_attn_like
 import interpreted_ptx
 import numpy as np
 import torch
 from halved_layers import halved
 from interpreted_kernels import convert_as_a_gpu_does
 from quantised_experts import write_mxfp4
-from test_attention import FEATURES, MIXES, NO_LIBRARY, SEVERAL, Row
+from test_attention import FEATURES, MIXES, SEVERAL, Row
 from test_attention import check as check_rows
 from test_model_logits import Runner, load
 from tiny_families import EVERY, FUSED, LATENTS
@@ -31,7 +31,6 @@ from tiny_wrapped import PATHS, WRAPPED
 from torch import Tensor
 from triton.runtime import interpreter
 
-from engine.attention.fa3 import by_operator
 from engine.attention.grouped import GroupEnds, Member, PagedGroups
 from engine.attention.latents import LatentBackend
 from engine.attention.paged import PagedStep
@@ -57,8 +56,6 @@ from engine.step.attention import AttentionBatch, Specs
 from engine.step.hooks import AttentionHook, DecodeRows, HookSite, Narrowed
 
 CPU = torch.device("cpu")
-REGISTERED = flash_attn_3_like.registered()
-LIBRARY = by_operator(NO_LIBRARY)
 PAGE, PAGES = 16, 24
 CASES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -129,7 +126,7 @@ class Fused:
     def __init__(self, loaded: LoadedModel) -> None:
         keepers, specs = loaded.config.keepers, loaded.model.attention_specs
         kept_by = loaded.config.kept_by
-        self._library = None if "Glm" in loaded.config.architecture else LIBRARY
+        self._library = None if "Glm" in loaded.config.architecture else flash_attn_like
         groups = [
             GroupSpec(name_of(kind), kind, (Plane(layers, 0, ""),), kept_by(layers).kv_heads)
             for kind, layers in split_layers({at: kept.window for at, kept in keepers.items()})

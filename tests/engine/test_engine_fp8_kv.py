@@ -314,8 +314,8 @@ def test_what_does_not_go_together_is_refused_before_weights_are_read(tiny_path)
         build(tiny_path / "nowhere", page_size=8, **FP8)
     with pytest.raises(EngineError, match="'e5m2' is not one of auto, fp8"):
         build(tiny_path / "nowhere", kv_cache_dtype="e5m2")
-    with pytest.raises(EngineError, match="triton cannot run here: it reads pages in place"):
-        build(tiny_path, attention="triton", **FP8)
+    with pytest.raises(EngineError, match="fa2 cannot run here: it reads pages in place"):
+        build(tiny_path, page_size=256, max_step_tokens=512, attention="fa2", **FP8)
     pool = engines_of(tiny_path, FP8)[0].pool
     with pytest.raises(AttentionError, match="cannot read fp8 KV: fa3 and sdpa can"):
-        choose_backend("triton", pool, (AttentionSpec(1.0),) * 2, CudaKernels())
+        choose_backend("fa2", pool, (AttentionSpec(1.0),) * 2, CudaKernels())

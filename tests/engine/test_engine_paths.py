@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import flash_attn_3_like
+import flash_attn_like
 import pytest
 import torch
 from engine_kit import build, check_baseline, finish, hand_off, running, submit
 from paths_kit import prompt_of
 from references import references
-from test_attention import NO_LIBRARY
 
-from engine.attention.fa3 import Fa3Backend, by_operator
+from engine.attention.fa2 import Fa2Backend
 from engine.engine import EngineError
 from engine.model.decoder import Model
 from engine.pages.watch import CacheEvent, CacheEventKind
@@ -167,14 +166,11 @@ def test_a_gpu_that_is_not_there_is_told_in_words(tiny_path):
         build(tiny_path, device="cuda")
 
 
-def test_flash_attention_over_a_stand_in_for_its_library(tiny_path, reference, monkeypatch):
+def test_flash_attention_2_over_a_stand_in_for_its_library(tiny_path, reference, monkeypatch):
     """Chunks, decode rows and a prefix from the cache, pages of 256 tokens."""
-    library = flash_attn_3_like.registered()
     monkeypatch.setattr(
         "engine.parts.building.choose_backend",
-        lambda _name, pool, specs, **_: Fa3Backend(
-            pool, specs, by_operator(NO_LIBRARY), flash_attn_3_like.decode
-        ),
+        lambda _name, pool, specs, **_: Fa2Backend(pool, specs, flash_attn_like),
     )
     with running(tiny_path, page_size=256, num_pages=40, max_step_tokens=300) as engine:
         prompt = prompt_of(700, seed=9)
@@ -183,7 +179,6 @@ def test_flash_attention_over_a_stand_in_for_its_library(tiny_path, reference, m
             finish(run)
             assert run.tokens == [reference(prompt, 12)]
         assert engine.load().prompt_tokens_cached == 512
-    library._destroy()
 
 
 def test_prompt_log_probabilities_read_no_cache_and_are_computed_in_row_chunks(

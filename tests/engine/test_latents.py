@@ -21,7 +21,7 @@ from tiny_families import LATENTS
 from tiny_models import write_tiny_model
 from waiting import wait_until
 
-from engine.attention import choose_backend
+from engine.attention import AttentionError, choose_backend
 from engine.config import EngineConfig
 from engine.cuda.attention_kernels import CudaKernels
 from engine.model import ModelError, UnsupportedModelError
@@ -183,6 +183,11 @@ def test_what_does_not_go_with_latents_is_named(options, words, path):
 def test_hooks_are_refused(path):
     with pytest.raises(EngineError, match="hooks are set: they see K and V of heads"):
         check_groups(EngineConfig(model=str(path), hooks=("any",)), load(path))
+
+
+def test_a_kernel_that_reads_no_latents_says_so(path):
+    with pytest.raises((EngineError, AttentionError), match="it does not read latents"):
+        build(path, attention="fa2")
 
 
 @pytest.mark.parametrize(
