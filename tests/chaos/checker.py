@@ -80,6 +80,8 @@ class Excuses(NamedTuple):
     """Requests may fail with a status of the table: nobody was left who could run them."""
     router_gone: bool = False
     """It died, or stood still for longer than a connection lasts."""
+    drains: bool = False
+    """A worker was told to shut down: it may be the last that is left."""
 
 
 class Violation(NamedTuple):
@@ -242,7 +244,8 @@ def _status(history: History, excuses: Excuses) -> Found:
         return
     if excuses.router_gone and status.reason == UNREACHABLE:
         return
-    if not _is_in_table(history, status):
+    drains = excuses.drains and (status.code, status.reason) == ("UNAVAILABLE", "DRAINING")
+    if not drains and not _is_in_table(history, status):
         yield "status", f"{status.code} {status.reason} is no status of this moment"
     elif not _is_excused(history, status, excuses):
         yield "promise", f"{status.code} {status.reason} although the run had no excuse for it"

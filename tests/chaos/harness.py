@@ -141,6 +141,7 @@ class Harness:
         return Excuses(
             failures=bool(plan.faults) and (self.lenient or not plan.others_can_take_over),
             router_gone=any(f.target == "router" and not f.is_of_spares for f in plan.faults),
+            drains=any(f.kind == "restart" for f in plan.faults),
         )
 
     def _unformed(self, history: History) -> Iterator[Violation]:

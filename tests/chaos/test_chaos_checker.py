@@ -146,6 +146,13 @@ def test_a_router_that_died_excuses_what_it_carried() -> None:
     assert rules(history(gone), excuses=Excuses(router_gone=True)) == set()
 
 
+def test_only_the_last_worker_that_shuts_down_may_refuse_so() -> None:
+    drained = [status("UNAVAILABLE", "DRAINING")]
+    assert rules(history(drained), excuses=Excuses(failures=True, drains=True)) == set()
+    assert rules(history(drained), excuses=Excuses(drains=True)) == {"promise"}
+    assert rules(history(drained), excuses=Excuses(failures=True)) == {"status"}
+
+
 def test_only_a_poisonous_request_may_be_told_so_without_an_excuse() -> None:
     killed = [status("INTERNAL", "POISON_REQUEST")]
     assert rules(history(killed, replace(ASK, poison=True))) == set()
