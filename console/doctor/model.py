@@ -90,6 +90,9 @@ class Room(NamedTuple):
 
 def check_model(name: str) -> Iterator[Finding]:
     """Checks a folder or a GGUF file."""
+    if not Path(name).expanduser().exists():
+        yield error("model", f"{name} is not on this machine", "fetch it, and name its folder")
+        return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = DTYPES[device.type]
     try:

@@ -30,6 +30,12 @@ def test_it_says_what_runs_how_and_how_much_kv_is_left(tmp_path, monkeypatch):
     assert f"0.50 GiB are left for KV: {tokens:,} tokens of 0.5 KiB" in text
 
 
+@pytest.mark.parametrize("name", ["demo", "org/name", "/nowhere"])
+def test_what_is_not_here_is_not_called_a_wrong_model(name):
+    code, text = text_of(name)
+    assert (code, "is not on this machine -> fetch it" in text) == (1, True)
+
+
 def test_a_config_alone_is_enough_and_windows_are_counted_by_sequence(tmp_path):
     path = write_tiny_model(tmp_path, tokenizer=False, **BY_LAYER["gemma4_shared"])
     (path / "model.safetensors").unlink()
