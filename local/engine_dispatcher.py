@@ -137,6 +137,8 @@ class _Running:
                 )
             case FailureReason.STRUCTURE:
                 return errors.structure_too_complex(self.run.tokens_sent)
+            case FailureReason.NO_TOKEN:
+                return errors.no_token_left(self.run.tokens_sent)
             case FailureReason.HOOK:
                 return errors.hook_failed(event.hook)
             case FailureReason.EXTENSION:

@@ -304,14 +304,18 @@ def numerical_error() -> RouterError:
 
 
 def structure_too_complex(tokens_sent: int) -> RouterError:
-    """The form of the output takes more time or memory to check than it may, needs more fuel for a
-    token than it has, or leaves no token. It would do so again."""
-    return RouterError(
-        grpc.StatusCode.INVALID_ARGUMENT,
-        "STRUCTURE_TOO_COMPLEX",
-        f"the structure is too complex to be followed after {tokens_sent} tokens",
-        {"tokens_sent": str(tokens_sent)},
-    )
+    """The form of the output takes more time or memory to check than it may, or needs more fuel for
+    a token than it has. It would do so again."""
+    words = f"the structure is too complex to be followed after {tokens_sent} tokens"
+    sent = {"tokens_sent": str(tokens_sent)}
+    return RouterError(grpc.StatusCode.INVALID_ARGUMENT, "STRUCTURE_TOO_COMPLEX", words, sent)
+
+
+def no_token_left(tokens_sent: int) -> RouterError:
+    """What narrows the tokens of the output, together, leaves none to draw."""
+    words = f"allowed_token_ids, bad_words and structure leave no token after {tokens_sent} tokens"
+    sent = {"tokens_sent": str(tokens_sent)}
+    return RouterError(grpc.StatusCode.INVALID_ARGUMENT, "NO_TOKEN_LEFT", words, sent)
 
 
 def hook_failed(hook: str) -> RouterError:

@@ -58,14 +58,8 @@ _END_REASONS: Final = {
     EndReason.LENGTH: worker_pb2.END_REASON_LENGTH,
 }
 _FAILURE_REASONS: Final = {
-    FailureReason.INTERNAL: worker_pb2.FAILURE_REASON_INTERNAL,
-    FailureReason.TOO_LARGE: worker_pb2.FAILURE_REASON_TOO_LARGE,
-    FailureReason.NUMERICAL: worker_pb2.FAILURE_REASON_NUMERICAL,
-    FailureReason.STRUCTURE: worker_pb2.FAILURE_REASON_STRUCTURE,
-    FailureReason.HOOK: worker_pb2.FAILURE_REASON_HOOK,
-    FailureReason.EXTENSION: worker_pb2.FAILURE_REASON_EXTENSION,
-    FailureReason.BEAMS: worker_pb2.FAILURE_REASON_BEAMS,
-    FailureReason.ADAPTER: worker_pb2.FAILURE_REASON_ADAPTER,
+    reason: worker_pb2.FailureReason.Value(f"FAILURE_REASON_{reason.name}")
+    for reason in FailureReason
 }
 
 

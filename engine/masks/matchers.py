@@ -17,8 +17,9 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
 from engine.masks.rules import AllowedTokens, BadWords, MinTokens, Rule, ThinkingEnds
+from engine.step.sampling import words_of
 from engine.stopping import end_ids
-from engine.types import Request
+from engine.types import FailureReason, Request
 
 Masks = NDArray[np.int32]
 """[M, W]"""
@@ -43,7 +44,12 @@ _THREADS_START: Final = threading.Lock()
 
 
 class GrammarError(Exception):
-    """A grammar cannot be followed here: it needs more fuel than it has, or is not one."""
+    """A grammar cannot be followed here: it needs more fuel than it has, or is not one; or what
+    narrows the tokens leaves none from the beginning."""
+
+    def __init__(self, what: str, reason: FailureReason = FailureReason.STRUCTURE) -> None:
+        super().__init__(what)
+        self.reason = reason
 
 
 class TokenMatcher:
@@ -57,6 +63,11 @@ class TokenMatcher:
     def is_broken(self) -> bool:
         """Whether the grammar cannot go on, because its fuel was spent."""
         return self.grammar is not None and self.grammar.is_error()
+
+    @property
+    def failure(self) -> FailureReason:
+        """Why no token may be drawn, where none may."""
+        return FailureReason.STRUCTURE if self.is_broken else FailureReason.NO_TOKEN
 
     def consume(self, token_ids: Sequence[int]) -> None:
         """Takes the sequence's next tokens."""
@@ -159,7 +170,21 @@ class Matchers:
             matcher.consume(tokens.tolist())
         if any(matcher.is_broken for matcher in matchers):
             raise GrammarError("the grammar's fuel is spent")
+        if (options.allowed_token_ids or options.bad_words) and not request.generated:
+            self._look_ahead(matchers[0])
         return matchers
+
+    def _look_ahead(self, matcher: TokenMatcher) -> None:
+        """Finds out before a prompt is computed that it can have no first token.
+
+        Raises:
+            GrammarError: it can have none.
+        """
+        masks = np.full((1, words_of(self._vocab_size)), _ALL)
+        if matcher.grammar is not None:
+            matcher.grammar.unsafe_compute_mask_ptr(masks.ctypes.data, masks.nbytes)
+        if not matcher.narrow(masks, 0, ()):
+            raise GrammarError("no first token", matcher.failure)
 
     def _grammar(self, text: str) -> LLMatcher:
         """A matcher at the beginning of a text.

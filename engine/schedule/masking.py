@@ -23,7 +23,6 @@ from engine.schedule.requests import Requests
 from engine.schedule.sequences import Sequence
 from engine.step.plan import StepPlan, StepResult
 from engine.step.sampling import Masks
-from engine.types import FailureReason
 
 
 class Masking:
@@ -50,7 +49,7 @@ class Masking:
                 continue
             owner.matcher.consume([int(token_ids[i])])
             if owner.matcher.is_broken:
-                self._requests.fail(owner.active, FailureReason.STRUCTURE)
+                self._requests.fail(owner.active, owner.matcher.failure)
 
     def fill(
         self,
@@ -84,7 +83,7 @@ class Masking:
         first = 0
         for one, count in zip(asked.values(), holding, strict=True):
             if not count and one.owner.slot >= 0:
-                self._requests.fail(one.owner.active, FailureReason.STRUCTURE)
+                self._requests.fail(one.owner.active, one.wanted.matcher.failure)
             for draw in one.draws:
                 columns = range(max(1, count))
                 rows += [draw * plan.width + column for column in columns]

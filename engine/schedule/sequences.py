@@ -15,7 +15,7 @@ from engine.adapters.types import Adapter
 from engine.beams.chooser import Candidates, Chooser
 from engine.groups.others import AllKept, Spares
 from engine.hooks.requests import HookedRequest
-from engine.masks.matchers import TokenMatcher
+from engine.masks.matchers import GrammarError, TokenMatcher
 from engine.pooling.requests import Pooled
 from engine.tiers.protocol import Wait
 from engine.types import FailureReason, PageIds, Request, Sink, TokenIds, TokenRecord
@@ -123,8 +123,8 @@ class ActiveRequest:
             (self.matchers, FailureReason.STRUCTURE),
             (self.held_adapter, FailureReason.ADAPTER),
         ):
-            if awaited is not None and awaited.done() and awaited.exception() is not None:
-                return reason
+            if awaited is not None and awaited.done() and (error := awaited.exception()):
+                return error.reason if isinstance(error, GrammarError) else reason
         return None
 
     def goes_with(self, sequence: Sequence) -> bool:

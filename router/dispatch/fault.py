@@ -15,6 +15,7 @@ _FINAL: Final = frozenset(
         worker_pb2.FAILURE_REASON_TOO_LARGE,
         worker_pb2.FAILURE_REASON_NUMERICAL,
         worker_pb2.FAILURE_REASON_STRUCTURE,
+        worker_pb2.FAILURE_REASON_NO_TOKEN,
         worker_pb2.FAILURE_REASON_HOOK,
         worker_pb2.FAILURE_REASON_EXTENSION,
         worker_pb2.FAILURE_REASON_BEAMS,

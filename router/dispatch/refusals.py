@@ -30,6 +30,8 @@ def error_of(group: ChoiceGroup, fault: Fault, max_workers_lost: int) -> errors.
             return errors.numerical_error()
         case worker_pb2.FAILURE_REASON_STRUCTURE:
             return errors.structure_too_complex(run.tokens_sent)
+        case worker_pb2.FAILURE_REASON_NO_TOKEN:
+            return errors.no_token_left(run.tokens_sent)
         case worker_pb2.FAILURE_REASON_HOOK:
             return errors.hook_failed(fault.hook)
         case worker_pb2.FAILURE_REASON_EXTENSION:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import replace
 from itertools import pairwise
@@ -17,7 +18,7 @@ from tiny_models import write_tiny_model
 from tokenizers import Tokenizer
 
 from engine.engine import Engine
-from engine.masks.matchers import GrammarError, TokenMatcher
+from engine.masks.matchers import GrammarError, Matchers, TokenMatcher
 from engine.masks.rules import MinTokens, bits_of
 from engine.schedule.sequences import ActiveRequest
 from engine.types import (
@@ -194,15 +195,37 @@ def test_a_grammar_that_cannot_be_made_is_never_admitted() -> None:
     assert not ActiveRequest(request, lambda _: None, 0, matchers=failed).is_prepared
 
 
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [(((5,), (6,)), FailureReason.NO_TOKEN), (((5,), (5, 6)), None), (((5,), (6, 6)), None)],
+)
+def test_no_first_token_is_found_before_a_prompt_is_computed(
+    bad: tuple[tuple[int, ...], ...], reason: FailureReason | None
+) -> None:
+    few = SamplingParams(allowed_token_ids=(5, 6), bad_words=bad)
+    request = Request(b"a", np.array(PROMPT, np.int32), few, StopRules(9), Mode.WHOLE)
+    matchers = Matchers("", 70, ())
+    active = ActiveRequest(request, lambda _: None, 0, matchers=matchers.prepare(request))
+    futures.wait([active.matchers])
+    matchers.close()
+    assert (active.is_prepared, active.lacks) == (reason is None, reason)
+
+
 def test_one_request_without_a_token_fails_alone(engine: Engine) -> None:
     good = submit(engine, PROMPT, 96, sampling=FORMED)
-    bad = submit(engine, PROMPT, 96, sampling=replace(FORMED, allowed_token_ids=(5,)))
-    wrong = submit(engine, PROMPT, 96, sampling=wild(grammar='{"grammars": [{"lark": 3}]}'))
+    bad = {
+        submit(engine, PROMPT, 96, sampling=wild(**fields)): reason
+        for reason, fields in (
+            (FailureReason.NO_TOKEN, {"grammar": FORMED.grammar, "allowed_token_ids": (5,)}),
+            (FailureReason.NO_TOKEN, {"allowed_token_ids": (5, 6), "bad_words": ((5,), (6,))}),
+            (FailureReason.STRUCTURE, {"grammar": '{"grammars": [{"lark": 3}]}'}),
+        )
+    }
     finish(good)
-    for run in (bad, wrong):
+    for run, reason in bad.items():
         assert run.done.wait(30)
         assert run.failed is not None
-        assert run.failed.reason is FailureReason.STRUCTURE
+        assert run.failed.reason is reason
     check_baseline(engine)
 
 

@@ -137,7 +137,7 @@ def test_a_grammar_that_leaves_nothing_fails_alone(path: Path) -> None:
         well = submit(engine, PROMPT, 20, sampling=wild(1))
         doomed.done.wait(60)
         finish(well)
-        assert doomed.failed.reason is FailureReason.STRUCTURE
+        assert doomed.failed.reason is FailureReason.NO_TOKEN
 
 
 # -- the sampler alone --------------------------------------------------------------------------

@@ -77,6 +77,7 @@ ROWS: list[tuple[RouterError, grpc.StatusCode, str, type[Message] | None]] = [
     (errors.hook_failed("quest"), Code.INTERNAL, "HOOK_FAILED", None),
     (errors.tokenizer_unsupported("no"), Code.INTERNAL, "TOKENIZER_UNSUPPORTED", None),
     (errors.structure_too_complex(3), Code.INVALID_ARGUMENT, "STRUCTURE_TOO_COMPLEX", None),
+    (errors.no_token_left(3), Code.INVALID_ARGUMENT, "NO_TOKEN_LEFT", None),
     (errors.cancelled(), Code.CANCELLED, "CANCELLED", None),
     (errors.deadline_exceeded(7), Code.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", None),
     (errors.internal(), Code.INTERNAL, "INTERNAL", None),

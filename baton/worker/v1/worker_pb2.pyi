@@ -194,7 +194,9 @@ class _FailureReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Failure
     FAILURE_REASON_QUEUE_FULL: _FailureReason.ValueType  # 8
     """The queue of this worker is full."""
     FAILURE_REASON_STRUCTURE: _FailureReason.ValueType  # 9
-    """The grammar of the output needs more fuel than it has, or left no token."""
+    """The grammar of the output needs more fuel than it has. Before protocol 1.2
+    also: no token is left.
+    """
     FAILURE_REASON_HOOK: _FailureReason.ValueType  # 10
     """A hook that the request needs has failed."""
     FAILURE_REASON_EXTENSION: _FailureReason.ValueType  # 11
@@ -205,6 +207,8 @@ class _FailureReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Failure
     """The adapter of the request is not loaded here."""
     FAILURE_REASON_BEAMS: _FailureReason.ValueType  # 13
     """The request searches with beams, and the model has several stages here."""
+    FAILURE_REASON_NO_TOKEN: _FailureReason.ValueType  # 14
+    """What narrows the tokens of the output, together, left none to draw."""
 
 class FailureReason(_FailureReason, metaclass=_FailureReasonEnumTypeWrapper):
     """Why an attempt failed at a worker."""
@@ -228,7 +232,9 @@ FAILURE_REASON_BAD_PEER: FailureReason.ValueType  # 7
 FAILURE_REASON_QUEUE_FULL: FailureReason.ValueType  # 8
 """The queue of this worker is full."""
 FAILURE_REASON_STRUCTURE: FailureReason.ValueType  # 9
-"""The grammar of the output needs more fuel than it has, or left no token."""
+"""The grammar of the output needs more fuel than it has. Before protocol 1.2
+also: no token is left.
+"""
 FAILURE_REASON_HOOK: FailureReason.ValueType  # 10
 """A hook that the request needs has failed."""
 FAILURE_REASON_EXTENSION: FailureReason.ValueType  # 11
@@ -239,6 +245,8 @@ FAILURE_REASON_ADAPTER: FailureReason.ValueType  # 12
 """The adapter of the request is not loaded here."""
 FAILURE_REASON_BEAMS: FailureReason.ValueType  # 13
 """The request searches with beams, and the model has several stages here."""
+FAILURE_REASON_NO_TOKEN: FailureReason.ValueType  # 14
+"""What narrows the tokens of the output, together, left none to draw."""
 Global___FailureReason: _TypeAlias = FailureReason  # noqa: Y015
 
 @_typing.final
