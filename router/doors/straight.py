@@ -95,7 +95,12 @@ class Straight:
     def write(self, event: bytes, now_s: float) -> None:
         """Writes an event."""
         self.wrote_s = now_s
-        self._connection.write(b"%x\r\n%b\r\n" % (len(event), event))
+        self._connection.write(chunk_of(event))
+
+
+def chunk_of(event: bytes) -> bytes:
+    """An event as a chunk of HTTP/1.1."""
+    return b"%x\r\n%b\r\n" % (len(event), event)
 
 
 def text_of(delta: TextDelta) -> tuple[str, str] | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import resource
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from openai_kit import Port, answers, open_port, says
 from waiting import until
 
 from router.doors.http.connections import Connection, Connections, _Socket
+from router.jobs import Job, JobEvent
 from router.requests import bounds, deadlines
 from router.requests.bounds import FEWEST_CONNECTIONS, RESERVED_FILES, most_connections
 from router.requests.validation import Limits
@@ -229,6 +231,47 @@ async def test_what_waits_for_its_turn_is_read_in_order(port: Port) -> None:
     client.writer.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body))
     assert await client.ask(b"") == 200
     assert await client.ask() == 200
+
+
+def completion(**fields: object) -> bytes:
+    body = json.dumps({"prompt": "a", "max_tokens": 1, **fields}).encode()
+    return post(f"content-length: {len(body)}", body=body)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_closes_its_own_side_gets_its_answer(tmp_path: Path, stream: bool) -> None:
+    seen = asyncio.Event()
+
+    async def later(job: Job) -> AsyncGenerator[JobEvent, None]:
+        await seen.wait()
+        async for event in says("ab")(job):
+            yield event
+
+    async with open_port(tmp_path, later) as port:
+        client = await Client.of(port)
+        client.writer.write(completion(stream=stream))
+        client.writer.write_eof()
+        interim = await asyncio.wait_for(client.reader.readuntil(b"\r\n\r\n"), LONG_S)
+        assert interim.startswith(b"HTTP/1.1 100 "), "it was seen, and nobody has left"
+        await until(lambda: port.dispatcher.jobs)
+        seen.set()
+        answer = await asyncio.wait_for(client.reader.read(), LONG_S)  # Up to its end.
+    assert answer.count(b"HTTP/1.1 200 ") == 1
+    assert answer.endswith(b"0\r\n\r\n" if stream else b"}")
+
+
+async def test_who_leaves_a_stream_that_stands_still_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it has read all that came, so that its system does not say so by itself."""
+    monkeypatch.setattr("router.doors.http.edge.SILENT_S", 10 * LONG_S)
+    async with open_port(tmp_path, hangs) as port:
+        client = await Client.of(port)
+        client.writer.write(completion(stream=True))
+        await asyncio.wait_for(client.reader.readuntil(b"data: "), LONG_S)
+        await asyncio.sleep(0)
+        client.writer.close()
+        await asyncio.wait_for(port.dispatcher.closed.wait(), LONG_S)
 
 
 async def test_an_answer_that_nobody_reads_is_given_up(

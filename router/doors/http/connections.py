@@ -10,7 +10,7 @@ Life of a connection:
    uvicorn closes connections that are silent after an answer.
 2. Served, once the headers of a request are there.
 3. Waiting again, once the answer is out.
-4. Closed.
+4. Closed. A client may close its own side before: see `router.doors.half_closed`.
 
 At the bound on their number, a new connection replaces the one that has waited longest. If none is
 waiting, the new one is closed.
@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from baton.tls import reason_of
+from router.doors.half_closed import HalfClosed, awaited
 from router.requests.bounds import HEADERS_S, MOST_UNWANTED_BYTES, TURN_BYTES
 
 if TYPE_CHECKING:
@@ -129,6 +130,8 @@ class Connection(asyncio.Protocol):
 
     inner: asyncio.Protocol
     """uvicorn's protocol."""
+    filler = b""
+    """A chunk that means nothing, while a stream is answered."""
 
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
@@ -150,6 +153,7 @@ class Connection(asyncio.Protocol):
         self._greeted = False
         """uvicorn knows of the connection."""
         self._handshake: asyncio.Task[None] | None = None
+        self._half_closed: HalfClosed | None = None
         self._is_lost = False
         self._when_lost: Callable[[], None] | None = None
         self._held: list[bytes] | None = None
@@ -243,6 +247,8 @@ class Connection(asyncio.Protocol):
         if not self._requests:
             self._unwanted_bytes = 0
             self._connections.waits(self)
+            if self._half_closed is not None:
+                self._half_closed.close_if_answered()
 
     def abort(self) -> None:
         """Closes it at once, and drops unsent data."""
@@ -261,13 +267,16 @@ class Connection(asyncio.Protocol):
             self._when_lost()
 
     def eof_received(self) -> bool | None:
-        """The client sends no more bytes."""
-        if not self._greeted:
+        """The client sends no more bytes. True: the connection stays until it has its answer."""
+        if not self._greeted or self._transport is None:
             return None
         if rest := bytes(self._unread):
             self._unread.clear()
             self.inner.data_received(rest)
-        return self.inner.eof_received()
+        is_in_clear = self._connections.tls is None
+        if is_in_clear and not self._half_closed and (cycle := awaited(self.inner)):
+            self._half_closed = HalfClosed(self._transport, cycle, self.write, lambda: self.filler)
+        return True if self._half_closed else self.inner.eof_received()
 
     def pause_writing(self) -> None:
         """The client reads more slowly than the router writes."""
@@ -317,7 +326,7 @@ class Connection(asyncio.Protocol):
 
     def _arrange(self) -> None:
         """Schedules the next turn if bytes wait, else reads from the socket again."""
-        if self._transport is None or self._transport.is_closing():
+        if self._transport is None or self._transport.is_closing() or self._half_closed:
             return
         if self._wanted and not self._unread:
             self._transport.resume_reading()

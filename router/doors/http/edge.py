@@ -42,7 +42,7 @@ from router.doors.http.bodies import Bodies, Body
 from router.doors.http.connections import connection_of
 from router.doors.http.dialect import CHATS, Dialect
 from router.doors.http.statuses import CLIENT_LEFT, JSON, http_status, retry_headers
-from router.doors.straight import Straight
+from router.doors.straight import Straight, chunk_of
 from router.one_line import json_of
 from router.requests.deadlines import UnreadError, read_by
 from router.requests.validation import MAX_CLIENT_TAG_BYTES
@@ -233,9 +233,11 @@ class _Response:
         """Sends a comment whenever the stream has been silent for long."""
         self.straight.wrote_s = time.monotonic()
         self._look_in(SILENT_S)
+        self.connection.filler = chunk_of(COMMENT)
         try:
             yield
         finally:
+            self.connection.filler = b""
             for under_way in (self._look, self._comment):
                 if under_way is not None:
                     under_way.cancel()
