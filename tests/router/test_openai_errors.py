@@ -356,8 +356,14 @@ async def test_the_api_describes_itself(tmp_path: Path) -> None:
     async with open_port(tmp_path, says("a")) as port:
         url = f"http://{port.server.address}/openapi.json"
         document = (await port.client._client.get(url)).json()
-        routes = {route.path for route in port.server.application.routes}
-    assert {path.replace("{name}", "{name:path}") for path in document["paths"]} <= routes
+        routes = port.server.application.routes
+    served = {(route.path, method) for route in routes for method in route.methods - {"HEAD"}}
+    described = {
+        (path.replace("{name}", "{name:path}"), method.upper())
+        for path, methods in document["paths"].items()
+        for method in methods
+    }
+    assert described == served
     chat = document["components"]["schemas"]["ChatRequest"]["properties"]
     assert {"messages", "tools", "guided_json"} <= chat.keys()
     assert "functions" not in chat, "it is refused"

@@ -20,20 +20,29 @@ if TYPE_CHECKING:
 
 Posts = tuple[tuple[str, type[BaseModel], str], ...]
 """Paths that take a body, its model, and what they do."""
-GETS: Final = {
-    "/v1/files": "Files of requests, and of results",
-    "/v1/files/{file_id}": "One of them; DELETE deletes it",
-    "/v1/files/{file_id}/content": "Its content",
-    "/v1/batches": "Batches",
-    "/v1/batches/{batch_id}": "One of them; POST to its /cancel cancels it",
-    "/v1/models": "The models that are served",
-    "/v1/models/{name}": "One of them",
-    "/tokenizer_info": "A model's special tokens and chat template",
-    "/version": "The release",
-    "/health": "200 while some model can run",
-    "/healthz": "The same",
-    "/ping": "The same",
-}
+PAGES: Final = (
+    ("get", "/v1/responses/{response_id}", "A response that is kept"),
+    ("delete", "/v1/responses/{response_id}", "Deletes it"),
+    ("post", "/v1/responses/{response_id}/cancel", "Refused: a kept response is complete"),
+    ("get", "/v1/responses/{response_id}/input_items", "What it was asked for"),
+    ("get", "/v1/files", "Files of requests, and of results"),
+    ("get", "/v1/files/{file_id}", "One of them"),
+    ("delete", "/v1/files/{file_id}", "Deletes it"),
+    ("get", "/v1/files/{file_id}/content", "Its content"),
+    ("get", "/v1/batches", "Batches"),
+    ("get", "/v1/batches/{batch_id}", "One of them"),
+    ("post", "/v1/batches/{batch_id}/cancel", "Cancels it"),
+    ("get", "/v1/models", "The models that are served"),
+    ("get", "/v1/models/{name}", "One of them"),
+    ("get", "/tokenizer_info", "A model's special tokens and chat template"),
+    ("get", "/version", "The release"),
+    ("get", "/health", "200 while some model can run"),
+    ("get", "/healthz", "The same"),
+    ("get", "/ping", "The same"),
+    ("post", "/ping", "The same"),
+    ("get", "/openapi.json", "This description"),
+)
+"""Methods and paths that take no body, and what they do."""
 _UNSUPPORTED: Final = "x-unsupported"
 
 
@@ -58,8 +67,8 @@ def description(posts: Posts) -> JSON:
         _drop_unsupported(schema)
     paths: JSON = {path: {"post": _post(model, summary)} for path, model, summary in posts}
     paths["/v1/files"] = {"post": _UPLOAD}
-    for path, summary in GETS.items():
-        paths.setdefault(path, {})["get"] = _get(path, summary)
+    for method, path, summary in PAGES:
+        paths.setdefault(path, {})[method] = _page(path, summary)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Baton", "version": __version__},
@@ -87,7 +96,7 @@ def _post(model: type[BaseModel], summary: str) -> JSON:
     }
 
 
-def _get(path: str, summary: str) -> JSON:
+def _page(path: str, summary: str) -> JSON:
     named = path.partition("{")[2].partition("}")[0]
     name = {"name": named, "in": "path", "required": True, "schema": {"type": "string"}}
     return {

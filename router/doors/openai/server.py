@@ -70,6 +70,7 @@ if TYPE_CHECKING:
 MESSAGES: Final = "/v1/messages"
 COUNT_TOKENS: Final = "/v1/messages/count_tokens"
 RESPONSES: Final = "/v1/responses"
+INPUT_TOKENS: Final = f"{RESPONSES}/input_tokens"
 SCORE: Final = "/v1/score"
 RERANK: Final = "/v1/rerank"
 ALIASES: Final = {SCORE: ("/score",), RERANK: ("/v2/rerank", "/rerank")}
@@ -112,11 +113,18 @@ _POSTS: Final[Posts] = (
     (CHAT_COMPLETIONS, ChatRequest, "The next turn of a conversation, as in OpenAI's API"),
     (COMPLETIONS, CompletionRequest, "A text that goes on, as in OpenAI's API"),
     (RESPONSES, ResponseRequest, "A response, as in OpenAI's API"),
+    (INPUT_TOKENS, ResponseRequest, "The number of a response's input tokens"),
     (MESSAGES, MessageRequest, "A message, as in Anthropic's API"),
     (COUNT_TOKENS, CountRequest, "The number of a message's tokens"),
     (EMBEDDINGS, EmbeddingRequest, "A vector for each input, as in OpenAI's API"),
-    (SCORE, ScoreRequest, "How well pairs of texts go together, as in vLLM's server"),
-    (RERANK, RerankRequest, "Documents by relevance, as in Cohere's API and vLLM's server"),
+    *(
+        (path, ScoreRequest, "How well pairs of texts go together, as in vLLM's server")
+        for path in (SCORE, *ALIASES[SCORE])
+    ),
+    *(
+        (path, RerankRequest, "Documents by relevance, as in Cohere's API and vLLM's server")
+        for path in (RERANK, *ALIASES[RERANK])
+    ),
     (BATCHES, BatchRequest, "Begins a batch over a file of requests, as in OpenAI's API"),
     (TOKENIZE, TokenizeRequest, "The ids that a generation would run"),
     (DETOKENIZE, DetokenizeRequest, "The text of ids"),
@@ -178,7 +186,7 @@ class OpenAiServer(EmbeddedHttpServer):
         api = (
             *(method(path, inside.methods[path]) for path in (COMPLETIONS, CHAT_COMPLETIONS)),
             method(RESPONSES, responses.create, NAMED_EVENTS),
-            method(f"{RESPONSES}/input_tokens", responses.count_tokens, NAMED_EVENTS),
+            method(INPUT_TOKENS, responses.count_tokens, NAMED_EVENTS),
             *ResponsePages(store, gate).routes(RESPONSES),
             method(MESSAGES, messages.create, MESSAGES_DIALECT),
             method(COUNT_TOKENS, messages.count_tokens, MESSAGES_DIALECT),
