@@ -39,6 +39,8 @@ from typing import Final
 FINGERPRINT: Final = "__meta_baton_fingerprint"
 """Label of a worker at the router's `/discovery`: workers that have it alike exchange KV.
 Prometheus drops labels of this beginning, so it makes no series."""
+FAILURE_UNIT: Final = "__meta_baton_failure_unit"
+"""Another one, of workers that end together, such as those of an expert group."""
 SCHEMA_URL: Final = "https://opentelemetry.io/schemas/1.44.0"
 SCOPE: Final = "baton"
 """The instrumentation scope of all spans."""

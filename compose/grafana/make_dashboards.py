@@ -245,11 +245,15 @@ BALANCE: Final = [
         "Rows of the fullest rank's experts",
         [
             (f"max by (worker, stage) ({PAIRS}) / avg by (worker, stage) ({PAIRS})", "{{worker}}"),
-            (f"max(sum by (worker) ({PAIRS})) / avg(sum by (worker) ({PAIRS}))", "of workers"),
+            (
+                f"max by (model, role) (sum by (worker, model, role) ({PAIRS}))"
+                f" / avg by (model, role) (sum by (worker, model, role) ({PAIRS}))",
+                "{{model}} {{role}}",
+            ),
         ],
         "none",
-        "Over the mean of a worker's ranks, and of all workers: those of an expert group wait for"
-        " the fullest. 1 where experts are chosen evenly.",
+        "Over the mean of a worker's ranks, and of the workers of a model and role: those of an"
+        " expert group wait for the fullest. 1 where experts are chosen evenly.",
     ),
     Panel(
         "GPUs",

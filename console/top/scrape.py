@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from telemetry.names import FINGERPRINT, Metric
+from telemetry.names import FAILURE_UNIT, FINGERPRINT, Metric
 
 TIMEOUT_S: Final = 3.0
 """A process that is slower is shown as silent, as Prometheus would."""
@@ -76,6 +76,8 @@ class Known(NamedTuple):
     model: str = ""
     kind: str = ""
     """Workers of one model that have it alike exchange KV; "": unknown."""
+    unit: str = ""
+    """Workers that have it alike end together, as those of an expert group; "": it ends alone."""
 
 
 class Target(NamedTuple):
@@ -84,6 +86,7 @@ class Target(NamedTuple):
     admin: str = ""
     model: str = ""
     kind: str = ""
+    unit: str = ""
 
 
 class AdapterAt(NamedTuple):
@@ -159,8 +162,9 @@ def _targets(admin: str) -> dict[str, Target]:
     try:
         listed = json.loads(_get(f"{base_url(admin)}/discovery"))
         found = ((one["targets"][0], one["labels"]) for one in listed)
+        said = ("model", FINGERPRINT, FAILURE_UNIT)
         return {
-            labels["worker"]: Target(at, labels.get("model", ""), labels.get(FINGERPRINT, ""))
+            labels["worker"]: Target(at, *(labels.get(name, "") for name in said))
             for at, labels in found
         }
     except (ValueError, KeyError, IndexError, TypeError):
@@ -191,7 +195,7 @@ def _known(router: Scraped, where: Mapping[str, Target]) -> list[Known]:
         have = dict(labels)
         name = have["worker"]
         at = where.get(name, Target()) if up else Target()
-        found.append(Known(name, have["role"], at.admin, bool(up), at.model, at.kind))
+        found.append(Known(name, have["role"], at.admin, bool(up), at.model, at.kind, at.unit))
     order = {"prefill": 0, "decode": 1, "both": 2}
     found.sort(key=lambda one: (not one.attached, order.get(one.role, 3), one.name))
     return found

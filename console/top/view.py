@@ -86,7 +86,7 @@ class WorkerView:
     fullest_experts: float | None = None
     """What the rank that computes most for experts has, of the mean of all ranks, since the earlier
     scrape; None: they hold none whole. In an expert group: what this worker has, of the mean of
-    such workers of its role."""
+    its group."""
     stage_shares: tuple[float, ...] = ()
     """Share of time in which the ranks of each stage computed, the first stage first; empty with
     one stage, and where nobody knows."""
@@ -291,12 +291,14 @@ def _with_experts(workers: list[WorkerView], now: Scrape, before: Scrape) -> lis
         found[worker.name] = max(fullest, default=None)
         if sum(map(len, pairs)) == 1:
             alone[worker.name] = pairs[0][0]
-    for worker in workers:
-        beside = [
-            alone[one.name] for one in workers if one.role == worker.role and one.name in alone
-        ]
-        if worker.name in alone and len(beside) > 1 and any(beside):
-            found[worker.name] = alone[worker.name] / fmean(beside)
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for known in now.workers:
+        if known.name in alone:
+            groups.setdefault((known.role, known.model, known.unit), []).append(known.name)
+    for names in groups.values():
+        mean = fmean(alone[name] for name in names)
+        if len(names) > 1 and mean:
+            found |= {name: alone[name] / mean for name in names}
     return [replace(worker, fullest_experts=found[worker.name]) for worker in workers]
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from telemetry.names import FINGERPRINT
+from telemetry.names import FAILURE_UNIT, FINGERPRINT
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -32,5 +32,5 @@ def discovery_route(members: Callable[[], Iterable[WorkerLink]]) -> Route:
 def _target(link: WorkerLink) -> dict[str, object]:
     model = link.identity.model
     labels = {"worker": link.worker_id, "role": link.role, "model": model.name}
-    own = {FINGERPRINT: model.fingerprint}
+    own = {FINGERPRINT: model.fingerprint, FAILURE_UNIT: link.identity.failure_unit}
     return {"targets": [link.identity.admin_address], "labels": labels | own}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import socket
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from console.commands.top import _looks
 from console.top.scrape import Known, Scrape, Scraped, TopError, scrape
 from console.top.screen import WIDTH, _bytes_a_second, draw, milliseconds, rate, short
 from console.top.view import View, quantile, view
-from telemetry.names import Metric
+from telemetry.names import FAILURE_UNIT, Metric
 
 BOUNDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
@@ -193,6 +194,8 @@ def test_the_wait_for_the_slowest_rank_is_shown_by_step(pages: Pages) -> None:
 def test_the_fullest_experts_are_shown(pages: Pages, is_group: bool) -> None:
     """Of the ranks of a worker, and of the workers of an expert group, each of which has one."""
     pages.attach("decode-0")
+    labels = {"worker": "decode-0", "model": "m", FAILURE_UNIT: "a"}
+    pages.discovery = json.dumps([{"targets": [pages.address], "labels": labels}])
     pairs = Counter(Metric.RANK_PAIRS, "", ("rank", "stage"), registry=pages.registry)
     for rank in "0" if is_group else "01":
         pairs.labels(rank, "0").inc(900)
@@ -208,6 +211,10 @@ def test_the_fullest_experts_are_shown(pages: Pages, is_group: bool) -> None:
         before = replace(before, samples={**before.samples, "decode-1": before.samples["decode-0"]})
         found = view(now, before)
         assert [one.fullest_experts for one in found.workers] == pytest.approx([0.5, 1.5])
+        for beside in ({"unit": "b"}, {"model": "n"}, {"role": "prefill"}):
+            apart = replace(now, workers=[now.workers[0], other._replace(**beside)])
+            shown = [one.fullest_experts for one in view(apart, before).workers]
+            assert shown == [None, None], beside
     else:
         found = view(now, before)
         assert found.workers[0].fullest_experts == pytest.approx(2.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -10,11 +11,14 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 from scripted_worker import BOTH, DECODE, PREFILL, Cluster, ScriptedWorker, until, with_settings
+from starlette.requests import Request
 
 from baton.grpc_options import channel_options, server_options
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
+from router.workers.discovery import discovery_route
 from router.workers.link import Loss
 from router.workers.registry import STARTS_KEPT, RegistryServicer
+from telemetry.names import FAILURE_UNIT
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -58,6 +62,17 @@ async def test_announcing_opens_one_stream(cluster: Cluster) -> None:
         await until(lambda: cluster.registry.members)
         assert (await stub.Announce(request)).attached
         assert len(cluster.registry.members) == 1
+
+
+async def test_discovery_tells_groups_apart(cluster: Cluster) -> None:
+    for name, unit in (("a", "one"), ("b", "")):
+        await cluster.add(name, DECODE, failure_unit=unit)
+    for link in cluster.registry.members:
+        link.identity.admin_address = "127.0.0.1:9"
+    route = discovery_route(lambda: cluster.registry.members)
+    listed = json.loads((await route.endpoint(Request({"type": "http"}))).body)
+    labels = [one["labels"] for one in listed]
+    assert {one["worker"]: one[FAILURE_UNIT] for one in labels} == {"a": "one", "b": ""}
 
 
 @pytest.mark.parametrize("field", ["worker_id", "address", "role", "model"])
