@@ -291,7 +291,7 @@ async def test_an_answer_that_nobody_reads_is_given_up(
     monkeypatch.setattr(deadlines, "asyncio", SimpleNamespace(timeout=timeout))
     counted = RouterMetrics(RouterLoad)
     script = answers(lambda job, choice: [70] * 1000)
-    limits = Limits(max_request_duration_s=1.0, max_unread_tokens=1 << 20)
+    limits = Limits(max_request_duration_s=LONG_S, max_unread_tokens=1 << 20)
     async with open_port(tmp_path, script, events=counted, limits=limits) as port:
         tasks = len(asyncio.all_tasks())
         with socket.socket() as client:
