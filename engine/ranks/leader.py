@@ -17,14 +17,11 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -32,6 +29,7 @@ import zmq
 
 from engine.config import EngineConfig
 from engine.hosts.control import Control
+from engine.hosts.folder import PrivateFolder
 from engine.hosts.lifeline import STOPPED_S
 from engine.hosts.meetings import RankMeetings
 from engine.hosts.others import Heard, OtherHosts
@@ -75,7 +73,8 @@ class HostRanks:
         self._share = Share.of(0, config.nodes, config.ranks)
         grid = Grid(config.pp, config.tp)
         own = self._group = RankGroup(config.device, 0, grid, 0)
-        self._folder = Path(tempfile.mkdtemp(prefix="baton-ranks-"))
+        self._own_folder = PrivateFolder()
+        self._folder = self._own_folder.path
         self.stats = RankStats(
             self._folder, grid.size, create=True, beside=grid.tp, here=self._share.count
         )
@@ -226,7 +225,7 @@ class HostRanks:
         if self._inbox is not None:
             self.memories = self._inbox.receive()
         self.stats.has_started = True
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._own_folder.remove()
 
     def _meet(self, sockets: Sequence[zmq.Socket[bytes]]) -> None:
         """Waits until the connections of ranks stand."""
@@ -299,7 +298,7 @@ class HostRanks:
         if self._meetings is not None:
             self._meetings.close()
         self._control.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._own_folder.remove()
 
     @property
     def _kept(self) -> Keeper:

@@ -101,6 +101,8 @@ def ensure(progress: Progress | None = None) -> Path:
     with _locked(target.with_suffix(".lock"), report):
         if is_ready(target):
             return target
+        for left in target.parent.glob(f".{MODEL_NAME}-*"):  # By a process that was killed.
+            shutil.rmtree(left, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix=f".{MODEL_NAME}-", dir=target.parent) as scratch:
             gguf = _download(Path(scratch), report)
             made = Path(scratch) / "model"

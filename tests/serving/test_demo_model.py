@@ -34,7 +34,9 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
 
 def test_it_is_made_once(made: list[str], tmp_path: Path) -> None:
+    (tmp_path / "models" / f".{demo.MODEL_NAME}-of-one-that-was-killed").mkdir(parents=True)
     first = demo.ensure()
+    assert not [*first.parent.glob(".*")]
     assert first == demo.ensure() == tmp_path / "models" / demo.MODEL_NAME
     assert made == ["download", "convert"]
     assert finding.find("demo") == (str(first), demo.MODEL_NAME)

@@ -18,14 +18,11 @@ import logging
 import os
 import queue
 import select
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import grpc
@@ -33,6 +30,7 @@ import grpc
 from baton.grpc_options import direct_options
 from baton.version import __version__
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
+from engine.hosts.folder import PrivateFolder
 from engine.hosts.lifeline import SILENT_S, STOPPED_S
 from engine.hosts.processes import RankProcesses, Share, StoppedRanks
 from engine.hosts.rows import Rows
@@ -110,7 +108,8 @@ class Agent:
         self._net = net
         self._keys = Keys.new()
         self._share = Share.of(place.node, place.nodes, settings.ranks)
-        self._folder = Path(tempfile.mkdtemp(prefix="baton-ranks-"))
+        self._own_folder = PrivateFolder()
+        self._folder = self._own_folder.path
         self._rows = Rows(self._folder, self._share)
         self._ranks: RankProcesses | None = None
         self._digest = model_digest(settings.model)
@@ -131,7 +130,7 @@ class Agent:
             reason = str(ended)
         finally:
             self._end_ranks(at_once=bool(reason))
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._own_folder.remove()
         if not reason:
             return 0
         logger.error("the agent ends: %s", reason)
