@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hard_end import HardEnd
 from hypothesis import HealthCheck, settings
 from nursery import ranks_here
 from stand_in_names import Names, lookup
@@ -48,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     settings.load_profile("slow" if config.getoption("--slow") else "baton")
     config.pluginmanager.register(Files())
+    config.pluginmanager.register(HardEnd())
     if (minutes := config.getoption("--minutes")) is not None:
         config.pluginmanager.register(Turn(this_turn(), minutes))
 

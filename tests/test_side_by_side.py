@@ -80,6 +80,39 @@ def test_a_failed_test_that_is_not_found_again_has_failed(tmp_path: Path) -> Non
     assert run([part(tmp_path, "one", SOUND, RENAMED), part(tmp_path, "two", SOUND)]) == FAILED
 
 
+ENDS_HARD = """
+from hard_end import HardEnd
+pytest_plugins = ["pytest_timeout"]
+def pytest_configure(config):
+    config.pluginmanager.register(HardEnd(0.5))
+"""
+# The alarm comes up in the loop, which cancels its tasks and waits for them.
+STANDS = """
+import asyncio, subprocess, pytest
+async def stands():
+    while True:
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:
+            print("no")
+@pytest.mark.timeout(0.5)
+def test_stands():
+    subprocess.Popen(["sleep", "600"])
+    asyncio.run(stands())
+"""
+
+
+def test_a_test_that_swallows_its_limit_ends_its_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([part(tmp_path, "one", STANDS, SOUND, conftest=ENDS_HARD)]) == FAILED
+    told = capsys.readouterr().out
+    assert "one      FAILED test_0.py::test_stands - did not end within 0.5 s" in told
+    for shown in ("one      thread MainThread:", "one      task Task-", "await asyncio.sleep(600)"):
+        assert shown in told
+    assert "one      no\n" in told
+
+
 def test_arguments_may_name_tests_beside_one_process() -> None:
     named = "tests/test_side_by_side.py"
     assert main(["--one", "--collect-only", "-q", named]) == 0
