@@ -57,10 +57,9 @@ from serving.models.demo_model import DemoModelError
 from serving.models.hub import HubError
 from serving.net.tls import TlsError
 from serving.output import mend_streams, stderr, stdout
-from serving.settings import SettingsError
+from serving.settings import WRONG_USE, SettingsError
 
 FAILED: Final = 1
-WRONG_USE: Final = 2
 TRY_LATER: Final = 3
 INTERRUPTED: Final = 130
 _PYDANTICS: Final = "Value error, "

@@ -41,6 +41,7 @@ from engine.parts.building import (
 )
 from engine.parts.defaults import check_memory, on_device, use_device, with_defaults
 from engine.parts.paging import EngineError as EngineError
+from engine.parts.paging import NotNowError as NotNowError
 from engine.parts.paging import make_pages, resolved
 from engine.parts.scheduling import late_rows_of, scheduler_of
 from engine.pool.pools import KvPools
@@ -133,7 +134,7 @@ class Engine:
             ranks.close()
             if not reason:
                 raise
-            raise EngineError(reason) from error
+            raise NotNowError(reason) from error
         except BaseException:
             ranks.close()
             raise
@@ -317,7 +318,7 @@ def _ranks(config: EngineConfig, beside: str, hosts: OtherHosts | None) -> Ranks
             return GroupedRanks(config)
         return NoRanks() if config.ranks == 1 else HostRanks(config, beside, hosts)
     except OSError as error:
-        raise EngineError(f"no rank can be started: {error}") from error
+        raise NotNowError(f"no rank can be started: {error}") from error
 
 
 def _model_info(

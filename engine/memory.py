@@ -150,24 +150,34 @@ def _gib(count: int) -> str:
 def available_bytes() -> int:
     """Memory of this host that is available without swapping, or what a container's limit leaves of
     it. The page cache counts as free."""
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return available_and_all_bytes()[0]
+
+
+def available_and_all_bytes() -> tuple[int, int]:
+    """As `available_bytes`; and what there would be if nobody used any."""
+    page_bytes = os.sysconf("SC_PAGE_SIZE")
+    available, total = (
+        os.sysconf(name) * page_bytes for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES")
+    )
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024
-    return min((available, *_left_of_limits()))
+    limit = _limit()
+    return (available, total) if limit is None else (min(available, limit[0]), min(total, limit[1]))
 
 
-def _left_of_limits() -> tuple[int, ...]:
-    """What the limits of the process's control group leave (cgroup v2); none without limits."""
+def _limit() -> tuple[int, int] | None:
+    """What the limit of the process's control group leaves (cgroup v2), and the limit; None without
+    one."""
     try:
         most = (_CGROUP / "memory.max").read_text().strip()
         if most == "max":
-            return ()
+            return None
         used = int((_CGROUP / "memory.current").read_text())
         stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
-        return ()
-    return (int(most) - used + int(stat.get("inactive_file", 0)),)
+        return None
+    return int(most) - used + int(stat.get("inactive_file", 0)), int(most)
 
 
 def free_gpu_bytes(gpu: str) -> int | None:

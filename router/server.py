@@ -11,7 +11,7 @@ Life of the process:
    once: clients connect to another router for their next requests.
 4. Stopping. Remaining requests end with DRAINING. The streams to the workers close.
 
-The exit code is 0 if every request finished.
+The exit code is 0 if every request finished, and `WRONG_USE` if a file of the operator's is wrong.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ from serving.net.internal_net import routers_net
 from serving.net.refusals import Callers
 from serving.net.spans import exporter_to_router
 from serving.net.tls import DoorCertificate, TlsError
+from serving.settings import WRONG_USE
 from telemetry.logs import log_loop_errors, setup_logging
 from telemetry.metrics.loop_lag import EventLoopLag
 from telemetry.metrics.router import RouterLoad, RouterMetrics
@@ -357,7 +358,7 @@ def main(settings: RouterSettings) -> int:
             return runner.run(serve(settings))
     except (TokensFileError, TemplateFileError, TlsError, StoreError) as error:
         logger.error("the router cannot start: %s", error)
-        return 1
+        return WRONG_USE if isinstance(error, TokensFileError | TemplateFileError) else 1
 
 
 def _folders(settings: RouterSettings) -> ModelFolders:

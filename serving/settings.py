@@ -52,6 +52,11 @@ DEBUG: Final = "debug"
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
+WRONG_USE: Final = 2
+"""Exit code where settings, a model or files of the operator are wrong: to start again changes
+nothing. typer's own for a wrong command."""
+
+
 class SettingsError(Exception):
     """Settings are wrong. The message names the field and says what is wrong."""
 

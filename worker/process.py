@@ -10,7 +10,8 @@ Life of the process:
    second signal cuts short.
 4. Stopping: all legs that are left fail with DRAINING. Streams, engine and transfer thread end.
 
-The exit code is 0 if nothing had to be cut short. A step that hangs or a lost device ends the
+The exit code is 0 if nothing had to be cut short, and `WRONG_USE` if the settings or the model are
+wrong; then another start would do no better. A step that hangs or a lost device ends the
 process at any time (`worker.watchdog`), with an exit code of its own.
 """
 
@@ -26,7 +27,7 @@ from typing import Final
 import torch
 
 from baton.worker.v1 import worker_pb2
-from engine.engine import Engine, EngineError
+from engine.engine import Engine, EngineError, NotNowError
 from engine.model import ModelError
 from faults import failpoints
 from kv_transfer.ranks.build import BESIDE
@@ -38,7 +39,7 @@ from serving.net.internal_net import InternalNet, workers_net
 from serving.net.spans import exporter_to_router
 from serving.net.tls import TlsError
 from serving.release import stamp
-from serving.settings import SettingsError
+from serving.settings import WRONG_USE, SettingsError
 from telemetry.logs import log_loop_errors, setup_logging
 from telemetry.names import Service
 from telemetry.tracing import Tracing, setup_tracing
@@ -141,7 +142,7 @@ def _run_with(
             engine = Engine.build(engine_config(settings), progress, BESIDE, group)
     except (EngineError, ModelError) as error:
         logger.error("the engine cannot be built: %s", error)
-        return 1
+        return 1 if isinstance(error, NotNowError) else WRONG_USE
     endpoint = settings.otlp_endpoint
     exporter = exporter_to_router(net, endpoint)
     tracing = setup_tracing(service, settings.name, endpoint, exporter=exporter)

@@ -13,7 +13,7 @@ from engine.bounds import MOST_RANKS
 from engine.checkpoints import Weights
 from engine.config import MTP, EngineConfig, tiers_obstacle
 from engine.parts.adapters import check_adapters
-from engine.parts.paging import EngineError
+from engine.parts.paging import EngineError, NotNowError
 from engine.pool.kinds import PoolError, pool_type
 from engine.speculation import choosing
 from engine.step.dispatch import GroupPlace, place_of
@@ -89,11 +89,12 @@ def check_memory(config: EngineConfig, weights: Weights, device: torch.device) -
         on_gpu=on_gpu,
         workers=1 if on_gpu else config.ranks,
     )
-    free = torch.cuda.mem_get_info(device)[0] if on_gpu else memory.available_bytes()
+    free, total = torch.cuda.mem_get_info(device) if on_gpu else memory.available_and_all_bytes()
     try:
         memory.check(need, free, str(device) if on_gpu else "this machine")
     except memory.NoRoomError as error:
-        raise EngineError(str(error)) from error
+        kind = NotNowError if need.all_bytes <= total else EngineError
+        raise kind(str(error)) from error
 
 
 def _check_tiers(config: EngineConfig) -> None:

@@ -39,6 +39,11 @@ class EngineError(Exception):
     """The engine cannot be built as configured; the message says what to change."""
 
 
+class NotNowError(EngineError):
+    """The engine cannot be built now. Others have what it needs, or a part of it was lost: the same
+    configuration may do another time."""
+
+
 def dtype_of(name: str) -> torch.dtype:
     """The dtype of this name.
 
@@ -243,7 +248,7 @@ def make_pages(
     share = share_of(config, specs, loaded)
     page_bytes = share[0].page_bytes
     if num_pages < 2:
-        raise EngineError(
+        raise NotNowError(
             f"memory is left for {max(0, num_pages)} pages of {page_bytes} bytes: raise"
             " kv_memory_gib or gpu_memory_utilization, or lower max_step_tokens or max_sequences"
         )
@@ -254,11 +259,11 @@ def make_pages(
     if len(specs) > 1:
         what += f", and those of other groups, {size} bytes in all,"
     if device.type == "cpu" and size > memory.available_bytes():
-        raise EngineError(f"{what} are more than the memory left: lower num_pages or kv_memory_gib")
+        raise NotNowError(f"{what} are more than the memory left: lower num_pages or kv_memory_gib")
     try:
         pools = _allocate(counts, specs, config, loaded, device)
     except torch.OutOfMemoryError as error:
-        raise EngineError(
+        raise NotNowError(
             f"{what} are more than the GPU has left: lower"
             " num_pages, kv_memory_gib or gpu_memory_utilization"
         ) from error
@@ -313,7 +318,9 @@ def make_arenas(config: EngineConfig, pools: KvPools) -> list[HostArena]:
             HostArena(size, pool.data.shape[1], pool.device)
             for size, pool in zip(sizes, pools, strict=True)
         ]
-    except (HostMemoryError, ValueError) as error:
+    except HostMemoryError as error:
+        raise NotNowError(str(error)) from error
+    except ValueError as error:
         raise EngineError(str(error)) from error
 
 

@@ -12,7 +12,7 @@ from engine.hooks.requests import RequestHooks
 from engine.pages.blocks import BlockManager
 from engine.pages.eviction import EVICTION_POLICIES
 from engine.pages.poison import PagePoison
-from engine.parts.paging import EngineError
+from engine.parts.paging import EngineError, NotNowError
 from engine.pool.pools import KvPools
 from engine.sampling import Sampler
 from engine.schedule.policies import POLICIES
@@ -78,7 +78,9 @@ def _build_tiers(
             mover,
             others,
         )
-    except (HostMemoryError, StoreError, ValueError) as error:
+    except (HostMemoryError, StoreError) as error:
+        raise NotNowError(str(error)) from error
+    except ValueError as error:
         raise EngineError(str(error)) from error
 
 

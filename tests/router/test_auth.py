@@ -30,6 +30,7 @@ from router.errors import RouterError
 from router.jobs import NO_QUOTA, Quota
 from router.server import main
 from router.settings import RouterSettings
+from serving.settings import WRONG_USE
 from telemetry.metrics.router import RouterLoad, RouterMetrics
 from telemetry.names import Metric
 
@@ -164,7 +165,7 @@ def test_a_router_does_not_start_on_a_file_that_it_cannot_read(
     missing = str(tmp_path / "none.toml")
     with pytest.raises(TokensFileError):
         gate_of(missing)
-    assert main(RouterSettings(auth_tokens_file=missing)) == 1
+    assert main(RouterSettings(auth_tokens_file=missing)) == WRONG_USE
     assert "No such file" in caplog.text
 
 

@@ -25,12 +25,14 @@ from worker_kit import DECODE, PREFILL, WHOLE, until
 
 from baton.grpc_options import server_options
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
+from engine import memory
 from engine.engine import Engine
 from router.dispatch.merge import step_tokens
-from serving.settings import SettingsError
+from serving.net.internal_net import workers_net
+from serving.settings import WRONG_USE, SettingsError
 from serving.wire import pack_ids
 from worker.engine_config import engine_config
-from worker.process import begin_address_file, main
+from worker.process import _run_with, begin_address_file, main
 from worker.router_addresses import RouterAddresses
 from worker.server import SERVICE_NAME, Worker
 from worker.settings import Role, WorkerSettings
@@ -182,6 +184,23 @@ class RegistryRecorder(worker_pb2_grpc.RegistryServiceServicer):
         return worker_pb2.AnnounceResponse(attached=True)
 
 
+def begun(tiny: Path, router: str, **more: object) -> Child:
+    options = {
+        "role": "both",
+        "model": str(tiny),
+        "device": "cpu",
+        "threads": "1",
+        "admin": "127.0.0.1:0",
+        "routers": router,
+        "transport": "loopback",
+    }
+    flags = [part for name, value in options.items() for part in (f"--{name}", value)]
+    variables = variables_of({"drain_s": 20, **more})
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    command = [sys.executable, "-m", "baton", "worker", *flags]
+    return fork(command, environment, tiny.with_name("worker.log"))
+
+
 @asynccontextmanager
 async def a_process(tiny: Path, **more: object) -> AsyncIterator[tuple[Child, RouterEnd]]:
     """A worker process, and a router that is attached to it."""
@@ -190,20 +209,7 @@ async def a_process(tiny: Path, **more: object) -> AsyncIterator[tuple[Child, Ro
     worker_pb2_grpc.add_RegistryServiceServicer_to_server(recorder, registry)
     port = registry.add_insecure_port("127.0.0.1:0")
     await registry.start()
-    options = {
-        "role": "both",
-        "model": str(tiny),
-        "device": "cpu",
-        "threads": "1",
-        "admin": "127.0.0.1:0",
-        "routers": f"127.0.0.1:{port}",
-        "transport": "loopback",
-    }
-    flags = [part for name, value in options.items() for part in (f"--{name}", value)]
-    command = [sys.executable, "-m", "baton", "worker", *flags]
-    variables = variables_of({"num_pages": 200, "drain_s": 20, **more})
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    process = await asyncio.to_thread(fork, command, environment, tiny.with_name("worker.log"))
+    process = await asyncio.to_thread(begun, tiny, f"127.0.0.1:{port}", num_pages=200, **more)
     try:
         async with asyncio.timeout(START_S):
             identity = await recorder.heard.get()
@@ -277,6 +283,26 @@ async def test_an_error_in_the_step_loop_ends_the_worker_at_once(tiny: Path) -> 
         await router.say(submit=submit(WHOLE, [5] * 40, b"r" * 16, stopping=stopping))
         await router.heard("first_token")
         assert await asyncio.to_thread(process.wait, START_S) == EXIT_DEVICE_LOST
+
+
+@pytest.mark.parametrize("wrong", [{"max_step_tokens": 1}, {"kv_memory_gib": 1 << 20}, "model"])
+def test_who_is_started_again_in_vain_says_so(
+    tiny: Path, tmp_path: Path, wrong: dict[str, int] | str
+) -> None:
+    if wrong == "model":
+        tiny, wrong = tmp_path, {}
+        (tiny / "config.json").write_text('{"architectures": ["Unknown"], "model_type": "none"}')
+    assert begun(tiny, "127.0.0.1:9", **wrong).wait(START_S) == WRONG_USE
+
+
+@pytest.mark.parametrize(("all_bytes", "code"), [(1 << 50, 1), (1 << 20, WRONG_USE)])
+def test_memory_that_others_have_may_be_there_another_time(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, all_bytes: int, code: int
+) -> None:
+    monkeypatch.setattr(memory, "available_and_all_bytes", lambda: (0, all_bytes))
+    given = settings(tiny, Role.BOTH)
+    routers, net = RouterAddresses(given.routers), workers_net(given.tls, given.name)
+    assert _run_with(given, "test", routers, net, None) == code
 
 
 def test_an_address_file_is_tried_before_the_model_is_read(tiny: Path, tmp_path: Path) -> None:
