@@ -76,7 +76,7 @@ class Leader:
         self._selector = selectors.DefaultSelector()
         self._members: dict[int, socket.socket] = {}
         self._pids: dict[int, int] = {}
-        self._stopped, self._looked_s = StoppedRanks(), 0.0
+        self._stopped = StoppedRanks(LOOK_S)
         self._hello: Message = {}
         self._loaded: dict[int, str] = {}
         self._finished: set[int] = set()
@@ -122,10 +122,6 @@ class Leader:
 
     def _look(self) -> None:
         """Whether a worker is stopped. All others would wait for it."""
-        now_s = time.monotonic()
-        if now_s < self._looked_s + LOOK_S:
-            return
-        self._looked_s = now_s
         if (rank := self._stopped.look(self._pids, STOPPED_S)) is not None:
             self._lost = self._lost or f"rank {rank} of the expert group is stopped"
 

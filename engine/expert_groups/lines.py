@@ -6,7 +6,6 @@ import json
 import select
 import socket
 import struct
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -51,14 +50,13 @@ class Reader:
         return None if not came or is_wrong else found
 
     def all(self, look_s: float, look: Callable[[], None]) -> Iterator[Message]:
-        """Messages until the other end is gone. Calls `look` about every `look_s` seconds."""
-        poll, looked_s = select.poll(), time.monotonic()
+        """Messages until the other end is gone. Calls `look` whenever some come, and else every
+        `look_s` seconds."""
+        poll = select.poll()
         poll.register(self._source, select.POLLIN)
         while True:
             comes = poll.poll(1e3 * look_s)
-            if time.monotonic() >= looked_s + look_s:
-                look()
-                looked_s = time.monotonic()
+            look()
             if not comes:
                 continue
             if (found := self.read()) is None:

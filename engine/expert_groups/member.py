@@ -164,7 +164,7 @@ class Member:
         try:
             self._connect()
             assert self._socket is not None
-            stopped, leads = StoppedRanks(), {0: pid_of(self._socket)}
+            stopped, leads = StoppedRanks(LOOK_S), {0: pid_of(self._socket)}
 
             def look() -> None:
                 if stopped.look(leads, STOPPED_S) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -124,9 +125,14 @@ class RankProcesses:
 
 
 class StoppedRanks:
-    """Which ranks of this host are stopped, and for how long."""
+    """Which ranks of this host are stopped, and for how long.
 
-    def __init__(self) -> None:
+    Args:
+        every_s: a look within this time after the last one sees nothing.
+    """
+
+    def __init__(self, every_s: float = 0.0) -> None:
+        self._every_s, self._looked_s = every_s, -math.inf
         self._since_s: dict[int, float] = {}
 
     @property
@@ -137,6 +143,9 @@ class StoppedRanks:
     def look(self, pids: Mapping[int, int], least_s: float) -> int | None:
         """Looks at processes by rank. Returns one that has been stopped for so long."""
         now_s = time.monotonic()
+        if now_s < self._looked_s + self._every_s:
+            return None
+        self._looked_s = now_s
         stopped = (rank for rank, pid in pids.items() if is_stopped(pid))
         self._since_s = {rank: self._since_s.get(rank, now_s) for rank in stopped}
         long = (rank for rank, since_s in self._since_s.items() if now_s - since_s >= least_s)
