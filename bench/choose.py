@@ -101,7 +101,6 @@ async def measure(count: int) -> dict[str, tuple[float, float]]:
     dispatcher = JobDispatcher(settings)
     links = links_of(dispatcher, count)
     policy = Cost(Known(links))
-    dispatcher.place_by(policy)
     model = ServedModel.of(MODEL)
     keys: Any = np.arange(64, dtype=np.uint64)
     demand = Demand(model, 1024, 256, 1, holder="someone", keys=keys)

@@ -49,6 +49,7 @@ from router.split_names import SplitNames
 from router.trace_store import TraceStore, add_trace_receiver, trace_routes
 from router.workers.balance import Balance
 from router.workers.discovery import discovery_route
+from router.workers.holdings import WorkerPages
 from router.workers.model_folders import AllowedFolders, AnyFolder, ModelFolders
 from router.workers.registry import Registry, RegistryServicer
 from router.workers.roles import Roles, balance_forever
@@ -89,14 +90,14 @@ class RouterServer:
         self.settings = settings
         self._gate = gate_of(settings.auth_tokens_file, settings.api_key)
         self.metrics = RouterMetrics(self._load)
-        self.dispatcher = JobDispatcher(settings, self.metrics)
+        pages = WorkerPages()
+        self.dispatcher = JobDispatcher(settings, self.metrics, Cost(pages))
         self._net = routers_net(settings.tls)
         self.metrics.watch_refusals(lambda: self._net.refusals.counts)
         self._door = DoorCertificate(settings.door_tls) if any(settings.door_tls) else None
-        self.registry = Registry(settings, self.dispatcher, self._net, _folders(settings))
-        self.metrics.watch_pages(self.registry.pages.load)
+        self.registry = Registry(settings, self.dispatcher, self._net, _folders(settings), pages)
+        self.metrics.watch_pages(pages.load)
         self.metrics.watch_endpoint(partial(endpoint_load_of, self.dispatcher, self.registry))
-        self.dispatcher.place_by(Cost(self.registry.pages))
         self.address = ""
         """The address for clients; "" before the router listens there."""
         self.internal_address = ""

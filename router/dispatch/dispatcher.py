@@ -62,10 +62,16 @@ CLOSING_GRACE_S: Final = 0.05
 class JobDispatcher:
     """`router.jobs.Dispatcher` over attached workers; also the `RegistryOwner`."""
 
-    def __init__(self, settings: RouterSettings, events: RouterEvents = NO_EVENTS) -> None:
+    def __init__(
+        self,
+        settings: RouterSettings,
+        events: RouterEvents = NO_EVENTS,
+        policy: Cost | None = None,
+    ) -> None:
+        """`policy` places; None: one that does not know what workers hold."""
         self._settings = settings
         self._events = events
-        self._policy = Cost()
+        self._policy = policy or Cost()
         self._local = settings.local_prefill
         self._workers: list[WorkerLink] = []
         self._models = Models(self._workers, self._local)
@@ -80,10 +86,6 @@ class JobDispatcher:
         """Set when a worker joins, leaves or changes. The task that waits for it clears it."""
         self._idle = asyncio.Event()
         self._idle.set()
-
-    def place_by(self, policy: Cost) -> None:
-        """Places by another policy, such as one that knows what workers hold."""
-        self._policy = policy
 
     @property
     def active_jobs(self) -> int:

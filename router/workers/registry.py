@@ -81,12 +81,13 @@ class Registry:
         owner: RegistryOwner,
         net: InternalNet | None = None,
         folders: ModelFolders | None = None,
+        pages: WorkerPages | None = None,
     ) -> None:
         self._settings = settings
         self._owner = owner
         self.net = net or ClearNet()
         self._folders = folders or AnyFolder()
-        self.pages = WorkerPages()
+        self.pages = pages or WorkerPages()
         self.adapters = LiveAdapters(lambda: self.members, SplitNames(settings.split_names).names)
         self.deaths = Deaths(self._proven)
         self._links: dict[Key, WorkerLink] = {}

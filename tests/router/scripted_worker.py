@@ -22,6 +22,7 @@ from router.dispatch.dispatcher import JobDispatcher
 from router.errors import RouterError
 from router.events import NO_EVENTS, RouterEvents
 from router.jobs import Job, JobEvent, JobTokens, ServedModel
+from router.placement.cost import Cost
 from router.settings import RouterSettings
 from router.workers.registry import Registry
 from serving.net.internal_net import ClearNet, InternalNet
@@ -246,9 +247,12 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
 class Cluster:
     """A dispatcher with a registry, and scripted workers that are attached to it."""
 
-    def __init__(self, events: RouterEvents = NO_EVENTS, **settings: Any) -> None:
+    def __init__(
+        self, events: RouterEvents = NO_EVENTS, policy: type[Cost] = Cost, **settings: Any
+    ) -> None:
         self.settings = settings_of(RouterSettings, **{"name": "router", **PATIENT, **settings})
-        self.dispatcher = JobDispatcher(self.settings, events)
+        self.policy = policy()
+        self.dispatcher = JobDispatcher(self.settings, events, self.policy)
         self.registry = Registry(self.settings, self.dispatcher)
         self.workers: list[ScriptedWorker] = []
 

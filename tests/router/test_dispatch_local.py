@@ -45,7 +45,7 @@ def counted() -> Counted:
 
 @pytest.fixture
 async def cluster(counted: Counted) -> AsyncIterator[Cluster]:
-    cluster = Cluster(counted)
+    cluster = Cluster(counted, Remembering)
     yield cluster
     cluster.check_nothing_leaked()
     await cluster.close()
@@ -236,17 +236,18 @@ class Remembering(Cost):
 
     def routed(self, demand: Demand, worker: WorkerLink) -> None:
         self.told.append(("routed", worker.worker_id))
+        super().routed(demand, worker)
 
     def failed(self, demand: Demand, workers: Iterable[WorkerLink]) -> None:
+        workers = list(workers)
         self.told += [("failed", worker.worker_id) for worker in workers]
+        super().failed(demand, workers)
 
 
 @pytest.mark.parametrize("when", ["computed", "not computed"])
 async def test_a_prompt_that_is_left_before_it_is_computed_counts_no_more(
     cluster: Cluster, when: str
 ) -> None:
-    policy = Remembering()
-    cluster.dispatcher.place_by(policy)
     prefill, _ = await cluster.pair()
     reader = cluster.read(job(max_tokens=2))
     attempt = (await prefill.heard("submit")).attempt_id
@@ -255,7 +256,7 @@ async def test_a_prompt_that_is_left_before_it_is_computed_counts_no_more(
         await reader.until(2)
     await reader.leave()
     left = [] if when == "computed" else [("failed", "p0"), ("failed", "d0")]
-    assert policy.told == [("routed", "p0"), *left]
+    assert cluster.policy.told == [("routed", "p0"), *left]
 
 
 async def test_a_take_over_by_a_worker_that_was_let_go_moves_nothing(
@@ -264,8 +265,6 @@ async def test_a_take_over_by_a_worker_that_was_let_go_moves_nothing(
     """The first token ended the request. The decode worker's word crosses its cancellation, while
     the prefill worker's last one is waited for."""
     monkeypatch.setattr(dispatcher, "CLOSING_GRACE_S", 60.0)
-    policy = Remembering()
-    cluster.dispatcher.place_by(policy)
     prefill, decode, reader, attempt = await cluster.begun(job(max_tokens=2))
     prefill.first_token(attempt, 10)
     prefill.finished(attempt, 1)
@@ -275,7 +274,7 @@ async def test_a_take_over_by_a_worker_that_was_let_go_moves_nothing(
     assert cluster.dispatcher.active_attempts == 1
     prefill.prefill_done(attempt)
     await reader.end()
-    assert policy.told == [("routed", "p0")]
+    assert cluster.policy.told == [("routed", "p0")]
     assert counted.reasons == []
 
 
