@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kv_transfer.types import MAX_NOTIFICATION_BYTES, TransportError
+from kv_transfer.types import MAX_GROUPS, MAX_NOTIFICATION_BYTES, TransportError
 from kv_transfer.wire import (
     MAX_PAYLOAD_BYTES,
     Chunk,
@@ -16,6 +16,7 @@ from kv_transfer.wire import (
     decode,
     encode,
 )
+from prefixes.index import MOST_GROUPS
 
 ID = bytes(range(16))
 EPOCH = 2**64 - 1
@@ -82,3 +83,8 @@ def test_random_bytes_never_do_anything_but_parse_or_raise() -> None:
             decode(bytes(data))
         except MalformedNotification:
             continue
+
+
+def test_indexes_of_pages_and_transfers_have_as_many_groups() -> None:
+    """`kv_transfer` imports no other room, and the router not this one."""
+    assert MOST_GROUPS == MAX_GROUPS
