@@ -28,6 +28,7 @@ from http2_kit import raw
 
 from baton.inference.v1 import inference_pb2 as api
 from baton.inference.v1 import inference_pb2_grpc as api_grpc
+from router.doors.http2 import heads
 from router.doors.http2.server import FastDoor
 from router.requests.bounds import BodyShape
 
@@ -161,6 +162,13 @@ async def test_an_error_has_its_details(door: Door) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await read(door.stub, api.GenerationInput(model="other", text="x"))
     assert refusal(caught.value).info.reason == "MODEL_NOT_FOUND"
+
+
+async def test_texts_of_metadata_are_sent_as_they_are() -> None:
+    """Only binary ones lose the padding of their base64."""
+    given = (("key", "YQ=="), ("key-bin", b"a"))
+    sent = {bytes(name): bytes(value) for name, value in heads.end(grpc.StatusCode.OK, "", given)}
+    assert sent == {b"grpc-status": b"0", b"key": b"YQ==", b"key-bin": b"YQ"}
 
 
 async def test_custom_metadata_is_taken(door: Door) -> None:

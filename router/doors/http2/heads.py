@@ -16,7 +16,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 MOST_METADATA_BYTES: Final = 1 << 14
 """Most bytes of a call's headers, each with 32 as HTTP/2 counts them: what gRPC's servers take."""
 _BYTES_A_HEADER: Final = 32  # RFC 9113, 6.5.2
-_CONTENT_TYPE: Final = re.compile(rb"application/grpc($|[+;])")
+_CONTENT_TYPE: Final = re.compile(rb"application/grpc(\Z|[+;])")
 _TIMEOUT: Final = re.compile(rb"(\d{1,8})([HMSmun])")
 _UNIT_S: Final = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
 _PLAIN: Final = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
@@ -69,10 +69,7 @@ class Head(NamedTuple):
         found = dict(pairs)
         if found.get(b":method") != b"POST":
             raise NotGrpcError(405, ((b"allow", b"POST"),))
-        kind = found.get(b"content-type", b"")
-        if kind != b"application/grpc" and not kind.startswith(
-            (b"application/grpc+", b"application/grpc;")
-        ):
+        if not _CONTENT_TYPE.match(found.get(b"content-type", b"")):
             raise NotGrpcError(415)
         size = sum(len(name) + len(value) + _BYTES_A_HEADER for name, value in pairs)
         if size > MOST_METADATA_BYTES:
@@ -110,8 +107,8 @@ def end(
         said = quote(message, safe=_PLAIN, errors="replace").encode()
         trailers.append(NeverIndexedHeaderTuple(b"grpc-message", said))
     for name, value in metadata:
-        written = value.encode() if isinstance(value, str) else base64.b64encode(value)
-        trailers.append(NeverIndexedHeaderTuple(name.encode(), written.rstrip(b"=")))
+        text = value.encode() if isinstance(value, str) else base64.b64encode(value).rstrip(b"=")
+        trailers.append(NeverIndexedHeaderTuple(name.encode(), text))
     return trailers
 
 
