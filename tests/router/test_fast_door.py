@@ -233,8 +233,8 @@ async def test_a_tiny_window_gets_the_same_messages(door: Door, window: int) -> 
 
 
 async def test_streams_that_share_a_small_window_all_end(door: Door) -> None:
-    """The connection's window is smaller than one answer; none of them keeps it for itself."""
-    door.dispatcher.script = plays(WORDS * 20)
+    """The connection's window is smaller than the answers; none of them keeps it for itself."""
+    door.dispatcher.script = plays(WORDS * 40)
     async with raw(door.address) as client:
         client.greet(1 << 20)
         client.opens_windows = False
@@ -255,7 +255,7 @@ async def test_streams_that_share_a_small_window_all_end(door: Door) -> None:
     assert {client.answers[one].status for one in streams} == {(0, "")}
     for one in streams:
         messages = map(api.StreamGenerateResponse.FromString, client.answers[one].messages)
-        assert ids_of([*messages]) == WORDS * 20
+        assert ids_of([*messages]) == WORDS * 40
 
 
 async def test_a_door_that_stops_lets_streams_end_and_sends_new_calls_away() -> None:
