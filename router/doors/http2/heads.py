@@ -23,8 +23,9 @@ _PLAIN: Final = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 """Characters that stand for themselves in `grpc-message`."""
 _ENCODING: Final = (b"grpc-accept-encoding", b"identity")
 _BEGIN: Final = ((b":status", b"200"), (b"content-type", b"application/grpc"), _ENCODING)
-_OWN: Final = (b":", b"grpc-", b"te", b"content-type")
+_OWN: Final = (b":", b"grpc-")
 """How names begin that are the protocol's own, and no metadata."""
+_OWN_NAMES: Final = frozenset((b"te", b"content-type"))
 _BINARY: Final = b"-bin"
 
 
@@ -88,7 +89,9 @@ class Head(NamedTuple):
             tuple(
                 (_text(name), _text(value))
                 for name, value in pairs
-                if not name.startswith(_OWN) and not name.endswith(_BINARY)
+                if not name.startswith(_OWN)
+                and name not in _OWN_NAMES
+                and not name.endswith(_BINARY)
             ),
         )
 
