@@ -121,6 +121,14 @@ async def test_tiny_frames_of_data(served: Served) -> None:
         await closed(served, "frames", client)
 
 
+async def test_a_window_that_opens_by_a_byte_earns_nothing(served: Served) -> None:
+    served.dispatcher.script = plays([70] * ALLOWED_FRAMES)
+    async with raw(served.door.address) as client:
+        client.greet(1)
+        client.ask(REQUEST)
+        await closed(served, "frames", client)
+
+
 async def test_calls_begun_and_dropped(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_module, "ALLOWED_FRAMES", 10**6)
     async with raw(served.door.address) as client:

@@ -210,7 +210,7 @@ class GrpcCall:
                 part = data[at : at + room]
                 at += len(part)
                 sent = frame(Kind.DATA, 0, self.stream_id, part)
-                out.data(self._stream, sent, len(part))
+                out.data(self._stream, sent, len(part), last=at == len(data))
         finally:  # What this call does not take is for others.
             out.wake()
 

@@ -33,7 +33,8 @@ ALLOWED_A_SECOND: Final = 200
 """Such frames a second, in the long run: 6 ms of the loop."""
 ALLOWED_A_FRAME: Final = 2
 """Such frames for each frame that it got for a call. Clients open windows, one for each call at
-least, and measure with pings."""
+least, and measure with pings. Small parts of a message earn nothing: a client that opens its window
+by some bytes a time makes them itself."""
 _HEAD: Final = struct.Struct(">BHBBI")
 _MESSAGE_HEAD: Final = struct.Struct(">BHBBIBI")
 """Head of a frame of data, and the prefix of a message that is not compressed."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from h2.errors import ErrorCodes
 
-from router.doors.http2.frames import ALLOWED_A_FRAME, MOST_FRAME_BYTES, Allowance
+from router.doors.http2.frames import ALLOWED_A_FRAME, MOST_FRAME_BYTES, SMALL_BYTES, Allowance
 
 if TYPE_CHECKING:
     from h2.connection import H2Connection
@@ -71,11 +71,13 @@ class Outgoing:
             return 0
         return min(stream.outbound_flow_control_window, self._h2.outbound_flow_control_window)
 
-    def data(self, stream: H2Stream, frame: bytes, size: int) -> None:
-        """Sends a frame of data, of which `size` bytes count for the windows."""
+    def data(self, stream: H2Stream, frame: bytes, size: int, *, last: bool = True) -> None:
+        """Sends a frame of data, of which `size` bytes count for the windows. `last`: a message
+        ends with it."""
         stream.outbound_flow_control_window -= size
         self._h2.outbound_flow_control_window -= size
-        self._allowance.earn(ALLOWED_A_FRAME)
+        if last or size >= SMALL_BYTES:
+            self._allowance.earn(ALLOWED_A_FRAME)
         self.send(frame)
 
     def headers(self, stream_id: int, headers: list[HeaderTuple], *, last: bool) -> None:
