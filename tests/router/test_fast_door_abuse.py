@@ -25,6 +25,8 @@ from baton.inference.v1 import inference_pb2 as api
 from router.doors.frontdoor import InferenceService
 from router.doors.http2 import connection as connection_module
 from router.doors.http2 import outgoing as outgoing_module
+from router.doors.http2.connection import Http2Connection
+from router.doors.http2.frames import END_HEADERS, END_STREAM
 from router.doors.http2.server import FastDoor
 from router.jobs import Job, JobEvent
 from router.requests.bounds import BodyShape
@@ -121,12 +123,44 @@ async def test_tiny_frames_of_data(served: Served) -> None:
         await closed(served, "frames", client)
 
 
+@pytest.mark.parametrize("kind", [Kind.DATA, Kind.HEADERS])
+async def test_frames_behind_the_end_of_their_call_are_counted(served: Served, kind: Kind) -> None:
+    """Each would end a call, and is answered."""
+    async with raw(served.door.address) as client:
+        client.greet()
+        stream = client.ask(None, end=False)
+        client.write(frame(Kind.DATA, 0, stream, b"\0\x7f\xff\xff\xff"))
+        await client.until_ended(stream)
+        client.write(frame(kind, END_STREAM | END_HEADERS, stream, b"") * (ALLOWED_FRAMES + 500))
+        await closed(served, "frames", client)
+
+
 async def test_a_window_that_opens_by_a_byte_earns_nothing(served: Served) -> None:
     served.dispatcher.script = plays([70] * ALLOWED_FRAMES)
     async with raw(served.door.address) as client:
         client.greet(1)
         client.ask(REQUEST)
         await closed(served, "frames", client)
+
+
+async def test_frames_that_take_long_are_read_one_a_turn(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_module, "TURN_S", -1)
+    turns, take = 0, Http2Connection._take_turn
+
+    def counted(self: Http2Connection) -> None:
+        nonlocal turns
+        turns += 1
+        take(self)
+
+    monkeypatch.setattr(Http2Connection, "_take_turn", counted)
+    async with raw(served.door.address) as client:
+        client.greet()
+        client.write(frame(Kind.PING, 0, 0, bytes(8)) * 30)
+        while client.pongs < 30:
+            assert await client.turn()
+    assert turns > 30
 
 
 async def test_calls_begun_and_dropped(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from h2.config import H2Configuration
@@ -42,6 +43,7 @@ from router.doors.http2.frames import (
     ALLOWED_FRAMES,
     PREFACE,
     Allowance,
+    Frame,
     FrameError,
     FrameReader,
     Kind,
@@ -64,6 +66,8 @@ CONNECTION_WINDOW: Final = 1 << 20
 """Bytes of all requests of a connection on their way."""
 FRAMES_A_TURN: Final = 16
 """Frames read in one turn of the loop, half a millisecond."""
+TURN_S: Final = 1e-3
+"""Time after which a turn reads no further frame: headers may take some milliseconds."""
 ALLOWED_RESETS: Final = 2 * MOST_CALLS
 """Calls that a client may begin and drop at once: twice all that it can have."""
 RESETS_A_SECOND: Final = 50
@@ -74,8 +78,9 @@ PING_TIMEOUT_S: Final = CLIENT_PING_TIMEOUT_MS / 1e3
 _PING: Final = b"baton:up"
 """The eight bytes of a ping."""
 _DEFAULT_WINDOW: Final = 65_535  # RFC 9113, 6.9.2
-_MOST_LIST_BYTES: Final = 1 << 16
-"""Most bytes of a call's headers out of their compressed form. More end the connection."""
+_MOST_LIST_BYTES: Final = 2 * heads.MOST_METADATA_BYTES
+"""Most bytes of a call's headers out of their compressed form. More end the connection: a header
+may be a byte on its way, and takes `h2` some microseconds."""
 
 
 class _H2(H2Connection):
@@ -198,19 +203,16 @@ class Http2Connection(asyncio.Protocol):
 
     def _take_turn(self) -> None:
         """Reads some frames, and the rest in later turns of the loop."""
+        ends_s = time.perf_counter() + TURN_S  # The loop's own time may stand still in a turn.
         try:
             for _ in range(FRAMES_A_TURN):
                 if self.out.is_over or (frame := self._reader.next()) is None:
+                    return
+                self._read(frame)
+                if time.perf_counter() > ends_s:
                     break
-                if frame.kind == Kind.GOAWAY:  # `h2` would let no call under way go on.
-                    self._bye()
-                    continue
-                for event in self._h2.receive_data(frame.data):
-                    self._hear(event)
-                self.out.tell()
-            else:
-                self.outer.want(False)
-                self._loop.call_soon(self._take_next_turn)
+            self.outer.want(False)
+            self._loop.call_soon(self._take_next_turn)
         except FrameError as error:
             self._fail(error.code, error.why)
         except ProtocolError as error:
@@ -221,6 +223,25 @@ class Http2Connection(asyncio.Protocol):
         if not self.out.is_over:
             self.outer.want(True)
             self._take_turn()
+
+    def _read(self, frame: Frame) -> None:
+        if frame.kind == Kind.GOAWAY:  # `h2` would let no call under way go on.
+            self._bye()
+            return
+        if self._is_late(frame) and not self._allowance.spend():
+            raise FrameError(ErrorCodes.ENHANCE_YOUR_CALM, "frames")
+        for event in self._h2.receive_data(frame.data):
+            self._hear(event)
+        self.out.tell()
+
+    def _is_late(self, frame: Frame) -> bool:
+        """Whether it belongs to a call that is over. `h2` answers each such frame."""
+        if frame.kind not in (Kind.DATA, Kind.HEADERS):
+            return False
+        if frame.stream_id > self._h2.highest_inbound_stream_id:
+            return False
+        stream = self._h2.streams.get(frame.stream_id)
+        return stream is None or stream.closed
 
     def _hear(self, event: Event) -> None:
         match event:

@@ -86,6 +86,11 @@ class Frame(NamedTuple):
     data: bytes
     """With its head."""
 
+    @property
+    def stream_id(self) -> int:
+        """Number of its stream."""
+        return int.from_bytes(self.data[5:9], "big") & _ID_MASK
+
 
 def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
     """A frame."""
