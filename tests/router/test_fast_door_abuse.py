@@ -26,7 +26,7 @@ from router.doors.frontdoor import InferenceService
 from router.doors.http2 import connection as connection_module
 from router.doors.http2 import outgoing as outgoing_module
 from router.doors.http2.connection import Http2Connection
-from router.doors.http2.frames import END_HEADERS, END_STREAM
+from router.doors.http2.frames import END_HEADERS, END_STREAM, MOST_FRAME_BYTES
 from router.doors.http2.server import FastDoor
 from router.jobs import Job, JobEvent
 from router.requests.bounds import BodyShape
@@ -310,6 +310,27 @@ async def test_a_client_that_asks_and_does_not_read(
                 await asyncio.sleep(0)
     assert served.door.closed_by == {"unread": 1}
     await served.gone()
+
+
+async def test_a_connection_that_closes_does_not_wait_for_its_client(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind its calls, with an answer that the client does not read."""
+    monkeypatch.setattr(connection_module, "PING_TIMEOUT_S", 0.2)
+    async with raw(served.door.address, buffer=4096) as client:
+        client.greet()
+        await until(lambda: bool(served.door._open))
+        (inner,) = served.door._open
+        socket = inner._transport.get_extra_info("socket")  # type: ignore[union-attr]
+        socket.setsockopt(SOL_SOCKET, SO_SNDBUF, 4096)
+        inner.out.send(frame(0xFA, 0, 0, bytes(MOST_FRAME_BYTES)) * 12)
+        inner.out.flush()
+        assert inner.outer.waiting_bytes < outgoing_module.MOST_UNREAD_BYTES
+        inner.leave()
+        await asyncio.sleep(0.05)
+        assert served.door.connections  # It still waits.
+        await served.gone()
+    assert not served.door.closed_by
 
 
 @pytest.mark.parametrize("hello", [b"GET / HTTP/1.1\r\n\r\n", b"PRI * HTTP/2.1\r\n\r\nSM\r\n\r\n"])
