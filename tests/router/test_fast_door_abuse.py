@@ -197,7 +197,7 @@ async def test_headers_without_an_end(served: Served) -> None:
     async with raw(served.door.address) as client:
         client.greet()
         client.write(frame(Kind.HEADERS, 0, 1, b""))
-        client.write(frame(Kind.CONTINUATION, 0, 1, bytes(1 << 12)) * 8)
+        client.write(frame(Kind.CONTINUATION, 0, 1, bytes(1 << 12)) * 20)
         await closed(served, "headers", client)
 
 
@@ -210,10 +210,12 @@ async def test_headers_that_are_large_when_they_are_read(served: Served) -> None
         await closed(served, "headers", client)
 
 
-async def test_large_metadata_are_a_status(served: Served) -> None:
+@pytest.mark.parametrize("count", [40, 120])
+async def test_large_metadata_are_a_status(served: Served, count: int) -> None:
+    """The connection's other calls go on. The larger ones take several frames."""
     async with raw(served.door.address) as client:
         client.greet()
-        stream = client.ask(REQUEST, [(f"x-{index}", "v" * 400) for index in range(40)])
+        stream = client.ask(REQUEST, [(f"x-{index}", "v" * 400) for index in range(count)])
         await client.until_ended(stream)
         code, message = client.answers[stream].status
     assert code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]

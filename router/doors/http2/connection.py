@@ -41,6 +41,7 @@ from router.doors.http2.call import GrpcCall, Service
 from router.doors.http2.frames import (
     ALLOWED_A_SECOND,
     ALLOWED_FRAMES,
+    MOST_BLOCK_BYTES,
     PREFACE,
     Allowance,
     Frame,
@@ -78,7 +79,7 @@ PING_TIMEOUT_S: Final = CLIENT_PING_TIMEOUT_MS / 1e3
 _PING: Final = b"baton:up"
 """The eight bytes of a ping."""
 _DEFAULT_WINDOW: Final = 65_535  # RFC 9113, 6.9.2
-_MOST_LIST_BYTES: Final = 2 * heads.MOST_METADATA_BYTES
+_MOST_LIST_BYTES: Final = MOST_BLOCK_BYTES
 """Most bytes of a call's headers out of their compressed form. More end the connection: a header
 may be a byte on its way, and takes `h2` some microseconds."""
 

@@ -20,8 +20,9 @@ HEAD_BYTES: Final = 9
 """Head of a frame, by the protocol."""
 MOST_FRAME_BYTES: Final = 1 << 14
 """Most bytes of a frame's payload: the protocol's own default."""
-MOST_BLOCK_BYTES: Final = 1 << 14
-"""Most bytes of a call's headers as they are sent. gRPC's servers refuse more than 16 KiB, too."""
+MOST_BLOCK_BYTES: Final = 1 << 16
+"""Most bytes of a call's headers as they are sent. More end the connection, and all its calls, so
+this is above what refuses a call alone (`heads.MOST_METADATA_BYTES`)."""
 PREFIX_BYTES: Final = 5
 """Before each message of gRPC: whether it is compressed, and its length."""
 SMALL_BYTES: Final = 256
