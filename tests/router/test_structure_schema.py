@@ -214,6 +214,27 @@ def test_bounds_never_allow_what_is_outside(bound: int) -> None:
         assert min(inside) >= own, name
 
 
+LEAST = 1024 - 2**63
+
+
+@pytest.mark.parametrize("type_", ["integer", ["integer", "null"]])
+@pytest.mark.parametrize(
+    ("bounds", "inside", "outside"),
+    [
+        ({"minimum": -(2**63), "maximum": 2**63 - 1}, (LEAST, 2**63 - 1), (-(2**63) - 1, 2**63)),
+        ({"minimum": -1e300}, (LEAST, 7, 2**63 - 1), (LEAST - 1,)),
+        ({"exclusiveMinimum": -(2**63) - 1}, (LEAST + 1, 0), (-(2**63) - 1,)),
+        ({"exclusiveMaximum": 2**63 - 1}, (0, 2**63 - 1026), (2**63 - 1,)),
+    ],
+)
+def test_integers_of_64_bits_are_enforced(
+    type_: Any, bounds: dict[str, Any], inside: tuple[int, ...], outside: tuple[int, ...]
+) -> None:
+    matcher = matcher_of({"type": type_, **bounds})
+    assert [takes(matcher, str(value)) for value in inside] == [True] * len(inside)
+    assert not any(takes(matcher, str(value)) for value in outside)
+
+
 def wide(count: int) -> dict[str, Any]:
     """Schema of many alternatives, each an object of its own."""
     return {
