@@ -49,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 KEEPS_PEERS: Final = Protocol(1, 1)
 """Routers of this protocol on remember the peers of a report."""
+KNOWS_NO_TOKEN: Final = Protocol(1, 2)
+"""Routers of this protocol on know FAILURE_REASON_NO_TOKEN."""
 REPORT_INTERVAL_S: Final = 0.1
 """Time between load reports. An expired leg is noticed this late at most."""
 ATTACH_TIMEOUT_S: Final = 10.0
@@ -160,9 +162,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, why)
         attach = await self._attach(request_iterator, context)
         router, overflowed = attach.router_id, asyncio.Event()
-        protocol = protocol_of(attach)
-        keeps_peers = protocol is not None and protocol >= KEEPS_PEERS
-        outbox = Outbox(on_overflow=overflowed.set, keeps_peers=keeps_peers)
+        protocol = protocol_of(attach) or Protocol(0, 0)
+        outbox = Outbox(
+            on_overflow=overflowed.set,
+            keeps_peers=protocol >= KEEPS_PEERS,
+            knows_no_token=protocol >= KNOWS_NO_TOKEN,
+        )
         self._outboxes.add(outbox)
         if self._adapters is not None and (adapters := self._adapters.message()) is not None:
             outbox.send(adapters)

@@ -139,6 +139,8 @@ class WorkerLeg:
     ) -> None:
         """Reports to the router that the leg failed, and by which hook, if it was one. The router
         hears nothing of the leg after that."""
+        if reason is FailureReason.NO_TOKEN and not self.stream.knows_no_token:
+            reason = FailureReason.STRUCTURE  # Routers of 0.2.0 break at a reason that is new.
         if not self.silent:
             self.stream.send(failed_message(self.id, reason, hook))
         self.silent = True

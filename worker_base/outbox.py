@@ -43,9 +43,12 @@ class Outbox:
         max_entries: int = MAX_QUEUED_ENTRIES,
         *,
         keeps_peers: bool = False,
+        knows_no_token: bool = True,
     ) -> None:
         """An empty outbox. `keeps_peers`: the router remembers the peers of the last report."""
         self.closed = False
+        self.knows_no_token = knows_no_token
+        """The router knows FAILURE_REASON_NO_TOKEN."""
         self._keeps_peers = keeps_peers
         self._peers: list[worker_pb2.PeerHealth] = []
         """Peers that the last report named."""

@@ -45,6 +45,8 @@ class Fault:
         """A short stable word."""
         if self.reason is None:
             return "worker_lost"
+        if self.reason not in worker_pb2.FailureReason.values():
+            return "unknown"  # Of a worker that is newer.
         name = worker_pb2.FailureReason.Name(self.reason)
         return name.removeprefix("FAILURE_REASON_").lower()
 

@@ -299,16 +299,19 @@ async def test_a_pair_that_failed_a_job_does_not_get_it_again(
     assert tokens_of(await reader.end()) == [10, 11]
 
 
-async def test_retry_avoids_the_worker_that_failed(cluster: Cluster) -> None:
+@pytest.mark.parametrize("reason", [FAILURES.FAILURE_REASON_INTERNAL, 99])
+async def test_retry_avoids_the_worker_that_failed(cluster: Cluster, reason: int) -> None:
+    """Also if it is of a newer release, whose reason this one does not know."""
     both = await cluster.add("b0", BOTH)
     other = await cluster.add("b1", BOTH)
     reader = cluster.read(job(max_tokens=1))
     attempt = (await both.heard("submit")).attempt_id
-    both.failed(attempt, FAILURES.FAILURE_REASON_INTERNAL)
+    both.failed(attempt, reason)
     second = (await other.heard("submit")).attempt_id
     other.first_token(second, 10)
     other.finished(second, 1)
     assert tokens_of(await reader.end()) == [10]
+    assert len(cluster.registry.members) == 2
 
 
 @pytest.mark.parametrize(
@@ -316,6 +319,7 @@ async def test_retry_avoids_the_worker_that_failed(cluster: Cluster) -> None:
     [
         (FAILURES.FAILURE_REASON_NUMERICAL, "NUMERICAL_ERROR"),
         (FAILURES.FAILURE_REASON_TOO_LARGE, "CONTEXT_LENGTH_EXCEEDED"),
+        (FAILURES.FAILURE_REASON_NO_TOKEN, "NO_TOKEN_LEFT"),
         (FAILURES.FAILURE_REASON_HOOK, "HOOK_FAILED"),
         (FAILURES.FAILURE_REASON_EXTENSION, "INVALID_FIELD"),
     ],

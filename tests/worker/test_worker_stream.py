@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import numpy as np
 import pytest
 from worker_kit import DECODE, PREFILL, WAIT_S, WHOLE, Attempted, Node, a_pair, until
 
@@ -162,6 +163,26 @@ async def test_a_router_that_is_a_minor_number_ahead_is_served_and_its_news_igno
         await router.call.write(worker_pb2.WorkRequest.FromString(b"\xa2\x06\x03new"))
         await router.heard("load")
         await router.heard("load")
+        await router.close()
+
+
+@pytest.mark.parametrize(
+    ("protocol", "reason"),
+    [
+        ("1.1", worker_pb2.FAILURE_REASON_STRUCTURE),
+        (str(PROTOCOL), worker_pb2.FAILURE_REASON_NO_TOKEN),
+    ],
+)
+async def test_a_router_hears_of_reasons_that_it_knows(protocol: str, reason: int) -> None:
+    """Routers of 0.2.0 gave a worker up that named another one."""
+    async with a_pair() as pair, served(pair.d) as worker:
+        router = RouterEnd(worker.address)
+        await router.say(attach=worker_pb2.Attach(router_id="router", protocol=protocol))
+        submit = Attempted(20).message(WHOLE)
+        submit.sampling.allowed_token_ids.append(5)
+        submit.sampling.bad_words.append(np.array([5], "<u4").tobytes())
+        await router.say(submit=submit)
+        assert (await router.heard("failed")).reason == reason
         await router.close()
 
 
