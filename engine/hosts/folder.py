@@ -32,7 +32,8 @@ class PrivateFolder:
         Raises:
             OSError: there is no place for it.
         """
-        remove_left()
+        with suppress(OSError):  # Some folders can be written to, and not listed.
+            remove_left()
         made = Path(tempfile.mkdtemp(prefix=f".{PREFIX}"))
         self._lock = os.open(made / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -49,6 +50,21 @@ def test_a_start_removes_what_killed_processes_left(there: Path) -> None:
     for one in (used, other, used):
         one.remove()
     assert not [*there.iterdir()]
+
+
+def test_a_start_needs_no_list_of_the_folder() -> None:
+    """With mode 1733 users see nothing of each other there."""
+    there = Path(tempfile.mkdtemp())
+    there.chmod(0o1733)
+    script = f"{KILLED}".replace("\npath", "\nos.setuid(os.getuid() or 65534)\npath")
+    environment = {**os.environ, "TMPDIR": str(there), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", script]
+    try:
+        ended = subprocess.run(command, env=environment, check=False, timeout=60)
+        assert ended.returncode == -signal.SIGKILL
+    finally:
+        there.chmod(0o700)
+        shutil.rmtree(there)
 
 
 def test_what_is_not_known_to_be_left_stays(
