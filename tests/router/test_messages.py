@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -304,6 +305,17 @@ async def test_errors_and_keys_in_anthropics_form(door: Door) -> None:
     (model,) = (await door.client.models.list(extra_headers=headers)).data
     assert model == await door.client.models.retrieve(MODEL)
     assert (model.id, model.type, model.created_at.tzinfo is not None) == (MODEL, "model", True)
+
+
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_thousands_of_turns_are_combined_in_no_time(role: str) -> None:
+    """Each text is copied once: 2 MB took 13 s and gigabytes, on the event loop."""
+    turns = HELLO + [{"role": role, "content": "x" * 1000}] * 2000
+    asked = MessageRequest(model=MODEL, max_tokens=1, messages=turns)
+    began_s = time.process_time()
+    chat, _ = asked.chat()
+    assert time.process_time() - began_s < 1
+    assert len(chat.SerializeToString()) > 2_000_000
 
 
 def test_every_field_of_anthropics_api_is_known() -> None:

@@ -26,6 +26,8 @@ _NEEDED: Final[dict[str, dict[str, tuple[str, ...]]]] = {
 }
 """The kinds of blocks in a message of each role, and their fields that must be set."""
 
+_COMBINED: Final = (api.ROLE_USER, api.ROLE_ASSISTANT)
+
 
 def _blocks(value: object) -> object:
     """A text is a list of one block."""
@@ -116,25 +118,27 @@ def turns_of(message: Message) -> Iterator[api.ChatMessage]:
         yield api.ChatMessage(role=role, **said(texts_in(texts)))
 
 
-def combined(last: api.ChatMessage, turn: api.ChatMessage) -> bool:
-    """Adds a turn to the last one, and returns whether they belong together: this API combines
-    consecutive turns of the user's, and of the assistant's, and some chat templates take no others.
-    What follows a call is a turn of its own."""
-    if turn.role != last.role or last.tool_calls:
-        return False
-    if turn.role == api.ROLE_ASSISTANT:
-        if turn.HasField("content"):
-            last.content += turn.content
-        last.reasoning += turn.reasoning
-        last.tool_calls.extend(turn.tool_calls)
-        return True
-    if turn.role == api.ROLE_USER:
-        texts = [text for one in (last, turn) for text in one.content_parts or [one.content]]
-        last.ClearField("content")
-        last.ClearField("content_parts")
-        last.MergeFrom(api.ChatMessage(**said(texts)))
-        return True
-    return False
+def belongs(turn: api.ChatMessage, last: api.ChatMessage) -> bool:
+    """Whether a turn and the one before it are one: this API combines consecutive turns of the
+    user's, and of the assistant's, and some chat templates take no others. What follows a call is a
+    turn of its own."""
+    return turn.role == last.role and turn.role in _COMBINED and not last.tool_calls
+
+
+def combined(turns: Sequence[api.ChatMessage]) -> api.ChatMessage:
+    """Makes one of turns that belong together. They may be thousands: each text is copied once."""
+    if len(turns) == 1:
+        return turns[0]
+    if turns[0].role != api.ROLE_ASSISTANT:
+        texts = [text for one in turns for text in one.content_parts or [one.content]]
+        return api.ChatMessage(role=turns[0].role, **said(texts))
+    has_content = any(one.HasField("content") for one in turns)
+    return api.ChatMessage(
+        role=api.ROLE_ASSISTANT,
+        content="".join(one.content for one in turns) if has_content else None,
+        reasoning="".join(one.reasoning for one in turns),
+        tool_calls=turns[-1].tool_calls,
+    )
 
 
 def _assistants(blocks: list[Block]) -> api.ChatMessage:

@@ -23,6 +23,7 @@ from router.doors.http.values import (
 from router.doors.messages.blocks import (
     Message,
     Texts,
+    belongs,
     combined,
     refused_texts,
     texts_in,
@@ -152,17 +153,19 @@ class CountRequest(ModelRequest):
 
     def chat(self) -> tuple[api.ChatPrompt, list[str]]:
         """The conversation, and the path in the request of each of its turns."""
-        turns: list[api.ChatMessage] = []
+        runs: list[list[api.ChatMessage]] = []
         paths = []
         if self.system:
-            turns.append(api.ChatMessage(role=api.ROLE_SYSTEM, **said(texts_in(self.system))))
+            runs.append([api.ChatMessage(role=api.ROLE_SYSTEM, **said(texts_in(self.system)))])
             paths.append("system")
         for index, message in enumerate(self.messages):
             for turn in turns_of(message):
-                if turns and combined(turns[-1], turn):
+                if runs and belongs(turn, runs[-1][-1]):
+                    runs[-1].append(turn)
                     continue
-                turns.append(turn)
+                runs.append([turn])
                 paths.append(f"messages[{index}].content")
+        turns = [combined(run) for run in runs]
         continues = bool(self.messages) and self.messages[-1].role == "assistant"
         chat = api.ChatPrompt(messages=turns, continue_last=continues)
         self._add_tools(chat)
