@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from pydantic import BaseModel
 from tool_templates import HERMES, THINKING
 
 from baton.worker.v1 import worker_pb2
+from router.doors.responses.items import Item, Turns
 from telemetry.metrics.router import RouterLoad, RouterMetrics
 from telemetry.names import Metric
 
@@ -266,3 +268,21 @@ async def test_what_cannot_be_honoured_is_refused_by_name(
     error = await refused(port, **fields)
     assert error.param == param
     assert "SECRET" not in str(error.body)
+
+
+@pytest.mark.parametrize("kinds", [("reasoning",), ("function_call", "message")])
+def test_thousands_of_items_of_a_turn_are_joined_in_no_time(kinds: tuple[str, ...]) -> None:
+    """Each text is copied once, as in `test_messages.py`."""
+    text = [{"text": "x" * 1000}]
+    items = {
+        "reasoning": {"type": "reasoning", "summary": text},
+        "function_call": {"type": "function_call", "name": "f", "call_id": "1", "arguments": "{}"},
+        "message": {"type": "message", "role": "assistant", "content": text},
+    }
+    turns, own = Turns(), [Item.model_validate(items[kind]) for kind in kinds]
+    began_s = time.process_time()
+    for one in own * 2000:
+        turns.add(one, "input[0]")
+    (turn,) = turns.messages
+    assert time.process_time() - began_s < 1
+    assert len(turn.reasoning + turn.content) == 2_000_000

@@ -113,12 +113,21 @@ class Turns:
     """The turns that items stand for, in order, and where each came from."""
 
     def __init__(self) -> None:
-        self.messages: list[api.ChatMessage] = []
+        self._messages: list[api.ChatMessage] = []
         self._paths: list[str] = []
         self._call_paths: dict[tuple[int, int], str] = {}
         self._is_open = False
         """Whether the last turn is the assistant's and may have further items."""
         self._called_last = False
+        self._thought: list[str] = []
+        self._said: list[str] = []
+        """What the open turn holds. Its items may be thousands, so they are joined at its end."""
+
+    @property
+    def messages(self) -> list[api.ChatMessage]:
+        """The turns so far."""
+        self._join()
+        return self._messages
 
     def add(self, item: Item, path: str) -> None:
         """Adds the next item."""
@@ -148,34 +157,39 @@ class Turns:
         return f"{where}{_OWN.get(found[3], found[3])}" if "[" in where else where
 
     def _begin(self, role: api.Role.ValueType, path: str, **content: Any) -> api.ChatMessage:
-        self.messages.append(api.ChatMessage(role=role, **content))
+        self._join()
+        self._thought, self._said = [], []
+        self._messages.append(api.ChatMessage(role=role, **content))
         self._paths.append(path)
         self._is_open, self._called_last = role == api.ROLE_ASSISTANT, False
-        return self.messages[-1]
+        return self._messages[-1]
+
+    def _join(self) -> None:
+        if self._thought:
+            self._messages[-1].reasoning = "".join(self._thought)
+        if self._said:
+            self._messages[-1].content = "".join(self._said)
 
     def _assistants(self, path: str, *, joins: bool) -> api.ChatMessage:
         """The open turn of the assistant, if this item belongs to it."""
-        return (
-            self.messages[-1] if self._is_open and joins else self._begin(api.ROLE_ASSISTANT, path)
-        )
+        if self._is_open and joins:
+            return self._messages[-1]
+        return self._begin(api.ROLE_ASSISTANT, path)
 
     def _call(self, item: Item, path: str) -> None:
         turn = self._assistants(path, joins=True)
-        self._call_paths[len(self.messages) - 1, len(turn.tool_calls)] = path
+        self._call_paths[len(self._messages) - 1, len(turn.tool_calls)] = path
         turn.tool_calls.add(
             id=item.call_id or "", name=item.name or "", arguments=item.arguments or ""
         )
         self._called_last = True
 
     def _think(self, item: Item, path: str) -> None:
-        last = self.messages[-1] if self.messages else None
-        begins = last is None or bool(last.content or last.tool_calls)
-        turn = self._assistants(path, joins=not begins)
-        turn.reasoning += _text_of(item.content or item.summary)
+        has_called = self._is_open and bool(self._messages[-1].tool_calls)
+        self._assistants(path, joins=not (has_called or any(self._said)))
+        self._thought.append(_text_of(item.content or item.summary))
 
     def _say(self, item: Item, path: str) -> None:
-        last = self.messages[-1] if self.messages else None
-        is_new = last is not None and bool(last.content) and not self._called_last
-        turn = self._assistants(path, joins=not is_new)
-        turn.content += _text_of(item.content)
+        self._assistants(path, joins=self._called_last or not any(self._said))
+        self._said.append(_text_of(item.content))
         self._called_last = False
