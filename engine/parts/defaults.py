@@ -33,8 +33,10 @@ def with_defaults(config: EngineConfig) -> EngineConfig:
     if device == "auto":
         device = "cuda" if has_gpu else "cpu"
     if torch.device(device).type == "cuda" and not has_gpu:
-        why = "finds no GPU here" if torch.version.cuda else "is a build without CUDA"
-        raise EngineError(f"the device cannot be {device}: the PyTorch that is installed {why}")
+        kind, why = EngineError, "is a build without CUDA"
+        if torch.version.cuda:  # A driver may be loaded later, and a GPU that is lost come back.
+            kind, why = NotNowError, "finds no GPU here"
+        raise kind(f"the device cannot be {device}: the PyTorch that is installed {why}")
     try:
         pool_type(config.kv_cache_dtype, config.page_size)
         choosing.check(config, device)

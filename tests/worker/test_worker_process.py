@@ -15,6 +15,7 @@ from typing import Any
 import grpc.aio
 import numpy as np
 import pytest
+import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from nursery import Child, fork
 from operators import post_status
@@ -301,6 +302,18 @@ def test_memory_that_others_have_may_be_there_another_time(
 ) -> None:
     monkeypatch.setattr(memory, "available_and_all_bytes", lambda: (0, all_bytes))
     given = settings(tiny, Role.BOTH)
+    routers, net = RouterAddresses(given.routers), workers_net(given.tls, given.name)
+    assert _run_with(given, "test", routers, net, None) == code
+
+
+@pytest.mark.parametrize(("cuda", "code"), [("13.0", 1), (None, WRONG_USE)])
+def test_a_gpu_may_be_there_another_time(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, cuda: str | None, code: int
+) -> None:
+    """Its driver may be loaded later. A build of PyTorch without CUDA never sees one."""
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    given = settings(tiny, Role.BOTH, device="cuda")
     routers, net = RouterAddresses(given.routers), workers_net(given.tls, given.name)
     assert _run_with(given, "test", routers, net, None) == code
 
