@@ -91,7 +91,8 @@ def print_stacks(out: Any) -> None:
         if ident != threading.get_ident():
             print(f"\nthread {names.get(ident, ident)}:", file=out)
             traceback.print_stack(frame, file=out)
-    for task in [each for each in gc.get_objects() if isinstance(each, asyncio.Task)]:
+    # Asked of their types: to ask a weak reference to what is gone is an error.
+    for task in [each for each in gc.get_objects() if issubclass(type(each), asyncio.Task)]:
         if not task.done():
             print(f"\ntask {task.get_name()}:", file=out)
             task.print_stack(file=out)

@@ -88,7 +88,8 @@ def pytest_configure(config):
 """
 # The alarm comes up in the loop, which cancels its tasks and waits for them.
 STANDS = """
-import asyncio, subprocess, pytest
+import asyncio, subprocess, weakref, pytest
+gone = weakref.proxy(set())
 async def stands():
     while True:
         try:
