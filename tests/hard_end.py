@@ -25,6 +25,8 @@ import pytest
 GRACE_S: Final = 60.0
 """Time from a test's limit to its end. Fixtures that end a cluster get 30 s."""
 LOOK_S: Final = 0.5
+_now_s = time.monotonic
+"""As it is: tests put virtual clocks in the place of `time.monotonic`."""
 FAILED: Final = 1
 """pytest's status where tests failed."""
 
@@ -48,7 +50,7 @@ class HardEnd:
     def pytest_timeout_set_timer(self, item: pytest.Item, settings: Any) -> None:
         """Called with the limit of each test that has one."""
         if not item.config.getoption("usepdb"):
-            self._ends = time.monotonic() + settings.timeout + self._grace_s, item
+            self._ends = _now_s() + settings.timeout + self._grace_s, item
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self) -> Iterator[None]:
@@ -64,19 +66,21 @@ class HardEnd:
         while True:
             time.sleep(LOOK_S)
             ends = self._ends
-            if ends is not None and time.monotonic() > ends[0]:
+            if ends is not None and _now_s() > ends[0]:
                 self._end(ends[1])
 
     def _end(self, item: pytest.Item) -> NoReturn:
         out = sys.__stdout__
         assert out is not None
+        why = f"did not end within {self._grace_s:g} s behind its limit; no test ran after it"
+        failed = f"\nFAILED {item.nodeid} - {why}"
         try:
             if capture := item.config.pluginmanager.getplugin("capturemanager"):
                 capture.suspend_global_capture(in_=True)
                 print("\n", *capture.read_global_capture(), sep="\n", file=out)
-            print_stacks(out)
-            why = f"did not end within {self._grace_s:g} s behind its limit; no test ran after it"
-            print(f"\nFAILED {item.nodeid} - {why}", file=out, flush=True)
+            print(failed, file=out, flush=True)
+            print_stacks(out)  # Last, for a task may change while it is printed.
+            print(failed, file=out, flush=True)
         finally:
             for child in psutil.Process().children(recursive=True):
                 with suppress(psutil.NoSuchProcess):
