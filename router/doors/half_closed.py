@@ -11,6 +11,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Final
 
+from router.doors.closing import close
+
 _INTERIM: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 """Any client of HTTP/1.1 skips it."""
 _GAPS_S: Final = (0.1, 0.9)
@@ -53,7 +55,7 @@ class HalfClosed:
     def close_if_answered(self) -> None:
         """A request has ended."""
         if self._cycle.response_complete:
-            self._transport.close()
+            close(self._transport)
 
     def _write_interim(self, gaps_s: tuple[float, ...]) -> None:
         """Finds out whether the client has left, while no other write does."""

@@ -260,6 +260,34 @@ async def test_who_closes_its_own_side_gets_its_answer(tmp_path: Path, stream: b
     assert answer.endswith(b"0\r\n\r\n" if stream else b"}")
 
 
+class Answers(asyncio.Protocol):
+    """In uvicorn's place: an answer that is the connection's last."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, _Socket)
+        transport.write(bytes(16 << 20))
+        transport.close()
+
+
+async def test_a_connection_that_closes_does_not_wait_for_its_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("router.doors.closing.BODY_GRACE_S", SHORT_S)
+    monkeypatch.setattr("router.doors.closing.BODY_BYTES_A_SECOND", 1e9)
+    connections = Connections(4)
+
+    def accept() -> Connection:
+        connection = Connection(connections)
+        connection.inner = Answers()
+        return connection
+
+    server = await asyncio.get_running_loop().create_server(accept, "127.0.0.1", 0)
+    with socket.create_connection(server.sockets[0].getsockname()):
+        await until(lambda: connections._open)
+        await until(lambda: not connections._open)
+    server.close()
+
+
 async def test_who_leaves_a_stream_that_stands_still_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,7 +341,11 @@ async def test_an_answer_that_nobody_reads_is_given_up(
 
 def test_parts_that_belong_together_leave_as_one_also_before_the_end() -> None:
     did: list[bytes] = []
-    system = SimpleNamespace(write=did.append, close=lambda: did.append(b"closed"))
+    system = SimpleNamespace(
+        write=did.append,
+        close=lambda: did.append(b"closed"),
+        get_write_buffer_size=lambda: 0,
+    )
     connection = Connection(Connections(1))
     connection._transport = system  # type: ignore[assignment]
     uvicorns = _Socket(system, connection)  # type: ignore[arg-type]

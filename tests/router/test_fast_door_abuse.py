@@ -318,7 +318,8 @@ async def test_a_connection_that_closes_does_not_wait_for_its_client(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind its calls, with an answer that the client does not read."""
-    monkeypatch.setattr(connection_module, "PING_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("router.doors.closing.BODY_GRACE_S", 0.2)
+    monkeypatch.setattr("router.doors.closing.BODY_BYTES_A_SECOND", 1e9)
     async with raw(served.door.address, buffer=4096) as client:
         client.greet()
         await until(lambda: bool(served.door._open))

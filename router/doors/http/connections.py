@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from baton.tls import reason_of
+from router.doors.closing import close
 from router.doors.half_closed import HalfClosed, awaited
 from router.requests.bounds import HEADERS_S, MOST_UNWANTED_BYTES, TURN_BYTES
 
@@ -388,7 +389,7 @@ class _Socket:
     def close(self) -> None:
         """uvicorn has written an answer that is the last."""
         self._connection.let_go()
-        self._transport.close()
+        close(self._transport)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)

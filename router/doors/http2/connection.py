@@ -53,7 +53,7 @@ from router.doors.http2.frames import (
 from router.doors.http2.outgoing import MOST_OUT_BYTES, Outgoing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from router.doors.http.connections import Connection
 
@@ -187,7 +187,6 @@ class Http2Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is closed."""
         self.out.is_over = True
-        self._transport = None
         if self._timer is not None:
             self._timer.cancel()
         for call in [*self.calls.values()]:
@@ -331,12 +330,9 @@ class Http2Connection(asyncio.Protocol):
             self.outer.abort()
 
     def _look_in(self, seconds: float) -> None:
-        self._call_later(seconds, self._look)
-
-    def _call_later(self, seconds: float, act: Callable[[], None]) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_later(seconds, act)
+        self._timer = self._loop.call_later(seconds, self._look)
 
     def _look(self) -> None:
         """Looks whether the client lives, and whether the connection is to end."""
@@ -382,12 +378,11 @@ class Http2Connection(asyncio.Protocol):
             self._close()
 
     def _close(self) -> None:
-        """Closes it behind what was written, which the client may read for some seconds."""
+        """Closes it behind what was written."""
         self.out.flush()
         self.out.is_over = True
         if self._transport is not None:
             self._transport.close()
-            self._call_later(PING_TIMEOUT_S, self.outer.abort)
 
 
 def _settings(most_calls: int) -> Settings:
