@@ -172,14 +172,24 @@ async def test_texts_of_metadata_are_sent_as_they_are() -> None:
 
 
 async def test_metadata_have_all_names_but_the_protocols_own() -> None:
-    own = [(b":method", b"POST"), (b":path", b"/a/B"), (b"te", b"trailers")]
+    own = [(b":method", b"POST"), (b":path", b"/a/B"), (b":scheme", b"http"), (b"te", b"trailers")]
     own += [(b"content-type", b"application/grpc"), (b"grpc-timeout", b"1S"), (b"a-bin", b"YQ")]
     callers = [(b"tenant", b"a"), (b"content-type-seen", b"b")]
     assert heads.Head.of(own + callers).metadata == (("tenant", "a"), ("content-type-seen", "b"))
 
 
-async def test_custom_metadata_is_taken(door: Door) -> None:
-    metadata = (("x-grpc-test-echo-initial", "initial"), ("x-grpc-test-echo-bin", b"\xab\xab\xab"))
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        (("x-grpc-test-echo-initial", "initial"), ("x-grpc-test-echo-bin", b"\xab\xab\xab")),
+        (("authorization", "Bearer a "), ("x-a", " v ")),
+        (("connection", "close"), ("host", "other"), ("keep-alive", "1")),
+    ],
+)
+async def test_custom_metadata_is_taken(
+    door: Door, metadata: tuple[tuple[str, str | bytes], ...]
+) -> None:
+    """Also what HTTP/2 would not have, and gRPC's own clients send and servers take."""
     call = door.stub.StreamGenerate(REQUEST, metadata=metadata, timeout=20)
     assert ids_of([message async for message in call]) == WORDS
 

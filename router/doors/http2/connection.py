@@ -134,7 +134,11 @@ class Http2Connection(asyncio.Protocol):
         self.calls: dict[int, GrpcCall] = {}
         """Calls whose tasks run, by the numbers of their streams."""
         self.leaving = False
-        self._h2 = _H2(H2Configuration(client_side=False, header_encoding=None))
+        # `h2` would end all calls for a space behind a value, which gRPC's clients may send.
+        config = H2Configuration(
+            client_side=False, header_encoding=None, validate_inbound_headers=False
+        )
+        self._h2 = _H2(config)
         self._allowance = Allowance(ALLOWED_FRAMES, ALLOWED_A_SECOND, loop.time)
         self._resets = Allowance(ALLOWED_RESETS, RESETS_A_SECOND, loop.time)
         self._reader = FrameReader(self._allowance)

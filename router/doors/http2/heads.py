@@ -25,6 +25,11 @@ _ENCODING: Final = (b"grpc-accept-encoding", b"identity")
 _BEGIN: Final = ((b":status", b"200"), (b"content-type", b"application/grpc"), _ENCODING)
 _OWN: Final = (b":", b"grpc-")
 """How names begin that are the protocol's own, and no metadata."""
+_PSEUDO: Final = (
+    [b":method", b":path", b":scheme"],
+    [b":authority", b":method", b":path", b":scheme"],
+)
+"""Headers of the protocol that every request has once, sorted."""
 _OWN_NAMES: Final = frozenset((b"te", b"content-type"))
 _BINARY: Final = b"-bin"
 
@@ -68,6 +73,9 @@ class Head(NamedTuple):
         """
         pairs = [(bytes(name), bytes(value)) for name, value in headers]
         found = dict(pairs)
+        pseudo = sorted(name for name, _ in pairs if name.startswith(b":"))
+        if pseudo not in _PSEUDO:
+            raise NotGrpcError(400)
         if found.get(b":method") != b"POST":
             raise NotGrpcError(405, ((b"allow", b"POST"),))
         if not _CONTENT_TYPE.match(found.get(b"content-type", b"")):
