@@ -71,7 +71,7 @@ def generation_input(
     for name in options.keys() - Options.__annotations__:
         raise TypeError(f"there is no option {name!r}{here(name)}")
     for name, value in options.items():
-        if name in _SWITCHES and not isinstance(value, bool):
+        if name in _SWITCHES and type(value).__name__ not in _BOOLEANS:
             raise TypeError(f"{name}: is True or False, and not {value!r}{_HOW_MANY.get(name, '')}")
     if sum(form is not None for form in (prompt, messages, token_ids)) != 1:
         raise ValueError("give exactly one of prompt, messages and token_ids")
@@ -141,11 +141,12 @@ def _set_chat(chat: pb.ChatPrompt, options: Options) -> None:
 def _tool(tool: Tool | Mapping[str, Any]) -> pb.Tool:
     """A tool, its function by itself or as OpenAI's API writes it."""
     function = _function(tool)
+    parameters = function.get("parameters")
     with _named("tools"):
         return pb.Tool(
             name=function["name"],
             description=function.get("description") or "",
-            parameters=_json(function.get("parameters") or ""),
+            parameters="" if parameters is None else _json(parameters),
             strict=function.get("strict") or False,
         )
 
@@ -191,6 +192,8 @@ def _one_text(prompt: object) -> str:
 
 
 _SWITCHES = frozenset(name for name, kind in get_type_hints(Options).items() if kind is bool)
+_BOOLEANS = ("bool", "bool_")
+"""Types of a switch: Python's, and numpy's, which may not be installed."""
 _HOW_MANY = {"logprobs": "; top_logprobs says how many"}
 _INPUT = (
     "choices",

@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import numpy as np
 import pytest
 from google.protobuf import any_pb2
 from google.protobuf.duration_pb2 import Duration
@@ -290,6 +291,17 @@ def test_tools_may_be_as_openai_has_them(
     assert (sent.name, sent.description, sent.strict) == ("f", "finds", True)
     assert json.loads(sent.parameters) == FUNCTION["parameters"]
     assert router.inputs[-1].chat.tool_choice.name == "f"
+
+
+def test_a_schema_of_any_arguments_and_switches_of_numpy_are_taken(
+    client: Client, router: ScriptedRouter
+) -> None:
+    tools: Any = [{"name": "f", "parameters": {}}, {"name": "g", "parameters": None}]
+    wanted: Any = np.bool_(True)
+    asked = {"tools": tools, "ignore_eos": wanted}
+    client.generate(messages=[{"role": "user", "content": "x"}], **asked)
+    assert [tool.parameters for tool in router.inputs[-1].chat.tools] == ["{}", ""]
+    assert router.inputs[-1].stop.ignore_eos
 
 
 def test_what_stands_for_names_of_others_is_there() -> None:
