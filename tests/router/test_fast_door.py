@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import frontdoor_kit
@@ -12,6 +14,7 @@ import grpc
 import grpc.aio
 import pytest
 import pytest_asyncio
+from certificate_kit import of_router
 from frontdoor_kit import (
     Door,
     ScriptedDispatcher,
@@ -25,12 +28,16 @@ from frontdoor_kit import (
     write_tokenizer,
 )
 from http2_kit import raw
+from waiting import until
 
 from baton.inference.v1 import inference_pb2 as api
 from baton.inference.v1 import inference_pb2_grpc as api_grpc
+from baton.tls import TlsFiles
 from router.doors.http2 import heads
+from router.doors.http2.frames import goaway
 from router.doors.http2.server import FastDoor
 from router.requests.bounds import BodyShape
+from serving.net.tls import DoorCertificate
 
 SPECIAL = "\t\ntest with whitespace\r\nand Unicode BMP ☺ and non-BMP 😈\t\n100 %"
 """The message of gRPC's own case `special_status_message`."""
@@ -273,6 +280,25 @@ async def test_streams_that_share_a_small_window_all_end(door: Door) -> None:
     for one in streams:
         messages = map(api.StreamGenerateResponse.FromString, client.answers[one].messages)
         assert ids_of([*messages]) == WORDS * 40
+
+
+async def test_a_connection_that_opens_while_the_door_stops_is_sent_away(tmp_path: Path) -> None:
+    """Its handshake had not ended."""
+    files = of_router(tmp_path)
+    dispatcher = ScriptedDispatcher([served_model("/none")], hangs)
+    own = DoorCertificate(TlsFiles(cert=files.cert, key=files.key)).http2
+    door = FastDoor("127.0.0.1:0", BodyShape(dispatcher.models), 4, 60, tls=own)
+    await door.start()
+    host, _, port = door.address.rpartition(":")
+    bare, trusted = socket.create_connection((host, int(port))), TlsFiles(files.ca)
+    await until(lambda: bool(door._connections._open))
+    await door.stop(5)
+    reader, writer = await asyncio.open_connection(
+        sock=bare, ssl=trusted.client_context(), server_hostname="localhost"
+    )
+    said = await asyncio.wait_for(reader.read(), 20)
+    writer.close()
+    assert said.endswith(goaway(0))
 
 
 async def test_a_door_that_stops_lets_streams_end_and_sends_new_calls_away() -> None:

@@ -169,8 +169,8 @@ class Http2Connection(asyncio.Protocol):
         h2.increment_flow_control_window(CONNECTION_WINDOW - _DEFAULT_WINDOW)
         h2.receive_data(PREFACE)
         self.out.tell()
-        self.owner.opened(self)
         self._look_in(self.owner.idle_s)
+        self.owner.opened(self)
 
     def data_received(self, data: bytes) -> None:
         """Bytes came."""

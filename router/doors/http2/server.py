@@ -68,6 +68,7 @@ class FastDoor:
         self._spans = ServerSpans()
         self._open: set[Http2Connection] = set()
         self._all_gone = asyncio.Event()
+        self._is_stopping = False
         self._listening: asyncio.Server | None = None
 
     @property
@@ -106,6 +107,7 @@ class FastDoor:
 
     async def stop(self, grace_s: float) -> None:
         """Stops listening, and ends within some seconds. Calls under way may end until then."""
+        self._is_stopping = True
         if self._listening is not None:
             self._listening.close()
         for one in [*self._open]:
@@ -132,8 +134,10 @@ class FastDoor:
         )
 
     def opened(self, connection: Http2Connection) -> None:
-        """A connection is there."""
+        """A connection is there. It may have been on its way when the door stopped."""
         self._open.add(connection)
+        if self._is_stopping:
+            connection.leave()
 
     def closed(self, connection: Http2Connection) -> None:
         """It is gone."""
