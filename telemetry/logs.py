@@ -25,8 +25,16 @@ Format = Literal["text", "json"]
 
 _OWN_FIELDS: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _TRACE_ID: Final = "trace_id"
-_QUIET: Final = ("asyncio", "urllib3", "httpx", "filelock", "uvicorn.error", "transformers")
-"""Libraries whose informational lines only repeat Baton's own."""
+_QUIET: Final = (
+    "asyncio",
+    "urllib3",
+    "httpx",
+    "filelock",
+    "uvicorn.error",
+    "transformers",
+    "hpack",
+)
+"""Libraries whose informational lines only repeat Baton's own, or (hpack) have callers' tokens."""
 _COLORS: Final = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.DEBUG: "\x1b[2m"}
 _DIM: Final = "\x1b[2m"
 _RESET: Final = "\x1b[0m"

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import hpack
 import pytest
 
 from telemetry.logs import Format, describe, log_loop_errors, setup_logging
@@ -127,6 +128,16 @@ async def test_an_exception_that_nobody_awaits_is_not_quoted(stream: io.StringIO
     assert found["exception"][0] == "ValueError"
     assert SECRET not in stream.getvalue()
     loop.set_exception_handler(None)
+
+
+def test_headers_of_calls_are_not_logged(stream: io.StringIO) -> None:
+    """Not even for those who look for defects: tokens of callers are among them."""
+    setup_logging(Service.ROUTER, level="debug", stream=stream)
+    logger.debug("shown")
+    found = hpack.Decoder().decode(hpack.Encoder().encode([("authorization", SECRET)]))
+    assert found == [("authorization", SECRET)]
+    assert "shown" in stream.getvalue()
+    assert "authorization" not in stream.getvalue()
 
 
 def test_a_terminal_gets_colours(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
