@@ -224,5 +224,5 @@ def test_a_file_that_is_no_template_is_told_at_start(
     with pytest.raises(TemplateFileError, match=complaint):
         read_template(str(file))
     settings = {"listen": "127.0.0.1:0", "internal_listen": "127.0.0.1:0"}
-    assert main(RouterSettings(chat_template=str(file), **settings)) == 1
+    assert main(RouterSettings(chat_template=str(file), **settings)) == 2
     assert complaint in caplog.text
