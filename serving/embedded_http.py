@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import socket
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final, cast
 
@@ -17,6 +16,7 @@ import uvicorn
 from starlette.datastructures import Headers
 
 from baton.addresses import host_of, is_loopback
+from serving.listening import bind
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -50,7 +50,7 @@ class EmbeddedHttpServer:
         reuse_port: bool = False,
         protocol: Callable[..., asyncio.Protocol] | None = None,
     ) -> None:
-        self._host, _, self._port = listen.rpartition(":")
+        self._listen = listen
         self._name = name
         self._reuse_port = reuse_port
         self.address = ""
@@ -76,11 +76,7 @@ class EmbeddedHttpServer:
         Raises:
             OSError: the address cannot be bound.
         """
-        host = self._host.strip("[]")
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        where = (host, int(self._port))
-        bound = socket.create_server(where, family=family, reuse_port=self._reuse_port)
-        self.address = f"{self._host}:{bound.getsockname()[1]}"
+        bound, self.address = bind(self._listen, reuse_port=self._reuse_port)
         self._task = asyncio.create_task(self._server.serve([bound]), name=self._name)
         while not self._server.started and not self._task.done():
             await asyncio.sleep(_POLL_S)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import socket
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -18,6 +17,7 @@ from baton import grpc_options
 from router.doors.http.bodies import Bodies
 from router.doors.http.connections import Connection, Connections
 from router.doors.http2.connection import Http2Connection
+from serving.listening import bind
 from telemetry.rpc import ServerSpans
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class FastDoor:
         reuse_port: bool = False,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        self._host, _, self._port = listen.rpartition(":")
+        self._listen = listen
         self._reuse_port = reuse_port
         self._connections = Connections(most, tls)
         self.address = ""
@@ -97,11 +97,7 @@ class FastDoor:
         Raises:
             OSError: the address cannot be bound.
         """
-        host = self._host.strip("[]")
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        where = (host, int(self._port))
-        bound = socket.create_server(where, family=family, reuse_port=self._reuse_port)
-        self.address = f"{self._host}:{bound.getsockname()[1]}"
+        bound, self.address = bind(self._listen, reuse_port=self._reuse_port)
         loop = asyncio.get_running_loop()
         self._listening = await loop.create_server(self._accept, sock=bound)
 
