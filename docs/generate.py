@@ -1,10 +1,9 @@
 """Writes the reference pages: `python docs/generate.py [OUTPUT_FOLDER]`.
 
 `configuration.md` comes from the settings models, `commands.md` from the command line, `api.md`
-and `worker-api.md` from the protos and their comments. One table of `sizing.md` comes from the
-shapes of models, those of `models.md` come from the tables of tests, and those of
-`coming-from-vllm.md` from the parsers. The output folder
-defaults to this one. A test checks that the pages here are up to date.
+from the proto for clients and its comments. Two tables of `sizing.md` come from the shapes of
+models, those of `models.md` from the tables of tests, and those of `coming-from-vllm.md` from the
+parsers. The output folder defaults to this one. A test checks that the pages here are up to date.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ def pages() -> dict[str, str]:
     return {
         "configuration.md": settings.page(),
         "commands.md": commands.page(),
-        "api.md": protos.page("baton.inference.v1", protos.CLIENTS),
-        "worker-api.md": protos.page("baton.worker.v1", protos.WORKERS),
+        "api.md": protos.page(),
         "sizing.md": _filled_in(
             "sizing.md", {"shapes": shapes.shapes_table(), "ranks": shapes.ranks_table()}
         ),

@@ -1,4 +1,4 @@
-"""Writes `api.md` and `worker-api.md` from the protos and their comments."""
+"""Writes `api.md` from the proto for clients and its comments."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from grpc_tools import protoc
 from reference import GENERATED, table
 
 PROTOS = Path(__file__).resolve().parents[2] / "protos"
+SOURCE = PROTOS / "baton" / "inference" / "v1" / "inference.proto"
 WELL_KNOWN = Path(protoc.__file__).parent / "_proto"
 
-CLIENTS = """\
+INTRODUCTION = """\
 # API for clients
 
 Clients speak this API to a router over gRPC. [Clients](clients.md) has examples in several
@@ -24,27 +25,20 @@ paths `/v1/models`, `/v1/completions` and `/v1/chat/completions`, and the APIs o
 `/v1/responses` and `/v1/messages` ([Responses and Messages](agents.md)). It also has `/tokenize`,
 `/detokenize` and `/tokenizer_info`, as vLLM's server does.
 """
-WORKERS = """\
-# API between router and workers
-
-A router and its workers speak this API to each other; it is not for clients.
-[Architecture](architecture.md) has the reasons, [the hand-off protocol](protocol.md) the order of
-messages. KV pages and their notifications do not use this API: they go directly between workers.
-"""
 
 Field = descriptor_pb2.FieldDescriptorProto
 SCALARS = {number: name.removeprefix("TYPE_").lower() for name, number in Field.Type.items()}
 
 
-def page(package: str, introduction: str) -> str:
-    """Writes the page of one package."""
-    file = _described(package)
+def page() -> str:
+    """Writes the page."""
+    file = _described()
     comments = {
         tuple(location.path): " ".join(location.leading_comments.split())
         for location in file.source_code_info.location
         if location.leading_comments
     }
-    parts = [introduction, GENERATED + "\n"]
+    parts = [INTRODUCTION, GENERATED + "\n"]
     for index, service in enumerate(file.service):
         parts += _service(service, (6, index), comments)
     for index, message in enumerate(file.message_type):
@@ -59,13 +53,12 @@ def page(package: str, introduction: str) -> str:
     return "\n".join(parts)
 
 
-def _described(package: str) -> descriptor_pb2.FileDescriptorProto:
-    """Reads the package's only file, with its comments."""
-    source = next((PROTOS / package.replace(".", "/")).glob("*.proto"))
+def _described() -> descriptor_pb2.FileDescriptorProto:
+    """Reads the proto, with its comments."""
     with tempfile.NamedTemporaryFile() as out:
         arguments = ["protoc", f"-I{PROTOS}", f"-I{WELL_KNOWN}", "--include_source_info"]
-        failed = protoc.main([*arguments, f"--descriptor_set_out={out.name}", str(source)])
-        assert not failed, f"protoc: {source}"
+        failed = protoc.main([*arguments, f"--descriptor_set_out={out.name}", str(SOURCE)])
+        assert not failed, f"protoc: {SOURCE}"
         return descriptor_pb2.FileDescriptorSet.FromString(Path(out.name).read_bytes()).file[0]
 
 

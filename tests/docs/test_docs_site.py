@@ -63,7 +63,7 @@ def test_every_page_is_in_the_site_and_loads_nothing_from_elsewhere(site: Path) 
 def test_generated_pages_are_current(tmp_path: Path) -> None:
     subprocess.run([sys.executable, DOCS / "generate.py", tmp_path], check=True)
     made = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert {"configuration.md", "commands.md", "api.md", "worker-api.md"} <= made.keys()
+    assert {"configuration.md", "commands.md", "api.md"} <= made.keys()
     assert [name for name in made if made[name] != (DOCS / name).read_text()] == [], "make docs"
 
 
