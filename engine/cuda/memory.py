@@ -11,10 +11,10 @@ from engine.cuda.steps.handing import Handing
 from engine.cuda.steps.shapes import LONGEST_GRAPH
 from engine.cuda.wrapped import forward_of
 from engine.groups.spec import State
-from engine.groups.state import TABLE_COLUMNS
 from engine.model import Decoder
 from engine.pool.pools import KvPools
 from engine.step.dispatch import STAY
+from engine.step.plan import STATE_COLUMNS
 from engine.types import SCRATCH_PAGE
 
 CONTEXT_BYTES = 1 << 30
@@ -91,7 +91,7 @@ def _run_largest(model: Decoder, scratch: KvPools, attention: PagedGroups, bound
     table = torch.full((1, width), SCRATCH_PAGE, dtype=torch.int32, device=device)
     starts = torch.nn.functional.pad(lens, (1, 0))
     step = PagedStep(0, lens, table, starts, size, all_fresh=True)
-    states = step._replace(page_table=table.new_zeros(1, TABLE_COLUMNS))
+    states = step._replace(page_table=table.new_zeros(1, STATE_COLUMNS))
     kinds = [spec.kind for spec in scratch.specs]
     attention.prepare([states if isinstance(kind, State) else step for kind in kinds])
     forward = forward_of(model, scratch, attention, bounds.max_context_tokens)

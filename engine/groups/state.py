@@ -45,12 +45,6 @@ many are computed again. With 256 a next turn's first token comes 0.8 ms later, 
 take 0.3 % more of decoding (`bench/README.md`)."""
 
 
-MOST_SAVED = 3
-"""States that a row saves in a step: three of a prompt, or one of an answer."""
-TABLE_COLUMNS = 2 + 2 * MOST_SAVED
-"""The most columns of `StatePages.table_of`."""
-
-
 class StatePages:
     """Who holds which page of a state's group. It belongs to the step loop's thread."""
 
@@ -230,8 +224,7 @@ class StatePages:
         last writer.
 
         Returns:
-            A table of [R, 2 + 2 C]: the page that a row reads, the one that it writes, and C times
-            the page of a state that it saves, and how many tokens that has. 0 stands for none.
+            A table of states.
         """
         reads, moved = self.page[slots], self._next[slots] > 0
         writes = np.where(moved, self._next[slots], reads)

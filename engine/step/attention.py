@@ -137,8 +137,8 @@ class AttentionBatch:
     token_offsets: Tensor
     """[T] int64: the place of each new token in its page."""
     is_state: bool = False
-    """The pages are states: the table is that of `engine.groups.state.StatePages.table_of`, and
-    tokens have no places."""
+    """The pages are states: the table is one of states (`engine.step.plan.GroupTable`), and tokens
+    have no places."""
     others: tuple[AttentionBatch, ...] = ()
     """Batches of the same step in the groups beyond group 0. Their tables begin at the first page
     that a row reads, and their contexts count from there."""

@@ -21,6 +21,9 @@ BY_EACH_RANK: Final = -2
 NO_POOLS: Final[Int32s] = np.zeros((0, 4), np.int32)
 NO_SHAPE: Final = -1
 """`StepPlan.shape`: the kernels run one by one."""
+STATE_COLUMNS: Final = 2 + 2 * 3
+"""Most columns of a table of states: a row saves three of a prompt in a step, or one of an
+answer."""
 SCORE_ROWS = 256
 """Most positions whose logits are held at once when a prompt is scored."""
 
@@ -60,7 +63,9 @@ class GroupTable:
 
     pages: Int32s
     """[R, P]. It begins at the first page that a row reads. Entries beyond a row's context are the
-    scratch page."""
+    scratch page. Of states it is [R, 2 + 2 C]: the page that a row reads, the one that it writes,
+    and C times the page of a state that it saves, and how many tokens that has. 0 stands for
+    none."""
     skipped: Int32s
     """[R]. Pages of each row before its first one here."""
     copy_source: Int32s

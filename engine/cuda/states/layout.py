@@ -111,7 +111,7 @@ class States(NamedTuple):
     """A step's rows, as kernels of states have them."""
 
     step: PagedStep
-    """Its page table is [R, 2 + 2 C]: see `engine.groups.state.StatePages.table_of`."""
+    """Its page table is one of states: see `engine.step.plan.GroupTable`."""
     spoilt: Tensor
     """[R] int32, 1 where a row has found a wrong state. Kernels only ever set it."""
 

@@ -21,9 +21,8 @@ from torch import Tensor
 from engine.cuda.steps.shapes import Shape
 from engine.cuda.steps.staging import Int32s, StepStaging
 from engine.groups.spec import Kind, State, Window
-from engine.groups.state import TABLE_COLUMNS
 from engine.step.hooks import Narrowed
-from engine.step.plan import GroupTable, StepPlan
+from engine.step.plan import STATE_COLUMNS, GroupTable, StepPlan
 from engine.types import SCRATCH_PAGE
 
 
@@ -45,7 +44,7 @@ def width_of(kind: Kind, page_size: int, most: int, prompt_tokens: int, ahead: i
         ahead: pages for drafts.
     """
     if isinstance(kind, State):
-        return Width(TABLE_COLUMNS, is_state=True)
+        return Width(STATE_COLUMNS, is_state=True)
     assert isinstance(kind, Window), "group 0 alone keeps all tokens"
     pages = kind.most_pages(page_size) + -(-prompt_tokens // page_size)
     return Width(min(most, pages) + ahead)
@@ -62,7 +61,7 @@ class PackedGroup(NamedTuple):
     """[C], the place of each prompt token. None if there is no prompt row."""
     page_table: Tensor
     is_state: bool = False
-    """The table is that of `engine.groups.state.StatePages.table_of`, with a row for each of the
+    """The table is one of states (`engine.step.plan.GroupTable`), with a row for each of the
     shape's."""
 
 
