@@ -236,7 +236,7 @@ class RouterSettings(BaseModel):
     log_format: Literal["text", "json"] = "text"
     """Sets the form of the log. `json` writes one object a line, for log collectors."""
     drain_s: float = Field(default=30, ge=0)
-    """Sets how long running requests may continue after that, seconds."""
+    """Sets how long running requests may continue behind `debug.drain_grace_s`, seconds."""
     debug: RouterDebug = Field(default_factory=RouterDebug)
     """Holds rarely needed settings: the table `[router.debug]`."""
 
