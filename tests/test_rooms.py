@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 MOST_MODULES = 12
 MOST_LINES_OF_A_FILE = 400
@@ -181,6 +183,23 @@ def test_imports_go_down() -> None:
         for arrow in upward
         if not any(arrow[0] == start and arrow[1].startswith(end) for start, end in UPWARD)
     ] == []
+
+
+@pytest.mark.parametrize(("within", "head"), [("", "contents"), ("engine.", "side")])
+def test_the_page_lists_all_rooms_from_the_top(within: str, head: str) -> None:
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    table = page.partition(f"| room, from the top | {head} |")[2].partition("\n\n")[0]
+    firsts = " ".join(row.split("|")[1] for row in table.splitlines()[2:])
+    named = [
+        within + name.rstrip("/").removesuffix(".py").replace("/", ".")
+        for name in re.findall(r"`([^`]+)`", firsts)
+    ]
+    floor_of = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+    floors = [floor_of[room] for room in named if room in floor_of.keys() - PROGRAMS]
+    assert floors == sorted(floors, reverse=True)
+    depth = within.count(".") + 1
+    here = [room for room in floor_of if room.startswith(within)]
+    assert {".".join(room.split(".")[:depth]) for room in here} <= {*named}
 
 
 def test_the_two_sides_of_the_engine_meet_at_its_roof_alone() -> None:
