@@ -622,6 +622,17 @@ def test_what_is_no_form_is_refused(kind: str, content: bytes) -> None:
         read()
 
 
+def test_headers_of_a_form_are_read_in_linear_time() -> None:
+    """Python's own reader took 8 s for this one, on the event loop."""
+    began_s = time.process_time()
+    with pytest.raises(RouterError, match="too long"):
+        Upload('multipart/form-data; boundary="' + ";" * 60_000, lambda _: None)
+    upload = Upload('Multipart/form-data; x=";"; boundary="B"', lambda _: None)
+    upload.feed(form((f'name="{";" * 4000}"', b"x"), (r'name="file"; filename="a\";b"', b"")))
+    assert (upload.filename, upload.fields) == ('a";b', {";" * 4000: "x"})
+    assert time.process_time() - began_s < 0.01
+
+
 @pytest.mark.parametrize(
     ("queued", "workers", "enters"),
     [

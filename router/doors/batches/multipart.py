@@ -1,23 +1,32 @@
 """Reads an upload: the fields of a form, and one file among them, as its bytes come.
 
 The form is `multipart/form-data` (RFC 7578). Only what it is made of is read: a boundary, the name
-of each part in `content-disposition`, and its bytes. Nothing is kept but short fields.
+of each part in `content-disposition`, and its bytes. Nothing is kept but short fields. Headers are
+read in linear time: Python's own reader takes 8 s for one of 60,000 semicolons.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from email.message import Message
 from typing import Final
+from urllib.parse import unquote
 
 from router import errors
 
+MOST_TYPE_CHARS: Final = 1024
+"""Characters of the header with the boundary, which may have 70."""
 MOST_HEADER_BYTES: Final = 4096
 """Bytes of the headers of a part: several times what clients send."""
 MOST_FIELD_BYTES: Final = 1024
 """Bytes of a field that is no file."""
 MOST_PARTS: Final = 16
 """Parts of a form. OpenAI's has five."""
+_PARAMETER: Final = re.compile(
+    r';\s*+([^\s;="]++)\s*+=\s*+(?:"((?:[^"\\]++|\\.)*+)"?+|([^;]*+))', re.DOTALL
+)
+_NAME_CHARSETS: Final = ("utf-8", "iso-8859-1")
+"""Charsets that a file's name may state (RFC 5987)."""
 
 
 class Upload:
@@ -32,11 +41,11 @@ class Upload:
     """
 
     def __init__(self, content_type: str, write: Callable[[bytes], None]) -> None:
-        said = Message()
-        said["content-type"] = content_type
-        boundary = said.get_param("boundary")
-        if said.get_content_type() != "multipart/form-data" or not isinstance(boundary, str):
+        if len(content_type) > MOST_TYPE_CHARS:
+            raise errors.malformed_request("the content type is too long")
+        if content_type.partition(";")[0].strip().lower() != "multipart/form-data":
             raise errors.malformed_request("the content type must be multipart/form-data")
+        boundary = _parameters(content_type).get("boundary", "")
         if not 1 <= len(boundary) <= 70:
             raise errors.malformed_request("a boundary has 1 to 70 characters")
         self._mark = b"\r\n--" + boundary.encode("latin-1", "replace")
@@ -95,23 +104,19 @@ class Upload:
         self._parts += 1
         if self._parts > MOST_PARTS:
             raise errors.malformed_request(f"the form has more than {MOST_PARTS} parts")
-        said = Message()
+        said: dict[str, str] = {}
         for line in headers.split(b"\r\n"):
             name, _, value = line.decode("utf-8", "replace").partition(":")
             if name.strip().lower() == "content-disposition":
-                said["content-disposition"] = value.strip()
-        part = said.get_param("name", header="content-disposition")
-        if not isinstance(part, str) or part in self.fields:
+                said = _parameters(value)
+        part = said.get("name")
+        if part is None or part in self.fields:
             raise errors.malformed_request("each part of the form needs a name of its own")
         self._part = part
         if part != "file":
             self.fields[part] = ""
         elif self.filename is None:
-            try:
-                self.filename = said.get_filename("")
-                self.filename.encode()
-            except ValueError:  # Python's own charsets; half of a surrogate pair.
-                raise errors.malformed_request("the file's name is no text") from None
+            self.filename = _filename(said)
         else:
             raise errors.malformed_request("the form has more than one file")
 
@@ -140,3 +145,29 @@ class Upload:
     def _after(self) -> bool:
         self._held.clear()
         return False
+
+
+def _parameters(header: str) -> dict[str, str]:
+    """The parameters of a header. Of those with the same name the first counts."""
+    found: dict[str, str] = {}
+    for name, quoted, plain in _PARAMETER.findall(header):
+        text = quoted.replace(r"\\", "\\").replace(r"\"", '"') or plain.strip()
+        found.setdefault(name.lower(), text)
+    return found
+
+
+def _filename(said: dict[str, str]) -> str:
+    """The file's name; empty: it has none.
+
+    Raises:
+        RouterError: MALFORMED_REQUEST.
+    """
+    if (name := said.get("filename")) is not None or "filename*" not in said:
+        return name or ""
+    charset, _, rest = said["filename*"].partition("'")
+    try:
+        if charset.lower() not in _NAME_CHARSETS:
+            raise ValueError
+        return unquote(rest.partition("'")[2], charset, "strict")
+    except ValueError:
+        raise errors.malformed_request("the file's name is no text") from None
