@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from baton.inference.v1 import inference_pb2 as api
-from router.requests.bounds import MOST_POOLED
+from router.requests.bounds import MOST_PAIRED_CHARS, MOST_POOLED
 from router.requests.validation import (
     MAX_CLIENT_TAG_BYTES,
     MAX_PRIORITY,
@@ -71,10 +71,21 @@ def check_score_for(found: Violations, request: api.ScoreRequest, model: ServedM
     if model.pooling.labels > 1:
         rule = f"has a head with {model.pooling.labels} scores, and a score is one number"
         found.add("model", rule)
+    if model.pooling.labels == 1 and _paired_chars(request) > MOST_PAIRED_CHARS:
+        rule = f"have more than {MOST_PAIRED_CHARS} characters, with a query read for each"
+        found.add("documents", rule)
     if request.instruction and not model.pooling.by_turns:
         found.add("instruction", "means nothing to this model: it has no template for pairs")
     if request.raw and not model.pooling.labels:
         found.add("raw", "means nothing to this model: its scores are cosines")
+
+
+def _paired_chars(request: api.ScoreRequest) -> int:
+    """Characters of all pairs together."""
+    repeated = len(request.documents) // max(1, len(request.queries))
+    queries = repeated * sum(map(len, request.queries))
+    instructions = len(request.documents) * len(request.instruction)
+    return queries + sum(map(len, request.documents)) + instructions
 
 
 def _check_pools(found: Violations, model: ServedModel) -> None:

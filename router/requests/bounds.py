@@ -52,6 +52,9 @@ MOST_POOLED: Final = 2048
 """Most inputs of a call that embeds, and most documents of one that scores, as in OpenAI's API."""
 MOST_POOLED_TOKENS: Final = 1_000_000
 """Most tokens of all inputs of such a call together: two minutes of a small prefill worker."""
+MOST_PAIRED_CHARS: Final = BYTES_A_TOKEN * MOST_POOLED_TOKENS
+"""Most characters of all pairs of such a call together, where one query is read with each document:
+ten seconds of a thread. A request of a megabyte could stand for two gigabytes."""
 MOST_WRITTEN_NUMBERS: Final = 1 << 20
 """Most numbers that an answer has in decimal. Writing them takes a tenth of a second of the event
 loop; base64 takes a hundredth of that, and has no such bound."""
