@@ -19,6 +19,7 @@ from router.doors.http.said import Said
 from router.doors.http.statuses import name_by
 from router.doors.http.values import Int, Kept, Prompt, Unless, ids_of, kept_tokens
 from router.errors import Violation
+from router.pooling.pooling import in_turns
 from router.requests.bounds import MOST_POOLED, MOST_WRITTEN_NUMBERS
 
 if TYPE_CHECKING:
@@ -179,14 +180,11 @@ class Embeddings:
         )
         with renamed(_input_name):
             response = await self._poolings.embed(request, call)
-        data = [
-            {
-                "object": "embedding",
-                "index": index,
-                "embedding": list(one.values) if in_decimal else _base64(one),
-            }
-            for index, one in enumerate(response.embeddings)
-        ]
+        data: list[JSON] = []
+        width = len(response.embeddings[0].values)
+        async for one in in_turns(response.embeddings, width):
+            written = list(one.values) if in_decimal else _base64(one)
+            data.append({"object": "embedding", "index": len(data), "embedding": written})
         content = {"object": "list", "data": data, "model": response.model}
         return Said({**content, "usage": _usage(response.usage)}, asked.ignored())
 
