@@ -86,6 +86,20 @@ async def test_reading_listing_and_deleting(port: Port) -> None:
             await api.retrieve(lost)
 
 
+async def test_items_are_read_by_pages(port: Port) -> None:
+    """Each once, though their sender gave all of them one id."""
+    said = [{"id": "same", "role": "user", "content": str(number)} for number in range(5)]
+    api, kept = port.client.responses.input_items, await create(port, said)
+    for order, texts in (("asc", "01234"), ("desc", "43210")):
+        read = [one async for one in api.list(kept.id, limit=2, order=order)]
+        assert [one.content[0].text for one in read] == list(texts)
+    wrong = {"limit": "000000001" + "9" * 5000, "order": "oldest", "after": "item_none"}
+    for name, value in wrong.items():
+        with pytest.raises(openai.BadRequestError) as caught:
+            await api.list(kept.id, extra_query={name: value})
+        assert caught.value.param == name
+
+
 async def test_another_tenants_responses_are_not_there(port: Port) -> None:
     kept, other = await create(port, "one"), port.client.with_options(api_key="key-b")
     api = other.responses

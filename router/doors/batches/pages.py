@@ -23,7 +23,8 @@ from router.doors.http.bodies import paced
 from router.doors.http.origins import refuse_foreign
 from router.doors.http.parsing import Body, parse
 from router.doors.http.said import Said
-from router.doors.http.values import Unless
+from router.doors.http.values import Metadata, Unless
+from router.doors.paging import MOST_LISTED, is_number, page_of
 from router.one_line import json_of
 from router.requests.bounds import MOST_FILE_BYTES
 
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 
 FILES: Final = "/v1/files"
 BATCHES: Final = "/v1/batches"
-MOST_LISTED: Final = 100
-"""OpenAI's own bound for batches."""
 WINDOW_S: Final = DAY_S
 """Time in which a batch must end: 24 h, the only one that OpenAI has."""
 MOST_FORM_BYTES: Final = 128 << 10
@@ -57,9 +56,7 @@ class BatchRequest(Body):
     input_file_id: Word
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
     completion_window: Literal["24h"]
-    metadata: Annotated[
-        dict[Word, Annotated[str, Field(max_length=512)]] | None, Field(max_length=16)
-    ] = None
+    metadata: Metadata | None = None
     output_expires_after: Annotated[Any, Unless()] = None
 
 
@@ -261,28 +258,9 @@ class FilePages:
     async def _list(self, table: str, request: Request) -> Response:
         """A page, the latest first, unless `order` is `asc`."""
         tenant, asked = self._admit(request), request.query_params
-        said = asked.get("limit", str(MOST_LISTED))
-        if not _is_number(said, 1, 10_000):
-            raise wrong("limit", "must be in [1, 10000]")
-        limit = min(int(said), MOST_LISTED)
-        found = await self._store.page(
-            table,
-            tenant,
-            limit + 1,
-            asked.get("after", ""),
-            oldest_first=asked.get("order", "desc") == "asc",
-            purpose=asked.get("purpose", "") if table == "files" else "",
-        )
-        shown = found[:limit]
-        return _json(
-            {
-                "object": "list",
-                "data": shown,
-                "first_id": shown[0]["id"] if shown else None,
-                "last_id": shown[-1]["id"] if shown else None,
-                "has_more": len(found) > limit,
-            }
-        )
+        page = page_of(asked, MOST_LISTED, most=10_000)
+        purpose = asked.get("purpose", "") if table == "files" else ""
+        return _json(page.shown(await self._store.page(table, tenant, page, purpose)))
 
 
 def _checked(upload: Upload) -> tuple[str, float]:
@@ -300,14 +278,9 @@ def _checked(upload: Upload) -> tuple[str, float]:
     if upload.fields.get("expires_after[anchor]", "created_at") != "created_at":
         raise wrong("expires_after.anchor", "must be created_at")
     lives = upload.fields.get("expires_after[seconds]", "")
-    if lives and not _is_number(lives, 3600, 2_592_000):
+    if lives and not is_number(lives, 3600, 2_592_000):
         raise wrong("expires_after.seconds", "must be in [3600, 2592000]")
     return upload.filename, float(lives or "inf")
-
-
-def _is_number(said: str, least: int, most: int) -> bool:
-    is_short = said.isascii() and said.isdigit() and len(said) < 10
-    return is_short and least <= int(said) <= most
 
 
 def _json(content: JSON) -> Response:

@@ -12,6 +12,7 @@ last status they become files, in one transaction.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -22,6 +23,7 @@ from pydantic_core import from_json
 
 from router.doors.batches.refusals import store_full, wrong
 from router.doors.database import DAY_S, Bounds, Database, own_folder
+from router.doors.paging import Page, lost_place
 from router.one_line import json_of
 
 if TYPE_CHECKING:
@@ -51,6 +53,9 @@ CREATE INDEX batches_of ON batches (tenant, created_s, id);
 CREATE INDEX batches_at ON batches (status, created_s)
 """
 _OPEN: Final = f"status NOT IN {ENDED}"
+
+
+_ID: Final = re.compile(r"(?:file-|batch_)([0-9a-f]{14})[0-9a-f]{32}")
 
 
 class Batch(NamedTuple):
@@ -158,27 +163,34 @@ class FileStore:
 
         return await self._run(delete)
 
-    async def page(
-        self, table: str, tenant: str, most: int, after: str, *, oldest_first: bool, purpose: str
-    ) -> list[JSON]:
-        """Files or batches of a tenant, by age, behind the one named `after`."""
+    async def page(self, table: str, tenant: str, page: Page, purpose: str) -> list[JSON]:
+        """Files or batches of a tenant, by age, behind the one that the page names: one more than
+        it shows, if there are as many. That one may be deleted: whoever deletes all files reads
+        the list behind what is gone.
 
-        def page() -> list[JSON]:
-            sign, order = (">", "ASC") if oldest_first else ("<", "DESC")
-            query, given = f"SELECT object FROM {table} WHERE tenant = ?", [tenant]
+        Raises:
+            RouterError: INVALID_FIELD, there was no such one.
+        """
+
+        def get() -> list[JSON]:
+            execute = self._database.connection.execute
+            sign, order = (">", "ASC") if page.oldest_first else ("<", "DESC")
+            query = f"SELECT object FROM {table} WHERE tenant = ?"
+            given: list[object] = [tenant]
             if purpose:
                 query, given = f"{query} AND purpose = ?", [*given, purpose]
-            if after:
-                query += (
-                    f" AND (created_s, id) {sign}"
-                    f" (SELECT created_s, id FROM {table} WHERE id = ? AND tenant = ?)"
+            if page.after:
+                made = f"SELECT created_s FROM {table} WHERE id = ? AND tenant = ?"
+                row = execute(made, (page.after, tenant)).fetchone() or _made_s(page.after)
+                query, given = (
+                    f"{query} AND (created_s, id) {sign} (?, ?)",
+                    [*given, row[0], page.after],
                 )
-                given = [*given, after, tenant]
             query += f" ORDER BY created_s {order}, id {order} LIMIT ?"
-            rows = self._database.connection.execute(query, (*given, most)).fetchall()
+            rows = execute(query, (*given, page.limit + 1)).fetchall()
             return [from_json(row[0]) for row in rows]
 
-        return await self._run(page)
+        return await self._run(get)
 
     # -- batches -------------------------------------------------------------------------------
 
@@ -190,7 +202,7 @@ class FileStore:
         """
 
         def add() -> JSON:
-            now_s, batch_id = self._clock(), f"batch_{secrets.token_hex(16)}"
+            now_s, batch_id = self._named("batch_")
             shown = {
                 "id": batch_id,
                 "object": "batch",
@@ -302,6 +314,11 @@ class FileStore:
 
     # -- on the thread -------------------------------------------------------------------------
 
+    def _named(self, prefix: str) -> tuple[float, str]:
+        """The time, and an id that nobody can guess, though it begins with the time."""
+        now_us = int(self._clock() * 1e6)
+        return now_us / 1e6, f"{prefix}{now_us:014x}{secrets.token_hex(16)}"
+
     def _check_room(self, table: str, tenant: str, size: int) -> None:
         count, held = self._database.held(table, tenant)
         if count >= self.bounds.most_number:
@@ -319,7 +336,7 @@ class FileStore:
         purpose: str,
         lives_s: float,
     ) -> JSON:
-        now_s, file_id = self._clock(), f"file-{secrets.token_hex(16)}"
+        now_s, file_id = self._named("file-")
         expires_s = now_s + min(lives_s, self.bounds.most_days * DAY_S)
         shown = {
             "id": file_id,
@@ -348,3 +365,14 @@ class FileStore:
             shown[f"{shown['status']}_at"] = int(self._clock())
         query = "UPDATE batches SET status = ?, object = ? WHERE id = ?"
         database.execute(query, (shown["status"], json_of(shown), batch.id))
+
+
+def _made_s(gone: str) -> tuple[float]:
+    """When what had this id was made.
+
+    Raises:
+        RouterError: INVALID_FIELD, nothing had it.
+    """
+    if (found := _ID.fullmatch(gone)) is None:
+        raise lost_place()
+    return (int(found[1], 16) / 1e6,)

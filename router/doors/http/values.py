@@ -13,6 +13,7 @@ from pydantic import (
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
+    PlainValidator,
     ValidationInfo,
     model_validator,
 )
@@ -33,6 +34,8 @@ def _number(value: object) -> object:
 
 
 IsNumber: Final = BeforeValidator(_number)
+MAX_METADATA: Final = 16
+"""Entries of a metadata. OpenAI's own bound."""
 Int = Annotated[int, IsNumber]
 Float = Annotated[float, IsNumber]
 UInt32 = Annotated[int, Field(ge=0, lt=1 << 32), IsNumber]
@@ -183,3 +186,20 @@ def text_or_json(value: object) -> str:
 
 JsonText = Annotated[str | None, BeforeValidator(_json_text, str | dict[str, Any] | bool | None)]
 """A JSON schema."""
+
+
+def _metadata(value: object) -> object:
+    """Counts and measures the entries, and says nothing of them."""
+    rule = "must be at most {most} texts of at most 512 characters, with names of at most 64"
+    if value is not None and not (
+        isinstance(value, dict)
+        and len(value) <= MAX_METADATA
+        and all(isinstance(one, str) and len(one) <= 512 for one in value.values())
+        and all(len(name) <= 64 for name in value)
+    ):
+        raise PydanticCustomError("metadata", rule, {"most": MAX_METADATA})
+    return value
+
+
+Metadata = Annotated[dict[str, str], PlainValidator(_metadata)]
+"""Texts that a client wants to find again, by name."""

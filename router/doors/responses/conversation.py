@@ -62,10 +62,15 @@ class Conversations:
             return None
 
         async def keep(response: JSON) -> bool:
-            items = [one.model_dump(exclude_none=True) for one in request.items]
-            kept = [{"id": new_id("item"), **one} for one in items]
+            kept: dict[str, JSON] = {}
+            for item in request.items:
+                own = new_id("item")  # Pages begin behind an id, so it names one item.
+                item_id = own if item.id is None or item.id in kept else item.id
+                kept[item_id] = {**item.model_dump(exclude_none=True), "id": item_id}
             try:
-                await store.put(tenant, Kept(request.previous_response_id, kept, response))
+                await store.put(
+                    tenant, Kept(request.previous_response_id, list(kept.values()), response)
+                )
             except sqlite3.Error as error:
                 name = getattr(error, "sqlite_errorname", type(error).__name__)
                 logger.error("a response could not be stored: %s", name)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from starlette.responses import Response
 from starlette.routing import Route
 
 from router import errors
 from router.doors.auth import AUTHORIZATION, Gate
+from router.doors.paging import lost_place, page_of
 from router.doors.responses.refusals import response_not_found
 from router.errors import Violation
 from router.one_line import json_of
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
 
     from router.doors.http.statuses import JSON
     from router.doors.responses.store import Kept, ResponseStore
-
-MOST_LISTED: Final = 100
-"""OpenAI's own bound."""
 
 
 class ResponsePages:
@@ -61,25 +59,15 @@ class ResponsePages:
     async def _list(self, request: Request) -> Response:
         """The items of the request. The latest come first, unless `order` is `asc`."""
         items = (await self._find(request)).input
-        asked = request.query_params
-        limit = asked.get("limit", "20")
-        if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:9]) <= MOST_LISTED:
-            raise errors.invalid_fields([Violation("limit", f"must be in [1, {MOST_LISTED}]")])
-        if asked.get("order", "desc") != "asc":
+        page = page_of(request.query_params, usual=20)
+        if not page.oldest_first:
             items = items[::-1]
-        if (after := asked.get("after")) is not None:
-            places = [place for place, item in enumerate(items) if item["id"] == after]
-            items = items[places[0] + 1 :] if places else []
-        shown = items[: int(limit)]
-        return _json(
-            {
-                "object": "list",
-                "data": shown,
-                "first_id": shown[0]["id"] if shown else None,
-                "last_id": shown[-1]["id"] if shown else None,
-                "has_more": len(items) > len(shown),
-            }
-        )
+        if page.after:
+            places = (place for place, item in enumerate(items) if item["id"] == page.after)
+            if (place := next(places, None)) is None:
+                raise lost_place()
+            items = items[place + 1 :]
+        return _json(page.shown(items))
 
     def _admit(self, request: Request) -> tuple[str, str]:
         """The caller's tenant, and the id in the path."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Final, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator
+from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from baton.inference.v1 import inference_pb2 as api
-from router.doors.http.values import ApiObject, JsonText, UInt32, Unless
+from router.doors.http.values import ApiObject, JsonText, Metadata, UInt32, Unless
 from router.doors.openai.forms import Function, FunctionName, NamedTool, Tool, tool_fields
 from router.doors.openai.schema import GenerationRequest
 from router.doors.responses.items import Item
@@ -17,8 +17,6 @@ from router.errors import Violation
 from router.requests.bounds import MAX_TURNS
 from router.structure.fields import MAX_TOOLS
 
-MAX_METADATA: Final = 16
-"""OpenAI's own bound."""
 MAX_INCLUDES: Final = 32
 """More than OpenAI has names of."""
 _LOGPROBS: Final = "message.output_text.logprobs"
@@ -78,19 +76,6 @@ class Choice(FunctionName):
     name: str = ""
 
 
-def _metadata(value: object) -> object:
-    """Counts and measures the entries, and says nothing of them."""
-    rule = "must be at most {most} texts of at most 512 characters, with names of at most 64"
-    if value is not None and not (
-        isinstance(value, dict)
-        and len(value) <= MAX_METADATA
-        and all(isinstance(one, str) and len(one) <= 512 for one in value.values())
-        and all(len(name) <= 64 for name in value)
-    ):
-        raise PydanticCustomError("metadata", rule, {"most": MAX_METADATA})
-    return value
-
-
 class ResponseRequest(GenerationRequest):
     """A request of /v1/responses."""
 
@@ -100,7 +85,7 @@ class ResponseRequest(GenerationRequest):
     instructions: str | None = None
     previous_response_id: Annotated[str | None, Field(max_length=128)] = None
     store: bool | None = None
-    metadata: Annotated[dict[str, str] | None, PlainValidator(_metadata)] = None
+    metadata: Metadata | None = None
     max_output_tokens: UInt32 | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None

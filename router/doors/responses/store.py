@@ -185,8 +185,10 @@ class ResponseStore:
         )
         sizes: dict[str, int] = {}
         for one in ids:
-            sizes |= self._database.connection.execute(query, (one, tenant)).fetchall()
-            if sum(sizes.values()) > most_bytes:
+            for response_id, size in self._database.connection.execute(query, (one, tenant)):
+                most_bytes -= 0 if response_id in sizes else size
+                sizes[response_id] = size
+            if most_bytes < 0:
                 raise TooLongError
         held = (self._get(tenant, response_id) for response_id in sizes)
         outputs = (kept.response["output"] for kept in held if kept is not None)
