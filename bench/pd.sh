@@ -7,7 +7,8 @@
 #                             SLO_ITL_P99_MS (10) request by request
 #   lognormal RATE SECONDS [IN OUT]   the same with log-normal lengths, of IN tokens (2,048) and OUT (28)
 #                             on average
-#   mooncake RATE SECONDS     lengths and shared prefixes of Mooncake's conversation trace, likewise
+#   mooncake RATE SECONDS [MOST]  lengths and shared prefixes of Mooncake's conversation trace, likewise:
+#                             of its first MOST (600) requests
 #   bursts RATE SECONDS       drawn: in one second of four requests come five times as fast as in the
 #                             others; three of four are log-normal of 600 + 300 tokens, one of 4,000 + 60
 #   waterfall PROMPT OUTPUT   one request, drawn: waterfall.txt
@@ -18,27 +19,71 @@
 # `bench/pd_beside.sh` runs it in turns with another commit, or with other settings.
 #
 # $OUT gets rows.jsonl, which grows from run to run, up.log of the last one (every process), and the
-# table of all rows so far, which is printed last. Every wait is bounded: the default rows take about
-# three minutes after a cold start, with REPEATS=3 about eight; no row begins later than LAST_ROW_S.
-# MODEL, DEVICE, GPUS, KV_GIB, PORT, ADMIN, UP_ARGS (more options of `baton up`) and BATON_* may be set from outside. SENDERS: of the
+# table of all rows so far, which is printed last, whatever fails. The default rows take about three
+# minutes after a cold start, with REPEATS=3 about eight. All is over after LIMIT_S (560): a row that
+# is not is cut off. A start may take READY_S (110) of them.
+# MODEL, DEVICE, GPUS, KV_GIB, PORT, ADMIN, UP_ARGS (more options of `baton up`) and BATON_* may be set from outside. DOOR=fast: through
+# the routers' fast door, at PORT + 100. SENDERS: of the
 # client, each with a connection, which the kernel gives to one of several routers: 8 share them unevenly. Seeds are fresh unless
 # SEED is set; then each row has one of its own, for prompts of one seed begin alike and would be
-# found cached. The client needs numpy and nothing else beside Baton. On a CPU, to try it:
-# DEVICE=cpu MODEL=bench/shapes/tiny KV_GIB=1 VOCABULARY=4000.
+# found cached. The client needs numpy and nothing else beside Baton.
+# TRY=1 rehearses any of this on a CPU: shapes are cut to four small layers, and rows to a few requests.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${OUT:-/tmp/pd}; mkdir -p "$out"
 python=${PYTHON:-python3}
-port=${PORT:-50051} admin=${ADMIN:-9090} device=${DEVICE:-cuda}
+port=${PORT:-50051} admin=${ADMIN:-9090} device=${DEVICE:-cuda} door=${PORT:-50051} fast=
+model=${MODEL:-bench/shapes/llama-8b} limit=${LIMIT_S:-560} ready=${READY_S:-110}
 rows=${ROWS:-0 20 1024 64,0 12 8000 64,24 300 1024 256,3 300 8000 200}
 export ROUTERS=${ROUTERS:-1} PREFILL=${PREFILL:-1} DECODE=${DECODE:-1} BOTH=${BOTH:-0}
 export PYTHONUNBUFFERED=1 GRPC_VERBOSITY=error
 export BATON_DEBUG_LOAD_FORMAT=${BATON_DEBUG_LOAD_FORMAT:-dummy} BATON_MAX_SEQUENCES=${BATON_MAX_SEQUENCES:-128}
 [ -z "${GPUS:-}" ] || export CUDA_VISIBLE_DEVICES=$GPUS
+[ "${DOOR:-}" != fast ] || { door=$((port + 100)) fast=BATON_FAST_LISTEN=127.0.0.1:$((port + 100)); }
+
+small() { # small SHAPE: a folder with the same kind of model, of four small layers
+  "$python" -c '
+import json, pathlib, sys
+shape, out = map(pathlib.Path, sys.argv[1:])
+config = json.loads((shape / "config.json").read_text())
+heads = "num_attention_heads num_key_value_heads linear_num_value_heads linear_num_key_heads num_hidden_layers".split()
+widths = "head_dim linear_key_head_dim linear_value_head_dim kv_lora_rank".split()
+parts = "qk_nope_head_dim qk_rope_head_dim v_head_dim".split()
+most = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128, "n_routed_experts": 8, "num_experts": 8,
+        "shared_expert_intermediate_size": 128, "num_experts_per_tok": 2, "vocab_size": 4096, "draft_vocab_size": 4096,
+        "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 16384,
+        **dict.fromkeys(heads, 4), **dict.fromkeys(widths, 64), **dict.fromkeys(parts, 32)}
+config |= {name: min(config[name], least) for name, least in most.items() if name in config} | {"torch_dtype": "float32"}
+if "layer_types" in config:
+    config["layer_types"] = config["layer_types"][: config["num_hidden_layers"]]
+(out / shape.name).mkdir(parents=True, exist_ok=True)
+(out / shape.name / "config.json").write_text(json.dumps(config))
+print(out / shape.name)' "$1" "$out/small"
+}
+
+few() { # few ROW...: a row of the same kind, of a few short requests
+  case $1 in
+    azure | bursts | lognormal) echo "$1 1 2 ${*:4}" ;;
+    mooncake) echo "$1 1 2 300" ;;
+    waterfall) echo "$1 256 8" ;;
+    0) echo 0 2 256 8 ;;
+    *) echo 2 4 256 8 ;;
+  esac
+}
+
+if [ -n "${TRY:-}" ]; then
+  device=cpu model=$(small "$model") KV_GIB=1 VOCABULARY=4000 ready=${READY_S:-300}
+  [ ! -d "${BATON_SPECULATION:-}" ] || BATON_SPECULATION=$(small "$BATON_SPECULATION")
+fi
 
 began=$SECONDS
+left() { # seconds, at least 1; 15 are for the end
+  local left=$((limit - SECONDS + began - 15))
+  echo $((left > 1 ? left : 1))
+}
+[ "$ready" -lt "$(left)" ] || ready=$(left)
 rm -f "$out/waterfall.txt" "$out/up.log"
-"$python" -m baton up --model "${MODEL:-bench/shapes/llama-8b}" --device "$device" \
+env $fast "$python" -m baton up --model "$model" --device "$device" \
   --routers "$ROUTERS" --prefill "$PREFILL" --decode "$DECODE" --both "$BOTH" \
   --kv-memory-gib "${KV_GIB:-40}" --port "$port" --http-port 0 --admin-port "$admin" --drain-s 5 ${UP_ARGS:-} >"$out/up.log" 2>&1 &
 up=$!
@@ -47,11 +92,19 @@ stop() {
   for _ in $(seq 120); do kill -0 $up 2>/dev/null || return 0; sleep 0.1; done
   kill -KILL $up 2>/dev/null # The processes below end with it.
 }
-trap stop EXIT
+end() { # whatever happened, the table comes last
+  stop
+  rm -f "$out/row.json" "$out/row.err" "$out/requests.jsonl"
+  grep -E "WARN|ERROR" "$out/up.log" | head -20
+  [ ! -s "$out/waterfall.txt" ] || cat "$out/waterfall.txt"
+  [ ! -s "$out/rows.jsonl" ] || "$python" -m bench.pd_table "$out/rows.jsonl" | tee "$out/table.txt"
+}
+trap end EXIT
+trap 'exit 143' TERM INT
 
 until grep -q "Baton is ready" "$out/up.log" 2>/dev/null; do
-  if ! kill -0 $up 2>/dev/null || [ $((SECONDS - began)) -gt "${READY_S:-110}" ]; then
-    echo "not ready after $((SECONDS - began)) s"; tail -60 "$out/up.log"; exit 1
+  if ! kill -0 $up 2>/dev/null || [ $((SECONDS - began)) -gt "$ready" ]; then
+    echo "not ready after $((SECONDS - began)) s"; tail -60 "$out/up.log"; exit 3
   fi
   sleep 0.5
 done
@@ -62,9 +115,9 @@ mapfile -t routers < <(sed -nE 's|^ *metrics +http://([^/]+)/metrics.*|\1|p' "$o
 for i in "${!routers[@]}"; do admins+=("router-$i=${routers[i]}"); done
 
 bench() { # bench OPTION...: one result, into row.json
-  rm -f "$out/row.json"
+  rm -f "$out/row.json" "$out/requests.jsonl"
   local before; before=$("$python" -m bench.pd_table --admin "${admins[@]}")
-  timeout "${ROW_S:-400}" "$python" -m baton bench --url 127.0.0.1:"$port" --json \
+  timeout --foreground -k 5 "$(left)" "$python" -m baton bench --url 127.0.0.1:"$door" --json \
     --requests "$out/requests.jsonl" --admin 127.0.0.1:"$admin" --vocabulary "${VOCABULARY:-49000}" \
     ${SENDERS:+--senders "$SENDERS"} ${SEED:+--seed "$((SEED + 1000 * row_number))"} "$@" >"$out/row.json" 2>"$out/row.err" ||
     { echo "row failed or is not valid: $*"; tail "$out/row.err"; }
@@ -105,7 +158,8 @@ IFS=, read -ra list <<<"$rows"
 row_number=0
 for row in "${list[@]}"; do
   row_number=$((row_number + 1))
-  if [ $((SECONDS - began)) -gt "${LAST_ROW_S:-450}" ]; then echo "no time for: $row"; continue; fi
+  if [ "$(left)" -lt 10 ]; then echo "no time for: $row"; continue; fi
+  [ -z "${TRY:-}" ] || row=$(few $row)
   echo "$row"
   read -r kind first second third fourth <<<"$row"
   case $kind in
@@ -113,7 +167,7 @@ for row in "${list[@]}"; do
       bench --trace azure-conversation --rate "$first" --num 6000 --duration-s "$second" \
         --slo-ttft-ms "${SLO_TTFT_MS:-400}" --slo-itl-p99-ms "${SLO_ITL_P99_MS:-10}" ;;
     mooncake)
-      LENGTHS=mooncake bench --trace mooncake-conversation --rate "$first" --num 600 --duration-s "$second" \
+      LENGTHS=mooncake bench --trace mooncake-conversation --rate "$first" --num "${third:-600}" --duration-s "$second" \
         --slo-ttft-ms "${SLO_TTFT_MS:-400}" --slo-itl-p99-ms "${SLO_ITL_P99_MS:-10}" ;;
     lognormal)
       lognormal "${third:-2048}" "${fourth:-28}" >"$out/lognormal.jsonl"
@@ -136,7 +190,4 @@ for row in "${list[@]}"; do
         --repeats "${REPEATS:-1}" ${idle[$second]:+--simulate-idle-ttft-ms "${idle[$second]}"} ;;
   esac
 done
-rm -f "$out/row.json" "$out/row.err" "$out/requests.jsonl"
-grep -E "WARN|ERROR" "$out/up.log" | head -20
-[ ! -s "$out/waterfall.txt" ] || cat "$out/waterfall.txt"
-"$python" -m bench.pd_table "$out/rows.jsonl" | tee "$out/table.txt"
+exit 0

@@ -43,8 +43,8 @@ HISTOGRAMS = {
 """Histograms that are kept, bucket by bucket."""
 COUNTED = {"routers": "R", "prefill": "P", "decode": "D", "both": "B"}
 """Variables that count processes, and the letter of each."""
-SHOWN = ("BATON_DEBUG_PAGE_SIZE_TOKENS", "BATON_DEBUG_TRANSPORT", "BATON_LOCAL_PREFILL", "UCX_TLS")
-"""Variables that distinguish a row, beside every other BATON_* that is set."""
+SHOWN = ("DOOR", "MODEL", "TRY", "UCX_TLS", "UP_ARGS")
+"""Variables that distinguish a row, beside every BATON_* that is set."""
 USUAL = {"BATON_DEBUG_LOAD_FORMAT": "dummy", "BATON_MAX_SEQUENCES": "128"}
 LATENCIES = (
     ("TTFT", "ttft_ms"), ("queue", "simulated_ttft_ms"), ("2nd gap", "second_gap_ms"),
@@ -74,11 +74,15 @@ def cluster() -> dict[str, Any]:
 
 
 def counted(admins: Sequence[str]) -> Counted:
-    """By process, since it started: its CPU time, and how often its event loop woke up late."""
+    """By process that lives, since it started: its CPU time, and how often its event loop woke up
+    late."""
     found = {}
     for admin in admins:
         name, _, address = admin.partition("=")
-        page = metrics(address)
+        try:
+            page = metrics(address)
+        except OSError:
+            continue
         in_time = page[f'{LAG}_bucket{{le="{LATE}"}}']
         found[name] = {
             "cpu_s": page[CPU], "late": page[f"{LAG}_count"] - in_time, **_buckets(page)
@@ -107,14 +111,13 @@ def metrics(address: str) -> dict[str, float]:
 
 
 def add(row: Path, rows: Path, before: Counted | None, now: Counted) -> None:
-    """Appends one result, and what was counted meanwhile; without `before`, since the start."""
-    grown = {
-        name: {
-            key: round(value - (before[name].get(key, 0) if before else 0), 2)
-            for key, value in process.items()
-        }
-        for name, process in now.items()
-    }
+    """Appends one result, and what was counted meanwhile; since the start without `before`, and of
+    a process that has started anew."""
+    grown = {}
+    for name, process in now.items():
+        had = (before or {}).get(name, {})
+        had = had if had.get("cpu_s", 0.0) <= process["cpu_s"] else {}
+        grown[name] = {key: round(value - had.get(key, 0), 2) for key, value in process.items()}
     found = {
         **json.loads(row.read_text()),
         "cluster": cluster(),
@@ -128,7 +131,8 @@ def add(row: Path, rows: Path, before: Counted | None, now: Counted) -> None:
 def levels(requests: Path) -> dict[str, list[float]]:
     """By each of `LEVELS` (TTFT:ITL-P99 in ms, separated by commas): the share of the requests that
     kept both limits, and how many did a second, from the first one sent to the last one ended."""
-    lines = [json.loads(line) for line in requests.open()]
+    if not (lines := [json.loads(line) for line in requests.open()]):
+        return {}
     ends_s = [one["sent_s"] + one["e2e_ms"] / 1e3 for one in lines if "e2e_ms" in one]
     wall_s = max(ends_s, default=0.0) - min(one["sent_s"] for one in lines)
     found = {}
@@ -153,7 +157,10 @@ def named(row: dict[str, Any]) -> str:
     lengths = f"{load['prompt_tokens']}+{load['output_tokens']}"
     lengths = lengths if load["prompt_tokens"] else counts.get("lengths", "azure")
     rate = f"@{load['rate']:g}" if load["rate"] else "idle"
-    settings = (f"{k.removeprefix('BATON_')}={v}" for k, v in counts["settings"].items())
+    settings = (
+        f"{name.removeprefix('BATON_')}={value.removeprefix('bench/shapes/')}"
+        for name, value in counts["settings"].items()
+    )
     return " ".join([processes, lengths, rate, *settings])
 
 
@@ -164,7 +171,8 @@ def latencies(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
     for row in rows:
         processes = row["processes"]
         wall_s = sum(run["wall_s"] for run in row["runs"])
-        busy = max(p["cpu_s"] for name, p in processes.items() if "router" in name) / wall_s
+        spent = (p["cpu_s"] for name, p in processes.items() if "router" in name)
+        busy = max(spent, default=0.0) / wall_s
         late = ", ".join(f"{name} {p['late']:.0f}" for name, p in processes.items() if p["late"])
         for run in row["runs"]:
             cells = [_pair(run[key], "p50", "p99") for _, key in LATENCIES]
@@ -291,7 +299,10 @@ def main() -> None:
         else:
             print(json.dumps(now))
         return
-    files = {file.stem: [json.loads(line) for line in file.open()] for file in arguments.files}
+    files = {
+        file.parent.name if file.stem == "rows" else file.stem: list(map(json.loads, file.open()))
+        for file in arguments.files
+    }
     if arguments.medians:
         print(table(list(medians(files))))
         return

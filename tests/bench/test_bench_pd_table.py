@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
-from bench.pd_table import _buckets, ticks
+from bench.pd_table import _buckets, add, counted, ticks
 
 PAGE = {
     'baton_engine_step_seconds_bucket{le="0.005"}': 50.0,
@@ -33,3 +36,17 @@ def test_a_line_for_each_process_that_has_any() -> None:
     assert (name, cpu, lag, others) == ("decode-0", "50%", "", [])
     # Half are up to the first bound; the last hundredth is beyond the last one.
     assert [float(each) for each in step.split(" / ")] == pytest.approx([5.0, 10.0])
+
+
+def test_a_row_is_kept_though_processes_have_died(tmp_path: Path) -> None:
+    assert counted(["decode-0=127.0.0.1:1"]) == {}, "nobody listens there"
+    row, rows = tmp_path / "row.json", tmp_path / "rows.jsonl"
+    row.write_text("{}")
+    (tmp_path / "requests.jsonl").write_text("")
+    before = {"gone": {"cpu_s": 9.0}, "anew": {"cpu_s": 9.0}, "same": {"cpu_s": 9.0}}
+    now = {"anew": {"cpu_s": 2.0}, "same": {"cpu_s": 10.0}, "new": {"cpu_s": 3.0}}
+    add(row, rows, before, now)
+    found = {
+        name: each["cpu_s"] for name, each in json.loads(rows.read_text())["processes"].items()
+    }
+    assert found == {"anew": 2.0, "same": 1.0, "new": 3.0}
