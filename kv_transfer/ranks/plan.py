@@ -9,8 +9,8 @@ Both sides know the other's boxes, so both make the same plan:
 
 - each byte of each target page has one writer;
 - a pair of ranks shares one box, which is one run of bytes for each plane of each unit in each
-  band. Runs that are neighbours on both sides are joined: with equal stages a page is one run for
-  each pair, and so it is where one side has a band for each stage of the other;
+  band. Runs that are neighbours on both sides are joined: with equal stages of one band a page is
+  one run for each pair, and so it is where one side has a band for each stage of the other;
 - where several ranks of the writing side hold a unit, they take turns over the target's ranks.
 """
 
