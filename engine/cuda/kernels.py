@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.cuda.early import early
+from engine.cuda.steps import launching
 
 Kernel = Any
 """A kernel launcher. Triton has no types."""
@@ -374,4 +375,4 @@ def pieces_of(size: int, each: int) -> int:
 
 def launch(kernel: Kernel, grid: tuple[int, ...], *arguments: object, **options: int) -> None:
     """Launches a Triton kernel on the current stream; `options` are the compiler's."""
-    kernel[grid](*arguments, **options)
+    launching.launch(kernel, grid, arguments, options)
