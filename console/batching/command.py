@@ -67,7 +67,8 @@ def batch(
 ) -> None:
     """Run a file of requests (chats, completions, embeddings), and write their results.
 
-    Started again after any end, kill -9 too, it goes on where it stopped.
+    Started again after any end, kill -9 too, it goes on where it stopped. Exit code 1 means that
+    it stopped, or that a line has failed, now or before.
     """
     if not is_url(url):
         wrong = f"a router is http://HOST:PORT or https://HOST:PORT, not {url!r}"
@@ -76,15 +77,8 @@ def batch(
     if source.resolve() == target.resolve():
         raise typer.BadParameter("OUT.jsonl must be another file than IN.jsonl")
     total = sum(1 for _ in read_lines(source))
-    failed = 0
     with Journal(target) as journal, _bar(total, len(journal.done)) as advance:
-
-        def on_line(went_well: bool) -> None:
-            nonlocal failed
-            failed += not went_well
-            advance()
-
-        rest = _Rest(at_once=at_once, priority=priority, on_line=on_line)
+        rest = _Rest(at_once=at_once, priority=priority, on_line=lambda _: advance())
         if model:
             from local.llm import LLM
 
@@ -94,8 +88,9 @@ def batch(
             with Server(url, at_once, token, files) as server:
                 asyncio.run(run(read_lines(source), journal, server.send, **rest))
     stderr.print(f"{total} lines have a result")
-    if failed:
-        stderr.print(f"{failed} of those that ran now failed: their results say why")
+    if journal.failed:
+        stderr.print(f"{journal.failed} of them failed: their results say why")
+        raise typer.Exit(1)
 
 
 @contextmanager

@@ -81,14 +81,15 @@ class Server:
             raise NobodyError from None
         try:
             content = json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             if answer.status in _NO_SUCH_PATH:
                 raise BatchError(
                     f"{self._url} answered {answer.status}: is this a router's HTTP port?"
                 ) from None
             content = {"error": {"message": "the answer is no JSON"}}
         after = answer.getheader("retry-after", "")
-        wait_s = float(after) if after.replace(".", "", 1).isdigit() else None
+        is_number = after.isascii() and after.replace(".", "", 1).isdigit()
+        wait_s = float(after) if is_number else None
         is_final = answer.getheader("x-should-retry") == "false"  # As routers say; proxies do not.
         request_id = answer.getheader("x-request-id", "")
         return Answer(answer.status, request_id, content, wait_s, is_final)

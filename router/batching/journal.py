@@ -14,10 +14,13 @@ import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Self
 
-from router.batching.lines import BatchError
+from router.batching.lines import BatchError, went_well
 from router.one_line import json_line
+
+_BEGUN: Final = b'{"id":"batch_req_'
+"""Every result begins so, but for spaces."""
 
 
 class TakenError(BatchError):
@@ -45,27 +48,30 @@ class Journal:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise TakenError(f"{path}: another process writes it") from None
-            self.done, self.size = self._read()
-            """The custom_id of each line that is done, by the result's id; and bytes."""
+            self.done, self.size, self.failed = self._read()
+            """The custom_id of each line that was done at first, by the result's id; bytes; and
+            results that say that their line failed."""
         except BaseException:
             os.close(self._file)
             raise
 
-    def _read(self) -> tuple[dict[str, str], int]:
+    def _read(self) -> tuple[dict[str, str], int, int]:
         done: dict[str, str] = {}
-        whole = 0
+        whole = failed = 0
         with self._path.open("rb") as file:
             for data in file:
-                if not data.endswith(b"\n"):
-                    break
                 try:
+                    if not data.endswith(b"\n"):
+                        _check_torn(data)
+                        break
                     result = json.loads(data)
                     done[result["id"]] = result["custom_id"]
-                except (ValueError, TypeError, KeyError):
+                    failed += not went_well(result)
+                except (ValueError, TypeError, KeyError, RecursionError):
                     raise BatchError(f"{self._path} is no file of results") from None
                 whole += len(data)
         os.ftruncate(self._file, whole)
-        return done, whole
+        return done, whole, failed
 
     def write(self, result: Mapping[str, Any]) -> int:
         """Appends a result, or nothing of it. Returns its bytes.
@@ -89,6 +95,7 @@ class Journal:
                 os.ftruncate(self._file, self.size)
                 raise
             self.size += len(line)
+            self.failed += not went_well(result)
         return len(line)
 
     def __enter__(self) -> Self:
@@ -101,3 +108,15 @@ class Journal:
                 os.fsync(file)
             finally:
                 os.close(file)
+
+
+def _check_torn(data: bytes) -> None:
+    """Checks that a line without an end is the beginning of a result, and no other file's content,
+    which would be lost. A machine that stopped may have left zeros.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    begun = data.rstrip(b"\0")[: 2 * len(_BEGUN)].replace(b" ", b"")[: len(_BEGUN)]
+    if not _BEGUN.startswith(begun):
+        raise ValueError

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -97,6 +97,12 @@ def _line(number: int, data: bytes, seen: set[bytes], urls: Sequence[str]) -> Li
     if wrong := next((rule for holds, rule in rules if not holds), ""):
         return Line(number, custom_id, wrong=wrong)
     return Line(number, custom_id, str(url), body, size=len(data))
+
+
+def went_well(result: Mapping[str, Any]) -> bool:
+    """Whether a result is an answer that is no error."""
+    response = result.get("response")
+    return response is not None and response["status_code"] < 400
 
 
 def answered(line: Line, status: int, request_id: str, body: Any) -> dict[str, Any]:

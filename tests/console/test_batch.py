@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,8 @@ def test_errors_are_results_of_their_lines(tmp_path: Path, echo: Echo, url: str)
     with source.open("a") as file:
         file.write("{no json\n\n")
     told = batch(source, tmp_path / "out.jsonl", "--url", url)
-    assert told.exit_code == 0, told.output
+    assert told.exit_code == 1, told.output
+    assert "11 lines have a result\n9 of them failed" in told.output
     found = {
         int(one["id"].removeprefix("batch_req_")): one for one in results(tmp_path / "out.jsonl")
     }
@@ -162,7 +164,8 @@ def test_errors_are_results_of_their_lines(tmp_path: Path, echo: Echo, url: str)
     sent = {number: found[number]["response"]["body"]["echo"] for number in (1, 9)}
     assert (sent[1]["priority"], sent[9]["priority"]) == (100, 3)
     before = results(tmp_path / "out.jsonl")
-    assert batch(source, tmp_path / "out.jsonl", "--url", url).exit_code == 0
+    again = batch(source, tmp_path / "out.jsonl", "--url", url)
+    assert (again.exit_code, again.output) == (1, told.output), "they have failed still"
     assert results(tmp_path / "out.jsonl") == before
     assert echo.seen == Counter({"a": 1, "bad": 1, "e": 1, "poison": 1}), (
         "a router says what is final"
@@ -198,6 +201,28 @@ def test_a_batch_that_cannot_go_on_stops_and_goes_on_later(tmp_path: Path, url: 
     write(source, *(line(f"s{number}") for number in range(8)))
     assert "of another file" in batch(source, target, "--url", url).output.replace("\n", " ")
     assert "is no file of results" in batch(target, source, "--url", url).output.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("held", "is_torn"),
+    [
+        (b'{"model": "precious", "lines": 1}', False),
+        (b"\0\0{}", False),
+        (b"[" * 100_000 + b"\n", False),
+        (b'{"id": "batch_r', True),
+        (b'{"id":"batch_req_1","custom_id":"r\0\0', True),
+        (b"\0\0", True),
+    ],
+)
+def test_what_is_no_file_of_results_stays_as_it_is(
+    tmp_path: Path, held: bytes, is_torn: bool
+) -> None:
+    """Also a file of one line without an end, which was taken for a result written in part."""
+    (target := tmp_path / "out").write_bytes(held)
+    wrong = pytest.raises(BatchError, match="is no file of results")
+    with nullcontext() if is_torn else wrong, Journal(target) as journal:
+        assert (journal.done, journal.size) == ({}, 0)
+    assert target.read_bytes() == (b"" if is_torn else held)
 
 
 @pytest.mark.parametrize(("size", "most"), [(1000, 8), (MOST_BYTES // 2, 2), (2 * MOST_BYTES, 1)])
@@ -236,7 +261,7 @@ def test_a_model_in_this_process_runs_chats_completions_and_embeddings(tmp_path:
         line("wrong", body={"prompt": "fox", "temperature": -1}),
     )
     told = batch(source, tmp_path / "out.jsonl", "--model", model)
-    assert told.exit_code == 0, told.output
+    assert told.exit_code == 1, told.output
     found = {one["custom_id"]: one["response"] for one in results(tmp_path / "out.jsonl")}
     assert [found[name]["status_code"] for name in ("completion", "chat", "embedding")] == [200] * 3
     assert found["completion"]["body"]["choices"][0]["text"]
