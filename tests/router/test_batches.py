@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sqlite3
 import threading
 import time
 from collections import Counter
@@ -25,7 +26,7 @@ from router.batching.lines import BatchError, Line, answered
 from router.batching.running import Answer, run
 from router.doors.auth import TokenGate
 from router.doors.batches.multipart import Upload
-from router.doors.batches.pages import FilePages
+from router.doors.batches.pages import FilePages, _Content
 from router.doors.batches.room import Room
 from router.doors.batches.runner import MOST_RUNNING, _count_lines, _expire, _Results
 from router.doors.batches.store import ENDED, FileStore
@@ -371,12 +372,16 @@ async def test_what_is_wrong_is_named(
     assert caught.value.param.startswith(named)
 
 
-async def test_a_tenants_bounds_refuse_and_leave_nothing(port: Port, tmp_path: Path) -> None:
+async def test_a_tenants_bounds_refuse_and_leave_nothing(
+    port: Port, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     most = 20
     for number in range(most):
         await upload(port, lines("a"), f"{number}.jsonl")
-    with pytest.raises(openai.RateLimitError) as caught:
-        await upload(port, lines("a"))
+    with monkeypatch.context() as unread:
+        unread.setattr(FilePages, "_receive", None)
+        with pytest.raises(openai.RateLimitError) as caught:
+            await upload(port, lines("a"))
     assert caught.value.code == "store_full"
     other = port.client.with_options(api_key="key-b")
     await other.files.create(file=("b.jsonl", b"x" * (1 << 19)), purpose="batch")
@@ -465,6 +470,48 @@ async def test_cancelling_ends_what_runs_and_keeps_what_is_done(tmp_path: Path) 
         assert len(await results(port, done.output_file_id)) == 3
         with pytest.raises(openai.BadRequestError, match="has ended"):
             await port.client.batches.cancel(batch.id)
+    files.close()
+
+
+async def test_what_waits_is_ended_without_a_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a batch that runs on, one is cancelled, and another one's day ends."""
+    files, script = FileStore(str(tmp_path / "kept"), BOUNDS), Gated()
+    async with open_port(tmp_path, script, files=files) as port:
+        runs, unwanted = [await begin(port, lines("a")) for _ in range(2)]
+        monkeypatch.setattr("router.doors.batches.pages.WINDOW_S", 0.0)
+        late = await begin(port, lines("a"))
+        await port.client.batches.cancel(unwanted.id)
+        assert (await ended(port, unwanted)).status == "cancelled"
+        done = await ended(port, late)
+        assert (done.status, done.request_counts.failed) == ("expired", 1)
+        assert (await port.client.batches.retrieve(runs.id)).status == "in_progress"
+    files.close()
+
+
+async def test_a_store_that_cannot_be_read_is_an_error_of_the_api(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def locked(*_: object) -> None:
+        raise sqlite3.OperationalError("database is locked")
+
+    monkeypatch.setattr(FileStore, "page", locked)
+    with pytest.raises(openai.InternalServerError) as caught:
+        await port.client.files.list()
+    assert caught.value.code == "internal"
+
+
+def test_an_upload_that_has_ended_writes_no_other_file(tmp_path: Path) -> None:
+    """A thread may be behind the end of its request."""
+    files = FileStore(str(tmp_path / "kept"), BOUNDS)
+    content = _Content(files)
+    content.write(b"first")
+    content.end()
+    with (tmp_path / "other").open("wb") as other:  # Most likely by the content's number.
+        content.write(b"late")
+        assert os.fstat(other.fileno()).st_size == 0
+    assert list(files.contents.iterdir()) == []
     files.close()
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from router.batching.journal import Journal, TakenError
-from router.batching.lines import BatchError, Line, expired, read_lines
+from router.batching.lines import BatchError, Line, expired, read_lines, went_well
 from router.batching.running import Answer, run
 from router.doors.batches.store import ENDED
 from router.requests.bounds import BYTES_A_TOKEN, MOST_BATCH_LINES, MOST_REQUEST_BYTES, broken_shape
@@ -136,12 +136,14 @@ class BatchRunner:
                 elif one.counts_changed():
                     await self._store.change(batch.id, request_counts=one.counts)
             elif not self._draining.is_set() and self._may_begin(batch):
-                one = self._running[batch.id] = _Running(batch.tenant)
+                one = self._running[batch.id] = _Running(batch.tenant, is_over=_is_over(batch))
                 one.task = asyncio.create_task(self._run(batch, one))
 
     def _may_begin(self, batch: Batch) -> bool:
-        tenants = [one.tenant for one in self._running.values()]
-        return len(tenants) < MOST_RUNNING and batch.tenant not in tenants
+        """What only has to be ended waits for no batch that runs, its own tenant's included."""
+        is_over = _is_over(batch)
+        tenants = [one.tenant for one in self._running.values() if one.is_over == is_over]
+        return len(tenants) < MOST_RUNNING and (is_over or batch.tenant not in tenants)
 
     async def _run(self, batch: Batch, one: _Running) -> None:
         held = ExitStack()
@@ -265,8 +267,10 @@ class BatchRunner:
 class _Running:
     """A batch that runs here, or is about to."""
 
-    def __init__(self, tenant: str) -> None:
+    def __init__(self, tenant: str, *, is_over: bool) -> None:
         self.tenant = tenant
+        self.is_over = is_over
+        """Whether it only has to be ended."""
         self.task: asyncio.Task[None] | None = None
         self.ended = asyncio.Event()
         self.counts: dict[str, int] = {}
@@ -323,15 +327,14 @@ class _Results:
         """
         if self.room <= 0:
             raise BatchError("the tenant's files leave no room for results")
-        response = result["response"]
-        went_well = response is not None and response["status_code"] < 400
+        failed = not went_well(result)
         with self._lock:  # A thread may still write what was under way when the batch expired.
             if self._is_ended:
                 raise BatchError("the batch has ended")
             if result["id"] not in self.done:
-                self.room -= self._journals[not went_well].write(result)
+                self.room -= self._journals[failed].write(result)
                 self.done[result["id"]] = result["custom_id"]
-                self.counts[not went_well] += 1
+                self.counts[failed] += 1
 
     def end(self) -> tuple[int, int]:
         """Keeps nothing from now on. Returns the lines that went well, and the others."""
@@ -339,6 +342,11 @@ class _Results:
             self._is_ended = True
             completed, failed = self.counts
             return completed, failed
+
+
+def _is_over(batch: Batch) -> bool:
+    """Whether none of its lines is to be run: it is cancelled, or its day is over."""
+    return batch.status == "cancelling" or batch.object["expires_at"] <= time.time()
 
 
 def _open(held: ExitStack, paths: list[Path]) -> _Results | None:
