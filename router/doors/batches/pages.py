@@ -6,6 +6,7 @@ import asyncio
 import os
 import sqlite3
 import stat
+import threading
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import Field
@@ -126,42 +127,33 @@ class FilePages:
         refuse_foreign(request, self._origins)
         tenant = self._admit(request)
         store = self._store
-        whole = await store.room(tenant)
+        whole = await store.room(tenant, files=1)
         room = min(whole, MOST_FILE_BYTES)
         said = request.headers.get("content-length", "")
         if said.isdecimal() and int(said) > room + MOST_FORM_BYTES:
             raise self._too_large(room)
-        name, descriptor = store.begin()
-        kept = False
         try:
-            upload, size = await self._receive(request, tenant, descriptor, whole)
-            filename, lives_s = _checked(upload)
-            shown = await store.add(tenant, name, size, filename, "batch", lives_s)
-            kept = True
+            content = await asyncio.to_thread(_Content, store)
+            try:
+                upload = await self._receive(request, tenant, content, whole)
+                filename, lives_s = _checked(upload)
+                given = content.name, content.size, filename, "batch", lives_s
+                shown = await store.add(tenant, *given)
+                content.kept = True
+            finally:  # Also where this request is cancelled once more.
+                await asyncio.shield(asyncio.to_thread(content.end))
         except (OSError, sqlite3.Error):
             raise refusals.store_full("bytes", store.bounds.most_bytes) from None
-        finally:
-            os.close(descriptor)
-            if not kept:
-                store.drop(name)
         return _json(shown)
 
     async def _receive(
-        self, request: Request, tenant: str, descriptor: int, whole: int
-    ) -> tuple[Upload, int]:
+        self, request: Request, tenant: str, content: _Content, whole: int
+    ) -> Upload:
         """Reads the form, and writes its file, for which and all others under way the tenant has
-        `whole` bytes. Returns the form, and the size of the file."""
-        size, came_bytes = 0, 0
+        `whole` bytes."""
+        came_bytes = 0
         room = min(whole, MOST_FILE_BYTES)
-
-        def write(data: bytes) -> None:
-            nonlocal size
-            size += len(data)
-            view = memoryview(data)
-            while view:
-                view = view[os.write(descriptor, view) :]
-
-        upload = Upload(request.headers.get("content-type", ""), write)
+        upload = Upload(request.headers.get("content-type", ""), content.write)
         try:
             async with paced() as came:
                 async for part in request.stream():
@@ -179,9 +171,9 @@ class FilePages:
             if left := self._arriving.pop(tenant, 0) - came_bytes:
                 self._arriving[tenant] = left
         upload.close()
-        if size > room:
+        if content.size > room:
             raise self._too_large(room)
-        return upload, size
+        return upload
 
     def _too_large(self, room: int) -> Exception:
         if room == MOST_FILE_BYTES:
@@ -261,6 +253,44 @@ class FilePages:
         page = page_of(asked, MOST_LISTED, most=10_000)
         purpose = asked.get("purpose", "") if table == "files" else ""
         return _json(page.shown(await self._store.page(table, tenant, page, purpose)))
+
+
+class _Content:
+    """A new content of a store. Threads write it, of which a cancelled request may leave one
+    behind: then the content is closed, and its number may be another file's."""
+
+    def __init__(self, store: FileStore) -> None:
+        """Opens it.
+
+        Raises:
+            OSError: there is no room.
+        """
+        self._store = store
+        self._lock = threading.Lock()
+        self.name, self._file = store.begin()
+        self.size = 0
+        self.kept = False
+        """Whether it belongs to somebody. Otherwise it goes."""
+
+    def write(self, data: bytes) -> None:
+        """Appends bytes.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        with self._lock:
+            view = memoryview(data)
+            while view and self._file >= 0:
+                view = view[os.write(self._file, view) :]
+            self.size += len(data)
+
+    def end(self) -> None:
+        """Closes it."""
+        with self._lock:
+            file, self._file = self._file, -1
+            os.close(file)
+        if not self.kept:
+            self._store.drop(self.name)
 
 
 def _checked(upload: Upload) -> tuple[str, float]:

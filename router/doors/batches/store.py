@@ -109,9 +109,15 @@ class FileStore:
         """Removes a content."""
         (self.contents / name).unlink(missing_ok=True)
 
-    async def room(self, tenant: str) -> int:
-        """The bytes that the tenant may still keep."""
-        _, held = await self._run(self._database.held, "files", tenant)
+    async def room(self, tenant: str, files: int = 0) -> int:
+        """The bytes that the tenant may still keep, beside so many further files.
+
+        Raises:
+            RouterError: STORE_FULL, it has too many files.
+        """
+        count, held = await self._run(self._database.held, "files", tenant)
+        if count + files > self.bounds.most_number:
+            raise store_full("files", self.bounds.most_number)
         return self.bounds.most_bytes - held
 
     # -- files ---------------------------------------------------------------------------------

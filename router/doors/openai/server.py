@@ -6,6 +6,7 @@ messages are on the way.
 
 from __future__ import annotations
 
+import sqlite3
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -109,6 +110,8 @@ _SERVED: Final = ", ".join(
 )
 
 
+_REFUSED: Final = (errors.RouterError, sqlite3.Error)
+"""Errors of pages: those of the API, and of the stores that they show."""
 _POSTS: Final[Posts] = (
     (CHAT_COMPLETIONS, ChatRequest, "The next turn of a conversation, as in OpenAI's API"),
     (COMPLETIONS, CompletionRequest, "A text that goes on, as in OpenAI's API"),
@@ -208,7 +211,7 @@ class OpenAiServer(EmbeddedHttpServer):
         )
         self.application = application = Starlette(
             routes=[*api, *routes],
-            exception_handlers={HTTPException: _not_served, errors.RouterError: _refused},
+            exception_handlers={HTTPException: _not_served, **dict.fromkeys(_REFUSED, _refused)},
         )
         connections = Connections(most_connections().http, tls)
         super().__init__(
@@ -351,9 +354,10 @@ async def _not_served(request: Request, error: Exception) -> Response:
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    """The response to an error of the API's pages."""
-    assert isinstance(error, errors.RouterError)
-    content, trace_id = _dialect(request).error(error), _trace_id(request)
+    """The response to an error of the API's pages, or of the store that they show."""
+    trace_id = _trace_id(request)
+    error = errors.describe(error, trace_id)
+    content = _dialect(request).error(error)
     if _is_anthropics(request):
         content["request_id"] = trace_id
     headers = statuses.retry_headers(error)
