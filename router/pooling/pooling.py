@@ -36,6 +36,7 @@ from telemetry.names import Attr, SpanName
 
 if TYPE_CHECKING:
     from router.call import Call
+    from router.jobs import Quota
     from router.requests.validation import Limits, Violations
 
 AT_ONCE: Final = 64
@@ -241,7 +242,7 @@ class Poolings:
         """Runs a job for each prompt. Returns their numbers, in order."""
         span.describe_prompts(prompts.model, prompts.tokens)
         usage = api.Usage(prompt_tokens=prompts.tokens)
-        room = asyncio.Semaphore(AT_ONCE)
+        room = asyncio.Semaphore(_at_once(call.quota, prompts))
         found: list[Floats] = [np.zeros(0, np.float32)] * len(prompts.ids)
 
         def hear(index: int, event: JobEvent) -> None:
@@ -292,6 +293,14 @@ class Poolings:
 
     def _deadline_ns(self, call: Call) -> int:
         return deadline_ns(call, self._limits.max_request_duration_s)
+
+
+def _at_once(quota: Quota, prompts: Prompts) -> int:
+    """Jobs of a call at once. All count for its tenant's quota, so a call that fits in turns is not
+    refused for jobs of its own: it would be for ever."""
+    longest = max(map(len, prompts.ids))
+    limits = (quota.requests, quota.sequences, quota.tokens and quota.tokens // longest)
+    return max(1, min([AT_ONCE, *(limit for limit in limits if limit is not None)]))
 
 
 class _Room:

@@ -15,6 +15,7 @@ import pytest
 from openai_kit import Port, open_port
 
 from baton.worker.v1 import worker_pb2
+from router.doors.auth import TokenGate
 from router.jobs import Job, JobEvent, JobFinished, JobPooled
 from router.pooling import pooling
 
@@ -82,3 +83,32 @@ async def test_a_long_query_is_not_read_for_thousands(
         with pytest.raises(openai.BadRequestError) as caught:
             await asked
         assert (caught.value.param, port.dispatcher.jobs) == ("documents", [])
+
+
+@pytest.mark.parametrize(("limit", "most"), [("requests = 3", 3), ("tokens = 9", 4), ("", 9)])
+async def test_a_call_has_no_more_under_way_than_its_tenant_may(
+    tmp_path: Path, limit: str, most: int
+) -> None:
+    """Its own inputs were refused for each other, with the advice to try again, for ever. All
+    prompts of completions run at once, so those are refused for good."""
+    (tokens := tmp_path / "tokens.toml").write_text(f'"key-a" = "a"\n[limits.a]\n{limit}\n')
+    under_way, seen = 0, []
+
+    async def script(job: Job) -> AsyncGenerator[JobEvent]:
+        nonlocal under_way
+        seen.append(under_way := under_way + 1)
+        await asyncio.sleep(0.01)
+        under_way -= 1
+        async for event in pools(job):
+            yield event
+
+    async with open_port(tmp_path, script, gate=TokenGate(tokens), api_key="key-a") as port:
+        takes(port)
+        given = {"model": "tiny", "input": [[70, 71]] * 9}
+        assert len((await port.client.embeddings.create(**given)).data) == 9
+        assert max(seen) == most
+        if "requests" in limit:
+            with pytest.raises(openai.RateLimitError) as caught:
+                await port.client.completions.create(model="tiny", prompt=["fox"] * 4)
+            assert caught.value.code == "quota_exceeded"
+            assert caught.value.response.headers["x-should-retry"] == "false"

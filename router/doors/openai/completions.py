@@ -18,7 +18,7 @@ from router.visible import Visible
 if TYPE_CHECKING:
     from router.call import Call
     from router.doors.http.statuses import JSON
-    from router.jobs import Dispatcher, ServedModel
+    from router.jobs import Dispatcher, Quota, ServedModel
     from router.requests.bounds import BodyShape
     from router.requests.generation import GenerationRequest, Generations
     from router.requests.tokenization import Tokenizer, Tokenizers
@@ -72,6 +72,7 @@ class Completions:
             RouterError: the request cannot be understood, or its prompts cannot be echoed.
         """
         request = parse(CompletionRequest, body, self._shape.most_elements())
+        _check_quota(call.quota, len(request.prompt))
         tokenizer = None
         requests = [_generation(request, one, None, client_tag) for one in request.prompt]
         request.model = self._generations.model_for(requests[0].input, call)
@@ -135,6 +136,18 @@ class Completions:
         ids = ids if kept is None else ids[-kept:]
         text = await self._tokenizers.decode(tokenizer, ids, not is_text, call.sharer)
         return Echo(text, ids if scores else ())
+
+
+def _check_quota(quota: Quota, prompts: int) -> None:
+    """Refuses prompts that together are never within a tenant's quota, since all of them run at
+    once: one of them would be refused for the others, and sent again for ever.
+
+    Raises:
+        RouterError: QUOTA_EXCEEDED, not to be tried again.
+    """
+    for name, limit in (("requests", quota.requests), ("sequences", quota.sequences)):
+        if limit is not None and prompts > limit:
+            raise errors.quota_exceeded(name, 0, prompts, limit)
 
 
 def _generation(
