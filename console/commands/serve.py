@@ -20,6 +20,7 @@ from console.ports import HOST
 from console.room import check_room
 from console.settings_options import takes_settings, warn_of_old_names, warn_of_unknown_variables
 from console.supervisor import Supervisor, end_with_parent
+from engine.hosts import early
 from router.settings import RouterSettings
 from serving.models import demo_model
 from serving.output import merged_log, model_progress, silence, stderr, stdout
@@ -35,6 +36,8 @@ def _serve_worker(settings: WorkerSettings) -> None:
     settings, place = placed(settings, os.environ)
     if place is not None:
         raise typer.Exit(_run_on_one_of(settings, place))
+    if not settings.gpu_slots_dir:  # Else nobody knows yet which GPUs they may see.
+        early.start(settings.ranks - 1)
     from worker.process import main
 
     check_free(listen=settings.listen, admin=settings.admin)

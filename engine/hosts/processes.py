@@ -6,18 +6,17 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from engine.hosts.early import launch, take
+
 STOP_S: Final = 5.0
 """Ranks get this long to end when they are told to, seconds. Steps in flight end first. Not
 tuned."""
-STDERR: Final = 2
-"""File descriptor: a rank's output is no protocol, and goes to the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +101,8 @@ class RankProcesses:
                 process.wait()
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
-        own = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", "engine.ranks", str(self._folder), str(os.getpid())],
-            env={**os.environ, **own, **self._environment(rank)},
-            stdin=subprocess.DEVNULL,
-            stdout=STDERR,
-            start_new_session=True,  # The terminal's Ctrl-C reaches the worker alone.
-        )
+        environment = {**os.environ, **self._environment(rank)}
+        return take(self._folder, environment) or launch([str(self._folder)], environment)
 
     def _environment(self, rank: int) -> dict[str, str]:
         """torchrun's names."""
