@@ -31,6 +31,7 @@ from router.doors.batches.room import Room
 from router.doors.batches.runner import MOST_RUNNING, _count_lines, _expire, _Results
 from router.doors.batches.store import ENDED, FileStore
 from router.doors.database import Bounds
+from router.doors.http.connections import Connection
 from router.errors import RouterError
 from router.jobs import Job, JobEvent
 from router.workers.load_estimate import Capacity
@@ -487,6 +488,32 @@ async def test_what_waits_is_ended_without_a_turn(
         done = await ended(port, late)
         assert (done.status, done.request_counts.failed) == ("expired", 1)
         assert (await port.client.batches.retrieve(runs.id)).status == "in_progress"
+    files.close()
+
+
+async def test_who_stops_reading_a_file_loses_the_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.doors.batches.pages.BODY_GRACE_S", 0.05)
+    monkeypatch.setattr("router.doors.batches.pages.BODY_BYTES_A_SECOND", 1 << 30)
+    abort, aborted = Connection.abort, asyncio.Event()
+
+    def watched(self: Connection) -> None:
+        aborted.set()
+        abort(self)
+
+    monkeypatch.setattr(Connection, "abort", watched)
+    files, size = FileStore(str(tmp_path / "kept"), Bounds(1 << 30, 20, 30.0)), 32 << 20
+    name, descriptor = files.begin()
+    os.ftruncate(descriptor, size)
+    os.close(descriptor)
+    file = await files.add("", name, size, "in.jsonl", "batch", 3600.0)
+    async with open_port(tmp_path, says("The fox"), files=files) as port:
+        _, writer = await asyncio.open_connection(*port.address)
+        path = f"/v1/files/{file['id']}/content"
+        writer.write(f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
+        await asyncio.wait_for(aborted.wait(), 20)
+        writer.close()
     files.close()
 
 

@@ -21,19 +21,21 @@ from router.doors.batches.refusals import wrong
 from router.doors.batches.store import ENDED
 from router.doors.database import DAY_S
 from router.doors.http.bodies import paced
+from router.doors.http.connections import connection_of
 from router.doors.http.origins import refuse_foreign
 from router.doors.http.parsing import Body, parse
 from router.doors.http.said import Said
 from router.doors.http.values import Metadata, Unless
 from router.doors.paging import MOST_LISTED, is_number, page_of
 from router.one_line import json_of
-from router.requests.bounds import MOST_FILE_BYTES
+from router.requests.bounds import BODY_BYTES_A_SECOND, BODY_GRACE_S, MOST_FILE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from starlette.requests import Request
+    from starlette.types import Message, Receive, Scope, Send
 
     from router.call import Call
     from router.doors.batches.store import Batch, FileStore
@@ -200,7 +202,7 @@ class FilePages:
             raise refusals.file_not_found() from None
         if not stat.S_ISREG(held.st_mode):
             raise refusals.file_not_found()
-        return FileResponse(path, media_type="application/octet-stream", stat_result=held)
+        return _Download(path, media_type="application/octet-stream", stat_result=held)
 
     # -- batches -------------------------------------------------------------------------------
 
@@ -253,6 +255,24 @@ class FilePages:
         page = page_of(asked, MOST_LISTED, most=10_000)
         purpose = asked.get("purpose", "") if table == "files" else ""
         return _json(page.shown(await self._store.page(table, tenant, page, purpose)))
+
+
+class _Download(FileResponse):
+    """A file's content. A client that stops reading it loses its connection."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends it, each part at the slowest pace of a body at least."""
+        loop, abort = asyncio.get_running_loop(), connection_of(scope).abort
+
+        async def paced_send(message: Message) -> None:
+            wait_s = BODY_GRACE_S + len(message.get("body", b"")) / BODY_BYTES_A_SECOND
+            timer = loop.call_later(wait_s, abort)
+            try:
+                await send(message)
+            finally:
+                timer.cancel()
+
+        await super().__call__(scope, receive, paced_send)
 
 
 class _Content:
