@@ -286,6 +286,14 @@ BREAKAGES = (
         ("engine/test_pacing.py",),
     ),
     Breakage(
+        "steps-freed-by-the-garbage-collector",
+        "a step that was settled refers to itself, and lives until garbage is collected",
+        "engine/loop/step_loop.py",
+        "        del flight.launched\n",
+        "",
+        ("engine/test_step_garbage.py",),
+    ),
+    Breakage(
         "late-row-drawn-behind-itself",
         "a row that came late begins its next step with its first token again",
         "engine/loop/late.py",

@@ -71,7 +71,8 @@ class _Flight:
     at_s: float
     """Time of the launch, by `time.monotonic`."""
     launched: Launched = field(init=False)
-    """Set by the launch."""
+    """Set by the launch, and taken away when it is settled: it refers to the flight, and else only
+    a collection of garbage would free the step."""
     launched_s: float = 0.0
     """Time at which the launch was done."""
     ended_s: float = 0.0
@@ -373,8 +374,10 @@ class StepLoop:
         plan = flight.plan
         self._progress += 1
         late = self._late.settle(plan, self._step_ns(flight))
+        launched = flight.launched
+        del flight.launched
         try:
-            result = flight.launched.result()
+            result = launched.result()
         except Exception as error:
             log.exception("step %d failed", plan.number)
             self._scheduler.recovery.recover(plan, error)
