@@ -355,8 +355,6 @@ class StepLoop:
         self._late.expect()
         flight.launched = self._executor.launch(plan)
         flight.launched_s = time.monotonic()
-        if plan.only_decodes:  # The device does not wait for that.
-            self._publish_load()
         flight.launched.add_done_callback(lambda _: self._end(flight))
 
     def _end(self, flight: _Flight) -> None:
