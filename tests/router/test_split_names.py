@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from frontdoor_kit import ScriptedDispatcher, plays
@@ -84,6 +85,20 @@ async def port(tmp_path: Path) -> AsyncIterator[Port]:
         (tiny,) = port.dispatcher.served
         port.dispatcher.served = [replace(tiny, name=name) for name in ("a", "b")]
         yield port
+
+
+async def test_whoever_may_generate_may_tokenize(port: Port) -> None:
+    """Over HTTP, too: /tokenize took the name, and then said that there is none."""
+    client, base = port.client, f"http://{port.server.address}"
+    ids = port.ids("The fox")
+    body = {"model": "chat", "prompt": "The fox"}
+    told: Any = await client.post(f"{base}/tokenize", body=body, cast_to=object)
+    assert (told["tokens"], told["max_model_len"]) == (ids, 256)
+    body = {"model": "chat", "tokens": ids}
+    told = await client.post(f"{base}/detokenize", body=body, cast_to=object)
+    assert told["prompt"] == "The fox"
+    told = await client.get(f"{base}/tokenizer_info?model=chat", cast_to=object)
+    assert told["eos_token"] == "<|im_end|>"
 
 
 async def test_answers_say_which_model_served(port: Port) -> None:

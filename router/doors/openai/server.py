@@ -296,7 +296,9 @@ class _Pages:
     async def tokenizer(self, request: Request) -> Response:
         """The special tokens and the chat template of the model that `?model=` names. With
         /tokenize, a client can write its own prompts with them."""
-        model = self._admit(request).model(request.query_params.get("model", ""))
+        visible, name = self._admit(request), request.query_params.get("model", "")
+        listed = {model.called: model for model in self._names.listed(visible.models())}
+        model = listed.get(name) or visible.model(name)
         try:
             tokenizer = await self._tokenizers.get(model.path)
         except Exception as error:

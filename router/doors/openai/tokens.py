@@ -9,6 +9,7 @@ from router.doors.http.parsing import parse
 from router.doors.http.said import Said
 from router.doors.openai.schema import DetokenizeRequest
 from router.doors.openai.turns import TokenizeRequest
+from router.split_names import BEGINNING
 from router.visible import Visible
 
 if TYPE_CHECKING:
@@ -39,9 +40,10 @@ class Tokens:
             token_texts=bool(asked.return_token_strs),
             **prompt,
         )
+        request.model = self._generations.model_for(request, call)
         async with self._generations.deadline(call):
             response = await self._generations.tokenize(request, call)
-        model = Visible(self._dispatcher, call).model(asked.model)
+        model = Visible(self._dispatcher, call).model(request.model)
         return Said(
             {
                 "count": len(response.token_ids),
@@ -55,6 +57,9 @@ class Tokens:
     async def detokenize(self, body: bytes, call: Call, client_tag: str) -> Said:
         """The text of ids."""
         asked = parse(DetokenizeRequest, body, self._shape.most_elements())
+        begun = api.TokenIds(ids=asked.tokens[:BEGINNING])
+        prompt = api.GenerationInput(model=asked.model, token_ids=begun)
+        model = self._generations.model_for(prompt, call)
         async with self._generations.deadline(call):
-            text = await self._generations.detokenize(asked.model, asked.tokens, call)
+            text = await self._generations.detokenize(model, asked.tokens, call)
         return Said({"prompt": text}, asked.ignored())
