@@ -10,6 +10,7 @@ If one input fails, the others are cancelled. A job needs no decode worker.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -134,8 +135,11 @@ class Poolings:
             scores = np.array([vector[0] for vector in vectors], np.float64)
             scores = scores if request.raw else 1 / (1 + np.exp(-scores))
         else:
-            of_query, of_document = np.split(np.array(vectors), [len(request.queries)])
-            scores = (of_query * of_document).sum(1)
+            queries = vectors[: len(request.queries)]
+            documents = vectors[len(request.queries) :]
+            pairs = zip(itertools.cycle(queries), documents, strict=False)
+            each = in_turns(pairs, len(vectors[0]))
+            scores = np.array([query @ document async for query, document in each])
         return api.ScoreResponse(model=prompts.model.called, scores=scores, usage=usage)
 
     # -- the prompts ---------------------------------------------------------------------------

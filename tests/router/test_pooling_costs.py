@@ -58,8 +58,12 @@ async def test_vectors_are_written_in_turns_of_the_loop(
         given = {"model": "tiny", "input": ["fox"] * 20}
         packed = await port.client.embeddings.create(**given, encoding_format="base64")
         plain = await port.client.embeddings.create(**given, encoding_format="float")
+        body = {"text_1": "fox", "text_2": ["fox"] * 20}
+        url = f"http://{port.server.address}/score"
+        scored: Any = await port.client.post(url, body=body, cast_to=object)
         looking.cancel()
-    assert sum(written) == 4 * 20
+    assert sum(written) == 5 * 20
+    assert [one["score"] for one in scored["data"]] == [pytest.approx(VECTOR @ VECTOR)] * 20
     assert max(written) <= 2, "one of the message, and one of its text"
     assert [one.embedding for one in plain.data] == [VECTOR.tolist()] * 20
     raw = [base64.b64decode(one.embedding) for one in packed.data]
