@@ -48,6 +48,7 @@ from engine.cuda.experts import mixing
 from engine.cuda.forward import FusedForward
 from engine.cuda.steps import launching
 from engine.model import Model, load_model
+from engine.model.experts.stacked import capability
 from engine.model.precision.choice import Precision
 from engine.pool.kv_pool import PlainPool
 from engine.pool.pools import one_group
@@ -173,7 +174,7 @@ def of_a_hopper() -> None:
         (torch.cuda, "_get_device_properties", lambda _device: known),
         (torch.cuda, "get_device_capability", lambda _device=None: asked(cuda)),
         (Precision, "on_gpu", True),
-        (mixing, "groups_in_one_kernel", lambda x: torch.cuda.get_device_capability(x.device)),
+        (mixing, "groups_in_one_kernel", lambda x: capability(x.device) >= (9, 0)),
         (F, "linear", linear),
         (F, "grouped_mm", product),
         (torch, "_scaled_mm_v2", product),

@@ -29,6 +29,7 @@ from engine.cuda.experts.summing import Parts, add_up
 from engine.cuda.joining import Join, joined
 from engine.cuda.products import CudaProducts, single_row, unrounded_row
 from engine.cuda.products import one_row as products_of_row
+from engine.cuda.products.rounding import rounded
 from engine.model.experts import routing
 from engine.model.experts.config import Gate, Held, Routing, Scores
 from engine.model.experts.routing import Chosen
@@ -200,6 +201,31 @@ def check_sum_and_norm(tokens: int, hidden: int, how: Rounding | None) -> None:
         assert torch.equal(one.float(), two.float()), how
 
 
+def check_rows_of_pairs(how: Rounding | None, ranks: int) -> None:
+    """To the last bit: rows that are taken in one kernel, and rounded by the one that makes
+    them."""
+    choice = routing.held(kit.random_choice(9, 6, 2), 6 // ranks, Held(0, ranks))
+    order = kernels.sort(choice.experts.int(), 6 // ranks, ranks)
+    tokens, own = order.pairs.long() // 2, int(order.starts[-1])
+    x, both = torch.randn(9, 256).half(), torch.randn(18, 512).half()
+    both[3], both[4, 0] = 0, float("nan")
+    if how is None or how.group is None:
+        read = x if how is None else rounded(x, how)
+        got = kernels.take(read, order)
+        same_bits(got, (read[tokens],) if how is None else [one[tokens] for one in read[:2]])
+    plain = kernels.activate(both, OSS, order)
+    done = kernels.activate(both, OSS, order, how)
+    want = (plain,) if how is None else rounded(plain, how)
+    same_bits(done, [one if one is None else one[:own] for one in want], own)
+
+
+def same_bits(got: object, want: object, rows: int | None = None) -> None:
+    for one, two in zip((got,) if isinstance(got, torch.Tensor) else got, want, strict=False):
+        if two is not None:
+            mine, other = (each.contiguous().view(torch.uint8) for each in (one[:rows], two))
+            assert torch.equal(mine, other)
+
+
 def check_layer(shared: bool, tokens: int) -> None:
     """The whole feed-forward, against PyTorch over the same weights."""
     with mock.patch.object(Precision, "on_gpu", True):
@@ -253,6 +279,9 @@ def main() -> None:
     for how in (None, Rounding(), Rounding(scale=torch.tensor([0.02])), Rounding(keeps=True)):
         check_sum_and_norm(1, 72, how)
     check_sum_and_norm(5, 256, Rounding(group=128))
+    for ranks in (1, 2):
+        for how in (None, Rounding(), Rounding(scale=torch.tensor([0.02])), Rounding(group=128)):
+            check_rows_of_pairs(how, ranks)
     for precision in ("fp8", "int4-zeros", "mxfp4"):
         for tokens in (1, 2):
             check_mixed(precision, tokens, gate=OSS, bias=True, experts=3)

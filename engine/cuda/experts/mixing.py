@@ -11,18 +11,22 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.cuda.experts.beside import SharedWeights
 from engine.cuda.experts.products import product
-from engine.cuda.experts.routing import Order, activate, sort
+from engine.cuda.experts.routing import Order, activate, sort, take
 from engine.cuda.experts.summing import Parts
 from engine.cuda.products.rounding import rounded
 from engine.model.experts.config import Gate
 from engine.model.experts.routing import Chosen
-from engine.model.experts.stacked import GROUPED_CAPABILITY, Stacked, groups_in_one_kernel
+from engine.model.experts.stacked import (
+    GROUPED_CAPABILITY,
+    Stacked,
+    capability,
+    groups_in_one_kernel,
+)
 from engine.model.precision.base import Kind
 from engine.model.precision.rounding import Rounded, Rounding, plain_of
 
@@ -61,14 +65,15 @@ def parts_of(
     """
     order = sort(chosen.experts, gate_up.shape[0], ranks, total)
     plain = plain_of(x)
-    if len(plain) == 1:  # Its products round for themselves.
+    tokens = plain.shape[0]
+    if tokens == 1:  # Its products round for themselves.
         first, second = (None, None) if beside is None else beside
         middle = product(plain, gate_up, order, gate=gate, by_token=True, shared=first)
         return Parts(product(middle, down, order, shared=second), order, chosen.weights)
-    if len(plain) > FEW_ROWS and all(_is_grouped(plain, weights) for weights in (gate_up, down)):
-        rows = _taken(_read(x, gate_up.input), order.pairs // chosen.experts.shape[1])
-        middle = activate(_grouped(rows, gate_up, order), gate, order)
-        return Parts(_grouped(_read(middle, down.input), down, order), order, chosen.weights)
+    if tokens > FEW_ROWS and all(_is_grouped(plain, weights) for weights in (gate_up, down)):
+        rows = take(_read(x, gate_up.input), order)
+        between = activate(_grouped(rows, gate_up, order), gate, order, down.input)
+        return Parts(_grouped(between, down, order), order, chosen.weights)
     middle = product(_read(x, gate_up.input), gate_up, order, gate=gate, by_token=True)
     out = product(_read(middle, down.input), down, order)
     return Parts(out, order, chosen.weights)
@@ -80,17 +85,9 @@ def _is_grouped(x: Tensor, weights: Stacked) -> bool:
         return False
     if weights.kind is Kind.FP8_CHANNELS:
         whole = all(size % _SIXTEEN_BYTES == 0 for size in weights.shape[1:])
-        is_hopper = torch.cuda.get_device_capability(x.device) == GROUPED_CAPABILITY
+        is_hopper = capability(x.device) == GROUPED_CAPABILITY
         return whole and is_hopper and hasattr(F, "scaled_grouped_mm")
     return weights.kind is None
-
-
-def _taken(rows: Tensor | Rounded, tokens: Tensor) -> Tensor | Rounded:
-    """The rows of tokens. An e4m3 value is a byte, which can be selected."""
-    if isinstance(rows, Tensor):
-        return rows.index_select(0, tokens)
-    values = rows.values.view(torch.uint8).index_select(0, tokens).view(rows.values.dtype)
-    return Rounded(values, rows.scales.index_select(0, tokens))
 
 
 def _grouped(rows: Tensor | Rounded, weights: Stacked, order: Order) -> Tensor:

@@ -25,9 +25,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.cuda.early import early
 from engine.cuda.kernels import launch, pieces_of, power_of_2
+from engine.cuda.products.rounding import PLAIN, block_of, room, store_rounded, warps_of
 from engine.model.experts.config import EACH, Gate, Held, Routing, Scores
 from engine.model.experts.routing import LEAST_SUM, Chosen, held
 from engine.model.experts.routing import route as route_by_torch
+from engine.model.precision.rounding import Rounded, Rounding
 
 _SOFTMAX: Final = tl.constexpr(0)
 _SIGMOID: Final = tl.constexpr(1)
@@ -40,6 +42,8 @@ _PAIRS_AT_ONCE: Final = 2048
 """Pairs that a program looks at in a turn. Not tuned: counting them is no part that shows."""
 _COLUMNS: Final = 1024
 """Columns of a program, one pass over memory. Not tuned."""
+_TAKEN: Final = 4096
+"""Columns of a row that a program copies. Not tuned."""
 
 
 # -- the choice ---------------------------------------------------------------------------------
@@ -102,12 +106,12 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None, which: Held = E
         found = route_by_torch(logits, routing, bias)
         found = found._replace(experts=found.experts.int())
         return held(found, len(which.of(routing.experts)), which)
-    shape = len(logits), routing.chosen
+    shape = logits.shape[0], routing.chosen
     weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
     experts = torch.empty(shape, dtype=torch.int32, device=logits.device)
     launch(
         _route,
-        (len(logits),),
+        shape[:1],
         logits,
         logits if bias is None else bias,
         weights,
@@ -174,21 +178,49 @@ def sort(experts: Tensor, count: int, ranks: int = 1, total: Tensor | None = Non
     """Sorts the pairs of [T, C] int32 experts, of `count` that the rank holds. Those of one token
     are left as they are, since it has each expert once: `starts` is nothing then. Of several tokens
     the number of pairs that the rank computes is added to `total`, [1] int64."""
-    if len(experts) == 1:
+    if experts.shape[0] == 1:
         numbered = _numbered(experts.shape[1], experts.device)
         return Order(numbered, numbered, numbered, experts, ranks)
     pairs = torch.empty(experts.numel(), dtype=torch.int32, device=experts.device)
     places = torch.empty_like(pairs)
     starts = torch.empty(count + 1, dtype=torch.int32, device=experts.device)
-    block = min(_PAIRS_AT_ONCE, power_of_2(len(pairs)))
+    every = pairs.shape[0]
+    block = min(_PAIRS_AT_ONCE, power_of_2(every))
     counts, into = total is not None, starts if total is None else total
-    launch(_sort, (count + 1,), experts, pairs, places, starts, into, len(pairs), counts, block)
+    launch(_sort, (count + 1,), experts, pairs, places, starts, into, every, counts, block)
     return Order(pairs, places, starts, experts, ranks)
 
 
 @cache
 def _numbered(count: int, device: torch.device) -> Tensor:
     return torch.arange(count, dtype=torch.int32, device=device)
+
+
+@triton.jit
+def _take(
+    x, x_scales, pairs, rows, scales, size, places, scaled: tl.constexpr, block: tl.constexpr
+):  # fmt: skip
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = (tl.load(pairs + row) // places).to(tl.int64)
+    at = part * block + tl.arange(0, block)
+    inside = at < size
+    tl.store(rows + row * size + at, tl.load(x + token * size + at, mask=inside), mask=inside)
+    if scaled:
+        tl.store(scales + row, tl.load(x_scales + token), mask=part == 0)
+
+
+def take(x: Tensor | Rounded, order: Order) -> Tensor | Rounded:
+    """[T, K], rounded with a scale by row or not -> [P, K], the row of each pair's token."""
+    plain, x_scales = (x, x) if isinstance(x, Tensor) else x[:2]
+    pairs, size = order.pairs.shape[0], plain.shape[1]
+    rows = torch.empty(pairs, size, dtype=plain.dtype, device=plain.device)
+    scaled, scales = isinstance(x, Rounded), rows
+    if scaled:
+        scales = torch.empty(pairs, 1, dtype=x_scales.dtype, device=plain.device)
+    block = min(_TAKEN, power_of_2(size))
+    arguments = (plain, x_scales, order.pairs, rows, scales, size, order.experts.shape[1])
+    launch(_take, (pairs, pieces_of(size, block)), *arguments, scaled, block)
+    return Rounded(rows, scales) if scaled else rows
 
 
 # -- between the products -----------------------------------------------------------------------
@@ -209,10 +241,10 @@ def gated(opening, up, dtype: tl.constexpr, sharpness, shift, limit, form: tl.co
     return opening * (up + shift)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def _activate(
-    gate_up, out, own, width, sharpness, shift, limit,
-    parts: tl.constexpr, form: tl.constexpr, block: tl.constexpr,
+    gate_up, out, scales, given, own, width, stride, sharpness, shift, limit,
+    parts: tl.constexpr, form: tl.constexpr, group: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if parts:  # noqa: SIM102 (Triton would load it in any case)
@@ -222,19 +254,37 @@ def _activate(
     inside = at < width
     opening = tl.load(gate_up + row * 2 * width + at, mask=inside, other=0.0)
     up = tl.load(gate_up + row * 2 * width + width + at, mask=inside, other=0.0)
-    value = gated(opening, up, out.dtype.element_ty, sharpness, shift, limit, form)
-    tl.store(out + row * width + at, value, mask=inside)
+    dtype: tl.constexpr = gate_up.dtype.element_ty
+    value = gated(opening, up, dtype, sharpness, shift, limit, form)
+    if group == PLAIN:
+        tl.store(out + row * width + at, value, mask=inside)
+    else:
+        value = value.to(dtype).to(tl.float32)
+        most = tl.max(tl.abs(value))
+        store_rounded(value, most, out, scales, given, row, at, inside, width, stride, group)
 
 
-def activate(gate_up: Tensor, gate: Gate, order: Order | None = None) -> Tensor:
-    """[R, 2 I], gate then up -> [R, I]. `order`: that of the rows; None: all are the rank's own."""
+def activate(
+    gate_up: Tensor, gate: Gate, order: Order | None = None, how: Rounding | None = None
+) -> Tensor | Rounded:
+    """[R, 2 I], gate then up -> [R, I], rounded or not. `order`: that of the rows; None: all are
+    the rank's own."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = gate_up.new_empty(rows, width)
-    grid = (rows, pieces_of(width, _COLUMNS))
+    out: Tensor | Rounded
+    if how is None:
+        out = values = scales = gate_up.new_empty(rows, width)
+        stride, group, block = 1, PLAIN.value, _COLUMNS
+    else:
+        out, stride, group = room(gate_up, width, how)
+        values, scales, _ = out
+        block = block_of(width, group)
     parts = order is not None and order.ranks > 1
-    own = gate_up if order is None else order.starts[-1:]
-    *given, form = numbers(gate)
-    launch(_activate, grid, gate_up, out, own, width, *given, parts, form, _COLUMNS)
+    own = order.starts[-1:] if order is not None and parts else gate_up
+    *by, form = numbers(gate)
+    given = scales if how is None or how.scale is None else how.scale
+    arguments = (gate_up, values, scales, given, own, width, stride, *by)
+    grid, warps = (rows, pieces_of(width, block)), 4 if how is None else warps_of(block)
+    launch(_activate, grid, *arguments, parts, form, group, block, num_warps=warps)
     return out
 
 

@@ -196,13 +196,13 @@ def add_rms_norm_rounded(
 
 def silu_mul_rounded(gate_up: Tensor, how: Rounding) -> Rounded:
     """[T, 2 I], gate then up -> [T, I]. By rows with few of them, two kernels are faster."""
-    is_few = how.scale is None and how.group is None and len(gate_up) <= _FEW_ROWS
+    is_few = how.scale is None and how.group is None and gate_up.shape[0] <= _FEW_ROWS
     if is_few or how.keeps:
         return rounded(silu_mul(gate_up), how)
     size = gate_up.shape[1] // 2
     out, stride, group = room(gate_up, size, how)
-    block = _block(size, group)
-    grid = (len(gate_up), pieces_of(size, block))
+    block = block_of(size, group)
+    grid = (gate_up.shape[0], pieces_of(size, block))
     given = out.scales if how.scale is None else how.scale
     arguments = (gate_up, *out[:2], given, size, stride, early(), group, block)
     launch(_silu_mul, grid, *arguments, num_warps=warps_of(block), launch_pdl=early())
@@ -213,11 +213,11 @@ def rounded(x: Tensor, how: Rounding) -> Rounded:
     """[T, K], contiguous, rounded; for what no kernel of ours has made, such as attention."""
     size = x.shape[1]
     out, stride, group = room(x, size, how)
-    block, whole = _block(size, group), power_of_2(size)
+    block, whole = block_of(size, group), power_of_2(size)
     seen = block
     if group == _ROWS:
-        block, seen = _part(whole, len(x)), whole
-    grid = (len(x), pieces_of(size, block))
+        block, seen = _part(whole, x.shape[0]), whole
+    grid = (x.shape[0], pieces_of(size, block))
     given = out.scales if how.scale is None else how.scale
     arguments = (x, *out[:2], given, size, stride, early(), group, whole, block)
     launch(_round, grid, *arguments, num_warps=warps_of(seen), launch_pdl=early())
@@ -234,13 +234,13 @@ def _normed(
     plain = torch.empty_like(x) if how.keeps else x
     arguments = (residual, x, weight, *out[:2], plain, given, eps, size, stride)
     known = adds, how.keeps, early(), group, block
-    launch(_norm, (len(x),), *arguments, *known, num_warps=warps_of(block), launch_pdl=early())
+    launch(_norm, (x.shape[0],), *arguments, *known, num_warps=warps_of(block), launch_pdl=early())
     return out._replace(plain=plain) if how.keeps else out
 
 
 def room(x: Tensor, size: int, how: Rounding) -> tuple[Rounded, int, int]:
     """Room for a result, the stride of its scales' columns, and the kernels' `group`."""
-    rows = len(x)
+    rows = x.shape[0]
     values = torch.empty(rows, size, dtype=E4M3, device=x.device)
     if how.scale is not None or how.group is None:
         scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
@@ -252,7 +252,7 @@ def room(x: Tensor, size: int, how: Rounding) -> tuple[Rounded, int, int]:
     return Rounded(values, scales[:, :rows].t()), column, how.group
 
 
-def _block(size: int, group: int) -> int:
+def block_of(size: int, group: int) -> int:
     """Values of a program, where a row need not be one's."""
     whole: int = power_of_2(size)
     return whole if group == _ROWS else min(whole, _ACTIVATION_BLOCK)

@@ -10,6 +10,7 @@ Shapes: E experts, N output channels and K input channels of an expert, R rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Final
 
 import torch
@@ -91,13 +92,19 @@ class Stacked(ExpertWeights):
         )
 
 
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a GPU. PyTorch takes microseconds to say it, and each layer asks."""
+    return torch.cuda.get_device_capability(device)
+
+
 def groups_in_one_kernel(x: Tensor) -> bool:
     """Whether PyTorch multiplies groups of such rows without waiting for the device."""
     return (
         hasattr(F, "grouped_mm")
         and x.dtype == torch.bfloat16
         and x.device.type == "cuda"
-        and torch.cuda.get_device_capability(x.device) >= GROUPED_CAPABILITY
+        and capability(x.device) >= GROUPED_CAPABILITY
     )
 
 
