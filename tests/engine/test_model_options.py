@@ -42,3 +42,17 @@ def test_logits_equal_transformers(case, tmp_path):
     parts = [runner.step([(0, ids[a:b])])[0] for a, b in ((0, 1), (1, 30), (30, 47))]
     parts += [runner.step([(0, [token])])[0] for token in ids[47:]]
     torch.testing.assert_close(torch.cat(parts), want, atol=1e-4, rtol=1e-4)
+
+
+def test_parameters_and_modules_of_a_ready_model_are_found_at_once(tmp_path):
+    """As plain attributes. What is set later takes their place, as the head is on a CPU."""
+    model = load(write_tiny_model(tmp_path, tokenizer=False)).model
+    model.finish()
+    assert model.head is model._parameters["head"]
+    for module in model.layers.modules():
+        for name, own in (*module._parameters.items(), *module._modules.items()):
+            assert vars(module)[name] is own
+    later = torch.nn.Parameter(torch.ones(4))
+    model.norm.weight = later
+    assert model.norm.weight is later
+    assert model.norm._parameters["weight"] is later
