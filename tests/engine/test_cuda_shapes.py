@@ -325,6 +325,19 @@ def test_sections_arrive_in_one_copy_at_addresses_their_sizes_decide():
     assert (offsets % ALIGNMENT == 0).all()
 
 
+def test_a_section_has_the_same_place_in_each_step_and_not_all_places_are_kept():
+    staging = StepStaging(9000, torch.device("cpu"))
+    first = None
+    for length in [5, 5, *range(6, 9000)]:
+        staging.begin()
+        place = staging.add(np.full(length, length, np.int32))
+        staging.upload()
+        assert place.eq(length).sum() == length == len(place)
+        assert first is None or (place is first) == (length == 5)
+        first = first if first is not None else place
+    assert len(staging._places) < 5000
+
+
 def test_a_step_that_does_not_fit_says_so():
     staging = StepStaging(100, torch.device("cpu"))
     staging.begin()

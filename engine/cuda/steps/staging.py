@@ -25,6 +25,8 @@ Int32s = NDArray[np.int32]
 
 ALIGNMENT = 32
 """Alignment of sections, in integers. They begin at multiples of 128 bytes."""
+_MOST_PLACES = 4096
+"""Places that are kept, a few hundred bytes each. Steps without a graph have others each time."""
 
 
 class StagingError(Exception):
@@ -45,6 +47,7 @@ class StepStaging:
         self._copied = [torch.cuda.Event() if pinned else None for _ in turns]
         self._turn = 0
         self._used = 0
+        self._places: dict[tuple[int, tuple[int, ...]], Tensor] = {}
 
     def begin(self) -> None:
         """Starts a step."""
@@ -67,9 +70,17 @@ class StepStaging:
         if end > len(self._device):
             raise StagingError(f"a step of {end} integers does not fit {len(self._device)}")
         self._used = -(-end // ALIGNMENT) * ALIGNMENT
-        return self._arrays[self._turn][start:end].reshape(shape), self._device[start:end].view(
-            shape
-        )
+        return self._arrays[self._turn][start:end].reshape(shape), self._place(start, shape)
+
+    def _place(self, start: int, shape: tuple[int, ...]) -> Tensor:
+        """A section's place. Steps of a shape have the same ones, and PyTorch takes microseconds to
+        make one."""
+        if (place := self._places.get((start, shape))) is None:
+            if len(self._places) >= _MOST_PLACES:
+                self._places.clear()
+            place = self._device[start : start + math.prod(shape)].view(shape)
+            self._places[start, shape] = place
+        return place
 
     def upload(self) -> None:
         """Queues the copy of the added sections."""
