@@ -134,7 +134,7 @@ def _experts(module: Experts, x: Tensor | Rounded) -> Parts | Tensor:
     chosen = route(module.router(plain), module.own.routing, module.choice_bias, module.held)
     if not isinstance(shared, Gated):
         return _parts_of(module, x, chosen)
-    beside = beside_of(module) if len(plain) == 1 and not shared.gate_up.adds else None
+    beside = beside_of(module) if plain.shape[0] == 1 and not shared.gate_up.adds else None
     parts = _parts_of(module, x, chosen, beside)
     if beside is None:
         reader = reader_of(shared)

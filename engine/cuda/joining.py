@@ -74,7 +74,7 @@ def entered(x: Tensor, how: Join) -> Tensor | Rounded:
 
 def joined(residual: Tensor, x: Tensor | Parts, how: Join) -> Tensor | Rounded:
     """Adds `x` to `residual` in place; returns what the next product reads."""
-    norm, reader = how.before, how.reader_of(len(residual))
+    norm, reader = how.before, how.reader_of(residual.shape[0])
     if norm is None or not how.is_plain:
         return _joined_otherwise(residual, _added_up(x), how)
     if isinstance(x, Parts):
@@ -90,7 +90,7 @@ def _joined_otherwise(residual: Tensor, x: Tensor, how: Join) -> Tensor | Rounde
     eps = next((norm.eps for norm in (how.after, how.before) if norm is not None), 0.0)
     centred = how.before is not None and how.before.centred
     arguments = (residual, x, after, before, eps, how.factor, how.scalar)
-    return as_read(join(*arguments, centred=centred), how.reader_of(len(residual)))
+    return as_read(join(*arguments, centred=centred), how.reader_of(residual.shape[0]))
 
 
 def _added_up(x: Tensor | Parts) -> Tensor:
@@ -111,6 +111,6 @@ def _joined_by_all(
     """`x` is this rank's part."""
     x = _added_up(x)
     norm = how.before
-    if norm is None or not how.is_plain or how.reader_of(len(residual)) is not None:
+    if norm is None or not how.is_plain or how.reader_of(residual.shape[0]) is not None:
         return joined(residual, ranks.all_reduce(x), how)
     return ranks.add_rms_norm(residual, x, norm.weight, norm.eps)

@@ -214,7 +214,8 @@ def rope_store(
     kv_heads, dim = pool.num_kv_heads if keeps else 0, pool.head_dim
     heads = qkv.shape[1] // dim - 2 * kv_heads
     q_weight, k_weight, eps, norms_v = norms or HeadNorms(rope.angles, rope.angles, 0.0)
-    grid = (len(qkv), -(-(heads + 2 * kv_heads) // HEADS_AT_ONCE))
+    tokens = qkv.shape[0]
+    grid = (tokens, -(-(heads + 2 * kv_heads) // HEADS_AT_ONCE))
     launch(
         _rope_store,
         grid,
@@ -239,5 +240,5 @@ def rope_store(
         HEADS_AT_ONCE,
         launch_pdl=early(),
     )
-    q, k, v = qkv.view(len(qkv), -1, dim).split((heads, kv_heads, kv_heads), dim=1)
+    q, k, v = qkv.view(tokens, -1, dim).split((heads, kv_heads, kv_heads), dim=1)
     return q, k, v

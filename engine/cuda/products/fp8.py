@@ -48,7 +48,7 @@ def fp8_linear(
     Returns:
         [T, N]
     """
-    (outputs, inputs), rows = values.shape, len(x.values)
+    (outputs, inputs), rows = values.shape, x.values.shape[0]
     if (cut := cut_of(x.values)) is not None:
         return fp8_one_row(values, scales, x, bias, out_dtype, cut)
     if (tiles := tiles_of(outputs, inputs, rows)) is not None:

@@ -269,6 +269,6 @@ def fp8_gated(
 def cut_of(x: Tensor) -> Cut | None:
     """How a weight is read for [T, K]. None if there is more than one row, or no
     size divides it."""
-    if len(x) != 1:
+    if x.shape[0] != 1:
         return None
     return next((cut for cut in _CUTS if x.shape[1] % cut.block == 0), None)

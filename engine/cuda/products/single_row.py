@@ -86,7 +86,7 @@ def _gated_dot(x, weight, out, outputs, inputs: tl.constexpr, block: tl.constexp
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` of [T, inputs]. For T = 1 it uses its own kernel."""
-    if len(x) != 1:
+    if x.shape[0] != 1:
         return F.linear(x, weight, bias)
     out = x.new_empty(1, len(weight))
     given = out if bias is None else bias
@@ -100,7 +100,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def gated(x: Tensor, weight: Tensor) -> Tensor | None:
     """silu(gate) * up of [1, H] -> [1, I] in one kernel, gate and up stacked in the weight. None if
     there is more than one row."""
-    if len(x) != 1:
+    if x.shape[0] != 1:
         return None
     outputs = len(weight) // 2
     out = x.new_empty(1, outputs)

@@ -29,9 +29,10 @@ _AHEAD: Final = 256
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`F.linear` of [T, K] with [N, K]."""
-    if len(x) == 1:
+    rows, inputs = x.shape
+    if rows == 1:
         return single_row.linear(x, weight, bias)
-    tiles = tiles_of(len(weight), x.shape[1], len(x)) if x.element_size() == 2 else None
+    tiles = tiles_of(weight.shape[0], inputs, rows) if x.element_size() == 2 else None
     if tiles is None:
         return F.linear(x, weight, bias)
     return few_rows(weight, None, x.contiguous(), None, bias, x.dtype, tiles)
