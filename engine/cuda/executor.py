@@ -5,7 +5,7 @@ A step's life:
 1. `launch` packs the plan's integers into pinned memory and queues one copy to the device.
 2. A step that fits a shape (`engine.cuda.steps.shapes`) is padded to it and replays its graph. Any
    other step runs its kernels one by one. Its prompts keep the device busy, so the launches cost no
-   time.
+   time, unless the model has experts.
    A step with rows of a hook whose calls no graph can contain fits none. Steps with rows that read
    only the pages that a hook chooses have graphs of their own.
 3. Tokens are drawn, put into the token table (which the next step reads, on the device) and
