@@ -24,7 +24,7 @@ from baton.errors import (
     UnreachableError,
 )
 from baton.version import __version__
-from console import tls_hint, vllm_flags
+from console import tls_hint
 from console.adapters import command as adapters
 from console.batching import command as batching
 from console.commands import (
@@ -51,6 +51,7 @@ from console.top.scrape import TopError
 from console.tracing.traces import TraceError
 from console.up import UpError, UpUseError
 from engine.memory import NoRoomError
+from local import vllm_flags
 from router.batching.lines import BatchError
 from serving.installing import install_line
 from serving.models.demo_model import DemoModelError

@@ -1,4 +1,5 @@
-"""Tells a port that speaks TLS, asked in clear or not trusted, from one where nothing answers."""
+"""Tells a port that speaks HTTP/1, or TLS and was asked in clear or is not trusted, from one where
+nothing answers."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ _TIMEOUT_S: Final = 1.0
 
 
 def hint(message: str) -> str:
-    """What to do about a failed call, if the address in gRPC's message speaks TLS; else "". The
-    other texts are those of gRPC."""
+    """What to do about a failed call, if the address in gRPC's message speaks TLS or HTTP/1; else
+    "". The other texts are those of gRPC."""
     if "refused" in message or (found := _ADDRESS.search(message)) is None:
         return ""
     host, port = found[1].strip("[]"), int(found[2])
@@ -24,6 +25,11 @@ def hint(message: str) -> str:
         return f"the certificate of the router at port {port} is not of the name that was asked for"
     if "WRONG_VERSION_NUMBER" in message:
         return f"the router at port {port} speaks no TLS: name it without grpcs://"
+    if "http1" in message:
+        return (
+            f"the server at port {port} speaks HTTP/1 and was asked by gRPC: name the port that "
+            f"`baton up` prints as gRPC (for baton bench http://HOST:{port}/v1 does, too)"
+        )
     if not _speaks_tls(host, port):
         return ""
     return f"the router there speaks TLS: name it as grpcs://HOST:{port} (--tls-ca for its CA)"

@@ -51,11 +51,12 @@ from local.llm_events import Events, typed_cancellation, typed_errors
 from local.loop_thread import LoopThread
 from local.opening import build, open_doors
 from local.progress import bar
+from local.vllm_flags import answer_setting
 from router.batching.journal import Journal
 from router.batching.lines import read_lines
 from router.batching.running import LOWEST_PRIORITY, run
 from router.call import Call
-from serving.settings import resolve
+from serving.settings import SettingsError, resolve
 from worker.settings import Role, WorkerSettings
 
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -85,6 +86,9 @@ class LLM:
             EngineError: the settings do not fit the model or the device.
             NoSlotError: `gpu_slots_dir` has no GPU left.
         """
+        for name in settings.keys() - WorkerSettings.model_fields.keys():
+            if instead := answer_setting(name):
+                raise SettingsError(f"there is no setting `{name}` ({instead})")
         flags = {"model": model and os.fspath(model), **settings, "role": Role.BOTH}
         resolved = resolve(WorkerSettings, "worker", flags)
         for warning in resolved.warnings:
@@ -212,7 +216,7 @@ class LLM:
         request = generation_request(pb.StreamGenerateRequest, prompt, messages, token_ids, options)
         call = Call(time_left_s=timeout_s)
         events = Events(self._loop, self._service, request, call, self.engine, keeps=self)
-        return GenerationStream(events, events.cancel, options.get("choices", 1))
+        return GenerationStream(events, events.cancel, options.get("choices") or 1)
 
     def embed(
         self,

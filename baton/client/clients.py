@@ -160,7 +160,7 @@ class Client(_Caller):
         request = generation_request(pb.GenerateRequest, prompt, messages, token_ids, options)
         with typed_errors():
             response = self._stub.Generate(request, **self._of_generation(timeout_s))
-        return Gathering(options.get("choices", 1)).add_whole(response)
+        return Gathering(options.get("choices") or 1).add_whole(response)
 
     def stream(
         self,
@@ -174,7 +174,7 @@ class Client(_Caller):
         """Starts a generation and returns its stream of deltas. Takes `generate`'s arguments."""
         request = generation_request(pb.StreamGenerateRequest, prompt, messages, token_ids, options)
         call = self._stub.StreamGenerate(request, **self._of_generation(timeout_s))
-        return GenerationStream(iter(call), call.cancel, options.get("choices", 1))
+        return GenerationStream(iter(call), call.cancel, options.get("choices") or 1)
 
     def models(self, *, timeout_s: float | None = 10.0) -> tuple[Model, ...]:
         """The models served now."""
@@ -272,7 +272,7 @@ class AsyncClient(_Caller):
         request = generation_request(pb.GenerateRequest, prompt, messages, token_ids, options)
         with typed_errors():
             response = await self._stub.Generate(request, **self._of_generation(timeout_s))
-        return Gathering(options.get("choices", 1)).add_whole(response)
+        return Gathering(options.get("choices") or 1).add_whole(response)
 
     def stream(
         self,
@@ -286,7 +286,7 @@ class AsyncClient(_Caller):
         """Starts a generation and returns its stream of deltas. See `Client.generate`."""
         request = generation_request(pb.StreamGenerateRequest, prompt, messages, token_ids, options)
         call = self._stub.StreamGenerate(request, **self._of_generation(timeout_s))
-        return AsyncGenerationStream(aiter(call), call.cancel, options.get("choices", 1))
+        return AsyncGenerationStream(aiter(call), call.cancel, options.get("choices") or 1)
 
     async def models(self, *, timeout_s: float | None = 10.0) -> tuple[Model, ...]:
         """The models served now."""

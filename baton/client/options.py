@@ -37,7 +37,8 @@ class Message(TypedDict):
 
 
 class Options(TypedDict, total=False):
-    """Options of a generation. The server has defaults for missing ones."""
+    """Options of a generation. The server has defaults for missing ones, and None
+    counts as missing."""
 
     model: str
     max_tokens: int

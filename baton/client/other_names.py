@@ -3,14 +3,20 @@ them here. Errors answer with it, and the page `docs/coming-from-vllm.md` shows 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 OTHER_NAMES: Final[Mapping[str, str]] = {
+    "beam_width": "`beams`",
     "chat_template_kwargs": "`template_variables`",
     "continue_final_message": "`continue_last`",
     "detokenize": "`omit_text=True` stands for `False`",
     "guided_decoding": "`json_schema`, `json_object`, `regex`, `choice`, `gbnf` or `lark`",
+    "guided_choice": "`choice`",
+    "guided_grammar": "`gbnf` or `lark`",
+    "guided_json": "`json_schema`",
+    "guided_regex": "`regex`",
     "include_stop_str_in_output": "`include_stop`",
     "logits_processors": "a hook ([Hooks](hooks.md))",
     "lora_request": "`model`, the name of one of the `adapters` that `LLM` was given",
@@ -26,7 +32,21 @@ OTHER_NAMES: Final[Mapping[str, str]] = {
 """What to use instead, as Markdown."""
 
 
-def here(name: str) -> str:
-    """The end of an error that names an unknown option; "" if nobody calls one so."""
+def refuse_unknown(options: Iterable[str], known: type) -> None:
+    """Refuses an option that the typed dict of those that there are lacks.
+
+    Raises:
+        TypeError: there is no such option. It names what stands for it here, or the nearest name.
+    """
+    names = known.__annotations__
+    for name in options:
+        if name not in names:
+            raise TypeError(f"there is no option {name!r}{_instead(name, names)}")
+
+
+def _instead(name: str, known: Iterable[str]) -> str:
     ours = OTHER_NAMES.get(name, "").partition(" (")[0].replace("`", "")
-    return f"; here: {ours}" if ours else ""
+    if ours:
+        return f"; here: {ours}"
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    return f" (did you mean {near[0]!r}?)" if near else ""

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypedDict
 
+from baton.client.other_names import refuse_unknown
+from baton.client.setting import set_fields
 from baton.inference.v1 import inference_pb2 as pb
 
 Input = str | Sequence[int]
@@ -74,18 +76,15 @@ def embed_request(
     Raises:
         TypeError, ValueError: an input or an option is wrong.
     """
+    refuse_unknown(options, EmbedOptions)
     given = [inputs] if isinstance(inputs, str) else inputs
-    rest = dict(options)
-    kind = rest.pop("pooling", None)
+    kind = options.get("pooling")
     if kind is not None and kind not in _KINDS:
         raise ValueError(f"pooling is last, mean or cls, not {kind!r}")
     pooling = _KINDS[str(kind)] if kind is not None else pb.POOLING_KIND_UNSPECIFIED
-    return pb.EmbedRequest(
-        inputs=map(_input, given),
-        model=model,
-        pooling=pooling,
-        **rest,  # type: ignore[arg-type]
-    )
+    request = pb.EmbedRequest(inputs=map(_input, given), model=model, pooling=pooling)
+    _set_rest(request, options, EmbedOptions)
+    return request
 
 
 def _input(given: Input) -> pb.EmbedInput:
@@ -97,13 +96,27 @@ def _input(given: Input) -> pb.EmbedInput:
 def score_request(
     query: str | Sequence[str], documents: str | Sequence[str], model: str, options: ScoreOptions
 ) -> pb.ScoreRequest:
-    """Makes the request of `score`."""
-    return pb.ScoreRequest(
+    """Makes the request of `score`.
+
+    Raises:
+        TypeError, ValueError: a text or an option is wrong.
+    """
+    refuse_unknown(options, ScoreOptions)
+    request = pb.ScoreRequest(
         queries=[query] if isinstance(query, str) else query,
         documents=[documents] if isinstance(documents, str) else documents,
         model=model,
-        **options,
     )
+    _set_rest(request, options, ScoreOptions)
+    return request
+
+
+def _set_rest(
+    request: pb.EmbedRequest | pb.ScoreRequest, options: EmbedOptions | ScoreOptions, known: type
+) -> None:
+    """Sets the options that are fields by themselves. None counts as left out."""
+    given = {name: value for name, value in options.items() if value is not None}
+    set_fields(request, given, known.__annotations__.keys() - {"pooling"})
 
 
 def embeddings_of(response: pb.EmbedResponse) -> Embeddings:

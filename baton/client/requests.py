@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeVar, get_type_hints
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, cast, get_type_hints
 
 from baton.client.generation import ToolCall
 from baton.client.options import Message, Options, Tool
-from baton.client.other_names import here
+from baton.client.other_names import refuse_unknown
+from baton.client.setting import named, set_fields
 from baton.inference.v1 import inference_pb2 as pb
 
 _Request = TypeVar("_Request", pb.GenerateRequest, pb.StreamGenerateRequest)
@@ -29,7 +29,7 @@ def generation_request(
     """
     return kind(
         input=generation_input(prompt, messages, token_ids, options),
-        client_tag=options.get("client_tag", ""),
+        client_tag=options.get("client_tag") or "",
     )
 
 
@@ -68,8 +68,8 @@ def generation_input(
             or a number is out of an option's range.
         TypeError: there is no such option, or it has the wrong type.
     """
-    for name in options.keys() - Options.__annotations__:
-        raise TypeError(f"there is no option {name!r}{here(name)}")
+    refuse_unknown(options, Options)
+    options = cast(Options, {name: value for name, value in options.items() if value is not None})
     for name, value in options.items():
         if name in _SWITCHES and type(value).__name__ not in _BOOLEANS:
             raise TypeError(f"{name}: is True or False, and not {value!r}{_HOW_MANY.get(name, '')}")
@@ -85,23 +85,23 @@ def generation_input(
         request.chat.CopyFrom(chat_prompt(messages))
         _set_chat(request.chat, options)
     elif token_ids is not None:
-        with _named("token_ids"):
+        with named("token_ids"):
             request.token_ids.ids.extend(token_ids)
         request.token_ids.SetInParent()
-    _set(request, options, _INPUT)
-    _set(request.sampling, options, _SAMPLING)
-    _set(request.stop, options, _STOP)
-    _set(request.output, options, _OUTPUT)
-    with _named("logit_bias"):
+    set_fields(request, options, _INPUT)
+    set_fields(request.sampling, options, _SAMPLING)
+    set_fields(request.stop, options, _STOP)
+    set_fields(request.output, options, _OUTPUT)
+    with named("logit_bias"):
         request.sampling.logit_bias.update(options.get("logit_bias", {}))
     stop = options.get("stop", ())
-    with _named("stop"):
+    with named("stop"):
         request.stop.sequences.extend([stop] if isinstance(stop, str) else stop)
-    with _named("stop_token_ids"):
+    with named("stop_token_ids"):
         request.stop.token_ids.extend(options.get("stop_token_ids", ()))
-    with _named("allowed_token_ids"):
+    with named("allowed_token_ids"):
         request.sampling.allowed_token_ids.extend(options.get("allowed_token_ids", ()))
-    with _named("bad_words"):
+    with named("bad_words"):
         request.sampling.bad_words.extend(_texts(options.get("bad_words", ())))
     for name, content in options.get("extensions", {}).items():
         request.extensions[name] = content.encode() if isinstance(content, str) else content
@@ -119,14 +119,14 @@ def _set_beams(request: pb.GenerationInput, options: Options) -> None:
     if early not in _EARLY_STOPPING:
         raise ValueError(f"early_stopping is one of {', '.join(_EARLY_STOPPING)}, not {early!r}")
     beams.early_stopping = _EARLY_STOPPING[early]
-    _set(beams, {"width": options["beams"], **options}, ("width", "length_penalty"))
+    set_fields(beams, {"width": options["beams"], **options}, ("width", "length_penalty"))
     request.beams.CopyFrom(beams)
 
 
 def _set_chat(chat: pb.ChatPrompt, options: Options) -> None:
-    with _named("template_variables"):
+    with named("template_variables"):
         chat.template_variables.update(options.get("template_variables", {}))
-    _set(chat, options, ("continue_last", *_CHAT_SCALARS))
+    set_fields(chat, options, ("continue_last", *_CHAT_SCALARS))
     chat.tools.extend(map(_tool, options.get("tools", ())))
     choice = options.get("tool_choice")
     if isinstance(choice, Mapping):  # As OpenAI's API has it.
@@ -134,7 +134,7 @@ def _set_chat(chat: pb.ChatPrompt, options: Options) -> None:
     if isinstance(choice, str) and choice in _MODES:
         chat.tool_choice.mode = _MODES[choice]
     elif choice is not None:
-        with _named("tool_choice"):
+        with named("tool_choice"):
             chat.tool_choice.name = choice
 
 
@@ -142,7 +142,7 @@ def _tool(tool: Tool | Mapping[str, Any]) -> pb.Tool:
     """A tool, its function by itself or as OpenAI's API writes it."""
     function = _function(tool)
     parameters = function.get("parameters")
-    with _named("tools"):
+    with named("tools"):
         return pb.Tool(
             name=function["name"],
             description=function.get("description") or "",
@@ -164,14 +164,15 @@ def _set_structure(request: pb.GenerationInput, options: Options) -> None:
     if len(given := [name for name in _FORMS if name in options]) > 1:
         raise ValueError(f"give only one of {', '.join(given)}")
     if "json_schema" in options:
-        request.structure.json_schema.schema = _json(options["json_schema"])
+        with named("json_schema"):
+            request.structure.json_schema.schema = _json(options["json_schema"])
         request.structure.json_schema.strict = options.get("strict", False)
     elif "strict" in options:
         raise ValueError("strict belongs to json_schema; a tool has a strict of its own")
     if "choice" in options:
-        with _named("choice"):
+        with named("choice"):
             request.structure.choice.texts.extend(_texts(options["choice"]))
-    _set(request.structure, options, ("json_object", "regex", "lark", "gbnf"))
+    set_fields(request.structure, options, ("json_object", "regex", "lark", "gbnf"))
 
 
 def _json(schema: str | Mapping[str, Any]) -> str:
@@ -248,35 +249,6 @@ _OUTPUT = (
 )
 
 
-def _set(
-    message: pb.GenerationInput
-    | pb.SamplingOptions
-    | pb.StopOptions
-    | pb.OutputOptions
-    | pb.ChatPrompt
-    | pb.Structure
-    | pb.BeamSearch,
-    options: Options | Mapping[str, object],
-    names: Sequence[str],
-) -> None:
-    values: Mapping[str, object] = options
-    for name in names:
-        if name in values:
-            with _named(name):
-                setattr(message, name, values[name])
-
-
-@contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Puts an option's name before what is wrong with its value."""
-    try:
-        yield
-    except TypeError as error:
-        raise TypeError(f"{name}: {error}") from None
-    except ValueError as error:  # Of its kinds one cannot be made of a message alone.
-        raise ValueError(f"{name}: {error}") from None
-
-
 def chat_prompt(messages: Sequence[Message]) -> pb.ChatPrompt:
     """Makes a chat prompt of turns.
 
@@ -291,7 +263,7 @@ def chat_prompt(messages: Sequence[Message]) -> pb.ChatPrompt:
 
 def _turn(turn: Message) -> pb.ChatMessage:
     if not isinstance(turn, Mapping):
-        raise TypeError(f"a message is a mapping, and not of type {type(turn).__name__}")
+        raise TypeError(_no_message(turn))
     if "role" not in turn or not ("content" in turn or turn.get("tool_calls")):
         raise ValueError("a message has a role and a content")
     content = turn.get("content")
@@ -305,6 +277,11 @@ def _turn(turn: Message) -> pb.ChatMessage:
         tool_calls=map(_called, turn.get("tool_calls") or ()),
         tool_call_id=turn.get("tool_call_id", ""),
     )
+
+
+def _no_message(turn: object) -> str:
+    several = "; several chats are for LLM.generate" if isinstance(turn, list) else ""
+    return f"a message is a mapping, and not of type {type(turn).__name__}{several}"
 
 
 def _parts(content: object) -> Sequence[str]:

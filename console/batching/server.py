@@ -17,6 +17,9 @@ from serving.output import stderr
 
 _NO_SUCH_PATH: Final = (404, 405)
 """Statuses of servers that have no such path at all, where their body is no JSON."""
+_NO_ROUTER: Final = (200, 403, 501)
+"""Statuses of servers that are no router, where no body so far is JSON: of pages, a router's admin
+port, a server of files. Later a proxy may answer so to one line."""
 ANSWER_S: Final = 3600.0
 """Longest wait for an answer. The server's own bound on a request is the one that counts."""
 
@@ -44,6 +47,8 @@ class Server:
         parts = urlsplit(url)
         self._host, self._path = parts.netloc, parts.path.rstrip("/").removesuffix("/v1")
         self._url, self._is_silent = url, False
+        self._is_api = False
+        """Whether an answer was JSON."""
         self._context = None
         if parts.scheme == "https":
             self._context = (files or TlsFiles()).client_context()
@@ -81,8 +86,9 @@ class Server:
             raise NobodyError from None
         try:
             content = json.loads(data)
+            self._is_api = True
         except (ValueError, RecursionError):
-            if answer.status in _NO_SUCH_PATH:
+            if answer.status in (_NO_SUCH_PATH if self._is_api else _NO_SUCH_PATH + _NO_ROUTER):
                 raise BatchError(
                     f"{self._url} answered {answer.status}: is this a router's HTTP port?"
                 ) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from baton.client.other_names import OTHER_NAMES
-from console.vllm_flags import FLAGS
+from local.vllm_flags import FLAGS
 from reference import table
 from router.doors.batches.pages import BatchRequest
 from router.doors.http.values import ApiObject, Unless

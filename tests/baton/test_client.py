@@ -29,6 +29,7 @@ from baton.client.clients import AsyncClient, AsyncGenerationStream, Client
 from baton.client.generation import FinishReason
 from baton.client.options import Options
 from baton.client.other_names import OTHER_NAMES
+from baton.client.pooling import embed_request, score_request
 from baton.errors import (
     BatonError,
     BrokenOffError,
@@ -239,11 +240,15 @@ def test_one_stop_text_is_no_list_of_letters(client: Client, router: ScriptedRou
 @pytest.mark.parametrize(
     ("options", "kind", "complaint"),
     [
-        ({"max_token": 3}, TypeError, "there is no option 'max_token'$"),
+        ({"max_token": 3}, TypeError, "there is no option 'max_token' .did you mean 'max_tokens'"),
+        ({"zzz": 3}, TypeError, "there is no option 'zzz'$"),
         ({"n": 3}, TypeError, "there is no option 'n'; here: choices"),
         ({"logprobs": 5}, TypeError, "logprobs: .* not 5; top_logprobs says how many"),
-        ({"ignore_eos": None}, TypeError, "ignore_eos: "),
-        ({"stop": None}, TypeError, "stop: "),
+        ({"ignore_eos": "no"}, TypeError, "ignore_eos: "),
+        ({"stop": 5}, TypeError, "stop: "),
+        ({"json_schema": object}, TypeError, "json_schema: "),
+        ({"top_k": -1}, ValueError, "top_k: must be from 0 to .*, and not -1; 0 takes all"),
+        ({"beams": -1}, ValueError, "width: must be from 0"),
         ({"stop_token_ids": [-1]}, ValueError, "stop_token_ids: "),
         ({"allowed_token_ids": 5}, TypeError, "allowed_token_ids: "),
         ({"bad_words": "word"}, TypeError, "bad_words: must be several"),
@@ -251,7 +256,7 @@ def test_one_stop_text_is_no_list_of_letters(client: Client, router: ScriptedRou
         ({"cache_salt": "\udcff"}, ValueError, "cache_salt: "),
         ({"choice": "yes"}, TypeError, "choice: must be several"),
         ({"temperature": "hot"}, TypeError, "temperature: "),
-        ({"seed": 1 << 64}, ValueError, "seed: "),
+        ({"seed": 1 << 64}, ValueError, "seed: must be from 0 to 2.64 - 1"),
         ({"choices": -1}, ValueError, "choices: "),
     ],
 )
@@ -260,6 +265,30 @@ def test_a_wrong_option_is_named(
 ) -> None:
     with pytest.raises(kind, match=complaint):
         client.generate("x", **options)
+
+
+def test_none_is_an_option_left_out(client: Client, router: ScriptedRouter) -> None:
+    nothing: Any = dict.fromkeys(Options.__annotations__)
+    client.generate("x")
+    client.generate("x", **nothing)
+    assert router.inputs[-1] == router.inputs[-2]
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "complaint"),
+    [
+        ({"poolin": "last"}, TypeError, "no option 'poolin' .did you mean 'pooling'"),
+        ({"truncate_prompt_tokens": -1}, ValueError, "truncate_prompt_tokens: must be from 0"),
+        ({"priority": "high"}, TypeError, "priority: "),
+    ],
+)
+def test_wrong_options_of_embed_and_score_are_named(
+    options: dict[str, Any], kind: type[Exception], complaint: str
+) -> None:
+    with pytest.raises(kind, match=complaint):
+        embed_request("x", "", options)  # type: ignore[arg-type]
+    with pytest.raises(kind, match=complaint.partition(" .did")[0]):
+        score_request("x", "y", "", options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,13 @@ def test_a_process_that_is_killed_loses_and_doubles_nothing(
     assert sum(echo.seen.values()) <= LINES * 2 + 2 * kills, "what was done is not sent again"
 
 
+def test_a_server_of_pages_gets_no_line_a_result(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", line("a"))
+    with http_server(lambda _: Reply(b"<html>")) as address:
+        told = batch(source, tmp_path / "out.jsonl", "--url", f"http://{address}")
+    assert (told.exit_code, lines_of(tmp_path / "out.jsonl")) == (1, [])
+
+
 def lines_of(path: Path) -> list[bytes]:
     return path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
 

@@ -19,9 +19,10 @@ from typer.testing import CliRunner, Result
 
 from baton.addresses import CannotListenError, check_free
 from baton.errors import BatonError, InvalidRequestError, OverloadedError
-from console import up, vllm_flags
+from console import up
 from console.cli import app, explain
 from console.ports import ANY_PORT, PortPicker, PortTakenError
+from local import vllm_flags
 from serving.settings import DEBUG, fields
 from worker.settings import Role, WorkerSettings
 

@@ -16,8 +16,8 @@ import yaml
 from docs_kit import DOCS, PAGES, ROOT, blocks, commands, spans
 from test_bars import ROOMS
 
-from console import vllm_flags
 from console.cli import app
+from local import vllm_flags
 from router.settings import RouterSettings
 from serving.settings import fields
 from telemetry.metrics.table import DECLARED

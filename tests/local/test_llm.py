@@ -264,6 +264,7 @@ def test_the_first_bad_prompt_of_many_ends_the_others(llm, slow) -> None:
     ("model", "settings", "kind", "words"),
     [
         (None, {"max_sequence": 4}, SettingsError, "max_sequences"),
+        (None, {"max_model_len": 9}, SettingsError, "vLLM's; here: --max-context-tokens of"),
         (None, {"debug": {"num_pages": -1}}, SettingsError, "num_pages"),
         (None, {"debug": {"num_pages": 1}}, EngineError, "pages"),
         ("/nowhere/at/all", {}, HubError, "nowhere"),

@@ -313,6 +313,7 @@ async def test_doors_speak_tls(tmp_path: Path, client_ca: bool) -> None:
         for address, why in (
             (router.address, "speaks TLS"),
             (f"grpcs://{router.address}", "is not trusted: --tls-ca names its CA"),
+            (router.admin.address, "speaks HTTP/1 and was asked by gRPC"),
         ):
             async with AsyncClient(address, retries=False) as client:
                 with pytest.raises(UnreachableError) as caught:

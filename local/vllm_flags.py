@@ -1,7 +1,8 @@
 """vLLM's flags and what stands for them here.
 
-The command line answers a flag of vLLM from this table, and the page `docs/coming-from-vllm.md`
-shows it. The flags are those of `vllm serve`: https://docs.vllm.ai/en/latest/cli/serve/.
+The command line answers a flag of vLLM from this table, and `LLM` an argument of vLLM's. The page
+`docs/coming-from-vllm.md` shows it. The flags are those of `vllm serve`:
+https://docs.vllm.ai/en/latest/cli/serve/.
 """
 
 from __future__ import annotations
@@ -147,8 +148,18 @@ def answer(flag: str) -> str | None:
         return None
     variable = _variable(ours)
     also = f" ({variable} sets it under `baton up`)" if variable else ""
-    ours = _LINK.sub(r"docs/\1", ours)
-    return f"{flag} is vLLM's. Here: {ours}{also}".replace("`", "")
+    return f"{flag} is vLLM's. Here: {_plain(ours)}{also}".replace("`", "")
+
+
+def answer_setting(name: str) -> str | None:
+    """What to answer somebody who set an argument of vLLM's `LLM`; None if it is none."""
+    ours = FLAGS.get(f"--{name.replace('_', '-')}")
+    return None if ours is None else f"vLLM's; here: {_plain(ours)}".replace("`", "")
+
+
+def _plain(ours: str) -> str:
+    """Names a page in place of a link to it."""
+    return _LINK.sub(r"docs/\1", ours)
 
 
 def _variable(ours: str) -> str:
