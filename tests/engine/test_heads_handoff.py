@@ -104,9 +104,9 @@ def test_pages_from_lower_tiers_do_without(model, tmp_path, tier: str) -> None:
     head = write_head(tmp_path / "head", model)
     prompts, small, large = conversations(24), SMALL, {"num_pages": 1600}
     if tier == "disk":
-        prompts, small = stored_conversations(24), STORED
+        prompts, store = stored_conversations(24), (f"disk:{tmp_path}/kv?gib=0.1",)
         large |= {"page_size": STORED["page_size"]}
-        small |= {"kv_stores": (f"disk:{tmp_path}/kv?gib=0.1",), "max_context_tokens": 1024}
+        small = STORED | {"kv_stores": store, "max_context_tokens": 1024}
     with running(model, **large) as plain:
         wanted = talk(plain, prompts, 2)
     with drafting(model, head, **small) as (engine, _):

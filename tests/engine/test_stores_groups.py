@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 import pytest
 from engine_kit import finish, running, submit
 from test_states import spoil
@@ -14,13 +16,15 @@ from waiting import wait_until
 from engine.beams.params import BeamParams
 from engine.tiers.stores.opening import address_of
 
-SMALL = {
-    "num_pages": 41,
-    "page_size": 64,
-    "max_sequences": 4,
-    "max_step_tokens": 256,
-    "kv_host_bytes": 1 << 20,
-}
+SMALL = MappingProxyType(
+    {
+        "num_pages": 41,
+        "page_size": 64,
+        "max_sequences": 4,
+        "max_step_tokens": 256,
+        "kv_host_bytes": 1 << 20,
+    }
+)
 COUNT, ROUNDS = 16, 2
 MODELS = {
     "gemma3": EVERY["gemma3"],

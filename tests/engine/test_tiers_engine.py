@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from engine.tiers.touching import HostMemoryError
 from faults import failpoints
 
 MIB = 1 << 20
-SMALL = {"num_pages": 41, "max_sequences": 4, "kv_host_bytes": 24 * MIB}
+SMALL = MappingProxyType({"num_pages": 41, "max_sequences": 4, "kv_host_bytes": 24 * MIB})
 
 
 def conversations(count: int, seed: int = 1) -> list[list[int]]:

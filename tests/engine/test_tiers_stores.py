@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 import numpy as np
 import pytest
 from engine_kit import build, check_baseline, finish, running, submit
@@ -14,13 +16,15 @@ from engine.engine import Engine, EngineError
 from faults import failpoints
 
 MIB = 1 << 20
-SMALL = {
-    "num_pages": 41,
-    "page_size": 64,
-    "max_sequences": 4,
-    "max_step_tokens": 256,
-    "kv_host_bytes": 3 * MIB // 2,
-}
+SMALL = MappingProxyType(
+    {
+        "num_pages": 41,
+        "page_size": 64,
+        "max_sequences": 4,
+        "max_step_tokens": 256,
+        "kv_host_bytes": 3 * MIB // 2,
+    }
+)
 COUNT, ROUNDS = 24, 2
 
 
