@@ -8,6 +8,7 @@ import signal
 import time
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -258,6 +259,8 @@ def up_command(
 def _check_certs(routers_own: RouterSettings, certs: str) -> None:
     if any(routers_own.tls) and not certs:
         raise up.UpUseError("each process needs a certificate of its own: use --certs, not tls_dir")
+    if certs and not (Path(certs) / "router").is_dir():
+        raise up.UpUseError(f"{certs} has no folder `router`: `baton certs {certs}` makes it")
 
 
 def _planned(options: up.UpOptions) -> up.UpPlan:

@@ -53,7 +53,8 @@ def read_trace(name: str) -> tuple[TraceRow, ...]:
         with opened(path, "rt", encoding="utf-8", newline="") as file:
             rows = list(_READERS[form](file))
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise WrongUseError(f"cannot read the trace {path}: {error}") from None
+        why = getattr(error, "strerror", None) or error
+        raise WrongUseError(f"cannot read the trace {path}: {why}") from None
     except (KeyError, TypeError, ValueError) as error:
         raise WrongUseError(
             f"{path} is not the {form} trace that it seems to be: {error!r}"

@@ -59,7 +59,8 @@ class Database:
             file = _guarded(self.folder / name)
             self.connection = self._thread.submit(_open, file, schema, version).result()
         except (OSError, sqlite3.Error) as error:
-            raise StoreError(f"{folder}: {error}") from None
+            why = getattr(error, "strerror", None) or error
+            raise StoreError(f"{folder}: {why}") from None
 
     def close(self) -> None:
         """Closes the file after the work that was begun."""

@@ -429,6 +429,20 @@ def test_where_up_serves_clients(
     )  # fmt: skip
 
 
+def test_up_says_how_certificates_are_made() -> None:
+    result = run("up", "--certs", "nothere")
+    assert result.exit_code == 2
+    assert "`baton certs nothere` makes it" in plain(result.output)
+
+
+def test_a_missing_trace_is_named_once() -> None:
+    result = run("bench", "--trace", "nothere.jsonl")
+    assert result.exit_code == 2
+    assert plain(result.output).endswith(
+        "cannot read the trace nothere.jsonl: No such file or directory"
+    )
+
+
 def test_up_refuses_to_serve_everybody() -> None:
     result = run("up", "--host", "0.0.0.0")
     assert result.exit_code == 2

@@ -145,6 +145,13 @@ def test_a_folder_store_touches_nothing_but_its_own_files(tmp_path):
     store.close()
 
 
+@pytest.mark.parametrize("kind", ["disk", "dir"])
+def test_a_folder_that_cannot_be_made_is_named_once(kind, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match=rf"^{kind}:{tmp_path}/file/kv: Not a directory$"):
+        make(kind, tmp_path / "file/kv")
+
+
 def test_a_disk_belongs_to_one_process_and_forgets_objects_of_another_size(tmp_path):
     store = make("disk", tmp_path)
     with pytest.raises(StoreError, match="in use by another process"):

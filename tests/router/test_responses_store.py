@@ -205,8 +205,9 @@ def test_a_folder_that_others_could_reach_is_refused(
     tmp_path: Path, made: Callable[[Path], None]
 ) -> None:
     made(tmp_path / "kept")
-    with pytest.raises(StoreError):
+    with pytest.raises(StoreError) as caught:
         ResponseStore(str(tmp_path / "kept"), BOUNDS)
+    assert "Errno" not in str(caught.value)
     assert not (tmp_path / "elsewhere").exists()
 
 

@@ -43,7 +43,8 @@ class DiskStore:
         try:
             self._open(Path(path))
         except (OSError, sqlite3.Error) as error:
-            raise StoreError(f"disk:{path}: {error}") from error
+            why = getattr(error, "strerror", None) or error
+            raise StoreError(f"disk:{path}: {why}") from error
 
     def _open(self, folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -58,7 +58,7 @@ class FolderStore:
             os.close(os.open(probe, _NEW, 0o600, dir_fd=self._folder))
             os.unlink(probe, dir_fd=self._folder)
         except OSError as error:
-            raise StoreError(f"dir:{path}: {error}") from error
+            raise StoreError(f"dir:{path}: {error.strerror}") from error
 
     @contextmanager
     def _shelf(self, name: str) -> Iterator[int | None]:
