@@ -22,6 +22,9 @@ ACTIVE_POLL_S: Final = 200e-6
 """Between looks while a transfer may be complete or a push is open: a small part of a hand-off."""
 RARE_POLL_S: Final = 2e-3
 """Between looks before: what a transfer loses that is faster than all before. Not tuned."""
+GROUP_S: Final = 3e-3
+"""Prompts that a peer computes in one step end within this time, as long as fresh pushes take
+(`kv_transfer.exchange.FRESH_S`). It says nothing about their pace."""
 
 
 class BoundedMemory(Generic[K, V]):
@@ -142,9 +145,10 @@ class EarliestEnds:
         awaited = self._awaited[peer]
         pages = awaited.pages.pop(transfer_id)
         if complete and pages:
-            now_s = self._clock()
-            self._page_s.append((now_s - awaited.since_s) / pages)
-            awaited.since_s = now_s
+            took_s = self._clock() - awaited.since_s
+            if took_s > GROUP_S:
+                self._page_s.append(took_s / pages)
+            awaited.since_s += took_s
         if not awaited.pages:
             del self._awaited[peer]
 
@@ -152,8 +156,10 @@ class EarliestEnds:
         """Longest time to the next look; None: nothing is waited for."""
         if not self._awaited:
             return None
-        page_s = EARLY * min(self._page_s, default=0.0)
+        now_s, page_s = self._clock(), EARLY * min(self._page_s, default=0.0)
+        if any(now_s < one.since_s + GROUP_S for one in self._awaited.values()):
+            return ACTIVE_POLL_S
         due_s = min(
             one.since_s + page_s * min(one.pages.values()) for one in self._awaited.values()
         )
-        return min(max(due_s - self._clock(), ACTIVE_POLL_S), RARE_POLL_S)
+        return min(max(due_s - now_s, ACTIVE_POLL_S), RARE_POLL_S)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-from kv_world import FakeClock
+from kv_world import FakeClock, World
 
-from kv_transfer.tables import ACTIVE_POLL_S, RARE_POLL_S, EarliestEnds
+from kv_transfer.events import Delivered
+from kv_transfer.tables import ACTIVE_POLL_S, GROUP_S, RARE_POLL_S, EarliestEnds
 
 TURN_S = 30e-6
 """Time of a look itself."""
@@ -47,11 +48,11 @@ def hand_offs(
 
 
 @pytest.mark.parametrize(("rate", "prompt_s", "pages"), [(24, 0.0225, 64), (3, 0.2, 500)])
-def test_it_looks_a_third_as_often_and_sees_each_end_as_soon(
+def test_it_looks_half_as_often_and_sees_each_end_as_soon(
     rate: float, prompt_s: float, pages: int
 ) -> None:
     looks, late_s = hand_offs(rate, prompt_s, pages)
-    assert looks < 1000  # 2,500 if it looks every 200 us for as long as a grant is open.
+    assert looks < 1400  # 2,500 if it looks every 200 us for as long as a grant is open.
     assert late_s[-1] <= ACTIVE_POLL_S + TURN_S + 1e-9
 
 
@@ -68,8 +69,9 @@ def test_a_fetch_is_looked_for_at_once_and_puts_no_prompt_off() -> None:
     clock.advance(1.0)
     earliest.ended("p", b"first", complete=True)
     earliest.expect("p", b"prompt", 10)
-    assert earliest.pause_s() == RARE_POLL_S
+    assert earliest.pause_s() == ACTIVE_POLL_S
     clock.advance(0.5)
+    assert earliest.pause_s() == RARE_POLL_S
     earliest.expect("p", b"fetch", 0)
     assert earliest.pause_s() == ACTIVE_POLL_S
     earliest.ended("p", b"fetch", complete=True)
@@ -78,3 +80,34 @@ def test_a_fetch_is_looked_for_at_once_and_puts_no_prompt_off() -> None:
     assert earliest.pause_s() == ACTIVE_POLL_S
     earliest.ended("p", b"prompt", complete=False)
     assert earliest.pause_s() is None
+
+
+def test_prompts_that_end_together_are_seen_at_once_and_show_no_pace() -> None:
+    clock = FakeClock()
+    earliest = EarliestEnds(clock)
+    for step in range(3):
+        for name in (b"one", b"other"):
+            earliest.expect("p", name, 10)
+        clock.advance(1.0)
+        earliest.ended("p", b"one", complete=True)
+        clock.advance(GROUP_S / 3)
+        assert earliest.pause_s() == ACTIVE_POLL_S
+        earliest.ended("p", b"other", complete=True)
+        if step:
+            earliest.expect("p", b"next", 10)
+            clock.advance(0.5)
+            assert earliest.pause_s() == RARE_POLL_S
+            earliest.ended("p", b"next", complete=False)
+
+
+def test_an_exchange_pauses_by_the_pace_of_its_peer(world: World) -> None:
+    first = world.grant(160)
+    world.clock.advance(1.0)
+    first.begin()
+    first.finish()
+    world.until(lambda: bool(world.decode.of(Delivered)))
+    world.grant(160)
+    world.clock.advance(0.5)
+    assert world.decode.exchange.pause_s() == RARE_POLL_S
+    world.clock.advance(0.4)
+    assert world.decode.exchange.pause_s() == ACTIVE_POLL_S
