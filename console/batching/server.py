@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import ssl
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, Self
@@ -69,6 +70,7 @@ class Server:
 
         Raises:
             NobodyError: nobody answers, or the connection ended.
+            BatchError: what answers there never will by this URL.
         """
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self._send, url, body)
@@ -79,9 +81,11 @@ class Server:
             connection.request("POST", self._path + url, json.dumps(body), self._headers)
             answer = connection.getresponse()
             data = answer.read()
-        except (OSError, http.client.HTTPException):
+        except (OSError, http.client.HTTPException) as error:
             self._own.connection = None
             connection.close()
+            if why := _why_never(error):
+                raise BatchError(f"{self._url} {why}") from None
             self._tell_of_silence()
             raise NobodyError from None
         try:
@@ -116,3 +120,17 @@ class Server:
                 held = http.client.HTTPSConnection(self._host, timeout=ANSWER_S, context=context)
             self._own.connection = held
         return held
+
+
+def _why_never(error: Exception) -> str:
+    """What to do about an error that no later try mends; "" of any other."""
+    match error:
+        case ssl.SSLCertVerificationError():
+            return f"shows a certificate that is not trusted: {error.verify_message} (--tls-ca)"
+        case ssl.SSLError(reason="WRONG_VERSION_NUMBER"):
+            return "speaks no TLS: name it with http://"
+        case http.client.RemoteDisconnected():
+            return ""
+        case http.client.BadStatusLine():
+            return "does not speak HTTP/1 in clear: is this a router's HTTP port, without TLS?"
+    return ""

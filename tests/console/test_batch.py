@@ -6,16 +6,22 @@ import asyncio
 import json
 import random
 import signal
+import socket
+import ssl
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+from certificate_kit import of_router
 from http_server import Asked, Reply, http_server
 from tiny_models import write_tiny_model
 from typer.testing import CliRunner, Result
@@ -111,6 +117,37 @@ def test_a_server_of_pages_gets_no_line_a_result(tmp_path: Path) -> None:
     with http_server(lambda _: Reply(b"<html>")) as address:
         told = batch(source, tmp_path / "out.jsonl", "--url", f"http://{address}")
     assert (told.exit_code, lines_of(tmp_path / "out.jsonl")) == (1, [])
+
+
+def test_a_port_that_never_answers_such_a_url_ends_the_batch_at_once(tmp_path: Path) -> None:
+    source, target = write(tmp_path / "in.jsonl", line("a")), tmp_path / "out.jsonl"
+    files = of_router(tmp_path / "tls")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files.cert, files.key)
+    grpc_server = grpc.server(ThreadPoolExecutor(1))
+    grpc_port = grpc_server.add_insecure_port("127.0.0.1:0")
+    grpc_server.start()
+    with (
+        http_server(lambda _: Reply(b"{}")) as plain,
+        socket.create_server(("127.0.0.1", 0)) as listening,
+        context.wrap_socket(listening, server_side=True) as over_tls,
+    ):
+        threading.Thread(target=_accept, args=(over_tls,), daemon=True).start()
+        for url, why in (
+            (f"http://127.0.0.1:{grpc_port}", "does not speak HTTP/1 in clear"),
+            (f"https://{plain}", "speaks no TLS: name it with http://"),
+            (f"https://127.0.0.1:{over_tls.getsockname()[1]}", "is not trusted"),
+        ):
+            told = batch(source, target, "--url", url)
+            assert told.exit_code == 1
+            assert why in " ".join(told.output.split())
+    grpc_server.stop(None)
+    assert lines_of(target) == []
+
+
+def _accept(server: ssl.SSLSocket) -> None:
+    with suppress(OSError):  # The client leaves.
+        server.accept()
 
 
 def lines_of(path: Path) -> list[bytes]:
