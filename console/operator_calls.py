@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import urllib.error
@@ -42,7 +43,7 @@ def ask_router(
     except urllib.error.HTTPError as error:
         with error:
             raise OperatorCallError(_why(error.code, error.read(), url)) from None
-    except (OSError, ValueError):
+    except (OSError, ValueError, http.client.HTTPException):
         raise _silent(url) from None
 
 

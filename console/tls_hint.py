@@ -3,9 +3,11 @@ nothing answers."""
 
 from __future__ import annotations
 
+import http.client
 import re
 import socket
 import ssl
+import urllib.error
 from typing import Final
 
 _ADDRESS: Final = re.compile(r"ipv[46]:(\S+):(\d+)")
@@ -33,6 +35,23 @@ def hint(message: str) -> str:
     if not _speaks_tls(host, port):
         return ""
     return f"the router there speaks TLS: name it as grpcs://HOST:{port} (--tls-ca for its CA)"
+
+
+def over_http(error: Exception) -> str:
+    """What is wrong with a URL whose request failed by an error that no later try mends; "" of any
+    other error."""
+    match error:
+        case urllib.error.URLError(reason=Exception() as reason):
+            return over_http(reason)
+        case ssl.SSLCertVerificationError():
+            return f"shows a certificate that is not trusted: {error.verify_message} (--tls-ca)"
+        case ssl.SSLError(reason="WRONG_VERSION_NUMBER"):
+            return "speaks no TLS: name it with http://"
+        case http.client.RemoteDisconnected():
+            return ""
+        case http.client.BadStatusLine():
+            return "does not speak HTTP/1 in clear: is this a router's HTTP port, without TLS?"
+    return ""
 
 
 def _speaks_tls(host: str, port: int) -> bool:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
-import ssl
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, Self
 from urllib.parse import urlsplit
 
 from baton.tls import TlsFiles
+from console.tls_hint import over_http
 from router.batching.lines import BatchError
 from router.batching.running import Answer, NobodyError
 from serving.output import stderr
@@ -84,7 +84,7 @@ class Server:
         except (OSError, http.client.HTTPException) as error:
             self._own.connection = None
             connection.close()
-            if why := _why_never(error):
+            if why := over_http(error):
                 raise BatchError(f"{self._url} {why}") from None
             self._tell_of_silence()
             raise NobodyError from None
@@ -120,17 +120,3 @@ class Server:
                 held = http.client.HTTPSConnection(self._host, timeout=ANSWER_S, context=context)
             self._own.connection = held
         return held
-
-
-def _why_never(error: Exception) -> str:
-    """What to do about an error that no later try mends; "" of any other."""
-    match error:
-        case ssl.SSLCertVerificationError():
-            return f"shows a certificate that is not trusted: {error.verify_message} (--tls-ca)"
-        case ssl.SSLError(reason="WRONG_VERSION_NUMBER"):
-            return "speaks no TLS: name it with http://"
-        case http.client.RemoteDisconnected():
-            return ""
-        case http.client.BadStatusLine():
-            return "does not speak HTTP/1 in clear: is this a router's HTTP port, without TLS?"
-    return ""

@@ -12,6 +12,7 @@ from baton.client.clients import Client
 from baton.tls import NO_FILES, TlsFiles
 from console.loadgen.endpoints import Target
 from console.loadgen.errors import BenchError, WrongUseError
+from console.tls_hint import over_http
 
 _TIMEOUT_S: Final = 10.0
 """For the list of models, which a server has ready."""
@@ -70,7 +71,8 @@ def _openai(target: Target, api_key: str, files: TlsFiles) -> list[Served]:
     except urllib.error.HTTPError as error:
         with error:
             raise BenchError(f"{url} answered {error.code}") from None
-    except (OSError, http.client.HTTPException):
-        raise BenchError(f"nobody answers at {url}") from None
+    except (OSError, http.client.HTTPException) as error:
+        why = over_http(error)
+        raise BenchError(f"{url} {why}" if why else f"nobody answers at {url}") from None
     except (ValueError, KeyError, TypeError):
         raise BenchError(f"{url} does not speak the OpenAI API") from None

@@ -138,16 +138,20 @@ def test_a_port_that_never_answers_such_a_url_ends_the_batch_at_once(tmp_path: P
             (f"https://{plain}", "speaks no TLS: name it with http://"),
             (f"https://127.0.0.1:{over_tls.getsockname()[1]}", "is not trusted"),
         ):
-            told = batch(source, target, "--url", url)
-            assert told.exit_code == 1
-            assert why in " ".join(told.output.split())
+            bench = CliRunner().invoke(app, ["bench", "--num", "1", "--url", f"{url}/v1"])
+            for told in (batch(source, target, "--url", url), bench):
+                assert told.exit_code == 1
+                assert why in " ".join(told.output.split())
+        told = CliRunner().invoke(app, ["fence", "--admin", f"127.0.0.1:{grpc_port}"])
+        assert "does not answer: does the router run there?" in " ".join(told.output.split())
     grpc_server.stop(None)
     assert lines_of(target) == []
 
 
 def _accept(server: ssl.SSLSocket) -> None:
-    with suppress(OSError):  # The client leaves.
-        server.accept()
+    while server.fileno() >= 0:
+        with suppress(OSError):  # The client leaves.
+            server.accept()
 
 
 def lines_of(path: Path) -> list[bytes]:
