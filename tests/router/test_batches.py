@@ -402,6 +402,15 @@ async def test_results_that_find_no_room_end_the_batch(port: Port) -> None:
     assert 0 < len(await results(port, done.output_file_id)) < 12, "what was done is there"
 
 
+async def test_batches_of_a_tenant_with_too_many_files_end(port: Port) -> None:
+    """The results of the first are more files than a tenant may upload."""
+    for number in range(20):
+        file = await upload(port, lines("a"), f"{number}.jsonl")
+    given = {"endpoint": URL, "completion_window": "24h", "input_file_id": file.id}
+    begun = [await port.client.batches.create(**given) for _ in range(2)]
+    assert {(await ended(port, batch)).status for batch in begun} == {"completed"}
+
+
 async def test_files_end_with_their_days(tmp_path: Path) -> None:
     now = [1e9]
     store = FileStore(str(tmp_path / "kept"), BOUNDS, lambda: now[0])

@@ -110,13 +110,14 @@ class FileStore:
         (self.contents / name).unlink(missing_ok=True)
 
     async def room(self, tenant: str, files: int = 0) -> int:
-        """The bytes that the tenant may still keep, beside so many further files.
+        """The bytes that the tenant may still keep. Results of batches may be more files than it
+        may upload, so they are counted only if it brings `files` further ones.
 
         Raises:
-            RouterError: STORE_FULL, it has too many files.
+            RouterError: STORE_FULL, those would be too many.
         """
         count, held = await self._run(self._database.held, "files", tenant)
-        if count + files > self.bounds.most_number:
+        if files and count + files > self.bounds.most_number:
             raise store_full("files", self.bounds.most_number)
         return self.bounds.most_bytes - held
 
