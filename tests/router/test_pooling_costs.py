@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from openai_kit import Port, open_port
+from openai_kit import Port, open_port, says
 
 from baton.worker.v1 import worker_pb2
 from router.doors.auth import TokenGate
@@ -116,3 +116,23 @@ async def test_a_call_has_no_more_under_way_than_its_tenant_may(
                 await port.client.completions.create(model="tiny", prompt=["fox"] * 4)
             assert caught.value.code == "quota_exceeded"
             assert caught.value.response.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize(
+    ("limit", "fits", "more"),
+    [("sequences = 4", 4, {"n": 2}), ("tokens = 12", 2, {"max_tokens": 6})],
+)
+async def test_prompts_are_refused_for_good_by_all_that_counts(
+    tmp_path: Path, limit: str, fits: int, more: dict[str, Any]
+) -> None:
+    """Of their choices and tokens one prompt was refused for the others, to be tried again."""
+    (tokens := tmp_path / "tokens.toml").write_text(f'"key-a" = "a"\n[limits.a]\n{limit}\n')
+    async with open_port(
+        tmp_path, says("The fox"), gate=TokenGate(tokens), api_key="key-a"
+    ) as port:
+        given: dict[str, Any] = {"model": "tiny", "max_tokens": 2}
+        ids = [[70, 71]] * fits
+        assert (await port.client.completions.create(**given, prompt=ids)).choices
+        with pytest.raises(openai.RateLimitError) as caught:
+            await port.client.completions.create(**given | more, prompt=ids[:3])
+        assert caught.value.response.headers["x-should-retry"] == "false"

@@ -13,9 +13,12 @@ from router.doors.openai.reply import Echo, Reply, ReplyDelta, ReplyOrder
 from router.doors.openai.schema import CompletionRequest, StreamOptions
 from router.errors import Violation
 from router.requests.filling import most_kept
+from router.requests.selecting import runs
 from router.visible import Visible
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from router.call import Call
     from router.doors.http.statuses import JSON
     from router.jobs import Dispatcher, Quota, ServedModel
@@ -72,9 +75,9 @@ class Completions:
             RouterError: the request cannot be understood, or its prompts cannot be echoed.
         """
         request = parse(CompletionRequest, body, self._shape.most_elements())
-        _check_quota(call.quota, len(request.prompt))
         tokenizer = None
         requests = [_generation(request, one, None, client_tag) for one in request.prompt]
+        _check_quota(call.quota, [one.input for one in requests])
         request.model = self._generations.model_for(requests[0].input, call)
         if request.echo or request.logprobs is not None:
             model = Visible(self._dispatcher, call).model(request.model)
@@ -138,16 +141,24 @@ class Completions:
         return Echo(text, ids if scores else ())
 
 
-def _check_quota(quota: Quota, prompts: int) -> None:
+def _check_quota(quota: Quota, prompts: Sequence[api.GenerationInput]) -> None:
     """Refuses prompts that together are never within a tenant's quota, since all of them run at
-    once: one of them would be refused for the others, and sent again for ever.
+    once: one of them would be refused for the others, and sent again for ever. The tokens of a text
+    are not known yet, and count as one.
 
     Raises:
         RouterError: QUOTA_EXCEEDED, not to be tried again.
     """
-    for name, limit in (("requests", quota.requests), ("sequences", quota.sequences)):
-        if limit is not None and prompts > limit:
-            raise errors.quota_exceeded(name, 0, prompts, limit)
+    if len(prompts) == 1:
+        return
+    tokens = sum(runs(one) * one.stop.max_tokens + (len(one.token_ids.ids) or 1) for one in prompts)
+    for name, wanted, limit in (
+        ("requests", len(prompts), quota.requests),
+        ("sequences", sum(map(runs, prompts)), quota.sequences),
+        ("tokens", tokens, quota.tokens),
+    ):
+        if limit is not None and wanted > limit:
+            raise errors.quota_exceeded(name, 0, wanted, limit)
 
 
 def _generation(
