@@ -22,8 +22,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from engine.parent import end_with_parent
-
 STDERR: Final = 2
 """File descriptor: a rank's output is no protocol, and goes to the log."""
 _waiting: Final[list[subprocess.Popen[bytes]]] = []
@@ -65,10 +63,9 @@ def take(folder: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes
     return None
 
 
-def ordered(parent: str) -> str:
+def ordered() -> str:
     """Waits for the order, in such a process, and takes over its environment; the folder. The
     process ends where none comes."""
-    end_with_parent(int(parent))
     from transformers import AutoConfig
 
     AutoConfig.for_model("llama")  # Half of all that a rank imports comes with its first config.

@@ -6,8 +6,11 @@ from __future__ import annotations
 import sys
 
 from engine.hosts.early import ordered
-from engine.ranks.follower import main
+from engine.parent import end_with_parent
 
 if __name__ == "__main__":
     *given, parent = sys.argv[1:]
-    main(given[0] if given else ordered(parent), parent)
+    end_with_parent(int(parent))  # First: what follows imports for seconds.
+    from engine.ranks.follower import main
+
+    main(given[0] if given else ordered())

@@ -26,7 +26,6 @@ from engine.hosts.lifeline import LIFELINE, hold_on
 from engine.hosts.meetings import RankMeetings
 from engine.hosts.wires import MOST_WAITING, Ends
 from engine.model import LoadedModel, ModelError
-from engine.parent import end_with_parent
 from engine.parts.building import (
     cuda_executor,
     load,
@@ -264,14 +263,12 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def main(folder: str, parent: str) -> NoReturn:
+def main(folder: str) -> NoReturn:
     """Runs a rank that torchrun's environment names. It never returns: nothing is left to tidy up.
 
     Args:
         folder: rank 0's private folder.
-        parent: rank 0's process.
     """
-    end_with_parent(int(parent))
     rank, local, size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     logging.basicConfig(level=logging.WARNING, format=f"rank {rank}: %(levelname)s %(message)s")
     failpoints.arm(os.environ.get("BATON_DEBUG_FAILPOINTS", ""))
