@@ -308,6 +308,11 @@ class Counts(Protocol):
         """
         ...
 
+    async def room(self, job: Job) -> None:
+        """Waits until the job could be counted, for as long as its tenant's others leave no room.
+        One that is too much by itself does not wait."""
+        ...
+
 
 class Dispatcher(Protocol):
     """Runs jobs on workers. Every method belongs to the event loop's thread."""

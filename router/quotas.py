@@ -7,10 +7,11 @@ have as much at each.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from router import errors
 from router.jobs import Quota
@@ -30,11 +31,22 @@ class _Usage:
             setattr(self, name, getattr(self, name) + sign * amount)
 
 
+class _Lack(NamedTuple):
+    """A limit that leaves no room for a job."""
+
+    name: str
+    used: int
+    wanted: int
+    limit: int
+
+
 class Quotas:
     """What every tenant uses now. Without jobs nothing is kept."""
 
     def __init__(self) -> None:
         self._usage: dict[str, _Usage] = {}
+        self._freed: dict[str, asyncio.Event] = {}
+        """Set when a job of a tenant ends, where others of it wait for room."""
 
     def enter(self, job: Job) -> None:
         """Counts a job.
@@ -42,13 +54,15 @@ class Quotas:
         Raises:
             RouterError: QUOTA_EXCEEDED; the job is not counted.
         """
-        usage = self._usage.get(job.tenant, _Usage())
-        for name, amount in _amounts(job).items():
-            limit, used = getattr(job.quota, name), getattr(usage, name)
-            if limit is not None and used + amount > limit:
-                raise errors.quota_exceeded(name, used, amount, limit)
-        usage.add(job, 1)
-        self._usage[job.tenant] = usage
+        if lack := self._lack(job):
+            raise errors.quota_exceeded(*lack)
+        self._usage.setdefault(job.tenant, _Usage()).add(job, 1)
+
+    async def room(self, job: Job) -> None:
+        """Waits until the job could be counted, for as long as its tenant's others leave no room.
+        One that is too much by itself does not wait."""
+        while (lack := self._lack(job)) and lack.wanted <= lack.limit:
+            await self._freed.setdefault(job.tenant, asyncio.Event()).wait()
 
     def leave(self, job: Job) -> None:
         """The job is over."""
@@ -73,9 +87,20 @@ class Quotas:
             usage.requests -= 1
             self._forget(tenant)
 
+    def _lack(self, job: Job) -> _Lack | None:
+        """The first limit that leaves no room for a job."""
+        usage = self._usage.get(job.tenant, _Usage())
+        for name, amount in _amounts(job).items():
+            limit, used = getattr(job.quota, name), getattr(usage, name)
+            if limit is not None and used + amount > limit:
+                return _Lack(name, used, amount, limit)
+        return None
+
     def _forget(self, tenant: str) -> None:
         if not self._usage[tenant].requests:
             del self._usage[tenant]
+        if (freed := self._freed.pop(tenant, None)) is not None:
+            freed.set()
 
 
 def _amounts(job: Job) -> dict[str, int]:

@@ -248,6 +248,7 @@ class Poolings:
         usage = api.Usage(prompt_tokens=prompts.tokens)
         room = asyncio.Semaphore(_at_once(call.quota, prompts))
         found: list[Floats] = [np.zeros(0, np.float32)] * len(prompts.ids)
+        begun = False
 
         def hear(index: int, event: JobEvent) -> None:
             match event:
@@ -258,8 +259,12 @@ class Poolings:
                     span.pooled(event)
 
         async def run(index: int, ids: PromptIds) -> None:
+            nonlocal begun
             async with room:
                 job = await self._job(prompts, ids, call, span)
+                if begun:  # Another call may have taken the place of a job that ended.
+                    await self._dispatcher.quotas.room(job)
+                begun = True
                 await self._dispatcher.run(job, partial(hear, index))
 
         tasks = [asyncio.create_task(run(*each)) for each in enumerate(prompts.ids)]

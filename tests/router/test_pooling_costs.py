@@ -118,6 +118,38 @@ async def test_a_call_has_no_more_under_way_than_its_tenant_may(
             assert caught.value.response.headers["x-should-retry"] == "false"
 
 
+async def test_a_call_goes_on_beside_others_of_its_tenant(tmp_path: Path) -> None:
+    """It failed as soon as another call took the place of a job that had ended: a long one always
+    did. One that finds no room at its beginning is refused."""
+    (tokens := tmp_path / "tokens.toml").write_text('"key-a" = "a"\n[limits.a]\nrequests = 2\n')
+    most, others = 0, list[Job]()
+
+    async def script(job: Job) -> AsyncGenerator[JobEvent]:
+        nonlocal most
+        quotas.enter(job)
+        most = max(most, quotas._usage["a"].requests)
+        await asyncio.sleep(0.001)
+        async for event in pools(job):
+            yield event
+        quotas.leave(job)
+        if len(others) < 5:  # Another call begins in the same moment.
+            others.append(job)
+            quotas.enter(job)
+            asyncio.get_running_loop().call_later(0.01, quotas.leave, job)
+
+    async with open_port(tmp_path, script, gate=TokenGate(tokens), api_key="key-a") as port:
+        takes(port)
+        quotas, client = port.dispatcher.quotas, port.client.with_options(max_retries=0)
+        given = {"model": "tiny", "input": [[70, 71]] * 20}
+        assert len((await client.embeddings.create(**given)).data) == 20
+        assert (most, len(others)) == (2, 5)
+        for _ in range(2):
+            quotas.enter(others[0])
+        with pytest.raises(openai.RateLimitError):
+            await client.embeddings.create(**given)
+        assert len(port.dispatcher.jobs) == 21
+
+
 @pytest.mark.parametrize(
     ("limit", "fits", "more"),
     [("sequences = 4", 4, {"n": 2}), ("tokens = 12", 2, {"max_tokens": 6})],
