@@ -27,7 +27,7 @@ from test_engine_structure import PERSON, grammar_of
 from test_precision_paths import TINY_FLIP, Case
 from test_precision_paths import run_all as run_quantised
 from test_profiling import written
-from tiny_families import EVERY, EXPERTS, IMAGES, LATENTS
+from tiny_families import EVERY, EXPERTS, IMAGES, LATENTS, OWN_GATES
 from tiny_models import write_tiny_model
 from waiting import wait_until
 
@@ -241,6 +241,7 @@ def sliced(source: Path, count: int) -> Reference:
 def fp8_cases() -> list[Any]:
     others = (*EXPERTS, *IMAGES, *LATENTS, "gemma4_shared", "gemma4_experts", "lfm2", "lfm2_moe")
     others += ("lfm2_vl", "gemma4_unified")
+    others += tuple(family for family, of in OWN_GATES.items() if "num_experts" in of)
     dense = [family for family in FAMILIES if family not in others]
     every = [("qwen3", 2), *((family, 2 + 2 * (i % 2)) for i, family in enumerate(dense))]
     slow = pytest.mark.matrix
