@@ -673,8 +673,8 @@ BREAKAGES = (
         "tenant-counted-twice",
         "a job takes two parts of its tenant's quota",
         "router/quotas.py",
-        "        usage.add(job, 1)\n",
-        "        usage.add(job, 2)\n",
+        "self._usage.setdefault(job.tenant, _Usage()).add(job, 1)\n",
+        "self._usage.setdefault(job.tenant, _Usage()).add(job, 2)\n",
         ("router/test_dispatch_shares.py",),
     ),
     Breakage(
