@@ -19,7 +19,7 @@ from kv_transfer.peers import Peers
 from kv_transfer.receiving import Receiver
 from kv_transfer.sending import Sender
 from kv_transfer.settling_writes import SettlingWrites
-from kv_transfer.tables import ACTIVE_POLL_S, Clock
+from kv_transfer.tables import Clock
 from kv_transfer.transports.processes import ProcessWatch
 from kv_transfer.types import Endpoint, KvTransport, Notification, PushState
 from kv_transfer.wire import (
@@ -38,6 +38,8 @@ FRESH_POLL_S = 50e-6
 """While a push may end at any moment; a push takes longer only where it waits for others."""
 FRESH_S = 3e-3
 """After a post the thread polls at its fastest for this long: most pushes end within it."""
+ACTIVE_POLL_S = 200e-6
+"""Between looks while a grant or a push is open: a small part of what a hand-off takes."""
 IDLE_POLL_S = 0.02
 """Between looks while nothing is open: a peer may ask to quiesce at any time."""
 
@@ -142,10 +144,8 @@ class Exchange:
             return 0.0
         if self.sender.in_progress and self.sender.posted_ago_s() < FRESH_S:
             return FRESH_POLL_S
-        if self.sender.in_progress or self.peers.any_testing:
+        if self.sender.in_progress or self.receiver.is_waiting or self.peers.any_testing:
             return ACTIVE_POLL_S
-        if (pause_s := self.receiver.pause_s()) is not None:
-            return pause_s
         due = [self.sender.next_after_s(), self.receiver.next_after_s()]
         if self.peers.any_known or self._settling.is_pending:
             due.append(IDLE_POLL_S)

@@ -38,7 +38,7 @@ from kv_transfer.events import (
 )
 from kv_transfer.peers import Peers
 from kv_transfer.specs import Range, ReceiveSpec
-from kv_transfer.tables import BoundedMemory, Clock, EarliestEnds, Timers
+from kv_transfer.tables import BoundedMemory, Clock, Timers
 from kv_transfer.wire import Chunk, Quiesce, Quiesced
 from telemetry.trouble import describe
 
@@ -133,8 +133,12 @@ class Receiver:
             REMEMBERED_ENDS, REMEMBERED_S, clock
         )
         self._timers = Timers(clock)
-        self._earliest = EarliestEnds(clock)
-        """Transfers that are GRANTED or FILLING."""
+        self._waiting = 0
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a transfer is GRANTED or FILLING."""
+        return self._waiting > 0
 
     def state(self, transfer_id: bytes) -> ReceiveState | None:
         """State of a transfer, or None where it is unknown."""
@@ -144,10 +148,6 @@ class Receiver:
     def uses(self, agent_name: str) -> bool:
         """Whether a transfer from this peer is unfinished, quarantine included."""
         return any(receive.spec.peer == agent_name for receive in self._receives.values())
-
-    def pause_s(self) -> float | None:
-        """Longest time to the next look for pages that have landed; None: none are expected."""
-        return self._earliest.pause_s()
 
     def next_after_s(self) -> float | None:
         """Seconds until `tick` has something to do, or None."""
@@ -163,8 +163,7 @@ class Receiver:
             granted_ns=time.time_ns(),
             expires_s=self._clock() + spec.timeout_s,
         )
-        pages = 0 if spec.may_be_short else sum(end - first for first, end in spec.ranges)
-        self._earliest.expect(spec.peer, spec.transfer_id, pages)
+        self._waiting += 1
         self._timers.set(spec.transfer_id, spec.timeout_s)
 
     def abort(self, transfer_id: bytes) -> None:
@@ -246,7 +245,7 @@ class Receiver:
             assert receive.state is not ReceiveState.QUARANTINED or not receive.fenced
         quarantined = states.count(ReceiveState.QUARANTINED)
         assert self._counters.quarantined_transfers == quarantined
-        assert len(self._earliest) == len(states) - quarantined
+        assert self._waiting == len(states) - quarantined
 
     def _accepts(self, receive: _Receive, from_agent: str, chunk: Chunk) -> bool:
         spec = receive.spec
@@ -274,7 +273,7 @@ class Receiver:
             return
         last = receive.last
         assert last is not None
-        self._earliest.ended(receive.spec.peer, last.transfer_id, complete=True)
+        self._waiting -= 1
         self._counters.transfers_received += 1
         self._end(receive, ReceiveState.READY)
         self._emit(
@@ -297,7 +296,7 @@ class Receiver:
 
     def _quarantine(self, receive: _Receive) -> None:
         receive.state = ReceiveState.QUARANTINED
-        self._earliest.ended(receive.spec.peer, receive.spec.transfer_id, complete=False)
+        self._waiting -= 1
         self._counters.quarantined_transfers += 1
         if receive.fenced:
             self._free(receive)

@@ -2,10 +2,9 @@
 
 1. `start` builds the transport on the thread, with its pool registered.
 2. Commands come through a queue. Between them the thread polls every 50 us just after a push was
-   posted, every 200 us while a push or a self-test is open or a granted transfer may be complete,
-   every 2 ms while one cannot be yet (`EarliestEnds`), every 20 ms while peers are known
-   (they may ask to quiesce), and takes a turn every second otherwise: `turns` stands still where a
-   turn does not end.
+   posted, every 200 us while a grant, a push or a self-test is open, every 20 ms while peers are
+   known (they may ask to quiesce), and takes a turn every second otherwise: `turns` stands still
+   where a turn does not end.
 3. `stop` waits for pushes in progress, then releases the transport. A transport with a push still
    in progress is left as it is: the write would land all the same.
 """
@@ -21,9 +20,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kv_transfer.events import TransferCounters, TransferEvent
-from kv_transfer.exchange import IDLE_POLL_S, Exchange
+from kv_transfer.exchange import ACTIVE_POLL_S, IDLE_POLL_S, Exchange
 from kv_transfer.specs import ReceiveSpec, SendSpec, Source
-from kv_transfer.tables import ACTIVE_POLL_S
 from kv_transfer.types import Endpoint, KvTransport, TransportError
 from kv_transfer.wire import Quiesce, Quiesced
 from telemetry.trouble import describe

@@ -22,12 +22,12 @@ from kv_transfer.events import (
     SendQuiesced,
     Sent,
 )
-from kv_transfer.exchange import FRESH_POLL_S, FRESH_S, IDLE_POLL_S
+from kv_transfer.exchange import ACTIVE_POLL_S, FRESH_POLL_S, FRESH_S, IDLE_POLL_S
 from kv_transfer.outgoing import SendState
 from kv_transfer.peers import PARTED_S
 from kv_transfer.receiving import ReceiveState
 from kv_transfer.settling_writes import LONGEST_TURN_S, SETTLING_S
-from kv_transfer.tables import ACTIVE_POLL_S, BoundedMemory, Timers
+from kv_transfer.tables import BoundedMemory, Timers
 from kv_transfer.types import TransportError
 from kv_transfer.wire import Chunk, Quiesce, decode
 
