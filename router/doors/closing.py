@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from router.requests.bounds import BODY_BYTES_A_SECOND, BODY_GRACE_S
+from router.requests.bounds import body_s
 
 
 def close(transport: asyncio.Transport) -> None:
     """Closes a connection. Its client may read what waits for it, at the pace of a body."""
     if waiting_bytes := transport.get_write_buffer_size():
-        rest_s = BODY_GRACE_S + waiting_bytes / BODY_BYTES_A_SECOND
-        asyncio.get_running_loop().call_later(rest_s, transport.abort)
+        asyncio.get_running_loop().call_later(body_s(waiting_bytes), transport.abort)
     transport.close()

@@ -102,6 +102,11 @@ class ConnectionLimits(NamedTuple):
     grpc: int
 
 
+def body_s(size: int) -> float:
+    """Longest time that so many bytes of a body may take, seconds."""
+    return BODY_GRACE_S + size / BODY_BYTES_A_SECOND
+
+
 def most_connections() -> ConnectionLimits:
     """The limits from the number of files that the process may open, less those that it needs
     itself."""

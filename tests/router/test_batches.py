@@ -503,8 +503,8 @@ async def test_what_waits_is_ended_without_a_turn(
 async def test_who_stops_reading_a_file_loses_the_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.doors.batches.pages.BODY_GRACE_S", 0.05)
-    monkeypatch.setattr("router.doors.batches.pages.BODY_BYTES_A_SECOND", 1 << 30)
+    monkeypatch.setattr("router.requests.bounds.BODY_GRACE_S", 0.05)
+    monkeypatch.setattr("router.requests.bounds.BODY_BYTES_A_SECOND", 1 << 30)
     abort, aborted = Connection.abort, asyncio.Event()
 
     def watched(self: Connection) -> None:

@@ -174,8 +174,8 @@ async def test_the_rest_of_an_unwanted_body_is_not_read_for_ever(
 
 
 async def test_a_body_comes_at_some_pace(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.doors.http.bodies.BODY_GRACE_S", SHORT_S)
-    monkeypatch.setattr("router.doors.http.bodies.BODY_BYTES_A_SECOND", 10_000)
+    monkeypatch.setattr("router.requests.bounds.BODY_GRACE_S", SHORT_S)
+    monkeypatch.setattr("router.requests.bounds.BODY_BYTES_A_SECOND", 10_000)
     body = b'{"prompt": "a", "max_tokens": 1}' + b" " * 19_968
     for piece_bytes, status in ((4000, 200), (40, 504)):
         client = await Client.of(port)
@@ -272,8 +272,8 @@ class Answers(asyncio.Protocol):
 async def test_a_connection_that_closes_does_not_wait_for_its_client(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("router.doors.closing.BODY_GRACE_S", SHORT_S)
-    monkeypatch.setattr("router.doors.closing.BODY_BYTES_A_SECOND", 1e9)
+    monkeypatch.setattr("router.requests.bounds.BODY_GRACE_S", SHORT_S)
+    monkeypatch.setattr("router.requests.bounds.BODY_BYTES_A_SECOND", 1e9)
     connections = Connections(4)
 
     def accept() -> Connection:

@@ -253,7 +253,7 @@ async def test_bodies_that_are_no_message(
 async def test_a_slow_body_ends_at_its_pace(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.doors.http.bodies.BODY_GRACE_S", 0.2)
+    monkeypatch.setattr("router.requests.bounds.BODY_GRACE_S", 0.2)
     async with raw(served.door.address) as client:
         client.greet()
         stream = client.ask(None, end=False)
@@ -335,8 +335,8 @@ async def test_a_connection_that_closes_does_not_wait_for_its_client(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind its calls, with an answer that the client does not read."""
-    monkeypatch.setattr("router.doors.closing.BODY_GRACE_S", 0.2)
-    monkeypatch.setattr("router.doors.closing.BODY_BYTES_A_SECOND", 1e9)
+    monkeypatch.setattr("router.requests.bounds.BODY_GRACE_S", 0.2)
+    monkeypatch.setattr("router.requests.bounds.BODY_BYTES_A_SECOND", 1e9)
     async with raw(served.door.address, buffer=4096) as client:
         client.greet()
         await until(lambda: bool(served.door._open))

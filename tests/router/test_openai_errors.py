@@ -425,7 +425,7 @@ async def test_a_caller_that_leaves_cancels(
 async def test_a_body_that_does_not_come_to_its_end_is_not_waited_for_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("router.doors.http.bodies.BODY_GRACE_S", 0.1)
+    monkeypatch.setattr("router.requests.bounds.BODY_GRACE_S", 0.1)
     async with open_port(tmp_path, hangs) as port:
         with caplog.at_level(logging.INFO):
             reader, writer = await asyncio.open_connection(*port.address)

@@ -28,7 +28,7 @@ from router.doors.http.said import Said
 from router.doors.http.values import Metadata, Unless
 from router.doors.paging import MOST_LISTED, is_number, page_of
 from router.one_line import json_of
-from router.requests.bounds import BODY_BYTES_A_SECOND, BODY_GRACE_S, MOST_FILE_BYTES
+from router.requests.bounds import MOST_FILE_BYTES, body_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -265,8 +265,7 @@ class _Download(FileResponse):
         loop, abort = asyncio.get_running_loop(), connection_of(scope).abort
 
         async def paced_send(message: Message) -> None:
-            wait_s = BODY_GRACE_S + len(message.get("body", b"")) / BODY_BYTES_A_SECOND
-            timer = loop.call_later(wait_s, abort)
+            timer = loop.call_later(body_s(len(message.get("body", b""))), abort)
             try:
                 await send(message)
             finally:

@@ -20,7 +20,7 @@ from grpc import StatusCode
 
 from router import errors
 from router.errors import RouterError
-from router.requests.bounds import BODY_BYTES_A_SECOND, BODY_GRACE_S, MOST_HELD_BODY_BYTES
+from router.requests.bounds import MOST_HELD_BODY_BYTES, body_s
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -129,12 +129,12 @@ async def paced() -> AsyncIterator[Callable[[int], None]]:
     """
     began_s, size = asyncio.get_running_loop().time(), 0
     try:
-        async with asyncio.timeout_at(began_s + BODY_GRACE_S) as timer:
+        async with asyncio.timeout_at(began_s + body_s(0)) as timer:
 
             def came(count: int) -> None:
                 nonlocal size
                 size += count
-                timer.reschedule(began_s + BODY_GRACE_S + size / BODY_BYTES_A_SECOND)
+                timer.reschedule(began_s + body_s(size))
 
             yield came
     except TimeoutError:
