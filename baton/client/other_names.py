@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import Any, Final
 
 OTHER_NAMES: Final[Mapping[str, str]] = {
     "beam_width": "`beams`",
@@ -32,8 +32,8 @@ OTHER_NAMES: Final[Mapping[str, str]] = {
 """What to use instead, as Markdown."""
 
 
-def refuse_unknown(options: Iterable[str], known: type) -> None:
-    """Refuses an option that the typed dict of those that there are lacks.
+def stated(options: Mapping[str, object], known: type) -> dict[str, Any]:
+    """The options that a caller states, of those that the typed dict has. None counts as left out.
 
     Raises:
         TypeError: there is no such option. It names what stands for it here, or the nearest name.
@@ -42,6 +42,7 @@ def refuse_unknown(options: Iterable[str], known: type) -> None:
     for name in options:
         if name not in names:
             raise TypeError(f"there is no option {name!r}{_instead(name, names)}")
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _instead(name: str, known: Iterable[str]) -> str:

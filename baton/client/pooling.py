@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypedDict
 
-from baton.client.other_names import refuse_unknown
+from baton.client.other_names import stated
 from baton.client.setting import set_fields
 from baton.inference.v1 import inference_pb2 as pb
 
@@ -76,14 +76,14 @@ def embed_request(
     Raises:
         TypeError, ValueError: an input or an option is wrong.
     """
-    refuse_unknown(options, EmbedOptions)
+    rest = stated(options, EmbedOptions)
     given = [inputs] if isinstance(inputs, str) else inputs
-    kind = options.get("pooling")
+    kind = rest.pop("pooling", None)
     if kind is not None and kind not in _KINDS:
         raise ValueError(f"pooling is last, mean or cls, not {kind!r}")
     pooling = _KINDS[str(kind)] if kind is not None else pb.POOLING_KIND_UNSPECIFIED
     request = pb.EmbedRequest(inputs=map(_input, given), model=model, pooling=pooling)
-    _set_rest(request, options, EmbedOptions)
+    set_fields(request, rest, rest)
     return request
 
 
@@ -101,22 +101,14 @@ def score_request(
     Raises:
         TypeError, ValueError: a text or an option is wrong.
     """
-    refuse_unknown(options, ScoreOptions)
+    rest = stated(options, ScoreOptions)
     request = pb.ScoreRequest(
         queries=[query] if isinstance(query, str) else query,
         documents=[documents] if isinstance(documents, str) else documents,
         model=model,
     )
-    _set_rest(request, options, ScoreOptions)
+    set_fields(request, rest, rest)
     return request
-
-
-def _set_rest(
-    request: pb.EmbedRequest | pb.ScoreRequest, options: EmbedOptions | ScoreOptions, known: type
-) -> None:
-    """Sets the options that are fields by themselves. None counts as left out."""
-    given = {name: value for name, value in options.items() if value is not None}
-    set_fields(request, given, known.__annotations__.keys() - {"pooling"})
 
 
 def embeddings_of(response: pb.EmbedResponse) -> Embeddings:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast, get_type_hints
 
 from baton.client.generation import ToolCall
 from baton.client.options import Message, Options, Tool
-from baton.client.other_names import refuse_unknown
+from baton.client.other_names import stated
 from baton.client.setting import named, set_fields
 from baton.inference.v1 import inference_pb2 as pb
 
@@ -68,8 +68,7 @@ def generation_input(
             or a number is out of an option's range.
         TypeError: there is no such option, or it has the wrong type.
     """
-    refuse_unknown(options, Options)
-    options = cast(Options, {name: value for name, value in options.items() if value is not None})
+    options = cast(Options, stated(options, Options))
     for name, value in options.items():
         if name in _SWITCHES and type(value).__name__ not in _BOOLEANS:
             raise TypeError(f"{name}: is True or False, and not {value!r}{_HOW_MANY.get(name, '')}")
